@@ -1,0 +1,788 @@
+"""Byte shards: what training reads, and the commands that make and check them.
+
+    python data.py prepare books.txt web/ --out data      # .txt, .jsonl, .parquet, directories of them, or - for stdin
+    python data.py verify data                            # sizes, checksums and ids
+
+A shard is a headerless file of little-endian uint16 ids (tokenizer.py says which); `metadata.json` beside the shards
+describes them. The shards of a split are read as one stream, in the order of their names. What sequence g of a run
+holds is a pure function of (seed, g): any step, rank or restart works it out by itself, in O(1) memory.
+"""
+
+import argparse
+import glob
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+MIB = 1 << 20
+BLOCK = 10_000                # sequences in which the sources of a mixture have their exact shares
+CHECK_ALL = 2048 * MIB        # up to here, `check` looks at all of the data
+HELD_OUT = 10_000_000         # most ids held out where no shard is for validation
+LINE_LIMIT = 256 * MIB        # longest JSON line
+STDIN = ".stdin.txt"          # standard input, while it is prepared
+
+
+class DataError(Exception):
+    """Data that cannot be used; the message is one line: file, place in it and, where there is one, the remedy."""
+
+
+@contextmanager
+def naming(path):
+    """An operating system's error becomes a DataError that names the file, `path` where the error knows none."""
+    try:
+        yield
+    except OSError as fault:
+        raise DataError(f"{fault.filename or path}: {fault.strerror or fault}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards, streams, sources
+
+class Shard(NamedTuple):
+    """Ids of a file, or a part of them that begins at id `first` of the file."""
+    path: str
+    ids: np.ndarray           # uint16
+    first: int = 0
+
+
+class Stream:
+    """Shards as one sequence of ids; Stream([Shard("memory", ids)]) is one without a file."""
+
+    def __init__(self, shards: Sequence[Shard]):
+        self.shards = list(shards)
+        self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids start .. stop - 1, uint16; a view where one shard holds them all."""
+        i = bisect_right(self.starts, start) - 1
+        if stop <= self.starts[i + 1]:
+            return self.shards[i].ids[start - self.starts[i]:stop - self.starts[i]]
+        return np.concatenate([shard.ids for shard in self.part(start, stop).shards])
+
+    def part(self, start: int, stop: int) -> "Stream":
+        """The stream of ids start .. stop - 1."""
+        cuts = [(shard, max(0, start - begin), min(len(shard.ids), stop - begin))
+                for shard, begin in zip(self.shards, self.starts)]
+        return Stream([Shard(shard.path, shard.ids[a:b], shard.first + a) for shard, a, b in cuts if a < b])
+
+    def where(self, index: int) -> str:
+        """File and byte offset of an id."""
+        i = bisect_right(self.starts, index) - 1
+        return f"{self.shards[i].path}: byte offset {2 * (self.shards[i].first + index - self.starts[i])}"
+
+
+@dataclass
+class Source:
+    """The data of one directory, and its share of the training sequences."""
+    name: str
+    weight: float
+    train: Stream
+    val: Stream
+
+
+def open_data(spec: str) -> list[Source]:
+    """The sources of a directory, or of a mixture such as web:0.7,code:0.3 (weights above 0, of any sum)."""
+    if ":" not in spec or os.path.isdir(spec):
+        return [open_source(spec, 1.0)]
+    names, _, weights = zip(*(part.rpartition(":") for part in spec.split(",")))
+    try:
+        weights = [float(weight) for weight in weights]
+    except ValueError:
+        weights = [0]
+    if not all(names) or not all(0 < weight < math.inf for weight in weights):
+        raise DataError(f"{spec}: neither a directory nor a mixture, written dir:weight,dir:weight, weights above 0")
+    return [open_source(name, weight / sum(weights)) for name, weight in zip(names, weights)]
+
+
+def open_source(directory: str, weight: float) -> Source:
+    """Maps a directory's shards; where none is for validation, the last 1% of the ids are held out for it."""
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
+    shards = [(split, Shard(path, map_shard(path, entry))) for path, split, entry in find_shards(directory)]
+    train, val = (Stream([shard for its_split, shard in shards if its_split == split]) for split in ("train", "val"))
+    if not len(train):
+        raise DataError(f"{directory}: every shard in it is for validation, none for training")
+    if not len(val):
+        cut = len(train) - min(len(train) // 100, HELD_OUT)
+        train, val = train.part(0, cut), train.part(cut, len(train))
+    return Source(directory, weight, train, val)
+
+
+def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
+    """(path, split, entry in metadata.json) of the .bin files in and below a directory, sorted by relative name.
+
+    Without an entry, a name or a folder that begins with "val" makes the split "val", else it is "train".
+    """
+    advice = f"make shards by `python data.py prepare INPUT --out {directory}`"
+    if not os.path.isdir(directory):
+        raise DataError(f"{directory}: no such directory; {advice}")
+    names = sorted(glob.glob("**/*.bin", root_dir=directory, recursive=True))
+    entries = {os.path.join(folder, entry["name"]): entry for folder in {"", *map(os.path.dirname, names)}
+               for entry in read_metadata(os.path.join(directory, folder)).get("shards", ())}
+    for name in sorted(entries.keys() - set(names)):
+        raise DataError(f"{os.path.join(directory, name)}: missing, though metadata.json lists it")
+    if not names:
+        raise DataError(f"{directory}: no .bin file in it; {advice}")
+    splits = ["val" if any(part.lower().startswith("val") for part in Path(name).parts) else "train" for name in names]
+    return [(os.path.join(directory, name), entries[name]["split"] if name in entries else split, entries.get(name))
+            for name, split in zip(names, splits)]
+
+
+def read_metadata(folder: str | Path) -> dict:
+    """metadata.json of a folder; empty where there is none, or one that does not list shards as `prepare` does."""
+    path = Path(folder, "metadata.json")
+    if not path.exists():
+        if Path(folder, "prepare.jsonl").exists():
+            raise DataError(f"{folder}: `prepare` was cut short here; give the same command again, it goes on")
+        return {}
+    try:
+        with naming(path):
+            metadata = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as fault:
+        raise DataError(f"{path}: not JSON: {fault}; delete it if it is not about these shards") from None
+    shards = metadata.get("shards") if isinstance(metadata, dict) else None
+    ours = isinstance(shards, list) and all(
+        isinstance(entry, dict) and entry.get("split") in ("train", "val")
+        and [type(entry.get(field)) for field in ("name", "ids", "sha256")] == [str, int, str] for entry in shards)
+    return metadata if ours else {}
+
+
+def map_shard(path: str, entry: dict | None) -> np.ndarray:
+    """A file's ids, memory-mapped: a plain uint16 array, since slices of np.memmap are slow."""
+    with naming(path):
+        size = os.path.getsize(path)
+        if size == 0:
+            raise DataError(f"{path}: empty (byte offset 0); delete it")
+        if entry is not None and size != 2 * entry["ids"]:
+            raise DataError(f"{path}: ends at byte offset {size}, but metadata.json says {2 * entry['ids']}: cut off "
+                            "or altered; copy or prepare it again")
+        if size % 2:
+            raise DataError(f"{path}: half an id at byte offset {size - 1}, the length is odd: cut off, or not a shard")
+        return np.memmap(path, "<u2", mode="r").view(np.ndarray)
+
+
+def check_ids(stream: Stream, start: int, stop: int):
+    """Raises DataError at the first of the ids start .. stop - 1 that is above 271."""
+    for begin in range(start, stop, MIB):  # pieces that stay in the cache
+        piece = stream.read(begin, min(begin + MIB, stop))
+        if piece.max() >= VOCAB_SIZE:
+            i = int((piece >= VOCAB_SIZE).argmax())
+            raise DataError(f"{stream.where(begin + i)}: id {piece[i]} is above {VOCAB_SIZE - 1}: damaged, or no shard")
+
+
+def check(sources: Sequence[Source]):
+    """Raises DataError at an id above 271: looks at all of up to 2 GiB, else at the first and last MiB of every shard.
+
+    What is not looked at here is when it is read: every batch checks its own ids.
+    """
+    streams = [stream for source in sources for stream in (source.train, source.val)]
+    reach = MIB // 2 if sum(2 * len(stream) for stream in streams) > CHECK_ALL else CHECK_ALL
+    for stream in streams:
+        for start, stop in pairwise(stream.starts):
+            check_ids(stream, start, min(start + reach, stop))
+            check_ids(stream, max(start + reach, stop - reach), stop)
+
+
+def mock_source(seed: int) -> Source:
+    """About 1 MB of made-up sentences, which a model learns within a few steps, and 70 kB to validate; no file."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(rng.choice((1, 2, 2, 3))))
+             for _ in range(20)]
+    often = [1 / (i + 1) for i in range(40)]
+    sentences = [" ".join(rng.choices(words, often[:20], k=rng.randint(3, 5))) + ". " for _ in range(40)]
+
+    def stream(documents: int) -> Stream:  # of 8 sentences; 0x02 and 0x03 stand for BOS and EOS
+        text = "".join("\x02" + "".join(rng.choices(sentences, often, k=8)) + "\x03" for _ in range(documents))
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        ids[ids == 2], ids[ids == 3] = BOS_ID, EOS_ID
+        return Stream([Shard("mock data", ids)])
+
+    return Source("mock", 1.0, stream(5000), stream(350))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of the data: pure functions of (seed, g), vectorised over sequences g
+
+# Constants of SplitMix64; numpy takes its own scalars in half the time.
+ADD, MUL_1, MUL_2, BITS_27, BITS_30, BITS_31, BITS_32 = map(
+    np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 27, 30, 31, 32))
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """uint64 -> uint64, the step of SplitMix64: a bijection in which every input bit reaches every output bit."""
+    x = x + ADD
+    x = (x ^ (x >> BITS_30)) * MUL_1
+    x = (x ^ (x >> BITS_27)) * MUL_2
+    return x ^ (x >> BITS_31)
+
+
+def key(seed: int, *parts) -> np.ndarray:
+    """uint64 hash of a seed and of numbers or arrays of numbers, none below 0; at least one-dimensional."""
+    x = mix(np.array([seed % 2 ** 64], np.uint64))
+    for part in parts:
+        x = mix(x ^ np.asarray(part).astype(np.uint64))
+    return x
+
+
+def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
+    """Where keyed bijections of [0, n), n < 2**52, take the indices [m] under keys [m]; n [m] or a number; int64 [m].
+
+    A Feistel network of four rounds on two digits to a base just above sqrt(n). A value of n or more is taken through
+    again (cycle walking), which with this base is seldom needed.
+    """
+    n = np.asarray(n)
+    base = np.sqrt(n).astype(np.uint64) + np.uint64(1)
+    high, low = np.divmod(index.astype(np.uint64), base)
+    round_keys = keys
+    for _ in range(4):
+        high, low = low, (high + (mix(round_keys ^ low) >> BITS_32)) % base
+        round_keys = round_keys + ADD
+    out = (high * base + low).astype(np.int64)
+    beyond = np.flatnonzero(out >= n)
+    if beyond.size:
+        out[beyond] = permute(out[beyond], np.broadcast_to(n, out.shape)[beyond], keys[beyond])
+    return out
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Whole numbers that sum to total, in proportion to the weights (largest remainder, ties to the first)."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    out = [int(x) for x in exact]
+    for k in sorted(range(len(out)), key=lambda k: out[k] - exact[k])[:total - sum(out)]:
+        out[k] += 1
+    return out
+
+
+class Loader:
+    """The training sequences of a run, numbered from 0 in one global order that ranks and micro-steps share out.
+
+    Each epoch of a source covers every one of its targets (every id but the first) exactly once, cut anew into windows
+    of up to seq_len, in another order. Blocks of 10,000 sequences hold the sources in exact proportion to the weights.
+    """
+
+    def __init__(self, sources: Sequence[Source], seq_len: int, seed: int):
+        self.streams = [source.train for source in sources]
+        self.seq_len, self.seed = seq_len, seed
+        self.targets = np.array([len(stream) - 1 for stream in self.streams])
+        self.windows = -(-self.targets // seq_len)                                    # in an epoch
+        self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
+        self.ends = self.counts.cumsum()
+        for source, targets, count in zip(sources, self.targets, self.counts):
+            if targets < seq_len:
+                raise DataError(f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
+                                f"({max(0, targets):,} bytes): lower --seq_len")
+            if count == 0:
+                raise DataError(f"{source.name}: weight {source.weight:g} is not one sequence in {BLOCK:,}: raise it")
+
+    def micro_batch(self, first: int, micro_step: int, micro_batch: int, rank: int = 0, ranks: int = 1):
+        """One rank's (input_ids, labels, g) of a micro-step; g int64 [micro_batch] numbers the sequences.
+
+        `first` sequences were consumed before this optimizer step, whose sequences are the same on any number of ranks.
+        """
+        import torch
+        g = first + (micro_step * ranks + rank) * micro_batch + np.arange(micro_batch)
+        return *self.rows(g), torch.from_numpy(g)
+
+    def rows(self, g: np.ndarray):
+        """Sequences g [n]: (input_ids, labels), int64 [n, seq_len]; labels are shifted, -100 does not count."""
+        return cut_rows(self.streams, *self._place(np.asarray(g)), self.seq_len)
+
+    def epoch(self, g: int) -> int:
+        """The largest epoch, from 0, that a source has reached by sequence g; it never falls."""
+        block = g // BLOCK
+        source, index = self._deal(np.arange(block * BLOCK, g + 1))
+        reached = [index[source == k].max(initial=block * count - 1) for k, count in enumerate(self.counts)]
+        return int(max(reached // self.windows))
+
+    def _deal(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Source number of sequences g, and their index in that source's own endless sequence."""
+        if len(self.streams) == 1:
+            return np.zeros_like(g), g
+        block, slot = np.divmod(g, BLOCK)
+        slot = permute(slot, BLOCK, key(self.seed, 0, block))
+        source = np.searchsorted(self.ends, slot, side="right")
+        return source, block * self.counts[source] + slot - (self.ends - self.counts)[source]
+
+    def _place(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Source number, start and stop of sequences g: inputs are ids start .. stop - 1, labels start + 1 .. stop."""
+        source, index = self._deal(g)
+        targets, windows = self.targets[source], self.windows[source]
+        epoch, position = np.divmod(index, windows)
+        keys = key(self.seed, 1 + source, epoch)
+        # Where windows do not fit evenly, each epoch's first one has another length, which moves the cuts behind it.
+        rest = targets % self.seq_len
+        head = np.where(rest == 0, self.seq_len, rest + (mix(keys) >> 32).astype(np.int64) % (self.seq_len - rest))
+        stop = head + permute(position, windows, keys) * self.seq_len
+        return source, np.maximum(stop - self.seq_len, 0), np.minimum(stop, targets)
+
+
+def cut_rows(streams: Sequence[Stream], source: np.ndarray, start: np.ndarray, stop: np.ndarray, seq_len: int):
+    """(input_ids, labels), int64 [n, seq_len], of windows start .. stop [n] of the streams numbered source [n].
+
+    A window of fewer than seq_len targets is filled up with PAD, its labels with -100, as is every label that is PAD.
+    """
+    import torch  # here: the workers of `prepare` do without it and start in a tenth of the time
+    ids = np.full((len(start), seq_len + 1), PAD_ID, np.uint16)
+    spans = list(zip(source.tolist(), start.tolist(), stop.tolist()))
+    for row, (k, a, b) in zip(ids, spans):
+        row[:b - a + 1] = streams[k].read(a, b + 1)
+    if ids.max() >= VOCAB_SIZE:
+        for k, a, b in spans:
+            check_ids(streams[k], a, b + 1)
+    both = np.empty((2, len(ids), seq_len), np.int64)  # as two arrays, malloc would map and fault them in every time
+    input_ids, labels = both
+    input_ids[:], labels[:] = ids[:, :-1], ids[:, 1:]
+    short = np.flatnonzero(stop - start < seq_len)
+    input_ids[short, (stop - start)[short]] = PAD_ID  # the window's last id is a target only
+    labels[labels == PAD_ID] = -100
+    return tuple(torch.from_numpy(both))
+
+
+def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
+    """The first eval_tokens validation targets, shared out by weight: (input_ids, labels), int64 [n, seq_len].
+
+    A source with fewer targets than its share gives what it has. DataError where there is not one target.
+    """
+    wanted = shares([source.weight for source in sources], eval_tokens)
+    counts = [min(count, len(source.val) - 1) for source, count in zip(sources, wanted)]
+    spans = [(k, a, min(a + seq_len, count)) for k, count in enumerate(counts) for a in range(0, count, seq_len)]
+    if not spans:
+        raise DataError(f"{', '.join(source.name for source in sources)}: no byte to validate on; prepare more data, "
+                        "raise --eval_tokens, or switch evaluation off with --eval_every 0")
+    return cut_rows([source.val for source in sources], *np.array(spans).T, seq_len)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare, reading: cutters plan pieces (size, (reader, ...)), readers yield (split, bytes, begins a document, ends it)
+
+class Input(NamedTuple):
+    path: str
+    size: int
+    stamp: int | str          # time of change, ns; of standard input its SHA-256
+
+
+class Options(NamedTuple):
+    field: str
+    val_fraction: float
+    unit_bytes: int
+
+
+def find_inputs(arguments: Sequence[str], out: Path) -> list[Input]:
+    """The files that the arguments name, directories searched in sorted order."""
+    inputs, own = [], out.resolve()
+    for argument in arguments:
+        paths = [argument]
+        if os.path.isdir(argument):
+            paths = [str(path) for path in sorted(Path(argument).rglob("*"))
+                     if path.suffix.lower() in CUTTERS and path.is_file() and own not in path.resolve().parents]
+        if not paths or argument != "-" and Path(paths[0]).suffix.lower() not in CUTTERS:
+            raise DataError(f"{argument}: takes {', '.join(CUTTERS)}, a directory of them, or - for standard input")
+        for path in paths:
+            if path == "-":
+                inputs.append(spool(out / STDIN))
+            else:
+                with open(path, "rb") as file:
+                    inputs.append(Input(path, os.path.getsize(path), os.fstat(file.fileno()).st_mtime_ns))
+            if inputs[-1].size == 0:
+                raise DataError(f"{path}: empty")
+    return inputs
+
+
+def spool(path: Path) -> Input:
+    """Standard input as a file: its length must be known before it is split."""
+    digest, progress = hashlib.sha256(), Progress("standard input")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        while piece := sys.stdin.buffer.read(MIB):
+            file.write(piece)
+            digest.update(piece)
+            progress.add(len(piece))
+    return Input(str(path), progress.done, digest.hexdigest())
+
+
+def draw_split(number: int, place: int, options: Options) -> str:
+    """The split of the document at a place (byte offset, row) of input file `number`: hangs on nothing else."""
+    draw = hashlib.blake2b(b"%d:%d" % (number, place), digest_size=8).digest()
+    return "val" if int.from_bytes(draw, "little") < options.val_fraction * 2 ** 64 else "train"
+
+
+def cut_text(source: Input, number: int, options: Options) -> Iterator:
+    """A text file is one document, but its last val_fraction is another, which validates."""
+    cut = int(source.size * (1 - options.val_fraction))
+    for split, first, last in (("train", 0, cut), ("val", cut, source.size)):
+        for start in range(first, last, options.unit_bytes):
+            stop = min(start + options.unit_bytes, last)
+            yield stop - start, (read_text, source.path, split, start, stop, start == first, stop == last)
+
+
+def read_text(path: str, split: str, start: int, stop: int, begins: bool, ends: bool) -> Iterator:
+    with open(path, "rb") as file:
+        file.seek(start)
+        while start < stop:
+            piece = file.read(min(4 * MIB, stop - start))
+            if not piece:
+                raise DataError(f"{path}: ends at byte offset {start}: it changed while it was read")
+            start += len(piece)
+            yield split, piece, begins, ends and start == stop
+            begins = False
+
+
+def cut_jsonl(source: Input, number: int, options: Options) -> Iterator:
+    for start in range(0, source.size, options.unit_bytes):
+        stop = min(start + options.unit_bytes, source.size)
+        yield stop - start, (read_jsonl, source.path, number, start, stop, options)
+
+
+def read_jsonl(path: str, number: int, start: int, stop: int, options: Options) -> Iterator:
+    """The documents of the lines that begin in start .. stop - 1."""
+    with open(path, "rb") as file:
+        file.seek(max(0, start - 1))
+        while start and (rest := file.readline(MIB)) and not rest.endswith(b"\n"):
+            pass
+        while (offset := file.tell()) < stop and (line := file.readline(LINE_LIMIT + 1)):
+            try:
+                if line.strip() or len(line) > LINE_LIMIT:
+                    yield draw_split(number, offset, options), parse_document(line, options.field), True, True
+            except (ValueError, RecursionError) as fault:
+                file.seek(0)
+                before = sum(file.read(min(MIB, offset - i)).count(b"\n") for i in range(0, offset, MIB))
+                raise DataError(f"{path}:{before + 1}: {fault} (the line at byte offset {offset})") from None
+
+
+def parse_document(line: bytes, field: str) -> bytes:
+    """The bytes of a JSON line's document; ValueError with the reason where there is none."""
+    if len(line) > LINE_LIMIT:
+        raise ValueError(f"a line of more than {LINE_LIMIT:,} bytes")
+    try:
+        record = json.loads(line.decode("utf-8"))
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            raise ValueError(f"no object with a string {field!r}; --field names another field")
+        return record[field].encode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise ValueError(f"not UTF-8 at byte {fault.start} of the line") from None
+    except UnicodeEncodeError as fault:
+        raise ValueError(f"a lone surrogate at character {fault.start} of {field!r}") from None
+    except json.JSONDecodeError as fault:
+        raise ValueError(f"not JSON: {fault.msg} at column {fault.colno}") from None
+
+
+@contextmanager
+def open_parquet(path: str):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f'{path}: parquet needs pyarrow; run: pip install -e ".[parquet]"') from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError) as fault:
+        raise DataError(f"{path}: {' '.join(str(fault).split())}") from None
+
+
+def cut_parquet(source: Input, number: int, options: Options) -> Iterator:
+    with open_parquet(source.path) as file:
+        columns, row = {column.name: str(column.type) for column in file.schema_arrow}, 0
+        if columns.get(options.field) not in ("string", "large_string"):
+            raise DataError(f"{source.path}: no string column {options.field!r}; --field names another of: "
+                            + ", ".join(f"{name} ({kind})" for name, kind in columns.items()))
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group)
+            yield rows.total_byte_size, (read_parquet, source.path, number, group, row, options)
+            row += rows.num_rows
+
+
+def read_parquet(path: str, number: int, group: int, row: int, options: Options) -> Iterator:
+    """The documents of a row group, the first of which is row `row` of the file."""
+    with open_parquet(path) as file:
+        for batch in file.iter_batches(256, row_groups=[group], columns=[options.field], use_threads=False):
+            for text in batch.column(0).cast("large_binary").to_pylist():
+                if text is None:
+                    raise DataError(f"{path}: row {row} (from 0) has no {options.field!r}")
+                yield draw_split(number, row, options), text, True, True
+                row += 1
+
+
+CUTTERS = {".txt": cut_text, ".jsonl": cut_jsonl, ".ndjson": cut_jsonl, ".parquet": cut_parquet}
+
+
+def plan(inputs: Sequence[Input], options: Options) -> list[tuple[int, list]]:
+    """Units of work (size, pieces): consecutive pieces of input until they have unit_bytes or more."""
+    units, size, pieces = [], 0, []
+    for number, source in enumerate(inputs):
+        for piece_size, piece in CUTTERS[Path(source.path).suffix.lower()](source, number, options):
+            size += piece_size
+            pieces.append(piece)
+            if size >= options.unit_bytes:
+                units.append((size, pieces))
+                size, pieces = 0, []
+    return units + [(size, pieces)] if pieces else units
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare, writing
+
+class Progress:
+    """Bytes done, their rate and the time left, on stderr: in place on a terminal, else a line every 5 seconds."""
+
+    def __init__(self, what: str, total: int = 0):
+        self.what, self.total, self.done, self.lock = what, total, 0, threading.Lock()
+        self.terminal, self.begun = sys.stderr.isatty(), time.monotonic()
+        self.shown = self.begun
+
+    def add(self, size: int):
+        with self.lock:
+            self.done += size
+            now, complete = time.monotonic(), self.done == self.total
+            if now - self.shown < (0.1 if self.terminal else 5) and not complete:
+                return
+            self.shown, rate = now, max(1, self.done) / max(1e-3, now - self.begun)
+            line = f"{self.what}: {self.done / 1e6:,.1f} MB at {rate / 1e6:,.0f} MB/s"
+            if self.total:
+                part = self.done / self.total
+                line += f" [{'#' * int(30 * part):30}] {part:4.0%}, {(self.total - self.done) / rate:,.0f} s left"
+            line = f"\r{line}\033[K" + "\n" * complete if self.terminal else f"{line}\n"
+            print(line, end="", file=sys.stderr, flush=True)
+
+
+class ShardWriter:
+    """A shard under way: `write` fills a temporary file, `finish` makes it durable and gives it its name."""
+
+    def __init__(self, path: Path):
+        self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self.file, self.sha256 = open(self.temporary, "wb", buffering=MIB), hashlib.sha256()
+        self.ids = self.documents = 0
+
+    def write(self, text: bytes, begins: bool, ends: bool):
+        ids = np.empty(begins + len(text) + ends, "<u2")
+        ids[begins:begins + len(text)] = np.frombuffer(text, np.uint8)
+        ids[:begins], ids[len(ids) - ends:] = BOS_ID, EOS_ID
+        with naming(self.path):
+            self.file.write(ids)
+        self.sha256.update(ids)
+        self.ids, self.documents = self.ids + len(ids), self.documents + begins
+
+    def finish(self) -> dict:
+        with naming(self.path):
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            os.replace(self.temporary, self.path)
+        return dict(name=self.path.name, split=self.path.name.partition("-")[0], ids=self.ids, documents=self.documents,
+                    sha256=self.sha256.hexdigest())
+
+
+def write_unit(out: Path, unit: int, pieces: list) -> list[dict]:
+    """Writes train-UNIT.bin and val-UNIT.bin, as far as there is something for them; returns their metadata entries."""
+    writers = {}
+    try:
+        for reader, path, *arguments in pieces:
+            with naming(path):
+                for split, text, begins, ends in reader(path, *arguments):
+                    if split not in writers:
+                        writers[split] = ShardWriter(out / f"{split}-{unit:05d}.bin")
+                    writers[split].write(text, begins, ends)
+        return [writers[split].finish() for split in sorted(writers)]
+    finally:
+        for writer in writers.values():
+            writer.temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # of a full disk: the rest of this file is not wanted
+                writer.file.close()
+
+
+def die_with_parent():
+    """A worker must not outlive a killed run, beside whose successor it would write, nor answer Ctrl-C by itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def write_units(out: Path, units: dict[int, list], workers: int) -> Iterator[tuple[int, list[dict]]]:
+    """(unit, its metadata entries) as the units get done."""
+    if min(workers, len(units)) < 2:
+        yield from ((unit, write_unit(out, unit, pieces)) for unit, pieces in units.items())
+        return
+    pool = ProcessPoolExecutor(min(workers, len(units)), multiprocessing.get_context("spawn"), die_with_parent)
+    try:
+        futures = {pool.submit(write_unit, out, unit, pieces): unit for unit, pieces in units.items()}
+        yield from ((futures[future], future.result()) for future in as_completed(futures))
+    except BrokenProcessPool:
+        raise DataError(f"{out}: a worker died (memory?); the same command goes on, with fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def write_durably(path: Path, text: str):
+    """Puts a file in place whole, and makes what was renamed in its directory last."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
+
+
+def read_journal(path: Path) -> tuple[str | None, dict[int, list[dict]]]:
+    """The fingerprint of a run that was cut short, and the entries of its units whose files are there."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # the last line, which a kill cut short
+            break
+    whole = [record for record in records[1:] if all((path.parent / entry["name"]).exists() and
+             os.path.getsize(path.parent / entry["name"]) == 2 * entry["ids"] for entry in record["shards"])]
+    return records[0] if records else None, {record["unit"]: record["shards"] for record in whole}
+
+
+def prepare(args: argparse.Namespace):
+    """Turns args.inputs into shards in args.directory; the same command again goes on where a killed run stopped."""
+    if not 0 <= args.val_fraction < 1 or not 0 < args.unit_mb < math.inf or args.workers < 1:
+        raise DataError("--val_fraction takes 0 or more, but less than 1; --unit_mb more than 0; --workers 1 or more")
+    out, options = Path(args.directory), Options(args.field, args.val_fraction, max(1, int(args.unit_mb * 1e6)))
+    try:
+        inputs = find_inputs(args.inputs, out)
+        units = plan(inputs, options)
+        fingerprint = hashlib.sha256(json.dumps([inputs, options]).encode()).hexdigest()
+        started, done = read_journal(out / "prepare.jsonl")
+        if (out / "metadata.json").exists() and read_metadata(out).get("fingerprint") == fingerprint:
+            find_shards(args.directory)
+            (out / "prepare.jsonl").unlink(missing_ok=True)
+            print(f"{out}: already prepared from these inputs; nothing to do")
+            return
+        if (out / "metadata.json").exists() or started != fingerprint and any(out.glob("*.bin")):
+            raise DataError(f"{out}: holds shards from other inputs or options; choose another --out, or delete it")
+        done = done if started == fingerprint else {}
+        if done:
+            print(f"{out}: goes on; {len(done)} of {len(units)} units are done")
+        shards = write_shards(out, units, done, fingerprint, args.workers)
+    finally:
+        (out / STDIN).unlink(missing_ok=True)
+    if not shards:
+        raise DataError(f"{', '.join(args.inputs)}: no document in there")
+    totals = {split: {count: sum(entry[count] for entry in shards if entry["split"] == split)
+                      for count in ("ids", "documents")} for split in ("train", "val")}
+    metadata = dict(vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=args.inputs, options=options._asdict(),
+                    fingerprint=fingerprint, shards=shards)
+    write_durably(out / "metadata.json", json.dumps(metadata, indent=1) + "\n")
+    (out / "prepare.jsonl").unlink()
+    print(f"{out}: {len(shards)} shards; " + "; ".join(
+        f"{split} {total['ids']:,} ids, {total['documents']:,} documents" for split, total in totals.items()))
+
+
+def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str, workers: int) -> list[dict]:
+    """Does the units that are not done, each recorded in the journal; returns all entries in order."""
+    out.mkdir(parents=True, exist_ok=True)
+    for leftover in out.glob(".*.tmp"):
+        leftover.unlink()
+    records = [fingerprint, *(dict(unit=unit, shards=entries) for unit, entries in done.items())]
+    write_durably(out / "prepare.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    todo = {unit: pieces for unit, (_, pieces) in enumerate(units) if unit not in done}
+    progress = Progress("prepare", sum(units[unit][0] for unit in todo))
+    with open(out / "prepare.jsonl", "a") as journal:
+        for unit, entries in write_units(out, todo, workers):
+            done[unit] = entries
+            journal.write(json.dumps(dict(unit=unit, shards=entries)) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+            progress.add(units[unit][0])
+    return [entry for unit in sorted(done) for entry in done[unit]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify, and the command line
+
+def verify_shard(path: str, entry: dict | None, progress: Progress) -> str | None:
+    """A shard's first fault, as a line."""
+    try:
+        stream, digest = Stream([Shard(path, map_shard(path, entry))]), hashlib.sha256()
+        for start in range(0, len(stream), MIB):
+            stop = min(start + MIB, len(stream))
+            check_ids(stream, start, stop)
+            if entry is not None:
+                digest.update(stream.read(start, stop))
+            progress.add(2 * (stop - start))
+        if entry is not None and digest.hexdigest() != entry["sha256"]:
+            return f"{path}: altered: its SHA-256 is not the one in metadata.json; copy or prepare it again"
+    except DataError as fault:
+        return str(fault)
+
+
+def verify(args: argparse.Namespace) -> list[str]:
+    """The faults of a directory's shards, a line each, found on all cores."""
+    shards = find_shards(args.directory)
+    progress = Progress("verify", sum(os.path.getsize(path) for path, _, _ in shards))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        faults = [line for line in pool.map(lambda shard: verify_shard(shard[0], shard[2], progress), shards) if line]
+    unlisted = sum(entry is None for _, _, entry in shards)
+    if not faults:
+        print(f"{args.directory}: {len(shards)} shards are sound"
+              + f", {unlisted} of them by their format alone: no metadata.json lists them" * (unlisted > 0))
+    return faults
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise DataError(f"{message}; see data.py --help")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="{prepare,verify}")
+    command = commands.add_parser("prepare", help="make shards; the same command again goes on after a kill")
+    command.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSON-lines, parquet, directory, - (stdin)")
+    command.add_argument("--out", dest="directory", required=True, metavar="DIR", help="where the shards go")
+    command.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
+    command.add_argument("--val_fraction", type=float, default=0.1, help="part that validates, 0 <= fraction < 1 (0.1)")
+    command.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
+    command.add_argument("--unit_mb", type=float, default=64, help="MB of input per unit of work and shard (64)")
+    command.set_defaults(run=prepare)
+    command = commands.add_parser("verify", help="check shards against metadata.json, or else their format")
+    command.add_argument("directory", metavar="DIR")
+    command.set_defaults(run=verify)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0; 2 with a line on stderr for each fault; 130 when interrupted."""
+    status = 2
+    try:
+        args = parse_args(argv)
+        with naming(args.directory):
+            faults = args.run(args) or []
+    except DataError as fault:
+        faults = [str(fault)]
+    except KeyboardInterrupt:
+        faults, status = ["interrupted; the same command again goes on"], 130
+    for fault in faults:
+        print(("\r\033[K" if sys.stderr.isatty() else "") + f"data.py: error: {fault}", file=sys.stderr)
+    return status if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,876 @@
+"""Spider: a byte-level Recurrent-Depth Transformer.
+
+    bytes -> embed_tokens -> prelude (byte rate) -> segments -> recurrent core (segment rate, looped) -> unpool + residual
+          -> coda (byte rate) -> norm -> lm_head
+
+What it is made of, and where each part comes from:
+    MLA, latent attention with a decoupled rotary key                                     DeepSeek-V2, arXiv 2405.04434
+    mixture of experts, balanced by a bias on the selection, without capacity             DeepSeek-V3, arXiv 2412.19437
+    learned segments (relaxed Bernoulli boundaries, mean pooling)    FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
+    recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946
+    adaptive computation time (ACT)                                                             Graves, arXiv 1603.08983
+    Engram, a memory of hashed n-grams, at segment rate and at byte rate     arXiv 2601.07372; BLT, arXiv 2412.09871
+
+Everything runs on packed rows, [rows, hidden_size], with `cu_seqlens` marking where a document starts: nothing is padded
+to a longest row, memory grows with the number of bytes, and no document sees another. Shapes in comments: B sequences of
+T bytes, M = B * T bytes, N segments of them, D hidden size, H heads, E experts, k experts per token, L core layers.
+Parameters are fp32 (the type that they were given); products run in `Spider.compute_dtype`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tile_moe import Routing, moe_forward, route
+from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+BOUNDARIES = ("learned", "whitespace", "every_third")
+
+
+@dataclass
+class SpiderConfig:
+    """Every size of the model; plain values, saved in the checkpoint. The defaults are `1b`."""
+    vocab_size: int = VOCAB_SIZE
+    hidden_size: int = 2048
+    n_prelude_layers: int = 2
+    n_recurrent_layers: int = 6
+    n_coda_layers: int = 2
+    n_loops: int = 6                      # loops trained with; a forward may run more, the last one's adapter then serves
+    # attention (MLA)
+    n_heads: int = 16
+    q_lora_rank: int = 768
+    kv_lora_rank: int = 320
+    qk_nope_head_dim: int = 64
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128                 # equals the query/key width: every attention kernel takes that
+    rope_theta: float = 10000.0
+    # feed-forward and experts
+    intermediate_size: int = 4096         # of the dense layers of prelude and coda
+    n_routed_experts: int = 32            # 0: only the shared one, a dense feed-forward
+    n_shared_experts: int = 1             # as one SwiGLU of n_shared_experts * moe_intermediate_size
+    n_experts_per_tok: int = 2
+    moe_intermediate_size: int = 512
+    expert_bias_rate: float = 0.001       # step of the selection bias, once per optimizer step
+    aux_loss_weight: float = 0.01
+    z_loss_weight: float = 0.001
+    # segments
+    boundaries: str = "learned"           # or, as control arms, whitespace and every_third
+    boundary_prior: float = 0.3           # first rate of boundaries per byte
+    boundary_temperature: float = 0.5
+    boundary_loss_weight: float = 1.0
+    boundary_alpha: float = 1 / 3         # boundaries per byte are kept between alpha - lambda * sigma and alpha
+    boundary_lambda: float = 3.0
+    boundary_sigma: float = 0.023
+    # recurrence
+    lti: bool = True                      # False: v = h + e, to measure what the stable injection is worth
+    lora_rank: int = 16                   # of the adapter of each loop; 0: none
+    act: bool = True                      # False: the last loop's state is the output
+    act_threshold: float = 0.99
+    ponder_weight: float = 0.001          # of the ACT cost; 0: none
+    # Engram: tables of hashed n-grams, before some core layers and at byte rate before prelude and head
+    engram_layers: tuple[int, ...] = (1, 4)
+    engram_orders: tuple[int, ...] = (3, 4, 6, 8)
+    engram_heads: int = 4                 # hashes per order
+    engram_rows: int = 29_000             # rows of each hash's table, about (the next free prime below)
+    engram_dim: int = 64                  # width of a row
+    engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    engram_byte_rows: int = 52_000
+    engram_byte_dim: int = 128
+
+    def __post_init__(self):
+        for name in ("engram_layers", "engram_orders", "engram_byte_orders"):  # lists, when read back from JSON
+            setattr(self, name, tuple(getattr(self, name)))
+        if self.qk_nope_head_dim + self.qk_rope_head_dim != self.v_head_dim:
+            raise ValueError("qk_nope_head_dim + qk_rope_head_dim must equal v_head_dim")
+        if self.boundaries not in BOUNDARIES:
+            raise ValueError(f"boundaries must be one of {', '.join(BOUNDARIES)}, not {self.boundaries!r}")
+        if self.n_routed_experts and not 0 < self.n_experts_per_tok <= self.n_routed_experts:
+            raise ValueError("n_experts_per_tok must lie between 1 and n_routed_experts")
+        if any(layer >= self.n_recurrent_layers for layer in self.engram_layers):
+            raise ValueError("engram_layers must be below n_recurrent_layers")
+        if self.n_loops < 1:
+            raise ValueError("n_loops must be at least 1")
+
+    @classmethod
+    def preset(cls, name: str) -> "SpiderConfig":
+        """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M), each with every component."""
+        return cls(**PRESETS[name])
+
+
+PRESETS = {
+    "1b": {},
+    "small": dict(hidden_size=768, n_recurrent_layers=4, n_heads=12, q_lora_rank=256, kv_lora_rank=128,
+                  qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=1536, n_routed_experts=16,
+                  moe_intermediate_size=256, engram_layers=(1, 3), engram_rows=12_000, engram_dim=32,
+                  engram_byte_rows=24_000, engram_byte_dim=64),
+    "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=2, n_coda_layers=1, n_heads=2, q_lora_rank=64,
+                 kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=256,
+                 n_routed_experts=8, moe_intermediate_size=64, lora_rank=4, engram_layers=(1,), engram_heads=2,
+                 engram_rows=2_000, engram_dim=16, engram_byte_rows=16_384, engram_byte_dim=32),
+}
+
+
+@dataclass
+class CoreStats:
+    """What a run of the core reports beside its output. Losses are means over layer visits or segments."""
+    aux_loss: Tensor                      # f_e * P_e balance loss
+    z_loss: Tensor                        # router z-loss
+    ponder: Tensor                        # ACT's loops + remainder, per segment
+    mean_loops: Tensor                    # loops until halting, per segment
+    load: Tensor                          # [L, E] fp32, tokens of an expert relative to an even share, sum over loops
+
+
+@dataclass
+class SpiderOutput:
+    """Result of a forward pass; tensors are scalars unless a shape is given."""
+    logits: Tensor                        # [B, T, vocab_size], fp32
+    loss: Tensor | None                   # what is minimised; None without labels
+    nats_per_byte: Tensor | None          # cross-entropy alone, over the labels that count
+    segments: Tensor                      # number of segments, all sequences together
+    mean_loops: Tensor
+    tokens_per_expert: Tensor             # [L, E] fp32, over all loops
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products, norm, rows of documents, rotary positions, attention
+
+class Linear(nn.Linear):
+    """nn.Linear whose fp32 weight is cast to the input's type; values come from Spider.init_weights alone."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self):
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class _RMSNormCPU(torch.autograd.Function):
+    """RMSNorm without weights in few passes: torch's own backward takes two to three times as long on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        inverse_rms = (x.shape[-1] ** 0.5 / length.clamp_min(1e-6)).to(x.dtype)
+        y = x * inverse_rms
+        ctx.save_for_backward(y, inverse_rms)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, inverse_rms = ctx.saved_tensors
+        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1) * inverse_rms
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / rms(x) over the last dimension; no weights, the Linear that follows has them."""
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6) if x.is_cuda else _RMSNormCPU.apply(x)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass
+class Packing:
+    """Which document each packed row belongs to, and what attention needs to know of that."""
+    cu_seqlens: Tensor                    # int32 [documents + 1], rows before each document's first one
+    document: Tensor                      # int64 [rows]
+    position: Tensor                      # int64 [rows], row within its document
+    longest: int                          # an upper bound of rows in a document, tight on a CPU
+    cos: Tensor                           # [rows, 1, qk_rope_head_dim / 2]
+    sin: Tensor
+
+    @classmethod
+    def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config: SpiderConfig, dtype: torch.dtype) -> "Packing":
+        """cu_seqlens int32 [documents + 1] of `rows` rows, no document longer than `bound`."""
+        device = cu_seqlens.device
+        row = torch.arange(rows, device=device)
+        document = torch.searchsorted(cu_seqlens[1:], row, right=True)
+        position = row - cu_seqlens.index_select(0, document)
+        longest = bound if device.type == "cuda" else min(bound, round_up(int(cu_seqlens.diff().max()), 16))
+        pairs = torch.arange(0, config.qk_rope_head_dim, 2, device=device) / config.qk_rope_head_dim
+        angle = (position[:, None] * config.rope_theta ** -pairs)[:, None, :]
+        return cls(cu_seqlens, document, position, longest, angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def document_cu_seqlens(input_ids: Tensor) -> Tensor:
+    """Where documents start in the rows of [B, T]: at each row's start, at BOS and behind EOS; int32 [documents + 1]."""
+    starts = input_ids == BOS_ID
+    starts[:, 0] = True
+    starts[:, 1:] |= input_ids[:, :-1] == EOS_ID
+    return F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=input_ids.numel()).to(torch.int32)
+
+
+def rotate(x: Tensor, packing: Packing) -> Tensor:
+    """Rotary embedding of [rows, H, qk_rope_head_dim] by position in the document."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * packing.cos - b * packing.sin, a * packing.sin + b * packing.cos), dim=-1)
+
+
+def attend(qkv: Tensor, packing: Packing) -> Tensor:
+    """Causal attention inside each document: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
+    if qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn
+        q, k, v = qkv.unbind(2)
+        cu, longest = packing.cu_seqlens, packing.longest
+        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0)).flatten(1)
+    return _attend_padded(qkv, packing)
+
+
+def _attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
+    """The same with rows laid out as [documents, longest] for the product alone; behind the last row nothing looks."""
+    rows, heads, _, width = qkv.shape
+    documents, longest = len(packing.cu_seqlens) - 1, packing.longest
+    regular = documents * longest == rows
+    if not regular:
+        slot = packing.document * longest + packing.position
+        qkv = qkv.new_zeros(documents * longest, heads, 3, width).index_copy(0, slot, qkv)
+    q, k, v = qkv.view(documents, longest, heads, 3, width).permute(3, 0, 2, 1, 4)
+    if qkv.dtype == torch.bfloat16 and longest <= 512:  # plain bf16 products: 3.5 times faster on a CPU than its SDPA
+        q, k, v = (t.reshape(documents * heads, longest, width) for t in (q, k, v))
+        hidden_future = torch.full((longest, longest), -math.inf, dtype=qkv.dtype, device=qkv.device).triu(1)
+        score = torch.baddbmm(hidden_future, q, k.transpose(1, 2), alpha=width ** -0.5)
+        out = torch.bmm(score.softmax(-1), v).view(documents, heads, longest, width)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out = out.transpose(1, 2).reshape(documents * longest, heads * width)
+    return out if regular else out.index_select(0, slot)
+
+
+class MLA(nn.Module):
+    """Multi-head latent attention: [rows, D] -> [rows, D]. A cache would hold kv_a_proj's output only."""
+
+    def __init__(self, config: SpiderConfig):
+        super().__init__()
+        self.config, c = config, config
+        head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
+        self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank)
+        self.q_b_proj = Linear(c.q_lora_rank, c.n_heads * head_dim)
+        self.kv_a_proj = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
+        self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim))
+        self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
+
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        c, rows, heads = self.config, len(x), self.config.n_heads
+        q = self.q_b_proj(rms_norm(self.q_a_proj(x))).view(rows, heads, -1)                # [rows, H, nope + rope]
+        q_nope, q_rope = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
+        c_kv, k_rope = self.kv_a_proj(x).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
+        kv = self.kv_b_proj(rms_norm(c_kv)).view(rows, heads, -1)                          # [rows, H, nope + v]
+        k_nope, v = kv.split((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
+        rope = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), packing)                # [rows, H + 1, rope]
+        q_rope, k_rope = rope[:, :heads], rope[:, heads:].expand(-1, heads, -1)
+        qkv = torch.cat((q_nope, q_rope, k_nope, k_rope, v), dim=-1)
+        return self.o_proj(attend(qkv.view(rows, heads, 3, -1), packing))
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward, [rows, D] -> [rows, D]."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """A dense layer at byte rate, [M, D] -> [M, D]."""
+
+    def __init__(self, config: SpiderConfig):
+        super().__init__()
+        self.attention = MLA(config)
+        self.ffn = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        x = x + self.attention(rms_norm(x), packing)
+        return x + self.ffn(rms_norm(x))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixture of experts
+
+class MoE(nn.Module):
+    """Routed experts and a shared one, [N, D] -> [N, D]; no capacity, no token is dropped."""
+
+    def __init__(self, config: SpiderConfig):
+        super().__init__()
+        self.config, self.backend, c = config, "grouped", config
+        experts, width = c.n_routed_experts, c.moe_intermediate_size
+        if experts:
+            self.router = Linear(c.hidden_size, experts)
+            self.w_gate = nn.Parameter(torch.empty(experts, c.hidden_size, width))
+            self.w_up = nn.Parameter(torch.empty(experts, c.hidden_size, width))
+            self.w_down = nn.Parameter(torch.empty(experts, width, c.hidden_size))
+        self.register_buffer("expert_bias", torch.empty(experts))
+        self.shared = SwiGLU(c.hidden_size, c.n_shared_experts * width) if c.n_shared_experts else None
+
+    def forward(self, x: Tensor, share: Tensor, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """share [N], see tile_moe.route; a given topk_idx [N, k] is the routing of an earlier pass."""
+        if not self.config.n_routed_experts:
+            zero = share.new_zeros(())
+            return self.shared(x), Routing(topk_idx, topk_idx, self.expert_bias, zero, zero)
+        score = self.router(x.to(self.router.weight.dtype))                                  # [N, E]
+        routing = route(score, self.expert_bias, self.config.n_experts_per_tok, share, self.backend, topk_idx)
+        weights = (w.to(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))
+        y = moe_forward(x, routing.topk_idx, routing.topk_weights, *weights, self.backend)
+        return (y if self.shared is None else y + self.shared(x)), routing
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Segments: where bytes are cut, pooled and handed back
+
+def boundary_noise(seed: int | Tensor | None, sequences: int, length: int, device: torch.device) -> Tensor:
+    """Logistic noise [sequences, length] fp32; row i is a function of seed + i alone (splitmix64, counter by position).
+
+    Without a seed it comes from torch's default generator."""
+    if seed is None:
+        return torch.rand(sequences, length, device=device).clamp_(1e-6, 1 - 1e-6).logit()
+
+    def mix(z):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
+            z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        return z ^ ((z >> 31) & ((1 << 33) - 1))
+    golden = 0x9E3779B97F4A7C15 - (1 << 64)
+    row = mix((torch.arange(sequences, device=device) + seed) * golden)
+    bits = mix(row[:, None] + torch.arange(1, length + 1, device=device) * golden)
+    uniform = (((bits >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)                          # inside (0, 1)
+    return uniform.log() - (-uniform).log1p()
+
+
+def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of each finished segment's bytes, in O(M * D), with the gradient of the published dense einsum.
+
+    h [M, D]; b [M], 1 where a segment ends (0 or 1 in value, straight-through gradient); cu_seqlens int32
+    [documents + 1]. Returns z [N, D], documents in order, and segment_cu_seqlens int32 [documents + 1]. Bytes behind a
+    document's last boundary belong to no segment. The gradient to b runs through w_t = 1 + c_t - stopgrad(c_t), c_t the
+    number of boundaries before t in the document (FlexiTokens, arXiv 2507.12720).
+    """
+    document, finished = _documents_and_segments(b, cu_seqlens)
+    segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
+    segments = int(segment_cu_seqlens[-1])                                                   # host synchronisation
+    own = finished - b.detach().round().long()                                               # [M], segment of each byte
+    own = torch.where(own < segment_cu_seqlens.index_select(0, document + 1), own, segments)
+    before = b.cumsum(0) - b
+    before = before - before.index_select(0, cu_seqlens.index_select(0, document))           # c_t
+    weight = 1 + before - before.detach()
+    total = weight.new_zeros(segments + 1).index_add(0, own, weight)[:segments, None]
+    z = weight.new_zeros(segments + 1, h.shape[1]).index_add(0, own, weight[:, None] * h)[:segments]
+    return (z / total).to(h.dtype), segment_cu_seqlens.to(torch.int32)
+
+
+def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor) -> Tensor:
+    """Hands each byte the last segment of its document finished at or before it: causal with nothing to shift.
+
+    z [N, D], null [D] for bytes before a document's first boundary, b [M], cu_seqlens and segment_cu_seqlens int32
+    [documents + 1]. Returns [M, D]; no gradient reaches b.
+    """
+    document, finished = _documents_and_segments(b, cu_seqlens)
+    own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished, 0)  # 0 is null, s + 1 segment s
+    return torch.cat((null[None].to(z.dtype), z)).index_select(0, own)
+
+
+def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Per byte, int64 [M]: its document, and the segments of all documents finished at or before it."""
+    row = torch.arange(len(b), device=b.device)
+    return torch.searchsorted(cu_seqlens[1:], row, right=True), b.detach().round().long().cumsum(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Engram: tables of hashed n-grams
+
+def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:
+    """ids [M] of documents with their positions [M] -> [longest, M]: the byte k places back, PAD before the document."""
+    back = torch.arange(longest, device=ids.device)[:, None]
+    row = torch.arange(len(ids), device=ids.device)
+    return torch.where(position >= back, ids[(row - back).clamp_min(0)], PAD_ID)
+
+
+def primes_below(limit: int, count: int) -> list[int]:
+    """The `count` largest primes not above `limit`, descending; fewer are an error."""
+    found = []
+    for n in range(limit, 1, -1):
+        if all(n % d for d in range(2, math.isqrt(n) + 1)):
+            found.append(n)
+            if len(found) == count:
+                return found
+    raise ValueError(f"there are no {count} primes up to {limit}: more engram rows are needed")
+
+
+class EngramTable(nn.Module):
+    """One memory's rows: for each order n and head, row (XOR over k < n of byte_{t-k} * multiplier_k) mod a prime of its
+    own. The tables lie one after the other in `weight`; a row never used stays zero."""
+
+    def __init__(self, orders: tuple[int, ...], heads: int, rows: int, dim: int):
+        super().__init__()
+        self.orders, self.heads, self.width = orders, heads, len(orders) * heads * dim
+        self.primes = primes_below(rows, len(orders) * heads)
+        self.weight = nn.Parameter(torch.empty(sum(self.primes), dim))
+        self.register_buffer("multiplier", torch.empty(max(orders), dtype=torch.int64))
+        self.register_buffer("prime", torch.empty(len(orders), heads, dtype=torch.int64), persistent=False)
+        self.register_buffer("offset", torch.empty(len(orders), heads, dtype=torch.int64), persistent=False)
+
+    def init_hash(self, seed: int):
+        """Odd 64-bit multipliers from `seed`, primes and offsets from the sizes; no random state is touched."""
+        numbers = torch.Generator().manual_seed(seed)
+        multiplier = torch.randint(-2 ** 62, 2 ** 62, self.multiplier.shape, generator=numbers) * 2 + 1
+        prime = torch.tensor(self.primes).view(self.prime.shape)
+        offset = F.pad(prime.flatten().cumsum(0), (1, -1)).view(prime.shape)
+        for buffer, value in ((self.multiplier, multiplier), (self.prime, prime), (self.offset, offset)):
+            buffer.copy_(value)
+
+    def addresses(self, shifted: Tensor) -> Tensor:
+        """shifted [at least max(orders), rows] -> rows of `weight` int64 [rows, orders * heads]."""
+        key, found = torch.zeros_like(shifted[0]), []
+        for k in range(max(self.orders)):
+            key = key ^ (shifted[k] * self.multiplier[k])
+            if k + 1 in self.orders:
+                i = len(found)
+                found.append(key[:, None].remainder(self.prime[i]) + self.offset[i])
+        return torch.cat(found, dim=1)
+
+    def forward(self, shifted: Tensor) -> Tensor:
+        """-> [rows, orders * heads, dim]; the gradient is sparse, of the rows looked up."""
+        return F.embedding(self.addresses(shifted), self.weight, sparse=True)
+
+
+class SegmentEngram(nn.Module):
+    """The memory in front of a core layer: what the segment's last bytes recall, gated by the state, then convolved."""
+
+    kernel_size = 4
+
+    def __init__(self, config: SpiderConfig):
+        super().__init__()
+        self.dilation = len(config.engram_orders)
+        self.table = EngramTable(config.engram_orders, config.engram_heads, config.engram_rows, config.engram_dim)
+        self.key_proj = Linear(self.table.width, config.hidden_size)
+        self.value_proj = Linear(self.table.width, config.hidden_size)
+        self.conv_weight = nn.Parameter(torch.empty(self.kernel_size, config.hidden_size))
+
+    def recall(self, shifted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Key (normed) and value, each [N, D], of the segments that end with the bytes `shifted` [K, N]; for all loops."""
+        memory = self.table(shifted).flatten(1).to(dtype)
+        return rms_norm(self.key_proj(memory)), self.value_proj(memory)
+
+    def forward(self, h: Tensor, recalled: tuple[Tensor, Tensor], packing: Packing) -> Tensor:
+        key, value = recalled
+        match = (rms_norm(h) * key).sum(-1, keepdim=True, dtype=torch.promote_types(h.dtype, torch.float32))
+        match = match / h.shape[1] ** 0.5
+        gate = torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())              # [N, 1]
+        u = gate.to(h.dtype) * value
+        return h + u + F.silu(self.convolve(rms_norm(u), packing.position))
+
+    def convolve(self, u: Tensor, position: Tensor) -> Tensor:
+        """Depthwise causal convolution over the segments of a document, u [N, D] -> [N, D]."""
+        weight = self.conv_weight.to(u.dtype)
+        out = u * weight[0]
+        for tap in range(1, self.kernel_size):
+            back = tap * self.dilation
+            shifted = F.pad(u, (0, 0, back, 0))[:len(u)]
+            out = out + torch.where((position >= back)[:, None], shifted, 0) * weight[tap]
+        return out
+
+
+class ByteEngram(nn.Module):
+    """The same memory at byte rate: rows of every order, each weighed by a gate of the state where there is one."""
+
+    def __init__(self, config: SpiderConfig, gated: bool):
+        super().__init__()
+        orders = config.engram_byte_orders
+        self.table = EngramTable(orders, 1, config.engram_byte_rows, config.engram_byte_dim)
+        self.proj = Linear(self.table.width, config.hidden_size)
+        self.gate = Linear(config.hidden_size, len(orders)) if gated else None
+
+    def forward(self, x: Tensor, shifted: Tensor) -> Tensor:
+        """x [M, D], shifted [K, M] -> what is added to x, [M, D]."""
+        rows = self.table(shifted).to(x.dtype)                                               # [M, orders, dim]
+        if self.gate is not None:
+            rows = rows * self.gate(rms_norm(x)).sigmoid()[:, :, None]
+        return self.proj(rows.flatten(1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recurrent core
+
+class RecurrentBlock(nn.Module):
+    """A layer of the core at segment rate: memory where it has one, attention, experts; [N, D] -> [N, D]."""
+
+    def __init__(self, config: SpiderConfig, has_engram: bool):
+        super().__init__()
+        self.engram = SegmentEngram(config) if has_engram else None
+        self.attention = MLA(config)
+        self.moe = MoE(config)
+
+    def forward(self, x: Tensor, packing: Packing, share: Tensor, recalled: tuple[Tensor, Tensor] | None,
+                topk_idx: Tensor | None = None) -> tuple[Tensor, Routing]:
+        if self.engram is not None:
+            x = self.engram(x, recalled, packing)
+        x = x + self.attention(rms_norm(x), packing)
+        y, routing = self.moe(rms_norm(x), share, topk_idx)
+        return x + y, routing
+
+
+class RecurrentCore(nn.Module):
+    """The looped layers: h <- y + LoRA_t(y), y = layers(A h + B e + loop_embedding[t]), read out by ACT."""
+
+    def __init__(self, config: SpiderConfig):
+        super().__init__()
+        self.config, d, loops = config, config.hidden_size, config.n_loops
+        self.layers = nn.ModuleList(RecurrentBlock(config, i in config.engram_layers)
+                                    for i in range(config.n_recurrent_layers))
+        self.loop_embedding = nn.Parameter(torch.empty(loops, d))
+        if config.lti:
+            self.log_A, self.dt, self.B = (nn.Parameter(torch.empty(d)) for _ in range(3))
+        if config.lora_rank:
+            self.lora_down = nn.Parameter(torch.empty(loops, d, config.lora_rank))
+            self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
+        self.halt_predictor = Linear(d, 1, bias=True) if config.act else None
+
+    def decay(self) -> Tensor:
+        """A [D] = exp(-dt * exp(log_A)), inside (0, 1) in fp32 whatever is learned."""
+        rate = F.softplus(self.dt) * self.log_A.clamp(-15, 15).exp()
+        return torch.exp(-rate.clamp(1e-4, 15))
+
+    def inject(self, h: Tensor | None, e: Tensor, loop: int) -> Tensor:
+        """A h + B e + loop_embedding, in fp32; h is None before the first loop."""
+        v = (self.B * e if self.config.lti else e) + self.loop_embedding[loop]
+        if h is not None:
+            v = v + (self.decay() * h if self.config.lti else h)
+        return v.to(e.dtype)
+
+    def adapt(self, y: Tensor, loop: int) -> Tensor:
+        """The loop's adapter, on the normed state: what it adds is bounded, so that it cannot undo A < 1."""
+        if not self.config.lora_rank:
+            return y
+        return y + rms_norm(y) @ self.lora_down[loop].to(y.dtype) @ self.lora_up[loop].to(y.dtype)
+
+    def forward(self, z: Tensor, packing: Packing, shifted: Tensor, n_loops: int,
+                share: Tensor, recompute: bool) -> tuple[Tensor, CoreStats]:
+        """z [N, D] pooled segments, shifted [K, N] their last bytes, share [N] 1 / segments, 0 for rows that fill up.
+
+        Returns the state that ACT reads out, [N, D], and statistics."""
+        e, h, routings = rms_norm(z), None, []
+        recalled = [layer.engram and layer.engram.recall(shifted, z.dtype) for layer in self.layers]
+        halting = Halting(len(z), self.config.act_threshold, self.loop_embedding)
+        for t in range(n_loops):
+            loop = min(t, self.config.n_loops - 1)
+            y = self.inject(h, e, loop)
+            for layer, memory in zip(self.layers, recalled):
+                y, routing = visit(layer, y, packing, share, memory, recompute)
+                routings.append(routing)
+            h = self.adapt(y, loop)
+            last = t == n_loops - 1
+            if self.halt_predictor is not None:
+                p = self.halt_predictor(rms_norm(h).to(self.halt_predictor.weight.dtype)).sigmoid().squeeze(1)
+            else:
+                p = halting.left.new_full((len(z),), float(last))
+            halting.add(h, p, last)
+        load, aux_loss, z_loss = (torch.stack([getattr(r, name) for r in routings])
+                                  for name in ("load", "aux_loss", "z_loss"))
+        return halting.output, CoreStats(aux_loss.mean(), z_loss.mean(), share @ halting.ponder, share @ halting.loops,
+                                         load.detach().view(n_loops, len(self.layers), -1).sum(0))
+
+
+def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, recalled, recompute: bool) -> tuple[Tensor, Routing]:
+    """One pass through a core layer, its activations recomputed in the backward pass if asked: with the routing of the
+    first time, since a near-tie that falls the other way would corrupt the gradient."""
+    if not recompute:
+        return layer(x, packing, share, recalled)
+    decided = []
+
+    def run(x):
+        y, routing = layer(x, packing, share, recalled, decided[0] if decided else None)
+        decided.append(routing.topk_idx)
+        return y, routing
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+
+
+class Halting:
+    """ACT over the loops: weighs each segment's states by its halting probabilities (Graves, arXiv 1603.08983).
+
+    Weight of a loop: p while the running sum stays below the threshold; on the loop that reaches it, and on the last
+    one, what remains to 1; then nothing.
+    """
+
+    def __init__(self, segments: int, threshold: float, like: Tensor):
+        self.threshold, self.output = threshold, 0
+        self.left = like.new_ones(segments)          # [N] 1 - sum of weights so far
+        self.running = like.new_ones(segments, dtype=torch.bool)
+        self.loops = like.new_zeros(segments)        # loops that each segment needed
+        self.ponder = like.new_zeros(segments)       # loops + remainder; the gradient is the remainder's
+
+    def add(self, h: Tensor, p: Tensor, last: bool):
+        """h [N, D] the state after a loop, p [N] its halting probability."""
+        stops = self.running if last else self.running & (1 - self.left + p >= self.threshold)
+        weight = torch.where(stops, self.left, torch.where(self.running, p, 0))
+        self.output = self.output + weight[:, None].to(h.dtype) * h
+        self.loops = self.loops + self.running.to(p.dtype)
+        self.ponder = self.ponder + self.running.to(p.dtype) + torch.where(stops, self.left, 0)
+        self.left = torch.where(stops, 0, self.left - weight)
+        self.running = self.running & ~stops
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole model
+
+class Spider(nn.Module):
+    """The model; see the head of the file for its parts and `model.md`'s notation for its shapes."""
+
+    def __init__(self, config: SpiderConfig):
+        super().__init__()
+        self.config, c = config, config
+        self.compute_dtype = torch.float32       # type of products and activations; parameters keep theirs
+        self.gradient_checkpointing = False      # recompute core layers in the backward pass
+        self.ponder_warmup = 1.0                 # factor on ponder_weight, set by the trainer
+        self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
+        byte_memory = bool(c.engram_byte_orders)
+        self.engram_input = ByteEngram(c, gated=False) if byte_memory else None
+        self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude_layers))
+        if c.boundaries == "learned":
+            width = c.hidden_size // 4
+            self.boundary_predictor = nn.Sequential(Linear(c.hidden_size, width, bias=True), nn.GELU(),
+                                                    Linear(width, 1, bias=True))
+        self.core = RecurrentCore(c)
+        self.null_segment = nn.Parameter(torch.empty(c.hidden_size))
+        self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda_layers))
+        self.engram_output = ByteEngram(c, gated=True) if byte_memory else None
+        self.lm_head = Linear(c.hidden_size, c.vocab_size)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Every value of the model, buffers included:
+
+            embed_tokens                        N(0, 1)
+            Linear.weight, w_gate, w_up         N(0, 1 / fan_in); biases 0
+            o_proj, down_proj, w_down           the same divided by sqrt(2 * layers, the core's counted once per loop)
+            lm_head, halt_predictor             N(0, 0.02^2); the halting bias is -3: at 0 it would stick at one loop
+            boundary_predictor's last bias      logit(boundary_prior)
+            loop_embedding                      N(0, 0.02^2)
+            log_A, dt, B                        such that A = 0.905 and the state's size stays that of e over n_loops
+            lora_down, lora_up                  N(0, 1 / fan_in), 0
+            null_segment, conv_weight           0
+            Engram tables                       0; their hash constants from the table's place in the model
+            expert_bias                         0
+        """
+        c = self.config
+        depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
+        tables = 0
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.weight.normal_(std=module.in_features ** -0.5)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, MoE):
+                module.expert_bias.zero_()
+                if c.n_routed_experts:
+                    module.w_gate.normal_(std=c.hidden_size ** -0.5)
+                    module.w_up.normal_(std=c.hidden_size ** -0.5)
+                    module.w_down.normal_(std=(2 * depth * c.moe_intermediate_size) ** -0.5)
+            elif isinstance(module, EngramTable):
+                module.weight.zero_()
+                module.init_hash(tables)
+                tables += 1
+            elif isinstance(module, SegmentEngram):
+                module.conv_weight.zero_()
+        for module in self.modules():
+            if isinstance(module, (MLA, SwiGLU)):
+                (module.o_proj if isinstance(module, MLA) else module.down_proj).weight.mul_((2 * depth) ** -0.5)
+        self.embed_tokens.normal_()
+        self.lm_head.weight.normal_(std=0.02)
+        self.null_segment.zero_()
+        if c.boundaries == "learned":
+            self.boundary_predictor[2].bias.fill_(math.log(c.boundary_prior / (1 - c.boundary_prior)))
+        self._init_core(self.core)
+
+    def _init_core(self, core: RecurrentCore):
+        c, rate = self.config, 0.1
+        core.loop_embedding.normal_(std=0.02)
+        if c.lti:
+            a = math.exp(-rate)
+            core.log_A.zero_()
+            core.dt.fill_(math.log(math.expm1(rate)))
+            core.B.fill_((1 - a) / (1 - a ** c.n_loops))
+        if c.lora_rank:
+            core.lora_down.normal_(std=c.hidden_size ** -0.5)
+            core.lora_up.zero_()
+        if c.act:
+            core.halt_predictor.weight.normal_(std=0.02)
+            core.halt_predictor.bias.fill_(-3)
+
+    def boundaries(self, x: Tensor, input_ids: Tensor, packing: Packing,
+                   noise_seed: int | Tensor | None) -> tuple[Tensor, Tensor]:
+        """Where segments end: b [M] fp32 (0 or 1 in value) and the boundary loss. EOS always ends one, PAD never.
+
+        Training draws b_t from Bernoulli(p_t), relaxed; evaluation takes the bytes at which the sum of p over the document,
+        rounded, grows, which is systematic sampling of the same p: it cuts as often as training would, on any text.
+        """
+        c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
+        if c.boundaries == "learned":
+            logit = self.boundary_predictor(rms_norm(x).to(dtype)).squeeze(1)                # [M]
+            if self.training:
+                noise = boundary_noise(noise_seed, *input_ids.shape, ids.device).flatten()
+                soft = ((logit + noise) / c.boundary_temperature).sigmoid()
+                b = (soft > 0.5).to(dtype) + (soft - soft.detach())
+            else:
+                total = logit.sigmoid().double().cumsum(0)
+                before = F.pad(total, (1, -1))
+                before_document = before.index_select(0, packing.cu_seqlens.index_select(0, packing.document))
+                b = ((total - before_document).round() > (before - before_document).round()).to(dtype)
+        elif c.boundaries == "whitespace":
+            b = torch.isin(ids, ids.new_tensor(list(b" \t\n\r"))).to(dtype)
+        else:
+            b = (packing.position % 3 == 2).to(dtype)
+        b = torch.where(ids == EOS_ID, 1, torch.where(ids == PAD_ID, 0, b))
+        if c.boundaries != "learned":
+            return b, b.new_zeros(())
+        real = (input_ids != PAD_ID).sum(1).clamp_min(1)
+        rate = b.view(input_ids.shape).sum(1) / real                                         # [B]
+        low = c.boundary_alpha - c.boundary_lambda * c.boundary_sigma
+        return b, ((rate - c.boundary_alpha).relu() + (low - rate).relu()).mean()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
+                noise_seed: int | Tensor | None = None) -> SpiderOutput:
+        """input_ids [B, T] int64; labels [B, T], already shifted, -100 ignored; n_loops, or the config's.
+
+        In training mode row i's segment noise is a function of noise_seed + i, or comes from torch's default generator
+        where that is None. Documents end at EOS and begin at BOS; every row begins one.
+        """
+        c, (sequences, length) = self.config, input_ids.shape
+        n_loops = c.n_loops if n_loops is None else n_loops
+        ids = input_ids.reshape(-1)
+        packing = Packing.build(document_cu_seqlens(input_ids), len(ids), length, c, self.compute_dtype)
+        shifted = shifted_bytes(ids, packing.position, max((1,) + c.engram_orders + c.engram_byte_orders))
+
+        x = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)                       # [M, D]
+        if self.engram_input is not None:
+            x = x + self.engram_input(x, shifted)
+        for block in self.prelude:
+            x = block(x, packing)
+
+        b, boundary_loss = self.boundaries(x, input_ids, packing, noise_seed)
+        z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
+        none = self.embed_tokens.new_zeros(())
+        stats = CoreStats(none, none, none, none, none.new_zeros(c.n_recurrent_layers, c.n_routed_experts))
+        segments = len(z)
+        if segments:
+            rows = round_up(segments, max(1, len(ids) // 64))  # few sizes: kernels are made once per size
+            last_byte = F.pad(b.detach().nonzero().squeeze(1), (0, rows - segments))         # [rows], of each segment
+            share = F.pad(none.new_full((segments,), 1 / segments), (0, rows - segments))
+            cu_seqlens = F.pad(segment_cu_seqlens, (0, int(rows > segments)), value=rows)    # the rest, a document apart
+            z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)),
+                                 Packing.build(cu_seqlens, rows, length, c, self.compute_dtype),
+                                 shifted.index_select(1, last_byte), n_loops, share,
+                                 self.gradient_checkpointing and torch.is_grad_enabled())
+        x = x + unpool_segments(z[:segments], self.null_segment, b, packing.cu_seqlens, segment_cu_seqlens)
+
+        for block in self.coda:
+            x = block(x, packing)
+        if self.engram_output is not None:
+            x = x + self.engram_output(x, shifted)
+        logits = self.lm_head(rms_norm(x)).to(self.embed_tokens.dtype)                                           # [M, vocab_size]
+
+        loss = nats = None
+        if labels is not None:
+            targets = labels.reshape(-1)
+            nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+            nats = nats / (targets != -100).sum().clamp_min(1)
+            loss = (nats + c.boundary_loss_weight * boundary_loss + c.aux_loss_weight * stats.aux_loss
+                    + c.z_loss_weight * stats.z_loss + c.ponder_weight * self.ponder_warmup * stats.ponder)
+        tokens = stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))
+        return SpiderOutput(logits.view(sequences, length, -1), loss, nats, none + segments,
+                            stats.mean_loops.detach(), tokens)
+
+    def set_backend(self, backend: str):
+        """Which of tile_moe.BACKENDS computes the experts."""
+        for layer in self.core.layers:
+            layer.moe.backend = backend
+
+    @torch.no_grad()
+    def update_expert_bias(self, tokens_per_expert: Tensor):
+        """Once per optimizer step: moves each expert's bias towards balance by the tokens [L, E] that it received in all
+        loops, micro-steps and ranks."""
+        for layer, tokens in zip(self.core.layers, tokens_per_expert):
+            layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
+
+    @torch.no_grad()
+    def generate(self, ids: list[int], max_new_bytes: int, temperature: float = 1.0, top_k: int | None = None,
+                 generator: torch.Generator | None = None, context: int = 2048, n_loops: int | None = None):
+        """Yields up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; call it in evaluation mode.
+
+        Each byte recomputes the last `context` ones. temperature 0 takes the likeliest byte, top_k the k likeliest.
+        """
+        device, ids = self.embed_tokens.device, list(ids)
+        for _ in range(max_new_bytes):
+            logits = self(torch.tensor([ids[-context:]], device=device), n_loops=n_loops).logits[0, -1].float()
+            logits[256:EOS_ID] = -math.inf                                                   # PAD, BOS
+            logits[EOS_ID + 1:] = -math.inf                                                  # sentinels
+            if top_k is not None:
+                logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -math.inf
+            if temperature == 0:
+                chosen = int(logits.argmax())
+            else:
+                chosen = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+            if chosen == EOS_ID:
+                return
+            ids.append(chosen)
+            yield chosen
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Sizes and costs, from the config alone: FP8 conversion would hide Linears from a count of modules
+
+    def parameter_table(self) -> dict[str, tuple[int, float]]:
+        """Component -> (parameters, of these read per byte: core layers per visit, of experts the chosen ones)."""
+        table = {}
+        for name, p in self.named_parameters():
+            component, share = component_of(name), 1.0
+            if component == "routed experts":
+                share = self.config.n_experts_per_tok / self.config.n_routed_experts
+            elif component == "Engram tables":
+                share = 0.0  # a few rows
+            total, active = table.get(component, (0, 0.0))
+            table[component] = (total + p.numel(), active + p.numel() * share)
+        return table
+
+    def flops_per_byte(self, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
+        """Training FLOPs (forward and backward, no recomputation) per byte, causal attention included."""
+        c = self.config
+        width, rate = c.n_heads * c.v_head_dim, 1 / bytes_per_segment
+        products = 0.0
+        for name, p in self.named_parameters():
+            if p.ndim < 2 or "table" in name.split(".") or name in ("embed_tokens", "core.loop_embedding"):
+                continue
+            size = p.numel()
+            if component_of(name) == "routed experts":
+                size *= c.n_experts_per_tok / c.n_routed_experts
+            if name.startswith("core.lora"):
+                size /= c.n_loops
+            if name.startswith("core."):
+                once = ".engram.key_proj" in name or ".engram.value_proj" in name
+                size *= rate * (1 if once else n_loops)
+            products += size
+        attention = 2 * width * seq_len * ((c.n_prelude_layers + c.n_coda_layers) / 2
+                                           + c.n_recurrent_layers * n_loops * rate * rate / 2)
+        return 6 * products + 3 * 2 * attention
+
+
+def component_of(name: str) -> str:
+    """The line of the parameter table that a parameter belongs to."""
+    parts = name.split(".")
+    for part, component in (("table", "Engram tables"), ("engram", "Engram projections"),
+                            ("engram_input", "Engram projections"), ("engram_output", "Engram projections"),
+                            ("prelude", "prelude"), ("coda", "coda"), ("boundary_predictor", "boundary predictor"),
+                            ("attention", "core attention"), ("router", "router"), ("shared", "shared experts"),
+                            ("moe", "routed experts"), ("core", "loop adapters, injection, halting")):
+        if part in parts:
+            return component
+    return "embedding and head"

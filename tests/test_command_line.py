@@ -1,0 +1,199 @@
+"""The command line: precedence, every flag, one clear line and status 2, the smoke run and the dry run as users run them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import train
+from train import FLAGS, UsageError, parse_args
+
+ORIGINALS = {"seq_len": 2048, "micro_batch": 64, "grad_accum": 1, "n_loops": 6, "lr": 3e-4, "precision": "auto",
+             "compile": False, "resume": None, "reset_steps": False, "ckpt_dir": "checkpoints", "data_dir": "data",
+             "mock_data": False, "max_steps": 0, "no_gradient_checkpointing": False, "target_tokens": 10_000_000_000,
+             "ckpt_every": 50}
+
+
+def command(*argv, cwd, script="train.py", **environ):
+    """Runs a script as a user would; returns the finished process."""
+    env = {k: v for k, v in os.environ.items() if k not in {flag.env for flag in FLAGS}} | environ
+    return subprocess.run([sys.executable, str(ROOT / script), *map(str, argv)], cwd=cwd, env=env, text=True, errors="replace",
+                          capture_output=True, timeout=600)
+
+
+def refused(argv, capsys) -> str:
+    """The one line of a command that fails with status 2."""
+    assert train.command_line([str(a) for a in argv]) == 2
+    err = capsys.readouterr().err.splitlines()
+    faults = [line for line in err if line.startswith("train.py: error: ")]
+    assert len(faults) == 1 and err[-1] == faults[0]
+    return faults[0]
+
+
+def test_names_defaults_and_variables_of_the_original_are_kept():
+    args = parse_args([], environ={})
+    for name, default in ORIGINALS.items():
+        assert getattr(args, name) == default, name
+    variables = {flag.env: flag.name for flag in FLAGS if flag.env}
+    assert variables == {name.upper(): name for name in ("seq_len", "micro_batch", "grad_accum", "n_loops", "lr",
+                                                         "data_dir", "target_tokens", "ckpt_every")}
+
+
+def test_a_flag_beats_the_environment_and_that_beats_the_default():
+    assert parse_args([], environ={"SEQ_LEN": "512", "TARGET_TOKENS": "5e6"}).seq_len == 512
+    args = parse_args(["--seq_len", "128"], environ={"SEQ_LEN": "512", "LR": ""})
+    assert args.seq_len == 128 and args.lr == 3e-4 and args.given == {"seq_len"}
+
+
+@pytest.mark.parametrize("name,text", [
+    ("seq_len", "1"), ("seq_len", "many"), ("seq_len", "2.5"), ("micro_batch", "0"), ("lr", "0"), ("lr", "-1"), ("lr", "nan"),
+    ("lr", "inf"), ("precision", "fp16"), ("model", "2b"), ("moe_backend", "fast"), ("optimizer", "sgd"), ("keep_last", "1"),
+    ("min_lr_fraction", "1.5"), ("beta1", "x"), ("schedule", ""), ("target_tokens", "-3"), ("seed", "-1")])
+def test_a_bad_value_of_a_flag_or_variable_is_named(name, text):
+    with pytest.raises(UsageError, match=rf"^--{name}: "):
+        parse_args([f"--{name}={text}"], environ={})
+    flag = next(flag for flag in FLAGS if flag.name == name)
+    if flag.env and text:
+        with pytest.raises(UsageError, match=rf"^{flag.env}: "):
+            parse_args([], environ={flag.env: text})
+
+
+@pytest.mark.parametrize("setting,complaint", [
+    ("nonsense=1", "not a field"), ("hidden_size=big", "takes int"), ("act=maybe", "true or false"),
+    ("engram_layers=1+x", "whole numbers"), ("boundaries=random", "one of learned"), ("v_head_dim=7", "must equal"),
+    ("n_experts_per_tok=99", "between 1 and")])
+def test_a_bad_model_setting_is_named(setting, complaint, capsys):
+    line = refused(["--mock_data", "--model", "tiny", "--set", setting], capsys)
+    assert "--set" in line and complaint in line
+
+
+def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
+    source = "".join((ROOT / name).read_text() for name in ("train.py", "sample.py"))
+    for flag in FLAGS:
+        assert re.search(rf"\bargs\.{flag.name}\b", source), flag.name
+    for name, choices in {"model": ("auto", "tiny", "small", "1b"), "precision": ("auto", "fp8", "bf16", "fp32"),
+                          "moe_backend": ("auto", "loop", "grouped", "tile"), "schedule": ("cosine", "wsd"),
+                          "optimizer": ("auto", "adamw", "adamw8bit", "muon"), "device": ("auto", "cpu", "cuda")}.items():
+        for choice in choices:
+            assert getattr(parse_args([f"--{name}", choice], environ={}), name) == choice
+
+
+def test_every_field_of_the_config_is_read_by_the_model():
+    source = (ROOT / "spider_model.py").read_text()
+    for field in train.dataclasses.fields(train.SpiderConfig):
+        assert re.search(rf"\b(c|config)\.{field.name}\b", source), field.name
+
+
+@pytest.fixture
+def shards(tmp_path):
+    directory = tmp_path / "data"
+    directory.mkdir()
+    np.full(500, 65, "<u2").tofile(directory / "a.bin")
+    return directory
+
+
+def test_bad_data_is_one_line_that_names_file_and_place(tmp_path, shards, capsys):
+    base = ["--model", "tiny", "--ckpt_dir", tmp_path / "run", "--seq_len", "32"]
+    assert "nowhere" in refused([*base, "--data_dir", tmp_path / "nowhere"], capsys)
+    (tmp_path / "empty").mkdir()
+    assert ".bin" in refused([*base, "--data_dir", tmp_path / "empty"], capsys)
+    assert "longer than the data" in refused([*base, "--data_dir", shards, "--seq_len", "4096"], capsys)
+    bad = np.full(500, 65, "<u2")
+    bad[123] = 272
+    bad.tofile(shards / "b.bin")
+    line = refused([*base, "--data_dir", shards], capsys)
+    assert "b.bin" in line and "246" in line and "272" in line
+    (shards / "b.bin").write_bytes(b"odd")
+    line = refused([*base, "--data_dir", shards], capsys)
+    assert "b.bin" in line and "odd" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_this_machine_cannot_do_is_an_error_that_names_the_remedy(tmp_path, capsys, monkeypatch):
+    base = ["--mock_data", "--model", "tiny", "--ckpt_dir", tmp_path]
+    assert 'pip install -e ".[tile]"' in refused([*base, "--moe_backend", "tile"], capsys)
+    if not train.torch.cuda.is_available():
+        assert "--device cpu" in refused([*base, "--device", "cuda"], capsys)
+    assert "does not exist" in refused([*base, "--resume", tmp_path / "none.pt"], capsys)
+    assert "--reset_steps" in refused([*base, "--reset_steps"], capsys)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert "WORLD_SIZE" in refused(base, capsys)
+
+
+def test_unknown_and_abbreviated_flags_are_refused(capsys):
+    assert "--sequence" in refused(["--sequence", "3"], capsys)
+    assert "--seq" in refused(["--seq", "3"], capsys)
+
+
+def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(tmp_path):
+    done = command("--mock_data", "--max_steps", "20", "--seq_len", "128", "--micro_batch", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for key in ("loss", "grad_norm", "lr", "tok_per_sec", "bytes_per_segment", "mean_loops"):
+        assert all(isinstance(line[key], (int, float)) for line in lines), key
+    assert "val_bpb" in lines[-1] and lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert (tmp_path / "checkpoints" / "spider-step20.pt").exists()
+    for said in ("model tiny", "precision", "experts grouped", "optimizer muon", "step 20/20", "bytes/s", "bytes/segment",
+                 "loops", "balance", "GB", "ETA"):
+        assert said in done.stderr, said
+    again = command("--mock_data", "--max_steps", "20", "--seq_len", "128", "--micro_batch", "2", cwd=tmp_path)
+    assert again.returncode == 0 and "nothing to do" in again.stderr
+    spoken = command("--prompt", "ba", "--bytes", "20", cwd=tmp_path, script="sample.py")
+    assert spoken.returncode == 0 and spoken.stdout.startswith("ba")
+
+
+def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
+    probe = ("import sys, time, resource; start = time.time(); import train; status = train.command_line(sys.argv[1:]);"
+             "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(status)")
+    done = subprocess.run([sys.executable, "-c", probe, "--model", "1b", "--dry_run", "--mock_data"], cwd=tmp_path, text=True, errors="replace",
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for said in ("hidden_size = 2048", "routed experts", "Engram tables", "active per byte", "FLOPs per byte", "memory",
+                 "checkpoint", "free on disk", "ids checked", "FP8 converts"):
+        assert said in done.stdout, said
+    total = int(re.search(r"total +([\d,]+)", done.stdout)[1].replace(",", ""))
+    assert abs(total / 996e6 - 1) < 0.005
+    assert int(done.stdout.split("PEAK")[1]) < 800
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_originals_commands_parse():
+    for line in ("--seq_len 256 --micro_batch 112 --grad_accum 4 --precision fp8 --n_loops 6",
+                 "--resume checkpoints/spider-step2650.pt", "--resume checkpoints/spider-step2650.pt --reset_steps",
+                 "--compile --precision fp8", "--mock_data --max_steps 20 --seq_len 128 --micro_batch 2"):
+        parse_args(line.split(), environ={})
+
+
+def test_wandb_is_used_only_with_a_run_name_and_works_offline(tmp_path):
+    base = ("--mock_data", "--max_steps", "2", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0")
+    assert command(*base, "--ckpt_dir", "a", cwd=tmp_path).returncode == 0
+    assert not (tmp_path / "wandb").exists()
+    done = command(*base, "--ckpt_dir", "b", "--run", "smoke", cwd=tmp_path, WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_the_profiler_leaves_a_trace(tmp_path):
+    done = command("--mock_data", "--max_steps", "6", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0",
+                   "--profile", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints" / "trace.json").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_like_the_others(tmp_path):
+    base = ("--mock_data", "--max_steps", "4", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0", "--precision",
+            "fp32", "--no_gradient_checkpointing", "--set", "boundaries=every_third")
+    losses = []
+    for flags in ((), ("--compile",)):
+        done = command(*base, *flags, "--ckpt_dir", f"run{len(flags)}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / f"run{len(flags)}" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)

@@ -1,0 +1,592 @@
+"""Shards, their order in training, and the commands that make and check them."""
+
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SHARED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+SHAKESPEARE = SHARED / "tinyshakespeare.txt"
+
+
+def stream(ids) -> data.Stream:
+    return data.Stream([data.Shard("memory", np.asarray(ids, np.uint16))])
+
+
+def source(ids, val=(), name="s", weight=1.0) -> data.Source:
+    return data.Source(name, weight, stream(ids), stream(val))
+
+
+def write_shard(path: Path, ids) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.asarray(ids, "<u2").tofile(path)
+    return path
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def joined(directory: Path, split: str) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(directory.glob(f"{split}-*.bin")))
+
+
+def documents(directory: Path, split: str) -> list[bytes]:
+    """The documents of a split; fails where one does not begin with BOS and end with EOS."""
+    out = []
+    for ids in np.split(ids := np.frombuffer(joined(directory, split), "<u2"), np.flatnonzero(ids == EOS_ID) + 1)[:-1]:
+        assert ids[0] == BOS_ID and ids[-1] == EOS_ID and (ids[1:-1] < 256).all()
+        out.append(ids[1:-1].astype(np.uint8).tobytes())
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order
+
+@given(st.integers(1, 3000), st.integers(0, 2 ** 64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_the_permutation_is_a_bijection(n, seed):
+    index = np.arange(n)
+    keys = data.key(seed, np.zeros(n, int))
+    assert sorted(data.permute(index, n, keys)) == list(index)
+
+
+def test_permutations_scatter_and_do_not_resemble_each_other():
+    index = np.arange(1000)
+    orders = [data.permute(index, 1000, data.key(seed, 0 * index)) for seed in range(20)]
+    for order, other in zip(orders, orders[1:]):
+        assert 280 < np.abs(np.diff(order)).mean() < 390     # of a random order: 333
+        assert (order == other).sum() < 9                    # on average one place agrees
+    assert np.allclose(np.mean(orders, 0).mean(), 499.5) and 50 < np.mean(orders, 0).std() < 80   # 289 / sqrt(20)
+
+
+def test_each_index_is_permuted_under_its_own_key_and_size():
+    sizes, keys = np.array([10, 1000, 10, 7]), data.key(3, np.array([0, 1, 2, 3]))
+    together = data.permute(np.array([4, 4, 4, 4]), sizes, keys)
+    alone = [data.permute(np.array([4]), int(n), keys[i:i + 1])[0] for i, n in enumerate(sizes)]
+    assert list(together) == alone
+
+
+@given(st.data(), st.integers(1, 255), st.integers(0, 3), st.integers(0, 2 ** 63))
+@settings(max_examples=150, deadline=None)
+def test_every_epoch_covers_each_target_exactly_once(draw, targets, epoch, seed):
+    seq_len = draw.draw(st.integers(1, targets))
+    loader, n = data.Loader([source(range(targets + 1))], seq_len, seed), -(-targets // seq_len)
+    assert [loader.epoch(g) for g in (n * epoch, n * epoch + n - 1)] == [epoch, epoch]
+    ids, labels = loader.rows(np.arange(n * epoch, n * epoch + n))
+    assert ids.shape == labels.shape == (n, seq_len) and ids.dtype == labels.dtype == torch.int64
+    counted = labels != -100
+    assert sorted(labels[counted].tolist()) == list(range(1, targets + 1))
+    assert (ids[counted] == labels[counted] - 1).all() and (ids[~counted] == PAD_ID).all()
+    assert (counted[:, 1:] <= counted[:, :-1]).all()          # a short window is filled at its end
+
+
+def test_epochs_differ_in_order_and_cut():
+    loader, n = data.Loader([source(range(251))], 16, 1), 16
+    epochs = [loader.rows(np.arange(n) + n * epoch)[1][:, 0].tolist() for epoch in range(8)]
+    assert len({tuple(firsts) for firsts in epochs}) == 8 and len({frozenset(firsts) for firsts in epochs}) > 3
+    even = data.Loader([source(range(241))], 16, 1)           # windows fit: only the order differs
+    epochs = [even.rows(np.arange(15) + 15 * epoch)[1][:, 0].tolist() for epoch in range(8)]
+    assert len({tuple(firsts) for firsts in epochs}) == 8 and len({frozenset(firsts) for firsts in epochs}) == 1
+    assert data.Loader([source(range(251))], 16, 2).rows(np.arange(n))[1][:, 0].tolist() != epochs[0]
+
+
+@pytest.mark.parametrize("ranks, micro_batch, grad_accum", [(1, 16, 1), (1, 4, 4), (2, 8, 1), (2, 1, 8), (8, 2, 1)])
+def test_the_global_batch_is_the_same_on_any_ranks_and_micro_steps(ranks, micro_batch, grad_accum):
+    sources = [source(range(200)), source(range(50, 250), name="t", weight=0.5)]
+    loader, first = data.Loader(sources, 8, 5), 30
+    parts = [loader.micro_batch(first, m, micro_batch, rank, ranks) for m in range(grad_accum) for rank in range(ranks)]
+    ids, labels, g = (torch.cat(part) for part in zip(*parts))
+    assert g.tolist() == list(range(first, first + 16)) and g.dtype == torch.int64
+    assert all(torch.equal(*pair) for pair in zip((ids, labels), loader.rows(np.arange(first, first + 16))))
+
+
+def test_targets_that_are_pad_do_not_count():
+    ids, labels = data.Loader([source([1, 2, PAD_ID, 3, PAD_ID])], 4, 0).rows(np.arange(1))
+    assert ids.tolist() == [[1, 2, PAD_ID, 3]] and labels.tolist() == [[2, -100, 3, -100]]
+
+
+def test_the_cut_into_files_does_not_change_what_is_read():
+    ids = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint16)
+    shards = data.Stream([data.Shard(f"{i}", part) for i, part in enumerate(np.split(ids, [1, 2, 300, 333, 999]))])
+    loaders = [data.Loader([data.Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)]
+    assert all(torch.equal(*pair) for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders)))
+    assert shards.where(300) == "3: byte offset 0" and shards.part(298, 400).part(1, 9).where(0) == "2: byte offset 594"
+
+
+def test_sources_have_their_exact_shares_in_every_block_and_their_own_epochs():
+    sources = [source([200] * 5000, weight=7.0), source(range(101), name="t", weight=3.0)]
+    loader, block = data.Loader(sources, 1, 4), np.arange(data.BLOCK)
+    orders = []
+    for number in (0, 3):
+        labels = loader.rows(number * data.BLOCK + block)[1].flatten()
+        assert torch.bincount(labels, minlength=201)[1:].tolist() == [30] * 100 + [0] * 99 + [7000]
+        assert 0.6 < (labels[:2000] == 200).float().mean() < 0.8
+        orders.append(labels.tolist())
+    assert [label == 200 for label in orders[0]] != [label == 200 for label in orders[1]]
+    assert orders[0] == data.Loader(sources, 1, 4).rows(block)[1].flatten().tolist()
+    assert orders[0] != data.Loader(sources, 1, 5).rows(block)[1].flatten().tolist()
+    epochs = [loader.epoch(g) for g in range(0, 25_000, 50)]
+    assert epochs == sorted(epochs) and epochs[0] == 0 and loader.epoch(9_999) == 29 and loader.epoch(19_999) == 59
+
+
+def test_shares_go_by_largest_remainder():
+    assert data.shares([1, 2], 10_000) == [3333, 6667] and data.shares([1, 1, 1], 10_000) == [3334, 3333, 3333]
+    assert data.shares([1e-9, 1], 100) == [0, 100] and data.shares([0.7, 0.3], 0) == [0, 0]
+
+
+def test_validation_rows_are_the_first_targets_shared_by_weight():
+    a, b = source(range(9), range(0, 50), "a", 3.0), source(range(9), range(100, 106), "b", 1.0)
+    ids, labels = data.validation_rows([a], 4, 10)
+    assert labels.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, -100, -100]]
+    assert ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, PAD_ID, PAD_ID]]
+    labels = data.validation_rows([a, b], 4, 16)[1]
+    assert labels[labels != -100].tolist() == [*range(1, 13), *range(101, 105)]
+    labels = data.validation_rows([a, b], 4, 1000)[1]         # what a source lacks is not there
+    assert labels[labels != -100].tolist() == [*range(1, 50), *range(101, 106)]
+    again = data.validation_rows([a, b], 7, 16)[1]            # the cut does not change the bytes
+    assert again[again != -100].tolist() == [*range(1, 13), *range(101, 105)]
+
+
+def test_mock_data_are_documents_easy_to_learn_and_a_function_of_the_seed():
+    mock, again, other = (data.mock_source(seed) for seed in (1, 1, 2))
+    ids = mock.train.read(0, len(mock.train))
+    assert np.array_equal(ids, again.train.read(0, len(again.train)))
+    assert not np.array_equal(ids[:500], other.train.read(0, 500))
+    assert 900_000 < len(ids) < 2_000_000 and len(mock.val) > 20_000
+    assert (ids == BOS_ID).sum() == (ids == EOS_ID).sum() == 5000 and ids[0] == BOS_ID and ids.max() == EOS_ID
+    text = ids[ids < 256].astype(np.uint8).tobytes()
+    assert len(zlib.compress(text)) < 0.15 * len(text) and len(set(text)) < 26
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards from anywhere
+
+def test_shards_of_others_load_from_nested_folders_in_order_of_their_names(tmp_path):
+    write_shard(tmp_path / "b" / "part-2.bin", [5, 6])
+    write_shard(tmp_path / "b" / "part-10.bin", [3, 4])
+    write_shard(tmp_path / "a.bin", [1, 2])
+    write_shard(tmp_path / "c" / "validation" / "x.bin", [8, 9])
+    write_shard(tmp_path / "b" / "val_1.bin", [7])
+    (tmp_path / "metadata.json").write_text('{"tokens": 9, "shards": 14}')            # of somebody else's kind
+    [found] = data.open_data(str(tmp_path))
+    assert found.train.read(0, 6).tolist() == [1, 2, 3, 4, 5, 6] and len(found.train) == 6
+    assert found.val.read(0, 3).tolist() == [7, 8, 9]
+
+
+def test_metadata_says_which_shards_validate(tmp_path):
+    write_shard(tmp_path / "one.bin", [1, 2])
+    write_shard(tmp_path / "value.bin", [3])
+    entries = [dict(name=f"{name}.bin", split=split, ids=ids, sha256="")
+               for name, split, ids in [("one", "val", 2), ("value", "train", 1)]]
+    (tmp_path / "metadata.json").write_text(json.dumps(dict(shards=entries)))
+    [found] = data.open_data(str(tmp_path))
+    assert found.train.read(0, 1).tolist() == [3] and found.val.read(0, 2).tolist() == [1, 2]
+
+
+def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
+    write_shard(tmp_path / "a.bin", np.arange(1000) % 256)
+    write_shard(tmp_path / "b.bin", np.arange(1000, 1005) % 256)
+    [found] = data.open_data(str(tmp_path))
+    assert len(found.train) == 995 and found.val.read(0, 10).tolist() == [i % 256 for i in range(995, 1005)]
+    assert found.val.where(0) == f"{tmp_path}/a.bin: byte offset 1990"
+    assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
+
+
+def test_a_mixture_names_directories_and_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("web", "code", "a:1"):
+        write_shard(tmp_path / name / "x.bin", range(200))
+    assert [(s.name, s.weight) for s in data.open_data("web:3,code:1")] == [("web", 0.75), ("code", 0.25)]
+    assert [(s.name, s.weight) for s in data.open_data("a:1")] == [("a:1", 1.0)]      # a directory of that name
+
+
+def test_more_shards_than_a_process_may_first_open_load(tmp_path):
+    for i in range(40):
+        write_shard(tmp_path / f"{i:02}.bin", [i])
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 9, high))
+        [found] = data.open_data(str(tmp_path))
+        assert found.train.read(0, 40).tolist() == list(range(40))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
+
+
+def unfinished(path):
+    write_shard(path / "train-00000.bin", [1, 2])
+    (path / "prepare.jsonl").write_text('"x"\n')
+
+
+def described(path, values, **entry):
+    write_shard(path / "t.bin", values)
+    (path / "metadata.json").write_text(json.dumps(dict(shards=[dict(name="t.bin", split="train", sha256="") | entry])))
+
+
+FAULTS = {
+    "missing directory": (lambda p: None, "{p}/nowhere", ["{p}/nowhere", "no such directory", "data.py prepare"]),
+    "no shard": (lambda p: (p / "x.txt").write_text("x"), "{p}", ["{p}", "no .bin file", "data.py prepare"]),
+    "empty file": (lambda p: write_shard(p / "a" / "x.bin", []), "{p}", ["{p}/a/x.bin", "empty", "offset 0"]),
+    "odd length": (lambda p: (p / "x.bin").write_bytes(b"abc"), "{p}", ["{p}/x.bin", "odd", "offset 2"]),
+    "unreadable": (lambda p: (p / "x.bin").symlink_to(p / "gone"), "{p}", ["{p}/x.bin", "No such file"]),
+    "cut off": (lambda p: described(p, [1, 2], ids=3), "{p}", ["{p}/t.bin", "offset 4", "says 6"]),
+    "lost": (lambda p: described(p, [1], name="u.bin", ids=1), "{p}", ["{p}/u.bin", "missing"]),
+    "broken metadata": (lambda p: (p / "metadata.json").write_text("{"), "{p}", ["{p}/metadata.json", "not JSON"]),
+    "bad id": (lambda p: write_shard(p / "x.bin", [1, 2, 272]), "{p}", ["{p}/x.bin", "offset 4", "id 272", "271"]),
+    "only validation": (lambda p: write_shard(p / "val.bin", [1]), "{p}", ["{p}", "none for training"]),
+    "unfinished": (unfinished, "{p}", ["{p}", "cut short", "same command"]),
+    "no number": (lambda p: None, "web:x,code:1", ["web:x,code:1", "dir:weight"]),
+    "zero weight": (lambda p: None, "web:0,code:1", ["web:0,code:1", "above 0"]),
+    "infinite weight": (lambda p: None, "web:inf,code:1", ["weights above 0"]),
+    "nan weight": (lambda p: None, "web:nan,code:1", ["weights above 0"]),
+    "no name": (lambda p: None, ":1,code:1", ["dir:weight"]),
+    "missing part": (lambda p: None, "{p}/web:1,code:1", ["{p}/web", "no such directory"]),
+}
+
+
+@pytest.mark.parametrize("make, spec, said", FAULTS.values(), ids=FAULTS)
+def test_bad_data_is_one_line_that_names_the_place(tmp_path, make, spec, said):
+    make(tmp_path)
+    with pytest.raises(data.DataError) as fault:
+        data.check(data.open_data(spec.format(p=tmp_path)))
+    message = str(fault.value)
+    assert "\n" not in message and all(part.format(p=tmp_path) in message for part in said), message
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", path)
+    write_shard(tmp_path / "x.bin", [1])
+    monkeypatch.setattr(np, "memmap", refuse)                 # root may read everything: a mode of 0 would not do
+    with pytest.raises(data.DataError, match="x.bin: Permission denied"):
+        data.open_data(str(tmp_path))
+
+
+@pytest.mark.parametrize("sources, said", [
+    ([source(range(64))], "s: a sequence of 64 bytes is longer than the data (63 bytes): lower --seq_len"),
+    ([source([])], "s: a sequence of 64 bytes is longer than the data (0 bytes): lower --seq_len"),
+    ([source(range(99)), source(range(99), name="t", weight=1e-5)], "t: weight 1e-05 is not one sequence in 10,000"),
+])
+def test_sources_that_cannot_be_drawn_from_are_refused(sources, said):
+    with pytest.raises(data.DataError) as fault:
+        data.Loader(sources, 64, 0)
+    assert str(fault.value).startswith(said)
+    data.Loader([source(range(65))], 64, 0)
+
+
+@pytest.mark.parametrize("val, tokens", [([], 10), ([1], 10), ([1, 2], 0)])
+def test_validation_without_a_byte_is_refused(val, tokens):
+    with pytest.raises(data.DataError, match="s: no byte to validate on"):
+        data.validation_rows([source([1, 2], val)], 4, tokens)
+
+
+def test_large_data_are_checked_at_their_ends_and_the_rest_when_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CHECK_ALL", 1000)
+    monkeypatch.setattr(data, "MIB", 200)
+    ids = np.zeros(1000, int)
+    for place in (50, 950):
+        ids[:], ids[place] = 0, 300
+        write_shard(tmp_path / "x.bin", ids)
+        with pytest.raises(data.DataError, match=f"x.bin: byte offset {2 * place}: id 300"):
+            data.check(data.open_data(str(tmp_path)))
+    ids[:], ids[500] = 0, 300
+    write_shard(tmp_path / "x.bin", ids)
+    sources = data.open_data(str(tmp_path))
+    data.check(sources)
+    with pytest.raises(data.DataError, match="x.bin: byte offset 1000: id 300"):
+        data.Loader(sources, 100, 0).rows(np.arange(10))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare
+
+def prepare(*args) -> int:
+    return data.main(["prepare", "--workers", "1", *map(str, args)])
+
+
+@pytest.fixture
+def mixed(tmp_path) -> Path:
+    """A directory with a text, JSON-lines with unicode, blank lines and long lines, and a file of another kind."""
+    rng, inputs = np.random.default_rng(0), tmp_path / "in"
+    (inputs / "sub").mkdir(parents=True)
+    (inputs / "a.txt").write_bytes(rng.integers(0, 256, 5000).astype(np.uint8).tobytes())
+    texts = ["plain", "", "na\u00efve \u4f60\u597d \U0001f577", 'quote " and \\ and\nnewline']
+    texts += ["x" * n for n in range(0, 3000, 40)]
+    lines = [json.dumps(dict(id=i, text=text), ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
+    (inputs / "sub" / "b.jsonl").write_text("\n\n" + "\n  \n".join(lines), encoding="utf-8")
+    (inputs / "sub" / "ignored.md").write_text("not data")
+    return inputs
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="../shared/data/tinyshakespeare.txt is not there")
+def test_tinyshakespeare_is_split_as_everyone_splits_it(tmp_path):
+    assert prepare(SHAKESPEARE, "--out", tmp_path) == 0
+    text = SHAKESPEARE.read_bytes()
+    assert documents(tmp_path, "train") == [text[:1_003_854]] and documents(tmp_path, "val") == [text[1_003_854:]]
+    assert len(text) - 1_003_854 == 111_540
+    [found] = data.open_data(str(tmp_path))
+    assert len(found.train) == 1_003_856 and len(found.val) == 111_542
+
+
+def test_json_lines_become_documents_of_which_a_hash_chooses_some_to_validate(tmp_path):
+    texts = [f"document {i} \u00fc\u4e2d\U0001f600 " + "y" * (i % 50) for i in range(400)]
+    (tmp_path / "a.jsonl").write_text("".join(f"\n{json.dumps(dict(body=text))}\r\n" for text in texts))
+    assert prepare(tmp_path / "a.jsonl", "--out", tmp_path / "o", "--field", "body", "--val_fraction", "0.25") == 0
+    train, val = ([document.decode() for document in documents(tmp_path / "o", split)] for split in ("train", "val"))
+    assert sorted(train + val) == sorted(texts) and 60 < len(val) < 140
+    assert train == [text for text in texts if text in set(train)]                    # in their order
+    metadata = json.loads((tmp_path / "o" / "metadata.json").read_text())
+    assert metadata["totals"]["val"]["documents"] == len(val) and metadata["vocab_size"] == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("unit_mb, workers", [(0.001, 1), (0.0003, 2)])
+def test_the_size_of_units_and_the_workers_do_not_change_the_stream(mixed, tmp_path, monkeypatch, unit_mb, workers):
+    assert prepare(mixed, "--out", tmp_path / "one") == 0
+    monkeypatch.setattr(data, "MIB", 50)                      # in workers it stays what it is
+    assert prepare(mixed, "--out", tmp_path / "many", "--unit_mb", unit_mb, "--workers", workers) == 0
+    assert len(list((tmp_path / "one").glob("*.bin"))) == 2 and len(list((tmp_path / "many").glob("*.bin"))) > 15
+    for split in ("train", "val"):
+        assert joined(tmp_path / "one", split) == joined(tmp_path / "many", split) != b""
+    one, many = (json.loads((tmp_path / out / "metadata.json").read_text()) for out in ("one", "many"))
+    assert one["totals"] == many["totals"]
+    names = [entry["name"] for entry in many["shards"] if entry["split"] == "train"]
+    assert names == sorted(names)
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 16, 17, 18, 34, 100, 1000])
+def test_a_line_belongs_to_the_unit_that_it_begins_in(tmp_path, unit_bytes):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(b'{"text": "%04d"}\n' % i for i in range(20)))          # 17 bytes each
+    source, options = data.Input(str(path), path.stat().st_size, 0), data.Options("text", 0.0, unit_bytes)
+    units = data.plan([source], options)
+    texts = [text for _, pieces in units for reader, *rest in pieces for _, text, _, _ in reader(*rest)]
+    assert texts == [b"%04d" % i for i in range(20)] and len(units) == -(-340 // unit_bytes)
+
+
+def test_the_same_command_again_does_nothing_and_other_inputs_are_refused(mixed, tmp_path, capsys):
+    assert prepare(mixed, "--out", tmp_path / "o") == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "o").iterdir()}
+    (tmp_path / "o" / "prepare.jsonl").write_text("a kill may leave it")
+    assert prepare(mixed, "--out", tmp_path / "o") == 0
+    assert "already prepared" in capsys.readouterr().out
+    assert prepare(mixed, "--out", tmp_path / "o", "--val_fraction", "0.2") == 2
+    (mixed / "a.txt").write_text("changed")
+    assert prepare(mixed, "--out", tmp_path / "o") == 2
+    assert capsys.readouterr().err.count("choose another --out, or delete it") == 2
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "o").iterdir()}
+
+
+KILLED = """
+import os, signal, sys, data
+name, count = sys.argv[1], int(sys.argv[2])
+real = getattr(os, name)
+def kill_at(*args):
+    global count
+    count -= 1
+    if count < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args)
+setattr(os, name, kill_at)
+sys.exit(data.main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize("call, count", [("fsync", 0), ("fsync", 2), ("fsync", 9), ("replace", 8), ("replace", 11)])
+def test_a_killed_prepare_goes_on_and_ends_byte_for_byte_the_same(mixed, tmp_path, capfd, call, count):
+    arguments = [str(mixed), "--unit_mb", "0.02", "--out"]    # about 7 units, killed before a call of fsync or replace
+    assert prepare(*arguments, tmp_path / "undisturbed") == 0
+    command = [sys.executable, "-c", KILLED, call, str(count), "prepare", "--workers", "1", *arguments, tmp_path / "o"]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    assert not (tmp_path / "o" / "metadata.json").exists()
+    shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "o").glob("*.bin")}
+    capfd.readouterr()
+    assert prepare(*arguments, tmp_path / "o") == 0
+    assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed")
+    kept = sum(path.stat().st_mtime_ns == changed for path, changed in shards.items())
+    assert kept >= len(shards) - 2 and ("goes on" in capfd.readouterr().out) == (kept > 0)
+
+
+def test_a_journal_line_cut_short_and_a_lost_shard_are_done_again(mixed, tmp_path, monkeypatch):
+    arguments, journal = [mixed, "--unit_mb", "0.02", "--out"], tmp_path / "o" / "prepare.jsonl"
+    assert prepare(*arguments, tmp_path / "undisturbed") == 0
+    monkeypatch.setattr(data, "write_durably", lambda path, text, real=data.write_durably:
+                        real(path, text) if path.name == "prepare.jsonl" else sys.exit("killed before the end"))
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            prepare(*arguments, tmp_path / "o")
+        units = data.read_journal(journal)[1]
+        assert sorted(units) == list(range(len(units))) and len(units) > 4
+        journal.write_bytes(journal.read_bytes()[:-30])
+        (tmp_path / "o" / "train-00001.bin").write_bytes(b"xx")
+        (tmp_path / "o" / ".train-00002.bin.1.tmp").write_bytes(b"left over")
+        assert sorted(data.read_journal(journal)[1]) == [0, *range(2, len(units) - 1)]
+    monkeypatch.undo()
+    assert prepare(*arguments, tmp_path / "o") == 0
+    assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed")
+
+
+def alive(pid: str) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for orphans in /proc")
+def test_workers_die_with_a_killed_prepare(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(3_000_000))
+    arguments = [tmp_path / "a.txt", "--unit_mb", "0.02", "--out"]
+    command = [sys.executable, "data.py", "prepare", "--workers", "2", *arguments, tmp_path / "o"]
+    run, deadline = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL), time.monotonic() + 20
+    while not list(tmp_path.glob("o/*.bin")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    run.kill()
+    assert run.wait() == -signal.SIGKILL and len(children) >= 2
+    while any(map(alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(alive, children))
+    assert prepare(*arguments, tmp_path / "o") == 0 and prepare(*arguments, tmp_path / "undisturbed") == 0
+    assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed")
+
+
+def test_standard_input_is_prepared_like_a_file(tmp_path, monkeypatch, capsys):
+    text = bytes(range(256)) * 10
+    for _ in range(2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        assert prepare("-", "--out", tmp_path / "o", "--val_fraction", "0.5") == 0
+        assert documents(tmp_path / "o", "train") == documents(tmp_path / "o", "val") == [text[:1280]]
+    assert "already prepared" in capsys.readouterr().out
+    assert sorted(contents(tmp_path / "o")) == ["metadata.json", "train-00000.bin", "val-00000.bin"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"other")))
+    assert prepare("-", "--out", tmp_path / "o") == 2
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert prepare("-", "--out", tmp_path / "p") == 2 and "-: empty" in capsys.readouterr().err
+
+
+def test_parquet_rows_become_documents(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs the extra: pip install -e '.[parquet]'")
+    import pyarrow.parquet as parquet
+    texts = [f"row {i} \u00e4\u4e2d" for i in range(1000)]
+    parquet.write_table(pyarrow.table(dict(id=range(1000), text=texts)), tmp_path / "a.parquet", row_group_size=70)
+    assert prepare(tmp_path / "a.parquet", "--out", tmp_path / "one") == 0
+    assert prepare(tmp_path / "a.parquet", "--out", tmp_path / "many", "--unit_mb", "0.001") == 0
+    train, val = ([document.decode() for document in documents(tmp_path / "one", split)] for split in ("train", "val"))
+    assert sorted(train + val) == sorted(texts) and 50 < len(val) < 150
+    assert train == [text for text in texts if text in set(train)]
+    parquet.write_table(pyarrow.table(dict(text=texts)), tmp_path / "b.parquet")        # the same in one row group
+    assert prepare(tmp_path / "b.parquet", "--out", tmp_path / "whole") == 0
+    for split in ("train", "val"):
+        assert joined(tmp_path / "one", split) == joined(tmp_path / "many", split) == joined(tmp_path / "whole", split)
+    assert len(list((tmp_path / "many").glob("train-*.bin"))) > 5
+    parquet.write_table(pyarrow.table(dict(text=["a", None])), tmp_path / "null.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    capsys.readouterr()
+    for name, field, said in [("a", "body", "no string column 'body'; --field names another of: id (int64), text"),
+                              ("a", "id", "no string column 'id'"), ("null", "text", "row 1 (from 0) has no 'text'"),
+                              ("broken", "text", "magic bytes not found")]:
+        assert prepare(tmp_path / f"{name}.parquet", "--field", field, "--out", tmp_path / "bad") == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"{name}.parquet: " in error and said in error
+        assert not list(tmp_path.glob("bad/*.bin"))
+
+
+LINE = b'{"text": "fine"}\n'
+BAD = {
+    "broken line": ({"x.jsonl": 2 * LINE + b'\n{"text": "fi\n'}, ["x.jsonl"], ["x.jsonl:4: not JSON", "offset 35"]),
+    "no object": ({"x.jsonl": LINE + b'["text"]\n'}, ["x.jsonl"], ["x.jsonl:2: no object", "'text'"]),
+    "no field": ({"x.jsonl": LINE}, ["x.jsonl", "--field", "body"], ["x.jsonl:1:", "'body'", "--field"]),
+    "no string": ({"x.jsonl": LINE + b'{"text": 5}'}, ["x.jsonl"], ["x.jsonl:2: no object with a string 'text'"]),
+    "not UTF-8": ({"x.jsonl": LINE + b'{"text": "\xff"}\n'}, ["x.jsonl"], ["x.jsonl:2: not UTF-8 at byte 10"]),
+    "surrogate": ({"x.jsonl": b'{"text": "ab\\ud800"}'}, ["x.jsonl"], ["x.jsonl:1: a lone surrogate at character 2"]),
+    "deep": ({"x.jsonl": b"[" * 200_000}, ["x.jsonl"], ["x.jsonl:1: "]),
+    "long line": ({"x.jsonl": LINE + b'{"text": "' + b"x" * 500}, ["x.jsonl"], ["x.jsonl:2: a line of more than 500"]),
+    "long blank": ({"x.jsonl": LINE + b" " * 501}, ["x.jsonl"], ["x.jsonl:2: a line of more than 500"]),
+    "only blank": ({"x.jsonl": b"\n \n"}, ["x.jsonl"], ["x.jsonl: no document"]),
+    "empty": ({"x.txt": b""}, ["x.txt"], ["x.txt: empty"]),
+    "missing": ({}, ["x.txt"], ["x.txt: No such file"]),
+    "other kind": ({"x.csv": b"a"}, ["x.csv"], ["x.csv: takes .txt, .jsonl, .ndjson, .parquet"]),
+    "nothing in it": ({"d/x.csv": b"a"}, ["d"], ["d: takes .txt"]),
+    "fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "1"], ["--val_fraction", "less than 1"]),
+    "negative": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "-0.1"], ["--val_fraction"]),
+    "no fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "nan"], ["--val_fraction"]),
+    "no number": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "x"], ["--val_fraction", "'x'"]),
+    "no workers": ({"x.txt": b"a"}, ["x.txt", "--workers", "0"], ["--workers"]),
+    "no size": ({"x.txt": b"a"}, ["x.txt", "--unit_mb", "0"], ["--unit_mb"]),
+    "no input": ({}, [], ["INPUT"]),
+    "unknown flag": ({"x.txt": b"a"}, ["x.txt", "--fast"], ["--fast"]),
+}
+
+
+@pytest.mark.parametrize("files, arguments, said", BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_status_2_and_leaves_no_shard(tmp_path, monkeypatch, capsys, files, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "LINE_LIMIT", 300_000 if "deep" in os.environ["PYTEST_CURRENT_TEST"] else 500)
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    assert data.main(["prepare", "--workers", "1", "--out", "o", *arguments]) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith("prepare: ")]   # progress is no error
+    assert len(lines) == 1 and all(part in lines[0] for part in said), err
+    assert not Path("o").exists() or os.listdir("o") == ["prepare.jsonl"]
+
+
+def test_a_full_disk_is_one_line_that_names_the_shard_and_the_command_goes_on(mixed, tmp_path, monkeypatch, capsys):
+    def replace(source, target, real=os.replace):
+        if target.name == "train-00002.bin":
+            raise OSError(28, "No space left on device")
+        real(source, target)
+    arguments = [mixed, "--unit_mb", "0.02", "--out", tmp_path / "o"]
+    monkeypatch.setattr(os, "replace", replace)
+    assert prepare(*arguments) == 2
+    assert capsys.readouterr().err == f"data.py: error: {tmp_path}/o/train-00002.bin: No space left on device\n"
+    shards = [f"{split}-{unit}.bin" for split in ("train", "val") for unit in ("00000", "00001")]
+    assert sorted(contents(tmp_path / "o")) == ["prepare.jsonl", *shards]
+    monkeypatch.undo()
+    assert prepare(*arguments) == 0 and "goes on; 2 of" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify, and the script itself
+
+def test_verify_notices_what_changed(mixed, tmp_path, capsys):
+    out = tmp_path / "o"
+    assert prepare(mixed, "--out", out, "--unit_mb", "0.02") == 0 and data.main(["verify", str(out)]) == 0
+    assert "shards are sound\n" in capsys.readouterr().out
+    shard = out / "train-00001.bin"
+    sound = shard.read_bytes()
+    for change, said in [(bytes([sound[0], sound[1], sound[2] ^ 1]) + sound[3:], "SHA-256"), (sound[:-2], "cut off"),
+                         (sound[:4] + b"\xff\xff" + sound[6:], "byte offset 4: id 65535"), (b"", "empty")]:
+        shard.write_bytes(change)
+        assert data.main(["verify", str(out)]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert len(lines) == 1 and str(shard) in lines[0] and said in lines[0]
+    shard.unlink()
+    assert data.main(["verify", str(out)]) == 2 and "missing" in capsys.readouterr().err
+
+
+def test_verify_without_metadata_says_that_it_checked_the_format_alone(tmp_path, capsys):
+    write_shard(tmp_path / "a" / "x.bin", range(100))
+    assert data.main(["verify", str(tmp_path)]) == 0
+    assert "1 shards are sound, 1 of them by their format alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["verify", "nowhere"], ["verify"], ["polish"], []])
+def test_the_script_fails_in_one_line_with_status_2(tmp_path, arguments):
+    done = subprocess.run([sys.executable, ROOT / "data.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("data.py: error: ")

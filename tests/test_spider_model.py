@@ -1,0 +1,432 @@
+"""What always holds of the model, each point also seen failing on a planted fault; `model.md` lists the points."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import SHARED, awake, documents, small_config, text
+
+import spider_model
+import tile_moe
+from spider_model import Halting, Spider, SpiderConfig, boundary_noise, pool_segments, unpool_segments
+from tokenizer import EOS_ID, PAD_ID
+
+CUTS = {
+    "nothing": {}, "learned boundaries": dict(boundaries="whitespace"), "stride": dict(boundaries="every_third"),
+    "segment engram": dict(engram_layers=()), "byte engram": dict(engram_byte_orders=()), "lora": dict(lora_rank=0),
+    "lti": dict(lti=False), "act": dict(act=False), "experts": dict(n_routed_experts=0, n_shared_experts=3),
+    "shared expert": dict(n_shared_experts=0), "loops": dict(n_loops=1),
+}
+EVERY_CUT = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The checks: plain functions, so that a planted fault can be shown to them
+
+def check_causality(model: Spider, training: bool, seed: int):
+    """Changing a byte changes no logit before it, and some logit from it on; other documents stay as they were."""
+    model.train(training)
+    row = documents(23, 41, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for at in torch.randint(1, 62, (6,), generator=generator).tolist():
+        if row[0, at] > 255:
+            continue
+        other = row.clone()
+        other[0, at] = 32 + (row[0, at] - 31) % 90
+        with torch.no_grad():
+            a, b = (model(ids, noise_seed=seed).logits[0] for ids in (row, other))
+        same = torch.ones(64, dtype=torch.bool)
+        same[at:23 if at < 23 else 64] = False
+        torch.testing.assert_close(a[same], b[same], rtol=0, atol=2e-5)
+        assert (a[at] - b[at]).abs().max() > 1e-4
+
+
+def check_packing(model: Spider):
+    """Two documents in one row give the logits that they give apart, and rows may be in any order."""
+    model.eval()
+    row = documents(21, 43, seed=5)
+    with torch.no_grad():
+        together = model(row).logits[0]
+        apart = torch.cat([model(part).logits[0] for part in (row[:, :21], row[:, 21:])])
+        rows = text(4, 32, seed=6)
+        order = torch.tensor([2, 0, 3, 1])
+        torch.testing.assert_close(model(rows[order]).logits, model(rows).logits[order], rtol=0, atol=2e-5)
+    torch.testing.assert_close(together, apart, rtol=0, atol=2e-5)
+
+
+def dense_pool(h, b, cu_seqlens):
+    """The published form, per document: softmax-free einsum with a [bytes, segments] matrix of weights."""
+    pooled, counts = [], [0]
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+        h_d, b_d = h[start:end], b[start:end]
+        count = b_d.cumsum(0) - b_d                                                          # c_t
+        segments = int(b_d.detach().sum().round())
+        distance = torch.arange(segments, dtype=h.dtype) - count[:, None]                    # 0 inside the segment
+        inside = (distance.detach().abs() < 0.5).to(h.dtype)
+        weight = inside * (1 - distance)
+        pooled.append((weight / weight.sum(0, keepdim=True)).T @ h_d)
+        counts.append(counts[-1] + segments)
+    return torch.cat(pooled), torch.tensor(counts)
+
+
+def dense_unpool(z, null, b, cu_seqlens, segment_cu_seqlens):
+    out = []
+    for d in range(len(cu_seqlens) - 1):
+        seen = b[cu_seqlens[d]:cu_seqlens[d + 1]].detach().cumsum(0).round().long()
+        table = torch.cat((null[None], z[segment_cu_seqlens[d]:segment_cu_seqlens[d + 1]]))
+        out.append(F.one_hot(seen, len(table)).to(z.dtype) @ table)
+    return torch.cat(out)
+
+
+def check_pooling(lengths, kind):
+    """pool and unpool equal the dense form in value and gradient, in float64."""
+    generator = torch.Generator().manual_seed(3)
+    rows = sum(lengths)
+    cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    hard = {"none": torch.zeros(rows), "all": torch.ones(rows),
+            "some": (torch.rand(rows, generator=generator) < 0.3).float()}[kind].double()
+    b = hard.requires_grad_()
+    h = torch.randn(rows, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    null = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    mix = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    weight = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    results = []
+    for pool, unpool in ((spider_model.pool_segments, spider_model.unpool_segments), (dense_pool, dense_unpool)):
+        z, segment_cu = pool(h, b, cu)
+        out = unpool((z @ mix).tanh(), null, b, cu, segment_cu)
+        grads = torch.autograd.grad((out * weight).sum(), (h, b, null), allow_unused=True)
+        results.append((z, segment_cu.long(), out, *(torch.zeros(()) if g is None else g for g in grads)))
+    for ours, dense in zip(*results):
+        torch.testing.assert_close(ours, dense.expand_as(ours), rtol=1e-9, atol=1e-9)
+
+
+def check_halting():
+    """Weights sum to 1, are p until the threshold, and what remains on the loop that reaches it."""
+    p = torch.tensor([[0.2, 0.999, 0.5], [0.3, 0.5, 0.495], [0.1, 0.1, 0.9]]).T                # [segment, loop]
+    halting = Halting(3, 0.99, torch.zeros(1))
+    for loop in range(3):
+        halting.add(F.one_hot(torch.full((3,), loop), 3).float(), p[:, loop], loop == 2)
+    expected = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
+    torch.testing.assert_close(halting.output, expected)
+    torch.testing.assert_close(halting.loops, torch.tensor([3.0, 1.0, 2.0]))
+    torch.testing.assert_close(halting.ponder, torch.tensor([3.5, 2.0, 2.5]))
+
+
+def check_noise():
+    """A row's noise is a function of seed + row alone: however a batch is split, its rows keep theirs."""
+    whole = spider_model.boundary_noise(1000, 8, 16, torch.device("cpu"))
+    halves = [spider_model.boundary_noise(1000 + i, 4, 16, torch.device("cpu")) for i in (0, 4)]
+    assert torch.equal(whole, torch.cat(halves))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1, 2: causality and packing
+
+@EVERY_CUT
+@pytest.mark.parametrize("training", (True, False))
+def test_a_byte_changes_no_logit_before_it_and_no_other_document(cut, training):
+    check_causality(awake(small_config(**cut)), training, seed=len(cut) + 1)
+
+
+@EVERY_CUT
+def test_documents_packed_in_one_row_give_the_logits_that_they_give_apart(cut):
+    check_packing(awake(small_config(**cut)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4: segments
+
+@pytest.mark.parametrize("kind", ("none", "all", "some"))
+@pytest.mark.parametrize("lengths", ((1,), (40,), (7, 1, 30, 2)))
+def test_pool_and_unpool_equal_the_dense_form_in_value_and_gradient(lengths, kind):
+    check_pooling(lengths, kind)
+
+
+def test_segment_noise_is_logistic_and_splits_with_the_batch():
+    check_noise()
+    noise = boundary_noise(7, 200, 500, torch.device("cpu"))
+    uniform = noise.sigmoid()
+    assert abs(uniform.mean() - 0.5) < 0.01 and abs(uniform.var() - 1 / 12) < 0.002
+    assert abs(torch.corrcoef(torch.stack((noise[:-1].flatten(), noise[1:].flatten())))[0, 1]) < 0.01
+    assert len(noise.unique()) > 0.99 * noise.numel()
+
+
+def test_eos_ends_a_segment_and_pad_never_does():
+    model = awake(small_config())
+    ids = torch.cat((documents(9, 7), torch.full((1, 4), PAD_ID)), dim=1)
+    with torch.no_grad():
+        model.boundary_predictor[2].bias.fill_(-100)
+        assert model(ids, noise_seed=0).segments == 2
+        model.boundary_predictor[2].bias.fill_(100)
+        assert model(ids, noise_seed=0).segments == 16
+
+
+def test_a_batch_without_any_segment_still_trains():
+    model = awake(small_config(boundaries="whitespace"))
+    ids = torch.full((2, 16), ord("x"))
+    out = model(ids, ids)
+    out.loss.backward()
+    assert out.segments == 0 and math.isfinite(float(out.loss.detach())) and model.null_segment.grad.abs().sum() > 0
+
+
+def test_evaluation_cuts_as_often_as_training_within_a_tenth():
+    model = awake(small_config())
+    ids = text(32, 64, seed=4)
+    with torch.no_grad():
+        trained = model.train()(ids, noise_seed=5).segments
+        evaluated = model.eval()(ids).segments
+    assert abs(evaluated / trained - 1) < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5, 6: recurrence and halting
+
+def test_the_decay_stays_inside_0_and_1_and_the_state_bounded_at_64_loops():
+    model = awake(small_config())
+    ids = text(4, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model.core.decay(), torch.full((32,), math.exp(-0.1)), rtol=0, atol=1e-6)
+    for lr in (1e-2, 1.0, 1e3, 1e6):
+        optimizer = torch.optim.SGD(model.core.parameters(), lr=lr)
+        model(ids, ids, noise_seed=1).loss.backward()
+        for p in (model.core.log_A, model.core.dt):
+            p.grad.add_(torch.randn_like(p))
+        optimizer.step()
+        optimizer.zero_grad()
+        decay = model.core.decay()
+        assert (decay > 0).all() and (decay < 1).all()
+        model.core.load_state_dict(awake(small_config()).core.state_dict())
+    states = []
+    model.core.adapt, adapt = lambda y, loop: (states.append(adapt(y, loop)), states[-1])[1], model.core.adapt
+    with torch.no_grad():
+        model.core.dt.fill_(-20)                                                             # the slowest decay there is
+        model(ids, n_loops=64, noise_seed=1)
+    sizes = torch.stack([h.norm(dim=1).max() for h in states])
+    assert sizes[-1] < 64 * sizes[0].clamp_min(1) and sizes.isfinite().all()
+
+
+def test_the_state_neither_grows_nor_dies_at_the_start():
+    torch.manual_seed(0)
+    model = Spider(small_config(n_loops=6))
+    states = []
+    model.core.adapt, adapt = lambda y, loop: (states.append(adapt(y, loop)), states[-1])[1], model.core.adapt
+    with torch.no_grad():
+        model(text(8, 64), noise_seed=1)
+    size = [h.square().mean().sqrt().item() for h in states]
+    assert 0.1 < size[0] and size[-1] < 3
+
+
+def test_act_weights_sum_to_one_and_one_loop_gives_the_first_state():
+    check_halting()
+    model = awake(small_config())
+    states = []
+    model.core.adapt, adapt = lambda y, loop: (states.append(adapt(y, loop)), states[-1])[1], model.core.adapt
+    halting = {}
+    model.core.register_forward_hook(lambda module, args, out: halting.update(out=out[0]))
+    with torch.no_grad():
+        out = model(text(2, 32), n_loops=1, noise_seed=0)
+    torch.testing.assert_close(halting["out"], states[0])
+    assert out.mean_loops == 1
+
+
+def test_more_loops_than_trained_use_the_last_adapter():
+    model = awake(small_config(n_loops=2)).eval()
+    ids = text(2, 32)
+    with torch.no_grad():
+        four = model(ids, n_loops=4).logits
+        model.core.loop_embedding.data = model.core.loop_embedding.data[[0, 1, 1, 1]]
+        model.core.lora_up.data, model.core.lora_down.data = (
+            w.data[[0, 1, 1, 1]] for w in (model.core.lora_up, model.core.lora_down))
+        model.core.config = dataclasses.replace(model.config, n_loops=4)
+        torch.testing.assert_close(model(ids, n_loops=4).logits, four)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7, 8: construction, gradients, components
+
+def test_meta_construction_then_init_weights_equals_direct_construction():
+    config = small_config()
+    torch.manual_seed(1)
+    direct = Spider(config)
+    with torch.device("meta"):
+        model = Spider(config)
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(77)
+    torch.manual_seed(1)
+    model.init_weights()
+    for (name, a), (_, b) in zip([*direct.named_parameters(), *direct.named_buffers()],
+                                 [*model.named_parameters(), *model.named_buffers()]):
+        assert torch.equal(a, b), name
+
+
+def test_the_1b_model_has_996m_parameters_in_the_shares_of_the_design():
+    with torch.device("meta"):
+        model = Spider(SpiderConfig.preset("1b"))
+    table = model.parameter_table()
+    total = sum(count for count, _ in table.values())
+    assert total == sum(p.numel() for p in model.parameters())
+    assert abs(total / 996e6 - 1) < 0.005
+    engram = sum(count for name, (count, _) in table.items() if name.startswith("Engram"))
+    assert 0.17 < engram / total < 0.19
+    assert abs(model.flops_per_byte(10 / 3, 6, 256) / 2.0e9 - 1) < 0.1                     # performance.md's floor
+    assert abs(model.flops_per_byte(1, 6, 256) / 4.8e9 - 1) < 0.15
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"real text is missing: {SHARED}")
+def test_every_parameter_receives_a_gradient_on_real_text():
+    model = awake(small_config())
+    raw = (SHARED / "tinyshakespeare.txt").read_bytes()[:8 * 128 + 1]
+    ids = torch.tensor(list(raw))
+    model(ids[:-1].view(8, 128), ids[1:].view(8, 128), noise_seed=0).loss.backward()
+    for name, p in model.named_parameters():
+        grad = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+        assert grad.isfinite().all() and grad.abs().sum() > 0, name
+    for layer in model.core.layers:
+        assert (layer.moe.w_down.grad.abs().sum((1, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("cut", ("engram_input", "engram_output", "segment engram", "prelude", "core", "coda", "lora",
+                                 "injection", "halting", "experts", "shared", "attention", "loop_embedding", "null"))
+def test_every_component_changes_the_loss_when_it_is_cut_out(cut):
+    model = awake(small_config())
+    ids, labels = text(4, 64, seed=8), text(4, 64, seed=9)
+    with torch.no_grad():
+        before = model(ids, labels, noise_seed=0).nats_per_byte
+        layer = model.core.layers[1]
+        weights = {"engram_input": [model.engram_input.table.weight], "engram_output": [model.engram_output.table.weight],
+                   "segment engram": [layer.engram.table.weight], "lora": [model.core.lora_up],
+                   "prelude": [model.prelude[0].ffn.down_proj.weight], "coda": [model.coda[0].ffn.down_proj.weight],
+                   "core": [model.core.B, model.core.loop_embedding], "injection": [model.core.B],
+                   "halting": [model.core.halt_predictor.weight, model.core.halt_predictor.bias],
+                   "experts": [layer.moe.w_down], "shared": [layer.moe.shared.down_proj.weight],
+                   "attention": [layer.attention.o_proj.weight], "loop_embedding": [model.core.loop_embedding],
+                   "null": [model.null_segment]}[cut]
+        for weight in weights:
+            weight.zero_()
+        after = model(ids, labels, noise_seed=0).nats_per_byte
+    assert abs(after - before) > 1e-5
+
+
+@EVERY_CUT
+def test_recomputation_changes_no_gradient_and_counts_no_token_twice(cut):
+    ids = text(4, 48, seed=8)
+    results = []
+    for recompute in (False, True):
+        model = awake(small_config(**cut))
+        model.gradient_checkpointing = recompute
+        out = model(ids, ids, noise_seed=0)
+        out.loss.backward()
+        results.append((out, dict(model.named_parameters())))
+    (a, plain), (b, recomputed) = results
+    assert torch.equal(a.tokens_per_expert, b.tokens_per_expert)
+    assert a.loss == b.loss
+    for name, p in plain.items():
+        if p.grad is not None:
+            ours, theirs = (g.coalesce() if g.is_sparse else g for g in (p.grad, recomputed[name].grad))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7, msg=name)
+
+
+def test_recomputation_keeps_the_first_routing_even_if_the_scores_have_moved():
+    model = awake(small_config(n_recurrent_layers=1, n_loops=1, engram_layers=()))
+    model.gradient_checkpointing = True
+    seen = []
+    def route(score, bias, k, share, backend, topk_idx=None, original=tile_moe.route):
+        routing = original(score if not seen else -score, bias, k, share, backend, topk_idx)
+        seen.append(routing.topk_idx)
+        return routing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spider_model, "route", route)
+        ids = text(2, 32)
+        model(ids, ids, noise_seed=0).loss.backward()
+    assert len(seen) == 2 and torch.equal(*seen)
+
+
+def test_the_expert_bias_moves_towards_balance():
+    model = awake(small_config())
+    for layer in model.core.layers:
+        layer.moe.expert_bias.zero_()
+    model.update_expert_bias(torch.tensor([[4.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]))
+    torch.testing.assert_close(model.core.layers[0].moe.expert_bias, torch.tensor([-0.001, 0.001, 0, 0]))
+    assert not model.core.layers[1].moe.expert_bias.any()
+
+
+def test_labels_of_minus_100_do_not_count():
+    model = awake(small_config()).eval()
+    ids, labels = text(2, 32), text(2, 32, seed=1)
+    half = labels.clone()
+    half[:, 16:] = -100
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids).logits[:, :16].reshape(-1, 272), labels[:, :16].reshape(-1))
+        torch.testing.assert_close(model(ids, half).nats_per_byte, expected)
+        assert model(ids, torch.full_like(labels, -100)).nats_per_byte == 0
+
+
+def test_generation_is_reproducible_stops_at_eos_and_writes_bytes_only():
+    model = awake(small_config()).eval()
+    runs = [list(model.generate([257, 65], 20, generator=torch.Generator().manual_seed(3))) for _ in range(2)]
+    assert runs[0] == runs[1] and all(0 <= byte < 256 for byte in runs[0])
+    greedy = list(model.generate([257, 65], 5, temperature=0))
+    with torch.no_grad():
+        assert greedy[0] == model(torch.tensor([[257, 65]])).logits[0, -1, :256].argmax()
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[EOS_ID] = 1e3 * torch.randn(32)
+    lengths = {len(list(model.generate([257, 65 + i], 40, temperature=0))) for i in range(8)}
+    assert min(lengths) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Planted faults: each check above fails on the mistake that it is there for
+
+def shifted_unpool(z, null, b, cu_seqlens, segment_cu_seqlens):
+    return unpool_segments(z, null, b.roll(-1), cu_seqlens, segment_cu_seqlens)
+
+
+def pool_across_documents(h, b, cu_seqlens):
+    whole = torch.tensor([0, len(h)], dtype=torch.int32)
+    z, _ = pool_segments(h, b, whole)
+    return z, pool_segments(h, b, cu_seqlens)[1]
+
+
+def wrong_remainder(self, h, p, last, original=Halting.add):
+    original(self, h, torch.where(torch.tensor(last), p, p), False)
+
+
+def noise_of_the_batch(seed, sequences, length, device):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(sequences, length, generator=generator).logit()
+
+
+def test_a_shifted_unpool_is_noticed(monkeypatch):
+    monkeypatch.setattr(spider_model, "unpool_segments", shifted_unpool)
+    with pytest.raises(AssertionError):
+        check_causality(awake(small_config()), training=True, seed=1)
+    with pytest.raises(AssertionError):
+        check_pooling((7, 1, 30, 2), "some")
+
+
+def test_a_segment_that_crosses_documents_is_noticed(monkeypatch):
+    monkeypatch.setattr(spider_model, "pool_segments", pool_across_documents)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_pooling((7, 1, 30, 2), "some")
+
+
+def test_attention_across_documents_is_noticed(monkeypatch):
+    monkeypatch.setattr(spider_model, "document_cu_seqlens",
+                        lambda ids: torch.arange(0, ids.numel() + 1, ids.shape[1], dtype=torch.int32))
+    with pytest.raises(AssertionError):
+        check_packing(awake(small_config()))
+
+
+def test_a_wrong_act_remainder_is_noticed(monkeypatch):
+    monkeypatch.setattr(Halting, "add", wrong_remainder)
+    with pytest.raises(AssertionError):
+        check_halting()
+
+
+def test_noise_that_depends_on_the_batch_split_is_noticed(monkeypatch):
+    monkeypatch.setattr(spider_model, "boundary_noise", noise_of_the_batch)
+    with pytest.raises(AssertionError):
+        check_noise()

@@ -1,0 +1,862 @@
+"""Train Spider, a byte-level Recurrent-Depth Transformer, from memory-mapped byte shards.
+
+    python train.py --mock_data --max_steps 20 --seq_len 128 --micro_batch 2            # smoke run, on any machine
+    python train.py --data_dir data --seq_len 256 --micro_batch 112 --grad_accum 4      # one GPU
+    torchrun --nproc_per_node 8 train.py --data_dir data                                # several (refused for now)
+
+The same command again goes on from the newest checkpoint in --ckpt_dir. Everything random is a function of (--seed, step),
+so that an interrupted run ends like an undisturbed one. `python train.py --help` lists the flags.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+import data
+import tokenizer
+from spider_model import PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput
+from tile_moe import BACKENDS, BackendError, resolve_backend
+
+
+class UsageError(Exception):
+    """Something that was asked for cannot be done; the message is one line that names it and the remedy."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags and environment: flag, then environment variable, then default
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting of the command line; `parse` turns its text into a value or raises ValueError with what it wants."""
+    name: str
+    default: object
+    parse: Callable | None                # None: a switch, off by default
+    help: str
+    env: str | None = None
+
+
+def integer(low: int) -> Callable:
+    def parse(text):
+        value = float(text)               # so that 10e9 is an integer
+        if not value.is_integer() or value < low:
+            raise ValueError(f"a whole number of at least {low}")
+        return int(value)
+    return parse
+
+
+def real(low: float, high: float = math.inf, open_low: bool = False) -> Callable:
+    def parse(text):
+        value = float(text)
+        if not low <= value <= high or (open_low and value == low) or math.isinf(value):
+            raise ValueError(f"a number {'above' if open_low else 'of at least'} {low:g}"
+                             + (f" and at most {high:g}" if high < math.inf else ""))
+        return value
+    return parse
+
+
+def one_of(*choices: str) -> Callable:
+    def parse(text):
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return text
+    return parse
+
+
+FLAGS = (
+    # model
+    Flag("model", "auto", one_of("auto", *PRESETS), "size: tiny, small, 1b, or auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
+    Flag("set", None, str, "NAME=VALUE,... fields of SpiderConfig to change, e.g. boundaries=whitespace,lora_rank=0"),
+    Flag("n_loops", 6, integer(1), "loops of the recurrent core", "N_LOOPS"),
+    Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
+    # data
+    Flag("data_dir", "data", str, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),
+    Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
+    Flag("seq_len", 2048, integer(2), "bytes per sequence", "SEQ_LEN"),
+    Flag("micro_batch", 64, integer(1), "sequences per device per micro-step; lower it when memory runs out", "MICRO_BATCH"),
+    Flag("grad_accum", 1, integer(1), "micro-steps per optimizer step", "GRAD_ACCUM"),
+    # horizon
+    Flag("target_tokens", 10_000_000_000, integer(1), "training horizon in bytes, also the schedule's", "TARGET_TOKENS"),
+    Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens"),
+    # optimizer
+    Flag("optimizer", "auto", one_of("auto", "adamw", "adamw8bit", "muon"), "auto: muon for matrices, AdamW for the rest"),
+    Flag("lr", 3e-4, real(0, open_low=True), "peak learning rate, of every optimizer (Muon's steps are scaled to AdamW's)", "LR"),
+    Flag("engram_lr_scale", 5.0, real(0), "learning rate of the Engram tables, times --lr"),
+    Flag("engram_reset", False, None, "empty the Engram tables at the start of every epoch: they memorise what they saw"),
+    Flag("schedule", "cosine", one_of("cosine", "wsd"), "learning rate after warm-up: cosine, or constant and then linear decay"),
+    Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up"),
+    Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
+    Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a part of the peak"),
+    Flag("weight_decay", 0.1, real(0), "of matrices; never of vectors and Engram tables"),
+    Flag("beta1", 0.9, real(0, 1), "AdamW's first decay"),
+    Flag("beta2", 0.95, real(0, 1), "AdamW's second decay"),
+    Flag("momentum", 0.95, real(0, 1), "Muon's momentum"),
+    Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off"),
+    Flag("seed", 0, integer(0), "of weights, data order, segment noise and loop counts"),
+    # machine
+    Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
+    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: the lowest that the hardware multiplies fast"),
+    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: tile where TileKernels runs, else grouped; loop: reference"),
+    Flag("compile", False, None, "torch.compile the layers (mode default)"),
+    Flag("no_gradient_checkpointing", False, None, "keep the activations of the recurrent layers: faster, more memory"),
+    # checkpoints
+    Flag("ckpt_dir", "checkpoints", str, "where checkpoints and metrics.jsonl go"),
+    Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY"),
+    Flag("keep_last", 2, integer(2), "checkpoints of this run to keep"),
+    Flag("resume", None, str, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
+    Flag("reset_steps", False, None, "take the weights alone: fresh optimizer, step 0, data from the start"),
+    # evaluation and logs
+    Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none"),
+    Flag("eval_tokens", 1_048_576, integer(1), "validation bytes to evaluate on, always the same ones"),
+    Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none"),
+    Flag("run", None, str, "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
+    Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
+    Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UsageError(message)
+
+
+def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
+    """Values of all flags by name, and `given`, the names set by flag or environment. A bad one is a UsageError."""
+    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag in FLAGS:
+        if flag.parse is None:
+            parser.add_argument(f"--{flag.name}", action="store_true", default=None, help=flag.help)
+        else:
+            notes = [f"default {flag.default}"] * (flag.default is not None) + [f"environment {flag.env}"] * bool(flag.env)
+            text = flag.help + (f" ({', '.join(notes)})" if notes else "")
+            parser.add_argument(f"--{flag.name}", metavar="X", help=text.replace("%", "%%"))
+    given = vars(parser.parse_args(argv))
+    args = SimpleNamespace(given=set())
+    for flag in FLAGS:
+        text, source = given[flag.name], f"--{flag.name}"
+        if text is None and flag.env and environ.get(flag.env):
+            text, source = environ[flag.env], flag.env
+        if text is None:
+            setattr(args, flag.name, flag.default)
+            continue
+        try:
+            setattr(args, flag.name, flag.parse(text) if flag.parse else text)
+        except ValueError as wanted:
+            wanted = "a number" if "could not convert" in str(wanted) else wanted
+            raise UsageError(f"{source}: {text!r} is not {wanted}") from None
+        args.given.add(flag.name)
+    return args
+
+
+def model_config(args, device: torch.device) -> SpiderConfig:
+    """The config that --model, --n_loops and --set ask for."""
+    name = ("1b" if device.type == "cuda" else "tiny") if args.model == "auto" else args.model
+    config = dataclasses.replace(SpiderConfig.preset(name), n_loops=args.n_loops)
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    for setting in (args.set or "").split(",") if args.set else ():
+        name, _, text = setting.partition("=")
+        if name not in fields:
+            raise UsageError(f"--set: {name!r} is not a field of SpiderConfig")
+        kind = type(fields[name])
+        try:
+            if kind is bool:
+                fields[name] = {"true": True, "false": False}[text.lower()]
+            elif kind is tuple:
+                fields[name] = tuple(int(part) for part in text.split("+") if part)
+            else:
+                fields[name] = kind(text)
+        except (ValueError, KeyError):
+            wanted = {bool: "true or false", tuple: "whole numbers joined by +"}.get(kind, kind.__name__)
+            raise UsageError(f"--set: {name} takes {wanted}, not {text!r}") from None
+    try:
+        return SpiderConfig(**fields)
+    except ValueError as fault:
+        raise UsageError(f"--set: {fault}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pure functions of the step
+
+def lr_factor(step: int, horizon: int, args) -> float:
+    """Learning rate of a step (from 0) as a part of the peak: linear warm-up, then --schedule down to the floor."""
+    if step < args.warmup_steps:
+        return (step + 1) / (args.warmup_steps + 1)
+    done = min(1.0, (step - args.warmup_steps) / max(1, horizon - args.warmup_steps))
+    if args.schedule == "cosine":
+        shape = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        shape = min(1.0, (1 - done) / args.wsd_decay_fraction) if args.wsd_decay_fraction else 1.0
+    return args.min_lr_fraction + (1 - args.min_lr_fraction) * shape
+
+
+def step_seed(seed: int, step: int, purpose: str) -> int:
+    """A well-mixed number below 2^62 for one purpose in one step."""
+    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def loops_of_step(args, n_loops: int, step: int) -> int:
+    """--n_loops, or with --random_loops a Poisson draw around it, at least 1; the same on every rank."""
+    if not args.random_loops:
+        return n_loops
+    return max(1, int(np.random.default_rng(step_seed(args.seed, step, "loops")).poisson(n_loops)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices and precision
+
+def resolve_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is visible; use --device cpu")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether the hardware has bf16 products; a CPU without them takes a hundred times as long as in fp32."""
+    return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+
+
+def resolve_precision(name: str, device: torch.device) -> str:
+    """`auto` takes the lowest precision that the hardware multiplies fast; a named one is checked."""
+    on_gpu = device.type == "cuda"
+    fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
+    if name == "fp8" and on_gpu and not fp8:
+        raise UsageError("--precision fp8: this GPU has no FP8 (it needs compute capability 8.9); use --precision bf16")
+    if name == "fp8" and not on_gpu:
+        logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
+    return name if name != "auto" else "fp8" if fp8 else "bf16" if multiplies_bf16(device) else "fp32"
+
+
+def keep_freed_memory():
+    """Has glibc keep what tensors free for the next ones: handed back, it is faulted in again page by page, every step."""
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2
+    with suppress(OSError, AttributeError):  # another C library: nothing to set
+        libc = ctypes.CDLL("libc.so.6")
+        for parameter, size in ((mmap_threshold, 1 << 25), (trim_threshold, (1 << 31) - 1), (top_pad, 1 << 26)):
+            libc.mallopt(parameter, size)
+
+
+# Modules with one of these in their name stay in high precision.
+NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "norm", "embed_tokens", "lm_head",
+             "halt_predictor", "router")
+
+
+def takes_fp8(module: nn.Module, name: str) -> bool:
+    """Whether a module is one that FP8 converts."""
+    return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
+
+
+def convert_to_fp8(model: Spider, device: torch.device):
+    """Swaps the model's Linears for torchao's Float8Linear, tensorwise, in place; parameters stay the same objects.
+
+    torchao's own axiswise recipe clashes with recomputation; experts are stacked weights, no Linears."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True,
+                                 emulate=device.type == "cpu")
+    convert_to_float8_training(model, config=config, module_filter_fn=takes_fp8)
+
+
+@contextmanager
+def without_fp8(model: Spider):
+    """Inside, the converted Linears multiply in the input's type again: for evaluation and samples."""
+    from torchao.float8.float8_linear import Float8Linear
+    converted = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    for module in converted:
+        module.forward = MethodType(Linear.forward, module)
+    try:
+        yield
+    finally:
+        for module in converted:
+            del module.forward
+
+
+def describe_fp8(model: Spider) -> str:
+    """One line: how many Linears FP8 converts, and what it leaves and why. Ask before the conversion."""
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
+    count = sum(takes_fp8(module, name) for name, module in linears)
+    return (f"FP8 converts {count} of {len(linears)} Linears; high precision by name: {', '.join(kept)}; "
+            f"the routed experts' stacked weights are no Linears and stay in bf16")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised (Jordan et al. 2024), for matrices [r, c] and stacks of them [..., r, c].
+
+    torch.optim.Muon takes single matrices only; here a stack of experts, and all matrices of one shape, are one batch.
+    The step has the size of AdamW's, 0.2 * sqrt(max(r, c)) times an orthogonal matrix (Moonlight, arXiv 2502.16982).
+    """
+
+    batch_elements = 1 << 26              # most elements stacked at a time
+
+    def __init__(self, params, lr: float, momentum: float, weight_decay: float):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            batches = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    batches.setdefault(p.shape[-2:], []).append(p)
+            for params in batches.values():
+                per_batch = max(1, self.batch_elements // params[0].numel())
+                for i in range(0, len(params), per_batch):
+                    self._step_batch(params[i:i + per_batch], group)
+
+    def _step_batch(self, params: list[Tensor], group: dict):
+        momentum, lr = group["momentum"], group["lr"]
+        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+        grads = [p.grad for p in params]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        looking_ahead = torch._foreach_lerp(grads, buffers, momentum)                        # Nesterov
+        rows, columns = params[0].shape[-2:]
+        dtype = torch.bfloat16 if multiplies_bf16(params[0].device) else torch.float32
+        update = orthogonalize(torch.cat([g.reshape(-1, rows, columns) for g in looking_ahead]).to(dtype))
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        parts = update.to(params[0].dtype).split([p.numel() // (rows * columns) for p in params])
+        torch._foreach_add_(params, [u.view_as(p) for u, p in zip(parts, params)],
+                            alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """[n, r, c] -> the same, singular values moved towards 1 by five Newton-Schulz iterations of the quintic of Muon."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if tall else x
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one accumulator per row, on the rows looked up only: a large table costs what is read of it.
+
+    Takes the sparse gradients of embeddings [rows, dim], uncoalesced: a row's step is lr * sum(g) / sqrt(sum of mean(g^2)
+    over all lookups so far), sums over the step's lookups g of the row. Neither sorting nor a host synchronisation.
+    """
+
+    def __init__(self, params, lr: float):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                row, value = p.grad._indices()[0], p.grad._values()
+                total = self.state[p].setdefault("sum", p.new_zeros(len(p)))
+                total.index_add_(0, row, value.square().mean(1))
+                scale = -group["lr"] / (total.index_select(0, row).sqrt_() + 1e-10)
+                p.index_add_(0, row, value * scale[:, None])  # its alpha would make it ten times slower on a CPU
+
+    @torch.no_grad()
+    def reset(self):
+        """Empties the tables and forgets their past."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.zero_()
+                self.state[p].clear()
+
+
+class Optimizers:
+    """The optimizers of one model by name, stepped together; what belongs to which is decided here."""
+
+    def __init__(self, model: Spider, name: str, args):
+        tables = [m.weight for m in model.modules() if isinstance(m, EngramTable)]
+        matrices = [p for key, p in model.named_parameters() if is_matrix(key, p)]
+        taken = {id(p) for p in tables + matrices}
+        rest = [p for p in model.parameters() if id(p) not in taken]
+        adam = [dict(params=[p for p in rest if p.ndim >= 2], weight_decay=args.weight_decay),
+                dict(params=[p for p in rest if p.ndim < 2], weight_decay=0.0)]
+        self.dense = matrices + rest      # what clipping sees; a row's step does not depend on its gradient's size
+        self.parts: dict[str, torch.optim.Optimizer] = {}
+        if name == "muon":
+            self.parts["muon"] = Muon(matrices, args.lr, args.momentum, args.weight_decay)
+        else:
+            adam[0]["params"] += matrices
+        settings = dict(lr=args.lr, betas=(args.beta1, args.beta2))
+        if name == "adamw8bit":
+            import bitsandbytes
+            self.parts["adamw8bit"] = bitsandbytes.optim.AdamW8bit(adam, **settings)
+        else:
+            self.parts["adamw"] = torch.optim.AdamW(adam, fused=True, **settings)
+        if tables:
+            self.parts["engram"] = RowwiseAdagrad(tables, args.lr)
+        self.engram_lr_scale = args.engram_lr_scale
+
+    def set_lr(self, peak: float, factor: float):
+        """The schedule's factor of the peak for all but the tables, whose accumulators anneal them row by row."""
+        for name, part in self.parts.items():
+            for group in part.param_groups:
+                group["lr"] = peak * (self.engram_lr_scale if name == "engram" else factor)
+
+    def step(self):
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self):
+        for part in self.parts.values():
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, states: dict):
+        if states.keys() != self.parts.keys():
+            raise UsageError(f"the checkpoint's optimizers are {', '.join(states)}, this run's {', '.join(self.parts)}: "
+                             f"use --optimizer as before, or --reset_steps")
+        for name, part in self.parts.items():
+            part.load_state_dict(states[name])
+
+
+def is_matrix(name: str, p: Tensor) -> bool:
+    """Whether a parameter is a matrix, or a stack of them, between hidden spaces: what Muon is for."""
+    apart = ("embed_tokens", "lm_head", "router", "boundary_predictor", "halt_predictor", "loop_embedding", "conv_weight",
+             "table", "gate")
+    return p.ndim >= 2 and not any(part in apart for part in name.split("."))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+    step: int = 0                         # optimizer steps done
+    bytes_seen: int = 0                   # training bytes consumed, PAD included
+    best_loss: float = math.inf           # lowest validation loss, nats per byte
+    lineage: int = 0                      # grows with each --reset_steps: the order of runs in one directory
+
+
+def save_checkpoint(directory: Path, model: Spider, optimizers: Optimizers, progress: Progress, epoch: int) -> Path:
+    """Writes spider-step{N}.pt under a temporary name, then renames it: a file under that name is whole.
+
+    Tensors and plain values only; randomness needs no state, since all of it is a function of (seed, step)."""
+    path = directory / f"spider-step{progress.step}.pt"
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(),
+                        cfg=dataclasses.asdict(model.config), epoch=epoch, **dataclasses.asdict(progress)), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return path
+
+
+def load_checkpoint(path: Path) -> dict:
+    """Reads a checkpoint, memory-mapped and weights only: nothing in the file is executed. UsageError if it is none."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        missing = {"model_state_dict", "optimizer_state_dict", "step", "cfg"} - set(state)
+    except FileNotFoundError:
+        raise UsageError(f"--resume: {path} does not exist") from None
+    except Exception as fault:  # whatever a damaged or foreign file provokes
+        raise UsageError(f"{path} is not a checkpoint that can be read safely: {str(fault).splitlines()[0]}") from None
+    if missing:
+        raise UsageError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
+    return state
+
+
+def find_checkpoints(directory: Path) -> list[tuple[int, int, Path]]:
+    """(lineage, step, path) of the readable checkpoints in a directory, oldest first; others are named and passed over."""
+    found = []
+    for path in directory.glob("spider-step*.pt"):
+        try:
+            state = load_checkpoint(path)
+            found.append((state.get("lineage", 0), state["step"], path))
+        except UsageError as fault:
+            logger.warning(f"passed over: {fault}")
+    return sorted(found)
+
+
+def prune_checkpoints(directory: Path, keep: int, lineage: int):
+    """Removes all but the newest `keep` checkpoints of this lineage; other runs' files stay."""
+    for _, _, path in [found for found in find_checkpoints(directory) if found[0] == lineage][:-keep]:
+        path.unlink()
+
+
+def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
+    """UsageError naming the fields in which a checkpoint's config differs from the one asked for; loops may differ."""
+    fields = {f.name: getattr(asked, f.name) for f in dataclasses.fields(asked) if f.name != "n_loops"}
+    differing = [f"{name} {saved.get(name)} there, {value} asked for" for name, value in fields.items()
+                 if saved.get(name) != (list(value) if isinstance(saved.get(name), list) else value)]
+    if differing:
+        raise UsageError(f"{path} holds another model ({'; '.join(differing[:3])}): leave --model out, or use another "
+                         f"--ckpt_dir")
+
+
+def trim_metrics(path: Path, step: int):
+    """Drops the lines of metrics.jsonl behind `step`, which a resumed run writes again."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation and samples
+
+@torch.no_grad()
+def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loops: int, device) -> dict:
+    """Cross-entropy on the fixed validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
+    model.eval()
+    nats, count, real, segments = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(4))
+    for i in range(0, len(rows[0]), micro_batch):
+        ids, labels = (part[i:i + micro_batch].to(device) for part in rows)
+        out = model(ids, labels, n_loops=n_loops)
+        counted = (labels != -100).sum()
+        nats += out.nats_per_byte * counted
+        count += counted
+        real += (ids != tokenizer.PAD_ID).sum()
+        segments += out.segments
+    model.train()
+    loss = float(nats / count)
+    return dict(val_loss=loss, val_bpb=loss / math.log(2), val_bytes_per_segment=float(real / segments.clamp_min(1)))
+
+
+def print_sample(model: Spider, step: int, seed: int):
+    """Logs 200 bytes that the model writes by itself; the generator is a function of (seed, step)."""
+    generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(seed, step, "sample"))
+    model.eval()
+    text = tokenizer.decode(list(model.generate([tokenizer.BOS_ID], 200, generator=generator)))
+    model.train()
+    logger.info(f"step {step} writes: {text!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run would be: --dry_run and the start-up lines
+
+def estimate_memory(model: Spider, args, optimizer: str, dtype_bytes: int) -> dict[str, float]:
+    """Bytes by purpose; activations by counting what a layer keeps for its backward pass at 3.3 bytes per segment."""
+    c = model.config
+    total = sum(p.numel() for p in model.parameters())
+    tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, EngramTable))
+    dense, matrices = total - tables, sum(p.numel() for n, p in model.named_parameters() if is_matrix(n, p))
+    state = {"adamw": 8 * dense, "adamw8bit": 2 * dense, "muon": 4 * matrices + 8 * (dense - matrices)}[optimizer]
+    rows, segments = args.micro_batch * args.seq_len, args.micro_batch * args.seq_len / 3.3
+    attention = 4 * c.hidden_size + 2 * (c.q_lora_rank + c.kv_lora_rank) + 8 * c.n_heads * c.v_head_dim
+    block = attention + 3 * c.hidden_size + 4 * c.intermediate_size
+    expert = (c.n_experts_per_tok + c.n_shared_experts) * (2 * c.hidden_size + 4 * c.moe_intermediate_size)
+    visit = attention + 3 * c.hidden_size + expert
+    visits = c.n_recurrent_layers * args.n_loops
+    kept = visits * visit if args.no_gradient_checkpointing else visits * c.hidden_size + visit
+    width = sum(m.width for m in model.modules() if isinstance(m, EngramTable))
+    activations = rows * ((c.n_prelude_layers + c.n_coda_layers) * block + 2 * width) * dtype_bytes
+    activations += segments * kept * dtype_bytes + rows * c.vocab_size * 12
+    return {"parameters": 4 * total, "gradients": 4 * dense, "optimizer": state + 4 * tables / max(1, c.engram_dim),
+            f"{'weights cast to bf16' if dtype_bytes == 2 else 'weights'}": dtype_bytes % 4 * dense, "activations": activations}
+
+
+def print_dry_run(model: Spider, args, precision: str, optimizer: str, backend: str, sources):
+    """--dry_run: configuration, parameters by component, cost, memory, disk, data, FP8; nothing is allocated."""
+    c = model.config
+    print("configuration")
+    for field in dataclasses.fields(c):
+        print(f"  {field.name} = {getattr(c, field.name)}")
+    table = model.parameter_table()
+    total, active = (sum(column) for column in zip(*table.values()))
+    print(f"\n{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
+    for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
+        print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
+    print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
+    print("\ntraining FLOPs per byte, " + ", ".join(
+        f"{model.flops_per_byte(r, args.n_loops, args.seq_len) / 1e9:.3g} G at {r} bytes per segment" for r in (1, 3.3, 5)))
+    memory = estimate_memory(model, args, optimizer, 4 if precision == "fp32" else 2)
+    print(f"\nmemory, estimated: {sum(memory.values()) / 1e9:.1f} GB ("
+          + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()) + ")")
+    checkpoint, free = memory["parameters"] + memory["optimizer"], shutil.disk_usage(existing_parent(args.ckpt_dir)).free
+    print(f"checkpoint: {checkpoint / 1e9:.2f} GB, {args.keep_last + 1} at most at a time; free on disk {free / 1e9:.1f} GB"
+          + ("" if free > (args.keep_last + 1) * checkpoint else ": NOT ENOUGH"))
+    if not sources:
+        print(f"data: {args.data_dir!r} does not exist yet: python data.py prepare INPUT --out {args.data_dir}")
+    for source in sources:
+        print(f"data: {source.name} (weight {source.weight:.3g}): {len(source.train):,} training ids, "
+              f"{len(source.val):,} for validation; ids checked")
+    print(f"backends: experts {backend}, precision {precision}, optimizer {optimizer}")
+    print(describe_fp8(model))
+
+
+def existing_parent(path: str) -> Path:
+    """The nearest directory above a path that exists."""
+    return next(p for p in (Path(path).absolute(), *Path(path).absolute().parents) if p.is_dir())
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most memory used so far, GB: of the GPU where there is one, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One optimizer step
+
+def warm_up(model: Spider, micro_batch: int, seq_len: int, device: torch.device):
+    """Two passes on dummy bytes, which compile kernels; no weight, random state, buffer or data position changes."""
+    ids = (torch.arange(micro_batch * seq_len, device=device) % 251).view(micro_batch, seq_len)
+    for noise_seed in range(2):
+        model(ids, ids, noise_seed=noise_seed).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+
+def train_step(model: Spider, optimizers: Optimizers, batches: list, n_loops: int, args) -> dict:
+    """Forward, backward and update over the micro-steps' (ids, labels, noise_seed); returns the step's statistics.
+
+    The one host synchronisation of a step is the last line, which brings all its numbers over at once.
+    """
+    sums, tokens = 0, 0
+    for ids, labels, noise_seed in batches:
+        out: SpiderOutput = model(ids, labels, n_loops=n_loops, noise_seed=noise_seed)
+        (out.loss / len(batches)).backward()
+        real = (ids != tokenizer.PAD_ID).sum()
+        sums = sums + torch.stack((out.nats_per_byte.detach(), out.loss.detach(), out.segments, real, out.mean_loops))
+        tokens = tokens + out.tokens_per_expert
+    norm = nn.utils.clip_grad_norm_(optimizers.dense, args.grad_clip or math.inf)
+    optimizers.step()
+    optimizers.zero_grad()
+    model.update_expert_bias(tokens)
+    balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
+    nats, loss, segments, real, loops, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
+    return dict(loss=nats / len(batches), total_loss=loss / len(batches), grad_norm=norm,
+                bytes_per_segment=real / max(1, segments), mean_loops=loops / len(batches), expert_balance=balance)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+def command_line(argv: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 with one line on stderr for a bad flag, environment, file or machine."""
+    try:
+        main(parse_args(argv))
+    except (UsageError, data.DataError, BackendError) as fault:
+        print(f"train.py: error: {fault}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main(args: SimpleNamespace):
+    """A whole run, from the flags to the last checkpoint."""
+    logger.remove()
+    logger.add(sys.stderr, format="{time:HH:mm:ss} {message}")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Devices and ranks
+    device = resolve_device(args.device)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        raise UsageError(f"WORLD_SIZE={ranks}: training on several ranks is not built yet; start one process")
+    precision = resolve_precision(args.precision, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    torch.set_float32_matmul_precision("high")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What to go on from, and which model that makes
+    directory = Path(args.ckpt_dir)
+    found = find_checkpoints(directory) if args.resume is None else []
+    resume = Path(args.resume) if args.resume else found[-1][2] if found else None
+    if args.reset_steps and resume is None:
+        raise UsageError(f"--reset_steps: there is no checkpoint in {directory} to take weights from; name one by --resume")
+    state = load_checkpoint(resume) if resume else None
+    config = model_config(args, device)
+    if state:
+        if args.model != "auto" or args.set:
+            check_same_model(resume, state["cfg"], config)
+        config = SpiderConfig(**state["cfg"])
+    n_loops = args.n_loops if "n_loops" in args.given else config.n_loops
+    with torch.device("meta"):
+        model = Spider(config)
+    backend = resolve_backend(args.moe_backend, device, config.hidden_size)
+    optimizer = "muon" if args.optimizer == "auto" else args.optimizer
+    name = next((n for n in PRESETS if SpiderConfig.preset(n) == dataclasses.replace(config, n_loops=6)), "custom")
+    parameters = sum(p.numel() for p in model.parameters())
+    say = print if args.dry_run else logger.info
+    say(f"model {name}, {parameters / 1e6:.1f}M parameters, {n_loops} loops; device {device}; precision {precision}; "
+        f"experts {backend}; optimizer {optimizer}")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Data
+    sources = []
+    if not args.dry_run or args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists():
+        sources = [data.mock_source(args.seed)] if args.mock_data else data.open_data(args.data_dir)
+        data.check(sources)
+        loader = data.Loader(sources, args.seq_len, args.seed)
+    if args.dry_run:
+        return print_dry_run(model, args, precision, optimizer, backend, sources)
+    validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
+    logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Model, real
+    torch.manual_seed(args.seed)
+    model.to_empty(device=device)
+    model.init_weights()
+    model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    model.gradient_checkpointing = not args.no_gradient_checkpointing
+    model.set_backend(backend)
+    progress = Progress()
+    if state:
+        model.load_state_dict(state["model_state_dict"])
+        if args.reset_steps:
+            progress.lineage = state.get("lineage", 0) + 1
+        else:
+            progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # FP8, optimizer, compilation
+    flops_per_byte = model.flops_per_byte(3.3, n_loops, args.seq_len)
+    if precision == "fp8":
+        logger.info(describe_fp8(model))
+        convert_to_fp8(model, device)
+    optimizers = Optimizers(model, optimizer, args)
+    if state and not args.reset_steps:
+        optimizers.load_state_dict(state["optimizer_state_dict"])
+    if state:
+        logger.info(f"{'weights of' if args.reset_steps else 'goes on from'} {resume} (step {state['step']})")
+    del state
+    if args.compile:
+        for layer in (*model.prelude, *model.core.layers, *model.coda):
+            layer.compile()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Loop state
+    batch = args.micro_batch * ranks * args.grad_accum                                       # sequences per step
+    horizon = math.ceil(args.target_tokens / (batch * args.seq_len))
+    last_step = args.max_steps or horizon
+    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte / 1e9:.2f} GFLOP per byte at "
+                f"3.3 bytes per segment; checkpoints in {directory}")
+    directory.mkdir(parents=True, exist_ok=True)
+    trim_metrics(directory / "metrics.jsonl", progress.step)
+    wandb_run = None
+    if args.run:
+        import wandb
+        wandb_run = wandb.init(project="spider", name=args.run, config={k: v for k, v in vars(args).items() if k != "given"})
+    metrics_file = open(directory / "metrics.jsonl", "a", buffering=1)
+    profiler = start_profiler(device, directory) if args.profile else None
+    pool = ThreadPoolExecutor(1)
+
+    def fetch(step: int, first: int) -> list:
+        """This rank's micro-batches (ids, labels, noise_seed) of a step whose first sequence of the run is `first`."""
+        noise, out = step_seed(args.seed, step, "noise"), []
+        for micro_step in range(args.grad_accum):
+            ids, labels, _ = loader.micro_batch(first, micro_step, args.micro_batch, rank, ranks)
+            out.append((ids, labels, noise + (micro_step * ranks + rank) * args.micro_batch))
+        return out
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The loop
+    if progress.step >= last_step:
+        logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
+    model.train()
+    high_precision = without_fp8 if precision == "fp8" else nullcontext
+    if (precision == "fp8" or args.compile) and progress.step < last_step:
+        warm_up(model, args.micro_batch, args.seq_len, device)
+    first = progress.bytes_seen // args.seq_len
+    upcoming = pool.submit(fetch, progress.step, first)
+    started, started_step = time.perf_counter(), progress.step
+    while progress.step < last_step:
+        # -------------------------------------------------------------------------------------------------------------
+        step_start = time.perf_counter()
+        batches = [(ids.to(device, non_blocking=True), labels.to(device, non_blocking=True), noise)
+                   for ids, labels, noise in upcoming.result()]
+        upcoming = pool.submit(fetch, progress.step + 1, first + batch)
+        if args.engram_reset and first and loader.epoch(first) > loader.epoch(first - batch):
+            optimizers.parts["engram"].reset()
+        model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
+        factor = lr_factor(progress.step, horizon, args)
+        optimizers.set_lr(args.lr, factor)
+        numbers = train_step(model, optimizers, batches, loops_of_step(args, n_loops, progress.step), args)
+        seconds = time.perf_counter() - step_start
+        # -------------------------------------------------------------------------------------------------------------
+        first += batch
+        progress.step, progress.bytes_seen = progress.step + 1, first * args.seq_len
+        last = progress.step == last_step
+        metrics = dict(step=progress.step, lr=args.lr * factor, tok_per_sec=batch * args.seq_len / seconds, **numbers)
+        remaining = (last_step - progress.step) * (time.perf_counter() - started) / (progress.step - started_step)
+        logger.info(progress_line(metrics, last_step, peak_memory(device), remaining))
+
+        # Once in a while: evaluate
+        if args.eval_every and (progress.step % args.eval_every == 0 or last):
+            with high_precision(model):
+                metrics |= evaluate(model, validation, args.micro_batch, n_loops, device)
+            progress.best_loss = min(progress.best_loss, metrics["val_loss"])
+            logger.info("validation: loss {val_loss:.4f} nats per byte, bpb {val_bpb:.4f}, {val_bytes_per_segment:.2f} "
+                        "bytes per segment".format(**metrics))
+        # Once in a while: write something
+        if args.sample_every and (progress.step % args.sample_every == 0 or last):
+            with high_precision(model):
+                print_sample(model, progress.step, args.seed)
+        metrics_file.write(json.dumps(metrics) + "\n")
+        if wandb_run:
+            wandb_run.log(metrics, step=progress.step)
+        # Once in a while: save
+        if progress.step % args.ckpt_every == 0 or last:
+            path = save_checkpoint(directory, model, optimizers, progress, loader.epoch(first))
+            prune_checkpoints(directory, args.keep_last, progress.lineage)
+            logger.info(f"saved {path}")
+        if profiler:
+            profiler.step()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end
+    pool.shutdown()
+    metrics_file.close()
+    if profiler:
+        profiler.stop()
+    if wandb_run:
+        wandb_run.finish()
+    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss {progress.best_loss:.4f}, "
+                f"{time.perf_counter() - started:.0f} s")
+
+
+def progress_line(metrics: dict, last_step: int, memory: float, remaining: float) -> str:
+    """The step's numbers for people; `remaining` in seconds, memory in GB."""
+    minutes, seconds = divmod(round(remaining), 60)
+    return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {metrics['loss'] / math.log(2):.4f} | "
+            f"lr {metrics['lr']:.2e} | norm {metrics['grad_norm']:.3f} | {metrics['tok_per_sec']:,.0f} bytes/s | "
+            f"{metrics['bytes_per_segment']:.2f} bytes/segment | {metrics['mean_loops']:.2f} loops | "
+            f"balance {metrics['expert_balance']:.2f} | {memory:.2f} GB | ETA {minutes}:{seconds:02}")
+
+
+def start_profiler(device: torch.device, directory: Path):
+    """torch's profiler over steps 3 to 5 of this process; leaves trace.json for chrome://tracing or Perfetto."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+
+    def write(finished):
+        finished.export_chrome_trace(str(directory / "trace.json"))
+        order = f"self_{device.type}_time_total"
+        logger.info("profile of steps 3 to 5:\n" + finished.key_averages().table(sort_by=order, row_limit=25))
+    profiler = profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+                       on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())
