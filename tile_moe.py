@@ -209,7 +209,11 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
     """rows [P, D] sorted by expert, each times its expert's weights [E, D, F]; expert_end [E] int32 -> [P, F].
 
     Rows behind the last expert's, and their gradients, come out uninitialised: nothing may sum over them."""
-    return F.grouped_mm(rows, weights, offs=expert_end)
+    product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
+    return product(rows, weights, offs=expert_end)
+
+
+_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # torch.compile accepts it in bf16 alone
 
 
 def _sorted(x, topk_idx, topk_weights, w_gate, w_up, w_down, ops):
