@@ -1,19 +1,20 @@
 """Spider: a byte-level Recurrent-Depth Transformer.
 
-    bytes -> embed_tokens -> prelude (byte rate) -> segments -> recurrent core (segment rate, looped) -> unpool + residual
-          -> coda (byte rate) -> norm -> lm_head
+    bytes -> embed_tokens -> prelude (byte rate) -> segments -> recurrent core (segment rate, looped)
+          -> unpool + residual -> coda (byte rate) -> norm -> lm_head
 
 What it is made of, and where each part comes from:
     MLA, latent attention with a decoupled rotary key                                     DeepSeek-V2, arXiv 2405.04434
     mixture of experts, balanced by a bias on the selection, without capacity             DeepSeek-V3, arXiv 2412.19437
-    learned segments (relaxed Bernoulli boundaries, mean pooling)    FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
+    learned segments (relaxed Bernoulli boundaries)          FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
     recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946
     adaptive computation time (ACT)                                                             Graves, arXiv 1603.08983
     Engram, a memory of hashed n-grams, at segment rate and at byte rate     arXiv 2601.07372; BLT, arXiv 2412.09871
 
-Everything runs on packed rows, [rows, hidden_size], with `cu_seqlens` marking where a document starts: nothing is padded
-to a longest row, memory grows with the number of bytes, and no document sees another. Shapes in comments: B sequences of
-T bytes, M = B * T bytes, N segments of them, D hidden size, H heads, E experts, k experts per token, L core layers.
+Everything runs on packed rows, [rows, hidden_size], with `cu_seqlens` marking where a document starts: nothing is
+padded to a longest row, memory grows with the number of bytes, and no document sees another. Shapes in comments:
+B sequences of T bytes, M = B * T bytes, N segments of them, D hidden size, H heads, E experts, k experts per token,
+L core layers.
 Parameters are fp32 (the type that they were given); products run in `Spider.compute_dtype`.
 """
 
@@ -39,7 +40,7 @@ class SpiderConfig:
     n_prelude_layers: int = 2
     n_recurrent_layers: int = 6
     n_coda_layers: int = 2
-    n_loops: int = 6                      # loops trained with; a forward may run more, the last one's adapter then serves
+    n_loops: int = 6                      # loops trained with; beyond them the last one's adapter serves
     # attention (MLA)
     n_heads: int = 16
     q_lora_rank: int = 768
@@ -201,7 +202,7 @@ class Packing:
 
 
 def document_cu_seqlens(input_ids: Tensor) -> Tensor:
-    """Where documents start in the rows of [B, T]: at each row's start, at BOS and behind EOS; int32 [documents + 1]."""
+    """Where documents start in [B, T]: at each row's start, at BOS and behind EOS; int32 [documents + 1]."""
     starts = input_ids == BOS_ID
     starts[:, 0] = True
     starts[:, 1:] |= input_ids[:, :-1] == EOS_ID
@@ -375,7 +376,7 @@ def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segm
     [documents + 1]. Returns [M, D]; no gradient reaches b.
     """
     document, finished = _documents_and_segments(b, cu_seqlens)
-    own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished, 0)  # 0 is null, s + 1 segment s
+    own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished, 0)  # 0: null
     return torch.cat((null[None].to(z.dtype), z)).index_select(0, own)
 
 
@@ -389,7 +390,7 @@ def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tens
 # Engram: tables of hashed n-grams
 
 def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:
-    """ids [M] of documents with their positions [M] -> [longest, M]: the byte k places back, PAD before the document."""
+    """ids [M] with their positions [M] in documents -> [longest, M]: the byte k places back, PAD before a start."""
     back = torch.arange(longest, device=ids.device)[:, None]
     row = torch.arange(len(ids), device=ids.device)
     return torch.where(position >= back, ids[(row - back).clamp_min(0)], PAD_ID)
@@ -407,8 +408,8 @@ def primes_below(limit: int, count: int) -> list[int]:
 
 
 class EngramTable(nn.Module):
-    """One memory's rows: for each order n and head, row (XOR over k < n of byte_{t-k} * multiplier_k) mod a prime of its
-    own. The tables lie one after the other in `weight`; a row never used stays zero."""
+    """One memory's rows: for each order n and head, row (XOR over k < n of byte_{t-k} * multiplier_k) mod a prime of
+    its own. The tables lie one after the other in `weight`; a row never used stays zero."""
 
     def __init__(self, orders: tuple[int, ...], heads: int, rows: int, dim: int):
         super().__init__()
@@ -457,7 +458,7 @@ class SegmentEngram(nn.Module):
         self.conv_weight = nn.Parameter(torch.empty(self.kernel_size, config.hidden_size))
 
     def recall(self, shifted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Key (normed) and value, each [N, D], of the segments that end with the bytes `shifted` [K, N]; for all loops."""
+        """Key (normed) and value, each [N, D], of segments that end with the bytes `shifted` [K, N]; for all loops."""
         memory = self.table(shifted).flatten(1).to(dtype)
         return rms_norm(self.key_proj(memory)), self.value_proj(memory)
 
@@ -580,7 +581,8 @@ class RecurrentCore(nn.Module):
                                          load.detach().view(n_loops, len(self.layers), -1).sum(0))
 
 
-def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, recalled, recompute: bool) -> tuple[Tensor, Routing]:
+def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, recalled,
+          recompute: bool) -> tuple[Tensor, Routing]:
     """One pass through a core layer, its activations recomputed in the backward pass if asked: with the routing of the
     first time, since a near-tie that falls the other way would corrupt the gradient."""
     if not recompute:
@@ -711,8 +713,8 @@ class Spider(nn.Module):
                    noise_seed: int | Tensor | None) -> tuple[Tensor, Tensor]:
         """Where segments end: b [M] fp32 (0 or 1 in value) and the boundary loss. EOS always ends one, PAD never.
 
-        Training draws b_t from Bernoulli(p_t), relaxed; evaluation takes the bytes at which the sum of p over the document,
-        rounded, grows, which is systematic sampling of the same p: it cuts as often as training would, on any text.
+        Training draws b_t from Bernoulli(p_t), relaxed; evaluation takes the bytes at which the sum of p over the
+        document, rounded, grows: systematic sampling of the same p, which cuts as often as training would on any text.
         """
         c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
         if c.boundaries == "learned":
@@ -766,7 +768,7 @@ class Spider(nn.Module):
             rows = round_up(segments, max(1, len(ids) // 64))  # few sizes: kernels are made once per size
             last_byte = F.pad(b.detach().nonzero().squeeze(1), (0, rows - segments))         # [rows], of each segment
             share = F.pad(none.new_full((segments,), 1 / segments), (0, rows - segments))
-            cu_seqlens = F.pad(segment_cu_seqlens, (0, int(rows > segments)), value=rows)    # the rest, a document apart
+            cu_seqlens = F.pad(segment_cu_seqlens, (0, int(rows > segments)), value=rows)  # the rest, a document apart
             z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)),
                                  Packing.build(cu_seqlens, rows, length, c, self.compute_dtype),
                                  shifted.index_select(1, last_byte), n_loops, share,
@@ -777,7 +779,7 @@ class Spider(nn.Module):
             x = block(x, packing)
         if self.engram_output is not None:
             x = x + self.engram_output(x, shifted)
-        logits = self.lm_head(rms_norm(x)).to(self.embed_tokens.dtype)                                           # [M, vocab_size]
+        logits = self.lm_head(rms_norm(x)).to(self.embed_tokens.dtype)                     # [M, vocab_size]
 
         loss = nats = None
         if labels is not None:
@@ -797,8 +799,8 @@ class Spider(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: Tensor):
-        """Once per optimizer step: moves each expert's bias towards balance by the tokens [L, E] that it received in all
-        loops, micro-steps and ranks."""
+        """Once per optimizer step: moves each expert's bias towards balance by the tokens [L, E] that it received in
+        all loops, micro-steps and ranks."""
         for layer, tokens in zip(self.core.layers, tokens_per_expert):
             layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
 

@@ -5,7 +5,7 @@
     tile      the same, with the gating, sorting, expanding and reducing done by DeepSeek's TileKernels
 
 Shapes: N tokens, k experts per token, E experts, D hidden size, F expert width, P rows sorted by expert: every token k
-times, each expert's rows filled up to a multiple of ALIGNMENT, and a tail up to the bound that needs no look at the data.
+times, each expert's rows filled up to a multiple of ALIGNMENT, and a tail up to a bound that needs no look at the data.
 No backend drops a token, and an expert may receive none or all of them.
 """
 
@@ -86,7 +86,8 @@ def _get_fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment):
     pos_to_expert = order.new_full((num_expanded_tokens,), -1).scatter_(0, position, by_expert)
     pos_to_token = torch.where(pos_to_token_topk < 0, -1, pos_to_token_topk // topk_idx.shape[1])
     token_topk_to_pos = torch.empty_like(order).scatter_(0, order, position).view(topk_idx.shape)
-    return (*(t.int() for t in (pos_to_expert, pos_to_token, pos_to_token_topk, token_topk_to_pos, start, end, aligned)), [])
+    mapping = pos_to_expert, pos_to_token, pos_to_token_topk, token_topk_to_pos, start, end, aligned
+    return *(t.int() for t in mapping), []
 
 
 def _expand_to_fused(x, token_topk_to_pos, pos_to_expert):

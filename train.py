@@ -4,8 +4,8 @@
     python train.py --data_dir data --seq_len 256 --micro_batch 112 --grad_accum 4      # one GPU
     torchrun --nproc_per_node 8 train.py --data_dir data                                # several (refused for now)
 
-The same command again goes on from the newest checkpoint in --ckpt_dir. Everything random is a function of (--seed, step),
-so that an interrupted run ends like an undisturbed one. `python train.py --help` lists the flags.
+The same command again goes on from the newest checkpoint in --ckpt_dir. Everything random is a function of (--seed,
+step), so that an interrupted run ends like an undisturbed one. `python train.py --help` lists the flags.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def one_of(*choices: str) -> Callable:
 
 FLAGS = (
     # model
-    Flag("model", "auto", one_of("auto", *PRESETS), "size: tiny, small, 1b, or auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
+    Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
     Flag("set", None, str, "NAME=VALUE,... fields of SpiderConfig to change, e.g. boundaries=whitespace,lora_rank=0"),
     Flag("n_loops", 6, integer(1), "loops of the recurrent core", "N_LOOPS"),
     Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
@@ -91,17 +91,17 @@ FLAGS = (
     Flag("data_dir", "data", str, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),
     Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
     Flag("seq_len", 2048, integer(2), "bytes per sequence", "SEQ_LEN"),
-    Flag("micro_batch", 64, integer(1), "sequences per device per micro-step; lower it when memory runs out", "MICRO_BATCH"),
+    Flag("micro_batch", 64, integer(1), "sequences per device per micro-step; lower: less memory", "MICRO_BATCH"),
     Flag("grad_accum", 1, integer(1), "micro-steps per optimizer step", "GRAD_ACCUM"),
     # horizon
-    Flag("target_tokens", 10_000_000_000, integer(1), "training horizon in bytes, also the schedule's", "TARGET_TOKENS"),
+    Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the schedule's horizon", "TARGET_TOKENS"),
     Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens"),
     # optimizer
-    Flag("optimizer", "auto", one_of("auto", "adamw", "adamw8bit", "muon"), "auto: muon for matrices, AdamW for the rest"),
-    Flag("lr", 3e-4, real(0, open_low=True), "peak learning rate, of every optimizer (Muon's steps are scaled to AdamW's)", "LR"),
+    Flag("optimizer", "auto", one_of("auto", "adamw", "adamw8bit", "muon"), "auto: muon (AdamW for the rest)"),
+    Flag("lr", 3e-4, real(0, open_low=True), "peak learning rate (Muon's steps have AdamW's size)", "LR"),
     Flag("engram_lr_scale", 5.0, real(0), "learning rate of the Engram tables, times --lr"),
-    Flag("engram_reset", False, None, "empty the Engram tables at the start of every epoch: they memorise what they saw"),
-    Flag("schedule", "cosine", one_of("cosine", "wsd"), "learning rate after warm-up: cosine, or constant and then linear decay"),
+    Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, at every epoch's start"),
+    Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear decay"),
     Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up"),
     Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
     Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a part of the peak"),
@@ -113,8 +113,8 @@ FLAGS = (
     Flag("seed", 0, integer(0), "of weights, data order, segment noise and loop counts"),
     # machine
     Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
-    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: the lowest that the hardware multiplies fast"),
-    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: tile where TileKernels runs, else grouped; loop: reference"),
+    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: the lowest that the hardware has"),
+    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: tile where it runs, else grouped; loop: reference"),
     Flag("compile", False, None, "torch.compile the layers (mode default)"),
     Flag("no_gradient_checkpointing", False, None, "keep the activations of the recurrent layers: faster, more memory"),
     # checkpoints
@@ -146,8 +146,8 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
         if flag.parse is None:
             parser.add_argument(f"--{flag.name}", action="store_true", default=None, help=flag.help)
         else:
-            notes = [f"default {flag.default}"] * (flag.default is not None) + [f"environment {flag.env}"] * bool(flag.env)
-            text = flag.help + (f" ({', '.join(notes)})" if notes else "")
+            text = flag.help + (f"; default {flag.default}" if flag.default is not None else "")
+            text += f"; environment {flag.env}" if flag.env else ""
             parser.add_argument(f"--{flag.name}", metavar="X", help=text.replace("%", "%%"))
     given = vars(parser.parse_args(argv))
     args = SimpleNamespace(given=set())
@@ -247,7 +247,7 @@ def resolve_precision(name: str, device: torch.device) -> str:
 
 
 def keep_freed_memory():
-    """Has glibc keep what tensors free for the next ones: handed back, it is faulted in again page by page, every step."""
+    """Has glibc keep what tensors free for the next ones: handed back, it is faulted in again page by page."""
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2
     with suppress(OSError, AttributeError):  # another C library: nothing to set
         libc = ctypes.CDLL("libc.so.6")
@@ -341,7 +341,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """[n, r, c] -> the same, singular values moved towards 1 by five Newton-Schulz iterations of the quintic of Muon."""
+    """[n, r, c] -> the same, singular values moved towards 1 by five Newton-Schulz steps of Muon's quintic."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
@@ -354,8 +354,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 class RowwiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one accumulator per row, on the rows looked up only: a large table costs what is read of it.
 
-    Takes the sparse gradients of embeddings [rows, dim], uncoalesced: a row's step is lr * sum(g) / sqrt(sum of mean(g^2)
-    over all lookups so far), sums over the step's lookups g of the row. Neither sorting nor a host synchronisation.
+    Takes the sparse gradients of embeddings [rows, dim], uncoalesced: a row's step is lr * sum(g) / sqrt(sum of
+    mean(g^2) over all lookups so far), sums over the step's lookups g of the row. It neither sorts nor synchronises.
     """
 
     def __init__(self, params, lr: float):
@@ -427,16 +427,16 @@ class Optimizers:
 
     def load_state_dict(self, states: dict):
         if states.keys() != self.parts.keys():
-            raise UsageError(f"the checkpoint's optimizers are {', '.join(states)}, this run's {', '.join(self.parts)}: "
-                             f"use --optimizer as before, or --reset_steps")
+            raise UsageError(f"the checkpoint's optimizers are {', '.join(states)}, this run's "
+                             f"{', '.join(self.parts)}: use --optimizer as before, or --reset_steps")
         for name, part in self.parts.items():
             part.load_state_dict(states[name])
 
 
 def is_matrix(name: str, p: Tensor) -> bool:
     """Whether a parameter is a matrix, or a stack of them, between hidden spaces: what Muon is for."""
-    apart = ("embed_tokens", "lm_head", "router", "boundary_predictor", "halt_predictor", "loop_embedding", "conv_weight",
-             "table", "gate")
+    apart = ("embed_tokens", "lm_head", "router", "boundary_predictor", "halt_predictor", "loop_embedding",
+             "conv_weight", "table", "gate")
     return p.ndim >= 2 and not any(part in apart for part in name.split("."))
 
 
@@ -482,7 +482,7 @@ def load_checkpoint(path: Path) -> dict:
 
 
 def find_checkpoints(directory: Path) -> list[tuple[int, int, Path]]:
-    """(lineage, step, path) of the readable checkpoints in a directory, oldest first; others are named and passed over."""
+    """(lineage, step, path) of a directory's readable checkpoints, oldest first; others are named and passed over."""
     found = []
     for path in directory.glob("spider-step*.pt"):
         try:
@@ -569,7 +569,7 @@ def estimate_memory(model: Spider, args, optimizer: str, dtype_bytes: int) -> di
     activations = rows * ((c.n_prelude_layers + c.n_coda_layers) * block + 2 * width) * dtype_bytes
     activations += segments * kept * dtype_bytes + rows * c.vocab_size * 12
     return {"parameters": 4 * total, "gradients": 4 * dense, "optimizer": state + 4 * tables / max(1, c.engram_dim),
-            f"{'weights cast to bf16' if dtype_bytes == 2 else 'weights'}": dtype_bytes % 4 * dense, "activations": activations}
+            "weights cast to bf16": dtype_bytes % 4 * dense, "activations": activations}
 
 
 def print_dry_run(model: Spider, args, precision: str, optimizer: str, backend: str, sources):
@@ -584,13 +584,16 @@ def print_dry_run(model: Spider, args, precision: str, optimizer: str, backend: 
     for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
         print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
+    flops = {rate: model.flops_per_byte(rate, args.n_loops, args.seq_len) for rate in (1, 3.3, 5)}
     print("\ntraining FLOPs per byte, " + ", ".join(
-        f"{model.flops_per_byte(r, args.n_loops, args.seq_len) / 1e9:.3g} G at {r} bytes per segment" for r in (1, 3.3, 5)))
+        f"{cost / 1e9:.3g} G at {rate} bytes per segment" for rate, cost in flops.items()))
     memory = estimate_memory(model, args, optimizer, 4 if precision == "fp32" else 2)
     print(f"\nmemory, estimated: {sum(memory.values()) / 1e9:.1f} GB ("
           + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()) + ")")
-    checkpoint, free = memory["parameters"] + memory["optimizer"], shutil.disk_usage(existing_parent(args.ckpt_dir)).free
-    print(f"checkpoint: {checkpoint / 1e9:.2f} GB, {args.keep_last + 1} at most at a time; free on disk {free / 1e9:.1f} GB"
+    checkpoint = memory["parameters"] + memory["optimizer"]
+    free = shutil.disk_usage(existing_parent(args.ckpt_dir)).free
+    print(f"checkpoint: {checkpoint / 1e9:.2f} GB, {args.keep_last + 1} at most at a time; "
+          f"free on disk {free / 1e9:.1f} GB"
           + ("" if free > (args.keep_last + 1) * checkpoint else ": NOT ENOUGH"))
     if not sources:
         print(f"data: {args.data_dir!r} does not exist yet: python data.py prepare INPUT --out {args.data_dir}")
@@ -681,7 +684,7 @@ def main(args: SimpleNamespace):
     found = find_checkpoints(directory) if args.resume is None else []
     resume = Path(args.resume) if args.resume else found[-1][2] if found else None
     if args.reset_steps and resume is None:
-        raise UsageError(f"--reset_steps: there is no checkpoint in {directory} to take weights from; name one by --resume")
+        raise UsageError(f"--reset_steps: no checkpoint in {directory} to take weights from; name one by --resume")
     state = load_checkpoint(resume) if resume else None
     config = model_config(args, device)
     if state:
@@ -748,14 +751,15 @@ def main(args: SimpleNamespace):
     batch = args.micro_batch * ranks * args.grad_accum                                       # sequences per step
     horizon = math.ceil(args.target_tokens / (batch * args.seq_len))
     last_step = args.max_steps or horizon
-    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte / 1e9:.2f} GFLOP per byte at "
-                f"3.3 bytes per segment; checkpoints in {directory}")
+    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte / 1e9:.2g} GFLOP per "
+                f"byte at 3.3 bytes per segment; checkpoints in {directory}")
     directory.mkdir(parents=True, exist_ok=True)
     trim_metrics(directory / "metrics.jsonl", progress.step)
     wandb_run = None
     if args.run:
         import wandb
-        wandb_run = wandb.init(project="spider", name=args.run, config={k: v for k, v in vars(args).items() if k != "given"})
+        settings = {flag.name: getattr(args, flag.name) for flag in FLAGS}
+        wandb_run = wandb.init(project="spider", name=args.run, config=settings)
     metrics_file = open(directory / "metrics.jsonl", "a", buffering=1)
     profiler = start_profiler(device, directory) if args.profile else None
     pool = ThreadPoolExecutor(1)
@@ -830,14 +834,15 @@ def main(args: SimpleNamespace):
         profiler.stop()
     if wandb_run:
         wandb_run.finish()
-    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss {progress.best_loss:.4f}, "
-                f"{time.perf_counter() - started:.0f} s")
+    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
+                f"{progress.best_loss:.4f}, {time.perf_counter() - started:.0f} s")
 
 
 def progress_line(metrics: dict, last_step: int, memory: float, remaining: float) -> str:
     """The step's numbers for people; `remaining` in seconds, memory in GB."""
     minutes, seconds = divmod(round(remaining), 60)
-    return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {metrics['loss'] / math.log(2):.4f} | "
+    bpb = metrics["loss"] / math.log(2)
+    return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {bpb:.4f} | "
             f"lr {metrics['lr']:.2e} | norm {metrics['grad_norm']:.3f} | {metrics['tok_per_sec']:,.0f} bytes/s | "
             f"{metrics['bytes_per_segment']:.2f} bytes/segment | {metrics['mean_loops']:.2f} loops | "
             f"balance {metrics['expert_balance']:.2f} | {memory:.2f} GB | ETA {minutes}:{seconds:02}")

@@ -1,4 +1,4 @@
-"""The command line: precedence, every flag, one clear line and status 2, the smoke run and the dry run as users run them."""
+"""The command line: precedence, every flag, one clear line and status 2, smoke run and dry run as users run them."""
 
 import json
 import os
@@ -22,8 +22,8 @@ ORIGINALS = {"seq_len": 2048, "micro_batch": 64, "grad_accum": 1, "n_loops": 6, 
 def command(*argv, cwd, script="train.py", **environ):
     """Runs a script as a user would; returns the finished process."""
     env = {k: v for k, v in os.environ.items() if k not in {flag.env for flag in FLAGS}} | environ
-    return subprocess.run([sys.executable, str(ROOT / script), *map(str, argv)], cwd=cwd, env=env, text=True, errors="replace",
-                          capture_output=True, timeout=600)
+    return subprocess.run([sys.executable, str(ROOT / script), *map(str, argv)], cwd=cwd, env=env, text=True,
+                          errors="replace", capture_output=True, timeout=600)
 
 
 def refused(argv, capsys) -> str:
@@ -51,9 +51,10 @@ def test_a_flag_beats_the_environment_and_that_beats_the_default():
 
 
 @pytest.mark.parametrize("name,text", [
-    ("seq_len", "1"), ("seq_len", "many"), ("seq_len", "2.5"), ("micro_batch", "0"), ("lr", "0"), ("lr", "-1"), ("lr", "nan"),
-    ("lr", "inf"), ("precision", "fp16"), ("model", "2b"), ("moe_backend", "fast"), ("optimizer", "sgd"), ("keep_last", "1"),
-    ("min_lr_fraction", "1.5"), ("beta1", "x"), ("schedule", ""), ("target_tokens", "-3"), ("seed", "-1")])
+    ("seq_len", "1"), ("seq_len", "many"), ("seq_len", "2.5"), ("micro_batch", "0"), ("lr", "0"), ("lr", "-1"),
+    ("lr", "nan"), ("lr", "inf"), ("precision", "fp16"), ("model", "2b"), ("moe_backend", "fast"),
+    ("optimizer", "sgd"), ("keep_last", "1"), ("min_lr_fraction", "1.5"), ("beta1", "x"), ("schedule", ""),
+    ("target_tokens", "-3"), ("seed", "-1")])
 def test_a_bad_value_of_a_flag_or_variable_is_named(name, text):
     with pytest.raises(UsageError, match=rf"^--{name}: "):
         parse_args([f"--{name}={text}"], environ={})
@@ -78,7 +79,8 @@ def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
         assert re.search(rf"\bargs\.{flag.name}\b", source), flag.name
     for name, choices in {"model": ("auto", "tiny", "small", "1b"), "precision": ("auto", "fp8", "bf16", "fp32"),
                           "moe_backend": ("auto", "loop", "grouped", "tile"), "schedule": ("cosine", "wsd"),
-                          "optimizer": ("auto", "adamw", "adamw8bit", "muon"), "device": ("auto", "cpu", "cuda")}.items():
+                          "optimizer": ("auto", "adamw", "adamw8bit", "muon"),
+                          "device": ("auto", "cpu", "cuda")}.items():
         for choice in choices:
             assert getattr(parse_args([f"--{name}", choice], environ={}), name) == choice
 
@@ -139,8 +141,8 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
         assert all(isinstance(line[key], (int, float)) for line in lines), key
     assert "val_bpb" in lines[-1] and lines[-1]["loss"] < lines[0]["loss"] - 0.5
     assert (tmp_path / "checkpoints" / "spider-step20.pt").exists()
-    for said in ("model tiny", "precision", "experts grouped", "optimizer muon", "step 20/20", "bytes/s", "bytes/segment",
-                 "loops", "balance", "GB", "ETA"):
+    for said in ("model tiny", "precision", "experts grouped", "optimizer muon", "step 20/20", "bytes/s",
+                 "bytes/segment", "loops", "balance", "GB", "ETA"):
         assert said in done.stderr, said
     again = command("--mock_data", "--max_steps", "20", "--seq_len", "128", "--micro_batch", "2", cwd=tmp_path)
     assert again.returncode == 0 and "nothing to do" in again.stderr
@@ -151,8 +153,8 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
 def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     probe = ("import sys, time, resource; start = time.time(); import train; status = train.command_line(sys.argv[1:]);"
              "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(status)")
-    done = subprocess.run([sys.executable, "-c", probe, "--model", "1b", "--dry_run", "--mock_data"], cwd=tmp_path, text=True, errors="replace",
-                          capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
+    done = subprocess.run([sys.executable, "-c", probe, "--model", "1b", "--dry_run", "--mock_data"], cwd=tmp_path,
+                          text=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
     assert done.returncode == 0, done.stderr
     for said in ("hidden_size = 2048", "routed experts", "Engram tables", "active per byte", "FLOPs per byte", "memory",
                  "checkpoint", "free on disk", "ids checked", "FP8 converts"):
@@ -188,8 +190,8 @@ def test_the_profiler_leaves_a_trace(tmp_path):
 
 @pytest.mark.slow
 def test_compiled_layers_train_like_the_others(tmp_path):
-    base = ("--mock_data", "--max_steps", "4", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0", "--precision",
-            "fp32", "--no_gradient_checkpointing", "--set", "boundaries=every_third")
+    base = ("--mock_data", "--max_steps", "4", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0",
+            "--precision", "fp32", "--no_gradient_checkpointing", "--set", "boundaries=every_third")
     losses = []
     for flags in ((), ("--compile",)):
         done = command(*base, *flags, "--ckpt_dir", f"run{len(flags)}", cwd=tmp_path)

@@ -201,7 +201,7 @@ def test_the_decay_stays_inside_0_and_1_and_the_state_bounded_at_64_loops():
     states = []
     model.core.adapt, adapt = lambda y, loop: (states.append(adapt(y, loop)), states[-1])[1], model.core.adapt
     with torch.no_grad():
-        model.core.dt.fill_(-20)                                                             # the slowest decay there is
+        model.core.dt.fill_(-20)                                           # the slowest decay there is
         model(ids, n_loops=64, noise_seed=1)
     sizes = torch.stack([h.norm(dim=1).max() for h in states])
     assert sizes[-1] < 64 * sizes[0].clamp_min(1) and sizes.isfinite().all()
@@ -296,7 +296,8 @@ def test_every_component_changes_the_loss_when_it_is_cut_out(cut):
     with torch.no_grad():
         before = model(ids, labels, noise_seed=0).nats_per_byte
         layer = model.core.layers[1]
-        weights = {"engram_input": [model.engram_input.table.weight], "engram_output": [model.engram_output.table.weight],
+        weights = {"engram_input": [model.engram_input.table.weight],
+                   "engram_output": [model.engram_output.table.weight],
                    "segment engram": [layer.engram.table.weight], "lora": [model.core.lora_up],
                    "prelude": [model.prelude[0].ffn.down_proj.weight], "coda": [model.coda[0].ffn.down_proj.weight],
                    "core": [model.core.B, model.core.loop_embedding], "injection": [model.core.B],

@@ -12,8 +12,8 @@ import data
 import train
 from train import Muon, Optimizers, RowwiseAdagrad, lr_factor, orthogonalize, parse_args
 
-SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,kv_lora_rank=16,"
-         "qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
+SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
+         "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
          "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,engram_dim=8,"
          "engram_byte_rows=300,engram_byte_dim=8")
 
@@ -34,9 +34,9 @@ def shards(tmp_path):
 def run(tmp_path, shards, *flags, steps=6, ckpt="run", environ=None, monkeypatch=None):
     """Runs train.main with a small model; returns its checkpoint directory."""
     directory = tmp_path / ckpt
-    argv = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", str(steps), "--ckpt_every",
-            "100", "--ckpt_dir", str(directory), "--set", SMALL, "--n_loops", "2", "--lr", "0.01", "--eval_every", "4",
-            "--device", "cpu", *flags]
+    argv = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", str(steps),
+            "--ckpt_every", "100", "--ckpt_dir", str(directory), "--set", SMALL, "--n_loops", "2",
+            "--lr", "0.01", "--eval_every", "4", "--device", "cpu", *flags]
     assert train.command_line(argv) == 0
     return directory
 
@@ -137,7 +137,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_refused(tmp_path,
 
 def test_another_model_than_the_checkpoints_is_refused_with_the_difference(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, steps=1)
-    assert train.command_line(["--data_dir", str(shards), "--ckpt_dir", str(directory), "--set", SMALL + ",hidden_size=64"]) == 2
+    argv = ["--data_dir", str(shards), "--ckpt_dir", str(directory), "--set", SMALL + ",hidden_size=64"]
+    assert train.command_line(argv) == 2
     assert "hidden_size 32 there, 64 asked for" in capsys.readouterr().err
 
 
@@ -157,7 +158,8 @@ def test_schedules_warm_up_decay_and_end_at_the_floor():
 
 
 def test_orthogonalize_moves_singular_values_towards_one_for_every_matrix_of_a_stack():
-    stack = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 1e-3, 1e3])[:, None, None]
+    sizes = torch.tensor([1, 1e-3, 1e3])[:, None, None]
+    stack = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(0)) * sizes
     for matrices in (stack, stack.mT):
         out = orthogonalize(matrices).float()
         values = torch.linalg.svdvals(out)
@@ -294,8 +296,9 @@ def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_pa
 def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path):
     """64 bytes, micro-batch 1, within the 24 GB of this machine."""
     directory = tmp_path / "run"
-    assert train.command_line(["--mock_data", "--model", "1b", "--precision", "bf16", "--seq_len", "64", "--micro_batch", "1", "--max_steps", "1",
-                       "--eval_every", "0", "--ckpt_dir", str(directory), "--device", "cpu"]) == 0
+    argv = ["--mock_data", "--model", "1b", "--precision", "bf16", "--seq_len", "64", "--micro_batch", "1",
+            "--max_steps", "1", "--eval_every", "0", "--ckpt_dir", str(directory), "--device", "cpu"]
+    assert train.command_line(argv) == 0
     line, = metrics(directory)
     assert 4 < line["loss"] < 8 and math.isfinite(line["grad_norm"])
     assert train.peak_memory(torch.device("cpu")) < 24
