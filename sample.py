@@ -5,6 +5,7 @@
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from tokenizer import BOS_ID
 from train import UsageError, find_checkpoints, integer, load_checkpoint, real, resolve_device, resolve_precision
 
 
-def load_model(path: Path, device: torch.device) -> Spider:
-    """A checkpoint's model in evaluation mode, in the hardware's fast precision (FP8 apart: it is for training)."""
+def load_model(path: Path, device: torch.device) -> tuple[Spider, int]:
+    """A checkpoint's model in evaluation mode, in the hardware's fast precision (FP8 apart: it is for training), and
+    the loops that it was trained with."""
     state = load_checkpoint(path)
     with torch.device("meta"):
         model = Spider(SpiderConfig(**state["cfg"]))
@@ -24,7 +26,7 @@ def load_model(path: Path, device: torch.device) -> Spider:
     model.load_state_dict(state["model_state_dict"])
     precision = resolve_precision("auto", device)
     model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    return model.eval()
+    return model.eval(), state.get("n_loops", model.config.n_loops)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -54,14 +56,15 @@ def main(argv: list[str] | None = None) -> int:
         found = [] if args.checkpoint else find_checkpoints(Path("checkpoints"))
         if not args.checkpoint and not found:
             raise UsageError("there is no checkpoint in checkpoints/; name one, or train first")
-        model = load_model(Path(args.checkpoint) if args.checkpoint else found[-1][2], device)
+        model, n_loops = load_model(Path(args.checkpoint) if args.checkpoint else found[-1][2], device)
     except UsageError as fault:
         print(f"sample.py: error: {fault}", file=sys.stderr)
         return 2
     generator = torch.Generator(device).manual_seed(args.seed)
-    sys.stdout.buffer.write(args.prompt.encode())
-    for byte in model.generate([BOS_ID, *args.prompt.encode()], args.bytes, args.temperature, args.top_k, generator,
-                               n_loops=args.n_loops):
+    prompt = os.fsencode(args.prompt)  # the bytes that were given, also where they are not UTF-8
+    sys.stdout.buffer.write(prompt)
+    for byte in model.generate([BOS_ID, *prompt], args.bytes, args.temperature, args.top_k, generator,
+                               n_loops=args.n_loops or n_loops):
         sys.stdout.buffer.write(bytes([byte]))
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")

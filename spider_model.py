@@ -19,6 +19,7 @@ Parameters are fp32 (the type that they were given); products run in `Spider.com
 """
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tile_moe import Routing, moe_forward, route
+from tile_moe import Routing, fp8_grouped_product, grouped_product, moe_forward, route
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 BOUNDARIES = ("learned", "whitespace", "every_third")
@@ -85,16 +86,33 @@ class SpiderConfig:
     def __post_init__(self):
         for name in ("engram_layers", "engram_orders", "engram_byte_orders"):  # lists, when read back from JSON
             setattr(self, name, tuple(getattr(self, name)))
-        if self.qk_nope_head_dim + self.qk_rope_head_dim != self.v_head_dim:
-            raise ValueError("qk_nope_head_dim + qk_rope_head_dim must equal v_head_dim")
-        if self.boundaries not in BOUNDARIES:
-            raise ValueError(f"boundaries must be one of {', '.join(BOUNDARIES)}, not {self.boundaries!r}")
-        if self.n_routed_experts and not 0 < self.n_experts_per_tok <= self.n_routed_experts:
-            raise ValueError("n_experts_per_tok must lie between 1 and n_routed_experts")
-        if any(layer >= self.n_recurrent_layers for layer in self.engram_layers):
-            raise ValueError("engram_layers must be below n_recurrent_layers")
-        if self.n_loops < 1:
-            raise ValueError("n_loops must be at least 1")
+        may_be_zero = ("n_prelude_layers", "n_coda_layers", "n_routed_experts", "n_shared_experts", "lora_rank")
+        for name, value in vars(self).items():
+            low = 0 if name in may_be_zero or type(value) is float else 1
+            if type(value) in (int, float) and not low <= value < math.inf:
+                raise ValueError(f"{name} must be at least {low} and finite, not {value}")
+        for holds, rule in (
+                (self.vocab_size >= VOCAB_SIZE, f"vocab_size must be at least {VOCAB_SIZE}"),
+                (self.qk_nope_head_dim + self.qk_rope_head_dim == self.v_head_dim,
+                 "qk_nope_head_dim + qk_rope_head_dim must equal v_head_dim"),
+                (self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
+                (self.rope_theta > 0, "rope_theta must be above 0"),
+                (self.boundaries in BOUNDARIES, f"boundaries must be one of {', '.join(BOUNDARIES)}"),
+                (0 < self.boundary_prior < 1, "boundary_prior must lie between 0 and 1"),
+                (self.boundary_temperature > 0, "boundary_temperature must be above 0"),
+                (self.n_routed_experts + self.n_shared_experts > 0, "there must be a routed or a shared expert"),
+                (not self.n_routed_experts or self.n_experts_per_tok <= self.n_routed_experts,
+                 "n_experts_per_tok must lie between 1 and n_routed_experts"),
+                (all(0 <= layer < self.n_recurrent_layers for layer in self.engram_layers),
+                 "engram_layers must lie between 0 and n_recurrent_layers - 1"),
+                (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders")):
+            if not holds:
+                raise ValueError(rule)
+        for orders, tables, rows in ((self.engram_orders, self.engram_heads, self.engram_rows),
+                                     (self.engram_byte_orders, 1, self.engram_byte_rows)):
+            if list(orders) != sorted(set(orders)) or any(order < 1 for order in orders):
+                raise ValueError("engram orders must be ascending numbers of bytes from 1 on")
+            primes_below(rows, len(orders) * tables)
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
@@ -142,23 +160,30 @@ class SpiderOutput:
 class Linear(nn.Linear):
     """nn.Linear whose fp32 weight is cast to the input's type; values come from Spider.init_weights alone."""
 
+    cast: Tensor | None = None            # of the weight, while Spider.cast_weights_once lasts
+
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self):
         pass
 
+    def cast_weight(self, dtype: torch.dtype):
+        if dtype != self.weight.dtype:
+            self.cast = self.weight.to(dtype)
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), self.bias)
+        weight = self.weight if self.cast is None or self.cast.dtype != x.dtype else self.cast
+        return F.linear(x, weight.to(x.dtype), self.bias)
 
 
 class _RMSNormCPU(torch.autograd.Function):
     """RMSNorm without weights in few passes: torch's own backward takes two to three times as long on a CPU."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, eps):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        inverse_rms = (x.shape[-1] ** 0.5 / length.clamp_min(1e-6)).to(x.dtype)
+        inverse_rms = (length.square() / x.shape[-1] + eps).rsqrt().to(x.dtype)
         y = x * inverse_rms
         ctx.save_for_backward(y, inverse_rms)
         return y
@@ -166,12 +191,12 @@ class _RMSNormCPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         y, inverse_rms = ctx.saved_tensors
-        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1) * inverse_rms
+        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1) * inverse_rms, None
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x / rms(x) over the last dimension; no weights, the Linear that follows has them."""
-    return F.rms_norm(x, x.shape[-1:], eps=1e-6) if x.is_cuda else _RMSNormCPU.apply(x)
+def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension; no weights, the Linear that follows has them."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps) if x.is_cuda else _RMSNormCPU.apply(x, eps)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -314,6 +339,16 @@ class MoE(nn.Module):
             self.w_down = nn.Parameter(torch.empty(experts, width, c.hidden_size))
         self.register_buffer("expert_bias", torch.empty(experts))
         self.shared = SwiGLU(c.hidden_size, c.n_shared_experts * width) if c.n_shared_experts else None
+        self.fp8 = False                  # whether the routed experts multiply in FP8 when training
+        self.cast = None                  # of the routed experts' weights, while Spider.cast_weights_once lasts
+
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """w_gate, w_up, w_down in the type of the products; for FP8 columns lie together, as its kernels want them."""
+        weights = (w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down))
+        return tuple(w.mT.contiguous().mT if self.fp8 else w for w in weights)
+
+    def cast_weight(self, dtype: torch.dtype):
+        self.cast = self.weights(dtype) if self.config.n_routed_experts else None
 
     def forward(self, x: Tensor, share: Tensor, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing]:
         """share [N], see tile_moe.route; a given topk_idx [N, k] is the routing of an earlier pass."""
@@ -322,8 +357,9 @@ class MoE(nn.Module):
             return self.shared(x), Routing(topk_idx, topk_idx, self.expert_bias, zero, zero)
         score = self.router(x.to(self.router.weight.dtype))                                  # [N, E]
         routing = route(score, self.expert_bias, self.config.n_experts_per_tok, share, self.backend, topk_idx)
-        weights = (w.to(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        y = moe_forward(x, routing.topk_idx, routing.topk_weights, *weights, self.backend)
+        weights = self.weights(x.dtype) if self.cast is None else self.cast
+        product = fp8_grouped_product if self.fp8 and self.training else grouped_product
+        y = moe_forward(x, routing.topk_idx, routing.topk_weights, *weights, self.backend, product)
         return (y if self.shared is None else y + self.shared(x)), routing
 
 
@@ -404,7 +440,9 @@ def primes_below(limit: int, count: int) -> list[int]:
             found.append(n)
             if len(found) == count:
                 return found
-    raise ValueError(f"there are no {count} primes up to {limit}: more engram rows are needed")
+    if count:
+        raise ValueError(f"there are no {count} primes up to {limit}: more engram rows are needed")
+    return found
 
 
 class EngramTable(nn.Module):
@@ -448,6 +486,8 @@ class SegmentEngram(nn.Module):
     """The memory in front of a core layer: what the segment's last bytes recall, gated by the state, then convolved."""
 
     kernel_size = 4
+    eps = 1e-3                            # of norms over what tables hold: at their zero start, 1e-6 would multiply
+                                          # gradients by a thousand, and Adagrad would never forget it
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
@@ -460,7 +500,7 @@ class SegmentEngram(nn.Module):
     def recall(self, shifted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Key (normed) and value, each [N, D], of segments that end with the bytes `shifted` [K, N]; for all loops."""
         memory = self.table(shifted).flatten(1).to(dtype)
-        return rms_norm(self.key_proj(memory)), self.value_proj(memory)
+        return rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
 
     def forward(self, h: Tensor, recalled: tuple[Tensor, Tensor], packing: Packing) -> Tensor:
         key, value = recalled
@@ -468,7 +508,7 @@ class SegmentEngram(nn.Module):
         match = match / h.shape[1] ** 0.5
         gate = torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())              # [N, 1]
         u = gate.to(h.dtype) * value
-        return h + u + F.silu(self.convolve(rms_norm(u), packing.position))
+        return h + u + F.silu(self.convolve(rms_norm(u, self.eps), packing.position))
 
     def convolve(self, u: Tensor, position: Tensor) -> Tensor:
         """Depthwise causal convolution over the segments of a document, u [N, D] -> [N, D]."""
@@ -714,7 +754,8 @@ class Spider(nn.Module):
         """Where segments end: b [M] fp32 (0 or 1 in value) and the boundary loss. EOS always ends one, PAD never.
 
         Training draws b_t from Bernoulli(p_t), relaxed; evaluation takes the bytes at which the sum of p over the
-        document, rounded, grows: systematic sampling of the same p, which cuts as often as training would on any text.
+        document, rounded, grows: systematic sampling of the same p, which cuts as often as training would wherever
+        documents are longer than a few segments.
         """
         c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
         if c.boundaries == "learned":
@@ -765,7 +806,7 @@ class Spider(nn.Module):
         stats = CoreStats(none, none, none, none, none.new_zeros(c.n_recurrent_layers, c.n_routed_experts))
         segments = len(z)
         if segments:
-            rows = round_up(segments, max(1, len(ids) // 64))  # few sizes: kernels are made once per size
+            rows = round_up(segments, max(1, min(length, len(ids) // 64)))  # few sizes: kernels are made once per size
             last_byte = F.pad(b.detach().nonzero().squeeze(1), (0, rows - segments))         # [rows], of each segment
             share = F.pad(none.new_full((segments,), 1 / segments), (0, rows - segments))
             cu_seqlens = F.pad(segment_cu_seqlens, (0, int(rows > segments)), value=rows)  # the rest, a document apart
@@ -791,6 +832,19 @@ class Spider(nn.Module):
         tokens = stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))
         return SpiderOutput(logits.view(sequences, length, -1), loss, nats, none + segments,
                             stats.mean_loops.detach(), tokens)
+
+    @contextmanager
+    def cast_weights_once(self):
+        """Inside, weights keep one cast to `compute_dtype`, and one gradient before it is cast back, for all loops,
+        recomputations and micro-steps. Weights must not change meanwhile: it spans an optimizer step's passes."""
+        modules = [module for module in self.modules() if hasattr(module, "cast_weight")]
+        try:
+            for module in modules:
+                module.cast_weight(self.compute_dtype)
+            yield
+        finally:
+            for module in modules:
+                module.cast = None
 
     def set_backend(self, backend: str):
         """Which of tile_moe.BACKENDS computes the experts."""
@@ -821,7 +875,8 @@ class Spider(nn.Module):
             if temperature == 0:
                 chosen = int(logits.argmax())
             else:
-                chosen = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+                chosen = int(torch.multinomial(((logits - logits.max()) / temperature).softmax(-1), 1,
+                                               generator=generator))
             if chosen == EOS_ID:
                 return
             ids.append(chosen)

@@ -10,7 +10,9 @@ No backend drops a token, and an expert may receive none or all of them.
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -182,30 +184,6 @@ def route(score: Tensor, expert_bias: Tensor, k: int, share: Tensor, backend: st
 # ---------------------------------------------------------------------------------------------------------------------
 # Experts
 
-def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor,
-                backend: str) -> Tensor:
-    """Weighted sum of each token's experts: y[n] = sum_j topk_weights[n, j] * SwiGLU_e(x[n]), e = topk_idx[n, j].
-
-    x [N, D]; topk_idx [N, k] int64; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D], of x's type.
-    Returns y [N, D]. Differentiable in x, topk_weights and the three weights.
-    """
-    experts = _loop if backend == "loop" else _sorted
-    return experts(x, topk_idx, topk_weights, w_gate, w_up, w_down, operations(backend))
-
-
-def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, _):
-    y = torch.zeros_like(x)
-    for expert in range(len(w_gate)):
-        token, slot = (topk_idx == expert).nonzero(as_tuple=True)
-        if len(token) == 0:  # Float8Linear fails on an input without rows
-            continue
-        rows = x[token]
-        hidden = F.silu(rows @ w_gate[expert]) * (rows @ w_up[expert])
-        weight = topk_weights[token, slot].to(x.dtype)
-        y = y.index_add(0, token, (hidden @ w_down[expert]) * weight[:, None])
-    return y
-
-
 def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
     """rows [P, D] sorted by expert, each times its expert's weights [E, D, F]; expert_end [E] int32 -> [P, F].
 
@@ -217,7 +195,74 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
 _uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # torch.compile accepts it in bf16 alone
 
 
-def _sorted(x, topk_idx, topk_weights, w_gate, w_up, w_down, ops):
+def fp8_grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
+    """The same with operands rounded to FP8 (e4m3), a power-of-two scale for each row and each weight column.
+
+    torchao's kernels on a GPU (16 rows aligned, column-major weights); elsewhere a plain emulation, for tests."""
+    if not rows.is_cuda:
+        return _EmulatedFP8.apply(rows, weights, expert_end)
+    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
+    return _to_fp8_rowwise_then_scaled_grouped_mm(rows, weights, expert_end, pad_token_groups_for_grouped_mm=False)
+
+
+class _EmulatedFP8(torch.autograd.Function):
+    """All three products of torchao's FP8 grouped product, operands rounded and multiplied in their own type."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, expert_end):
+        ctx.save_for_backward(rows, weights, expert_end)
+        return F.grouped_mm(_round_fp8(rows, -1), _round_fp8(weights, 1), offs=expert_end)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weights, expert_end = ctx.saved_tensors
+        grad_rows = F.grouped_mm(_round_fp8(grad, -1), _round_fp8(weights, -1).mT, offs=expert_end)
+        used = torch.arange(len(rows), device=rows.device)[:, None] < expert_end[-1]
+        rows, grad = (_round_fp8(torch.where(used, t, 0), 0) for t in (rows, grad))
+        return grad_rows, F.grouped_mm(rows.mT, grad, offs=expert_end), None
+
+
+def _round_fp8(x: Tensor, dim: int) -> Tensor:
+    """x rounded to e4m3 under a power-of-two scale for each slice along `dim`, in its own type again."""
+    largest = x.float().abs().amax(dim, keepdim=True).clamp_min(1e-12)
+    scale = torch.exp2((448 / largest).log2().floor())
+    return ((x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
+
+
+def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor,
+                backend: str, product: Callable = grouped_product) -> Tensor:
+    """Weighted sum of each token's experts: y[n] = sum_j topk_weights[n, j] * SwiGLU_e(x[n]), e = topk_idx[n, j].
+
+    x [N, D]; topk_idx [N, k] int64; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D], of x's type.
+    product is one of the two above. Returns y [N, D]. Differentiable in x, topk_weights and the three weights.
+    """
+    if backend == "loop":
+        return _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product)
+    return _sorted(x, topk_idx, topk_weights, w_gate, w_up, w_down, product, operations(backend))
+
+
+def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
+    multiply = torch.matmul if product is grouped_product else partial(_multiply_group, product)
+    y = torch.zeros_like(x)
+    for expert in range(len(w_gate)):
+        token, slot = (topk_idx == expert).nonzero(as_tuple=True)
+        if len(token) == 0:  # Float8Linear fails on an input without rows
+            continue
+        rows = x[token]
+        hidden = F.silu(multiply(rows, w_gate[expert])) * multiply(rows, w_up[expert])
+        weight = topk_weights[token, slot].to(x.dtype)
+        y = y.index_add(0, token, multiply(hidden, w_down[expert]) * weight[:, None])
+    return y
+
+
+def _multiply_group(product, rows, weight):
+    """One expert's rows [n, D] times its weight [D, F] by a grouped product, filled up to its alignment."""
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % ALIGNMENT))
+    end = torch.full((1,), len(padded), dtype=torch.int32, device=rows.device)
+    return product(padded, weight[None], end)[:len(rows)]
+
+
+def _sorted(x, topk_idx, topk_weights, w_gate, w_up, w_down, product, ops):
     # The bound on P holds for any routing; fewer rows would be written out of bounds by TileKernels.
     bound = (topk_idx.numel() + (ALIGNMENT - 1) * len(w_gate)) // ALIGNMENT * ALIGNMENT
     pos_to_expert, _, pos_to_slot, slot_to_pos, _, expert_end, *_ = ops.get_fused_mapping(
@@ -225,6 +270,6 @@ def _sorted(x, topk_idx, topk_weights, w_gate, w_up, w_down, ops):
     rows = _Expand.apply(x, slot_to_pos, pos_to_expert, ops)                                  # [P, D]
     row_weights = topk_weights.flatten().index_select(0, pos_to_slot.clamp_min(0))
     row_weights = torch.where(pos_to_slot >= 0, row_weights, 0)[:, None].to(x.dtype)
-    hidden = F.silu(grouped_product(rows, w_gate, expert_end)) * grouped_product(rows, w_up, expert_end)
-    y = grouped_product(hidden * row_weights, w_down, expert_end)  # weighted where a row is narrowest
+    hidden = F.silu(product(rows, w_gate, expert_end)) * product(rows, w_up, expert_end)
+    y = product(hidden * row_weights, w_down, expert_end)  # weighted where a row is narrowest
     return _Reduce.apply(y, slot_to_pos, pos_to_expert, ops)

@@ -21,10 +21,10 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -56,19 +56,19 @@ class Flag:
 
 def integer(low: int) -> Callable:
     def parse(text):
-        value = float(text)               # so that 10e9 is an integer
-        if not value.is_integer() or value < low:
+        value = int(text) if text.lstrip("+-").isdigit() else float(text)  # 10e9 is a whole number too
+        if not low <= value < 1 << 62 or value != int(value):
             raise ValueError(f"a whole number of at least {low}")
         return int(value)
     return parse
 
 
-def real(low: float, high: float = math.inf, open_low: bool = False) -> Callable:
+def real(low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False) -> Callable:
     def parse(text):
         value = float(text)
-        if not low <= value <= high or (open_low and value == low) or math.isinf(value):
-            raise ValueError(f"a number {'above' if open_low else 'of at least'} {low:g}"
-                             + (f" and at most {high:g}" if high < math.inf else ""))
+        if not low <= value <= high or (open_low and value == low) or (open_high and value == high) or math.isinf(value):
+            raise ValueError(f"a number {'above' if open_low else 'of at least'} {low:g}" + (
+                "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high:g}"))
         return value
     return parse
 
@@ -106,14 +106,15 @@ FLAGS = (
     Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
     Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a part of the peak"),
     Flag("weight_decay", 0.1, real(0), "of matrices; never of vectors and Engram tables"),
-    Flag("beta1", 0.9, real(0, 1), "AdamW's first decay"),
-    Flag("beta2", 0.95, real(0, 1), "AdamW's second decay"),
-    Flag("momentum", 0.95, real(0, 1), "Muon's momentum"),
+    Flag("beta1", 0.9, real(0, 1, open_high=True), "AdamW's first decay"),
+    Flag("beta2", 0.95, real(0, 1, open_high=True), "AdamW's second decay"),
+    Flag("momentum", 0.95, real(0, 1, open_high=True), "Muon's momentum"),
     Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off"),
     Flag("seed", 0, integer(0), "of weights, data order, segment noise and loop counts"),
     # machine
     Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
     Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: the lowest that the hardware has"),
+    Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
     Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: tile where it runs, else grouped; loop: reference"),
     Flag("compile", False, None, "torch.compile the layers (mode default)"),
     Flag("no_gradient_checkpointing", False, None, "keep the activations of the recurrent layers: faster, more memory"),
@@ -174,6 +175,8 @@ def model_config(args, device: torch.device) -> SpiderConfig:
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for setting in (args.set or "").split(",") if args.set else ():
         name, _, text = setting.partition("=")
+        if name == "n_loops":
+            raise UsageError("--set: n_loops has a flag of its own, --n_loops")
         if name not in fields:
             raise UsageError(f"--set: {name!r} is not a field of SpiderConfig")
         kind = type(fields[name])
@@ -265,37 +268,52 @@ def takes_fp8(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
 
 
-def convert_to_fp8(model: Spider, device: torch.device):
+def convert_to_fp8(model: Spider, device: torch.device, experts: bool):
     """Swaps the model's Linears for torchao's Float8Linear, tensorwise, in place; parameters stay the same objects.
 
-    torchao's own axiswise recipe clashes with recomputation; experts are stacked weights, no Linears."""
+    Weights are cast once per optimizer step (Spider.cast_weights_once), and evaluation multiplies without FP8.
+    torchao's own axiswise recipe clashes with recomputation. `experts`: the stacked weights of the experts as well.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    class FP8Linear(Float8Linear):
+        """torchao's, whose product takes a weight that was cast before."""
+        cast = None
+
+        def cast_weight(self, dtype: torch.dtype):
+            if not self.training:
+                return Linear.cast_weight(self, dtype)
+            self.cast = hp_tensor_to_float8_dynamic(
+                self.weight.t(), self.config.cast_config_weight.target_dtype, self.linear_mm_config,
+                gemm_input_role=GemmInputRole.WEIGHT)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                return Linear.forward(self, x)
+            weight = self.weight.t() if self.cast is None else self.cast
+            return matmul_with_hp_or_float8_args.apply(x, weight, self.linear_mm_config, self.config)
+
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True,
                                  emulate=device.type == "cpu")
     convert_to_float8_training(model, config=config, module_filter_fn=takes_fp8)
+    for module in model.modules():
+        if isinstance(module, Float8Linear):
+            module.__class__ = FP8Linear
+        elif isinstance(module, MoE):
+            module.fp8 = experts
 
 
-@contextmanager
-def without_fp8(model: Spider):
-    """Inside, the converted Linears multiply in the input's type again: for evaluation and samples."""
-    from torchao.float8.float8_linear import Float8Linear
-    converted = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    for module in converted:
-        module.forward = MethodType(Linear.forward, module)
-    try:
-        yield
-    finally:
-        for module in converted:
-            del module.forward
-
-
-def describe_fp8(model: Spider) -> str:
+def describe_fp8(model: Spider, experts: bool) -> str:
     """One line: how many Linears FP8 converts, and what it leaves and why. Ask before the conversion."""
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
     count = sum(takes_fp8(module, name) for name, module in linears)
     return (f"FP8 converts {count} of {len(linears)} Linears; high precision by name: {', '.join(kept)}; "
-            f"the routed experts' stacked weights are no Linears and stay in bf16")
+            + ("the routed experts by row and column scales" if experts else
+               "the routed experts stay in bf16: their products are small, see --fp8_experts"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,7 +345,10 @@ class Muon(torch.optim.Optimizer):
 
     def _step_batch(self, params: list[Tensor], group: dict):
         momentum, lr = group["momentum"], group["lr"]
-        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
         grads = [p.grad for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         looking_ahead = torch._foreach_lerp(grads, buffers, momentum)                        # Nesterov
@@ -367,8 +388,9 @@ class RowwiseAdagrad(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                row, value = p.grad._indices()[0], p.grad._values()
-                total = self.state[p].setdefault("sum", p.new_zeros(len(p)))
+                if not self.state[p]:
+                    self.state[p]["sum"] = p.new_zeros(len(p))
+                row, value, total = p.grad._indices()[0], p.grad._values(), self.state[p]["sum"]
                 total.index_add_(0, row, value.square().mean(1))
                 scale = -group["lr"] / (total.index_select(0, row).sqrt_() + 1e-10)
                 p.index_add_(0, row, value * scale[:, None])  # its alpha would make it ten times slower on a CPU
@@ -449,7 +471,8 @@ class Progress:
     step: int = 0                         # optimizer steps done
     bytes_seen: int = 0                   # training bytes consumed, PAD included
     best_loss: float = math.inf           # lowest validation loss, nats per byte
-    lineage: int = 0                      # grows with each --reset_steps: the order of runs in one directory
+    n_loops: int = 1                      # loops that the run trains with, which may be more than the model was made for
+    lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
 
 
 def save_checkpoint(directory: Path, model: Spider, optimizers: Optimizers, progress: Progress, epoch: int) -> Path:
@@ -458,6 +481,8 @@ def save_checkpoint(directory: Path, model: Spider, optimizers: Optimizers, prog
     Tensors and plain values only; randomness needs no state, since all of it is a function of (seed, step)."""
     path = directory / f"spider-step{progress.step}.pt"
     temporary = path.with_suffix(".tmp")
+    if path.exists():                     # of a run before this one, which started over or went back
+        set_aside(path, progress.lineage)
     with open(temporary, "wb") as file:
         torch.save(dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(),
                         cfg=dataclasses.asdict(model.config), epoch=epoch, **dataclasses.asdict(progress)), file)
@@ -467,17 +492,32 @@ def save_checkpoint(directory: Path, model: Spider, optimizers: Optimizers, prog
     return path
 
 
+def set_aside(path: Path, lineage: int):
+    """Renames a file of an earlier run, so that neither saving nor pruning touches it again."""
+    os.replace(path, path.with_suffix(f".before-{lineage}{path.suffix}"))
+
+
 def load_checkpoint(path: Path) -> dict:
-    """Reads a checkpoint, memory-mapped and weights only: nothing in the file is executed. UsageError if it is none."""
+    """Reads a checkpoint, memory-mapped and weights only: nothing in the file is executed. UsageError if it is none,
+    or one whose `cfg` and weights make no Spider."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         missing = {"model_state_dict", "optimizer_state_dict", "step", "cfg"} - set(state)
     except FileNotFoundError:
-        raise UsageError(f"--resume: {path} does not exist") from None
+        raise UsageError(f"{path} does not exist") from None
     except Exception as fault:  # whatever a damaged or foreign file provokes
         raise UsageError(f"{path} is not a checkpoint that can be read safely: {str(fault).splitlines()[0]}") from None
     if missing:
         raise UsageError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
+    try:
+        with torch.device("meta"):
+            expected = {name: tuple(t.shape) for name, t in Spider(SpiderConfig(**state["cfg"])).state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in state["model_state_dict"].items()}
+        odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    except (TypeError, ValueError, AttributeError) as fault:
+        raise UsageError(f"{path}: its cfg or weights are not a Spider's: {fault}") from None
+    if odd:
+        raise UsageError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}")
     return state
 
 
@@ -485,18 +525,14 @@ def find_checkpoints(directory: Path) -> list[tuple[int, int, Path]]:
     """(lineage, step, path) of a directory's readable checkpoints, oldest first; others are named and passed over."""
     found = []
     for path in directory.glob("spider-step*.pt"):
+        if not path.stem.removeprefix("spider-step").isdigit():
+            continue                      # a copy by hand, or set aside
         try:
             state = load_checkpoint(path)
             found.append((state.get("lineage", 0), state["step"], path))
         except UsageError as fault:
             logger.warning(f"passed over: {fault}")
     return sorted(found)
-
-
-def prune_checkpoints(directory: Path, keep: int, lineage: int):
-    """Removes all but the newest `keep` checkpoints of this lineage; other runs' files stay."""
-    for _, _, path in [found for found in find_checkpoints(directory) if found[0] == lineage][:-keep]:
-        path.unlink()
 
 
 def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
@@ -512,7 +548,10 @@ def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
 def trim_metrics(path: Path, step: int):
     """Drops the lines of metrics.jsonl behind `step`, which a resumed run writes again."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        kept = []
+        for line in path.read_text().splitlines():
+            with suppress(ValueError):    # a line that a kill cut short
+                kept += [line] * (json.loads(line)["step"] <= step)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))
         os.replace(temporary, path)
@@ -526,24 +565,26 @@ def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loo
     """Cross-entropy on the fixed validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
     model.eval()
     nats, count, real, segments = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(4))
-    for i in range(0, len(rows[0]), micro_batch):
-        ids, labels = (part[i:i + micro_batch].to(device) for part in rows)
-        out = model(ids, labels, n_loops=n_loops)
-        counted = (labels != -100).sum()
-        nats += out.nats_per_byte * counted
-        count += counted
-        real += (ids != tokenizer.PAD_ID).sum()
-        segments += out.segments
+    with model.cast_weights_once():
+        for i in range(0, len(rows[0]), micro_batch):
+            ids, labels = (part[i:i + micro_batch].to(device) for part in rows)
+            out = model(ids, labels, n_loops=n_loops)
+            counted = (labels != -100).sum()
+            nats += out.nats_per_byte * counted
+            count += counted
+            real += (ids != tokenizer.PAD_ID).sum()
+            segments += out.segments
     model.train()
     loss = float(nats / count)
     return dict(val_loss=loss, val_bpb=loss / math.log(2), val_bytes_per_segment=float(real / segments.clamp_min(1)))
 
 
-def print_sample(model: Spider, step: int, seed: int):
+def print_sample(model: Spider, step: int, n_loops: int, seed: int):
     """Logs 200 bytes that the model writes by itself; the generator is a function of (seed, step)."""
     generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(seed, step, "sample"))
     model.eval()
-    text = tokenizer.decode(list(model.generate([tokenizer.BOS_ID], 200, generator=generator)))
+    with torch.no_grad(), model.cast_weights_once():
+        text = tokenizer.decode(list(model.generate([tokenizer.BOS_ID], 200, generator=generator, n_loops=n_loops)))
     model.train()
     logger.info(f"step {step} writes: {text!r}")
 
@@ -551,7 +592,7 @@ def print_sample(model: Spider, step: int, seed: int):
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run would be: --dry_run and the start-up lines
 
-def estimate_memory(model: Spider, args, optimizer: str, dtype_bytes: int) -> dict[str, float]:
+def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, dtype_bytes: int) -> dict[str, float]:
     """Bytes by purpose; activations by counting what a layer keeps for its backward pass at 3.3 bytes per segment."""
     c = model.config
     total = sum(p.numel() for p in model.parameters())
@@ -563,7 +604,7 @@ def estimate_memory(model: Spider, args, optimizer: str, dtype_bytes: int) -> di
     block = attention + 3 * c.hidden_size + 4 * c.intermediate_size
     expert = (c.n_experts_per_tok + c.n_shared_experts) * (2 * c.hidden_size + 4 * c.moe_intermediate_size)
     visit = attention + 3 * c.hidden_size + expert
-    visits = c.n_recurrent_layers * args.n_loops
+    visits = c.n_recurrent_layers * n_loops
     kept = visits * visit if args.no_gradient_checkpointing else visits * c.hidden_size + visit
     width = sum(m.width for m in model.modules() if isinstance(m, EngramTable))
     activations = rows * ((c.n_prelude_layers + c.n_coda_layers) * block + 2 * width) * dtype_bytes
@@ -572,22 +613,25 @@ def estimate_memory(model: Spider, args, optimizer: str, dtype_bytes: int) -> di
             "weights cast to bf16": dtype_bytes % 4 * dense, "activations": activations}
 
 
-def print_dry_run(model: Spider, args, precision: str, optimizer: str, backend: str, sources):
+def print_dry_run(model: Spider, n_loops: int, args, precision: str, optimizer: str, backend: str, sources):
     """--dry_run: configuration, parameters by component, cost, memory, disk, data, FP8; nothing is allocated."""
     c = model.config
     print("configuration")
     for field in dataclasses.fields(c):
         print(f"  {field.name} = {getattr(c, field.name)}")
+    print("flags")
+    for flag in FLAGS:
+        print(f"  --{flag.name} = {getattr(args, flag.name)}")
     table = model.parameter_table()
     total, active = (sum(column) for column in zip(*table.values()))
     print(f"\n{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
     for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
         print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
-    flops = {rate: model.flops_per_byte(rate, args.n_loops, args.seq_len) for rate in (1, 3.3, 5)}
+    flops = {rate: model.flops_per_byte(rate, n_loops, args.seq_len) for rate in (1, 3.3, 5)}
     print("\ntraining FLOPs per byte, " + ", ".join(
         f"{cost / 1e9:.3g} G at {rate} bytes per segment" for rate, cost in flops.items()))
-    memory = estimate_memory(model, args, optimizer, 4 if precision == "fp32" else 2)
+    memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
     print(f"\nmemory, estimated: {sum(memory.values()) / 1e9:.1f} GB ("
           + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()) + ")")
     checkpoint = memory["parameters"] + memory["optimizer"]
@@ -601,7 +645,7 @@ def print_dry_run(model: Spider, args, precision: str, optimizer: str, backend: 
         print(f"data: {source.name} (weight {source.weight:.3g}): {len(source.train):,} training ids, "
               f"{len(source.val):,} for validation; ids checked")
     print(f"backends: experts {backend}, precision {precision}, optimizer {optimizer}")
-    print(describe_fp8(model))
+    print(describe_fp8(model, args.fp8_experts))
 
 
 def existing_parent(path: str) -> Path:
@@ -619,12 +663,30 @@ def peak_memory(device: torch.device) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # One optimizer step
 
-def warm_up(model: Spider, micro_batch: int, seq_len: int, device: torch.device):
+def make_real(model: Spider, device: torch.device, precision: str, backend: str, args):
+    """Turns a model on the meta device into one that trains: values from --seed, precision, backend, compilation."""
+    torch.manual_seed(args.seed)
+    model.to_empty(device=device)
+    model.init_weights()
+    model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    model.gradient_checkpointing = not args.no_gradient_checkpointing
+    model.set_backend(backend)
+    if precision == "fp8":
+        logger.info(describe_fp8(model, args.fp8_experts))
+        convert_to_fp8(model, device, args.fp8_experts)
+    if args.compile:
+        for layer in (*model.prelude, *model.core.layers, *model.coda):
+            layer.compile()
+    model.train()
+
+
+def warm_up(model: Spider, micro_batch: int, seq_len: int, n_loops: int, device: torch.device):
     """Two passes on dummy bytes, which compile kernels; no weight, random state, buffer or data position changes."""
     ids = (torch.arange(micro_batch * seq_len, device=device) % 251).view(micro_batch, seq_len)
-    for noise_seed in range(2):
-        model(ids, ids, noise_seed=noise_seed).loss.backward()
-        model.zero_grad(set_to_none=True)
+    with model.cast_weights_once():
+        for noise_seed in range(2):
+            model(ids, ids, n_loops=n_loops, noise_seed=noise_seed).loss.backward()
+    model.zero_grad(set_to_none=True)
 
 
 def train_step(model: Spider, optimizers: Optimizers, batches: list, n_loops: int, args) -> dict:
@@ -633,19 +695,24 @@ def train_step(model: Spider, optimizers: Optimizers, batches: list, n_loops: in
     The one host synchronisation of a step is the last line, which brings all its numbers over at once.
     """
     sums, tokens = 0, 0
-    for ids, labels, noise_seed in batches:
-        out: SpiderOutput = model(ids, labels, n_loops=n_loops, noise_seed=noise_seed)
-        (out.loss / len(batches)).backward()
-        real = (ids != tokenizer.PAD_ID).sum()
-        sums = sums + torch.stack((out.nats_per_byte.detach(), out.loss.detach(), out.segments, real, out.mean_loops))
-        tokens = tokens + out.tokens_per_expert
+    targets = torch.stack([(labels != -100).sum() for _, labels, _ in batches])
+    shares = targets / targets.sum().clamp_min(1)
+    with model.cast_weights_once():
+        for (ids, labels, noise_seed), share in zip(batches, shares):
+            out: SpiderOutput = model(ids, labels, n_loops=n_loops, noise_seed=noise_seed)
+            nats = out.nats_per_byte * share  # each byte of the step counts alike, however many are PAD
+            loss = nats + (out.loss - out.nats_per_byte) / len(batches)
+            loss.backward()
+            real = (ids != tokenizer.PAD_ID).sum()
+            sums = sums + torch.stack((nats.detach(), loss.detach(), out.segments, real, out.mean_loops))
+            tokens = tokens + out.tokens_per_expert
     norm = nn.utils.clip_grad_norm_(optimizers.dense, args.grad_clip or math.inf)
     optimizers.step()
     optimizers.zero_grad()
     model.update_expert_bias(tokens)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
     nats, loss, segments, real, loops, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
-    return dict(loss=nats / len(batches), total_loss=loss / len(batches), grad_norm=norm,
+    return dict(loss=nats, total_loss=loss, grad_norm=norm,
                 bytes_per_segment=real / max(1, segments), mean_loops=loops / len(batches), expert_balance=balance)
 
 
@@ -659,6 +726,9 @@ def command_line(argv: list[str] | None = None) -> int:
     except (UsageError, data.DataError, BackendError) as fault:
         print(f"train.py: error: {fault}", file=sys.stderr)
         return 2
+    except OSError as fault:
+        print(f"train.py: error: {fault.filename}: {fault.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -670,9 +740,10 @@ def main(args: SimpleNamespace):
     # -----------------------------------------------------------------------------------------------------------------
     # Devices and ranks
     device = resolve_device(args.device)
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if ranks > 1:
-        raise UsageError(f"WORLD_SIZE={ranks}: training on several ranks is not built yet; start one process")
+    rank, ranks = 0, 1
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training on several ranks is not built yet; start "
+                         f"one process")
     precision = resolve_precision(args.precision, device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -681,7 +752,7 @@ def main(args: SimpleNamespace):
     # -----------------------------------------------------------------------------------------------------------------
     # What to go on from, and which model that makes
     directory = Path(args.ckpt_dir)
-    found = find_checkpoints(directory) if args.resume is None else []
+    found = find_checkpoints(directory)
     resume = Path(args.resume) if args.resume else found[-1][2] if found else None
     if args.reset_steps and resume is None:
         raise UsageError(f"--reset_steps: no checkpoint in {directory} to take weights from; name one by --resume")
@@ -691,7 +762,7 @@ def main(args: SimpleNamespace):
         if args.model != "auto" or args.set:
             check_same_model(resume, state["cfg"], config)
         config = SpiderConfig(**state["cfg"])
-    n_loops = args.n_loops if "n_loops" in args.given else config.n_loops
+    n_loops = args.n_loops if "n_loops" in args.given or not state else state.get("n_loops", config.n_loops)
     with torch.device("meta"):
         model = Spider(config)
     backend = resolve_backend(args.moe_backend, device, config.hidden_size)
@@ -710,51 +781,47 @@ def main(args: SimpleNamespace):
         data.check(sources)
         loader = data.Loader(sources, args.seq_len, args.seed)
     if args.dry_run:
-        return print_dry_run(model, args, precision, optimizer, backend, sources)
+        return print_dry_run(model, n_loops, args, precision, optimizer, backend, sources)
     validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Model, real
-    torch.manual_seed(args.seed)
-    model.to_empty(device=device)
-    model.init_weights()
-    model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    model.gradient_checkpointing = not args.no_gradient_checkpointing
-    model.set_backend(backend)
+    # Model, real: values, FP8, compilation
+    make_real(model, device, precision, backend, args)
     progress = Progress()
     if state:
         model.load_state_dict(state["model_state_dict"])
-        if args.reset_steps:
-            progress.lineage = state.get("lineage", 0) + 1
-        else:
+        if not args.reset_steps:
             progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
+    progress.n_loops = n_loops
+    newest = found[-1][:2] if found else (progress.lineage, progress.step)
+    starts_over = (progress.lineage, progress.step) != newest  # --reset_steps, or --resume of an older one
+    if starts_over:
+        progress.lineage = newest[0] + 1
 
     # -----------------------------------------------------------------------------------------------------------------
-    # FP8, optimizer, compilation
+    # Optimizer
     flops_per_byte = model.flops_per_byte(3.3, n_loops, args.seq_len)
-    if precision == "fp8":
-        logger.info(describe_fp8(model))
-        convert_to_fp8(model, device)
     optimizers = Optimizers(model, optimizer, args)
     if state and not args.reset_steps:
         optimizers.load_state_dict(state["optimizer_state_dict"])
     if state:
         logger.info(f"{'weights of' if args.reset_steps else 'goes on from'} {resume} (step {state['step']})")
     del state
-    if args.compile:
-        for layer in (*model.prelude, *model.core.layers, *model.coda):
-            layer.compile()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Loop state
     batch = args.micro_batch * ranks * args.grad_accum                                       # sequences per step
-    horizon = math.ceil(args.target_tokens / (batch * args.seq_len))
+    remaining_bytes = max(0, args.target_tokens - progress.bytes_seen)
+    horizon = progress.step + math.ceil(remaining_bytes / (batch * args.seq_len))
     last_step = args.max_steps or horizon
     logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte / 1e9:.2g} GFLOP per "
                 f"byte at 3.3 bytes per segment; checkpoints in {directory}")
     directory.mkdir(parents=True, exist_ok=True)
+    if starts_over and (directory / "metrics.jsonl").exists():
+        set_aside(directory / "metrics.jsonl", progress.lineage)
     trim_metrics(directory / "metrics.jsonl", progress.step)
+    kept = [path for lineage, _, path in found if lineage == progress.lineage]  # checkpoints of this run
     wandb_run = None
     if args.run:
         import wandb
@@ -776,10 +843,8 @@ def main(args: SimpleNamespace):
     # The loop
     if progress.step >= last_step:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
-    model.train()
-    high_precision = without_fp8 if precision == "fp8" else nullcontext
     if (precision == "fp8" or args.compile) and progress.step < last_step:
-        warm_up(model, args.micro_batch, args.seq_len, device)
+        warm_up(model, args.micro_batch, args.seq_len, n_loops, device)
     first = progress.bytes_seen // args.seq_len
     upcoming = pool.submit(fetch, progress.step, first)
     started, started_step = time.perf_counter(), progress.step
@@ -806,23 +871,22 @@ def main(args: SimpleNamespace):
 
         # Once in a while: evaluate
         if args.eval_every and (progress.step % args.eval_every == 0 or last):
-            with high_precision(model):
-                metrics |= evaluate(model, validation, args.micro_batch, n_loops, device)
+            metrics |= evaluate(model, validation, args.micro_batch, n_loops, device)
             progress.best_loss = min(progress.best_loss, metrics["val_loss"])
             logger.info("validation: loss {val_loss:.4f} nats per byte, bpb {val_bpb:.4f}, {val_bytes_per_segment:.2f} "
                         "bytes per segment".format(**metrics))
         # Once in a while: write something
         if args.sample_every and (progress.step % args.sample_every == 0 or last):
-            with high_precision(model):
-                print_sample(model, progress.step, args.seed)
+            print_sample(model, progress.step, n_loops, args.seed)
         metrics_file.write(json.dumps(metrics) + "\n")
         if wandb_run:
             wandb_run.log(metrics, step=progress.step)
         # Once in a while: save
         if progress.step % args.ckpt_every == 0 or last:
-            path = save_checkpoint(directory, model, optimizers, progress, loader.epoch(first))
-            prune_checkpoints(directory, args.keep_last, progress.lineage)
-            logger.info(f"saved {path}")
+            kept.append(save_checkpoint(directory, model, optimizers, progress, loader.epoch(first)))
+            logger.info(f"saved {kept[-1]}")
+            while len(kept) > args.keep_last:
+                kept.pop(0).unlink(missing_ok=True)
         if profiler:
             profiler.step()
 

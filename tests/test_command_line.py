@@ -54,7 +54,7 @@ def test_a_flag_beats_the_environment_and_that_beats_the_default():
     ("seq_len", "1"), ("seq_len", "many"), ("seq_len", "2.5"), ("micro_batch", "0"), ("lr", "0"), ("lr", "-1"),
     ("lr", "nan"), ("lr", "inf"), ("precision", "fp16"), ("model", "2b"), ("moe_backend", "fast"),
     ("optimizer", "sgd"), ("keep_last", "1"), ("min_lr_fraction", "1.5"), ("beta1", "x"), ("schedule", ""),
-    ("target_tokens", "-3"), ("seed", "-1")])
+    ("target_tokens", "-3"), ("seed", "-1"), ("seed", "1e20"), ("beta1", "1"), ("momentum", "1"), ("max_steps", "nan")])
 def test_a_bad_value_of_a_flag_or_variable_is_named(name, text):
     with pytest.raises(UsageError, match=rf"^--{name}: "):
         parse_args([f"--{name}={text}"], environ={})
@@ -67,7 +67,10 @@ def test_a_bad_value_of_a_flag_or_variable_is_named(name, text):
 @pytest.mark.parametrize("setting,complaint", [
     ("nonsense=1", "not a field"), ("hidden_size=big", "takes int"), ("act=maybe", "true or false"),
     ("engram_layers=1+x", "whole numbers"), ("boundaries=random", "one of learned"), ("v_head_dim=7", "must equal"),
-    ("n_experts_per_tok=99", "between 1 and")])
+    ("n_experts_per_tok=99", "between 1 and"), ("hidden_size=-3", "at least 1"), ("engram_rows=5", "primes"),
+    ("engram_orders=", "need engram_orders"), ("engram_byte_orders=0", "ascending"), ("engram_orders=3+3", "ascending"),
+    ("engram_layers=-1", "between 0"), ("boundary_prior=0", "between 0 and 1"), ("rope_theta=nan", "at least 0"),
+    ("n_routed_experts=0,n_shared_experts=0", "shared expert"), ("vocab_size=100", "at least 272"), ("n_loops=2", "--n_loops")])
 def test_a_bad_model_setting_is_named(setting, complaint, capsys):
     line = refused(["--mock_data", "--model", "tiny", "--set", setting], capsys)
     assert "--set" in line and complaint in line
@@ -114,6 +117,9 @@ def test_bad_data_is_one_line_that_names_file_and_place(tmp_path, shards, capsys
     line = refused([*base, "--data_dir", shards], capsys)
     assert "b.bin" in line and "odd" in line
     assert not (tmp_path / "run").exists()
+    (shards / "b.bin").unlink()
+    (tmp_path / "file").write_text("no directory")
+    assert "file" in refused([*base, "--data_dir", shards, "--ckpt_dir", tmp_path / "file"], capsys)
 
 
 def test_what_this_machine_cannot_do_is_an_error_that_names_the_remedy(tmp_path, capsys, monkeypatch):

@@ -163,6 +163,14 @@ def test_eos_ends_a_segment_and_pad_never_does():
         assert model(ids, noise_seed=0).segments == 16
 
 
+def test_many_short_rows_need_no_longer_document_than_a_row():
+    model = awake(small_config())
+    ids = text(96, 8)
+    model(ids, ids, noise_seed=0).loss.backward()
+    together = model.eval()(ids).logits
+    torch.testing.assert_close(together[:3], model(ids[:3]).logits, rtol=0, atol=2e-5)
+
+
 def test_a_batch_without_any_segment_still_trains():
     model = awake(small_config(boundaries="whitespace"))
     ids = torch.full((2, 16), ord("x"))

@@ -39,13 +39,13 @@ def dense_reference(x, topk_idx, topk_weights, w_gate, w_up, w_down):
     return torch.einsum("ne,end->nd", weight, every)
 
 
-def check_backend(backend: str, kind: str, dtype, tolerance: float, device="cpu"):
+def check_backend(backend: str, kind: str, dtype, tolerance: float, device="cpu", product=tile_moe.grouped_product):
     """Value and every gradient of a backend against the float64 reference."""
     tensors = [t.detach().to(device).requires_grad_() for t in inputs(dtype)]
     topk_idx = routing(kind).to(device)
     upstream = torch.randn(N, D, generator=torch.Generator().manual_seed(2)).to(device)
     x, topk_weights, *weights = tensors
-    y = moe_forward(x, topk_idx, topk_weights, *weights, backend)
+    y = moe_forward(x, topk_idx, topk_weights, *weights, backend, product)
     expected = dense_reference(x, topk_idx, topk_weights, *weights)
     ours = (y, *torch.autograd.grad((y * upstream.to(y.dtype)).sum(), tensors))
     theirs = (expected, *torch.autograd.grad((expected * upstream).sum(), tensors))
@@ -62,6 +62,25 @@ KINDS = pytest.mark.parametrize("kind", ("uneven", "two experts take all", "one 
 @pytest.mark.parametrize("dtype,tolerance", ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)))
 def test_backends_equal_the_dense_reference_in_value_and_gradient(backend, kind, dtype, tolerance):
     check_backend(backend, kind, dtype, tolerance)
+
+
+@KINDS
+@pytest.mark.parametrize("backend", ("loop", "grouped"))
+def test_experts_in_emulated_fp8_follow_the_reference_within_its_rounding(backend, kind):
+    """e4m3 keeps 4 bits: 3% a product, three in a row; and rounding there must be, else nothing was emulated."""
+    check_backend(backend, kind, torch.bfloat16, 0.1, product=tile_moe.fp8_grouped_product)
+    with pytest.raises(AssertionError):
+        check_backend(backend, kind, torch.float32, 0.005, product=tile_moe.fp8_grouped_product)
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("backend", ("loop", "grouped"))
+def test_experts_in_fp8_follow_the_reference_on_a_gpu(backend, kind, monkeypatch):
+    monkeypatch.setattr("test_tile_moe.D", 256)
+    column_major = tile_moe.fp8_grouped_product
+    check_backend(backend, kind, torch.bfloat16, 0.1, "cuda",
+                  lambda rows, w, end: column_major(rows, w.mT.contiguous().mT, end))
 
 
 @KINDS
@@ -85,21 +104,19 @@ def test_grouped_equals_the_reference_on_a_gpu(kind):
     check_backend("grouped", kind, torch.bfloat16, 2e-2, "cuda")
 
 
-def test_an_expert_that_is_skipped_is_noticed(monkeypatch):
+def test_an_expert_that_is_skipped_is_noticed():
     def product(rows, weights, expert_end):
         return F.grouped_mm(rows, weights * (torch.arange(E) != 3)[:, None, None], offs=expert_end)
-    monkeypatch.setattr(tile_moe, "grouped_product", product)
     with pytest.raises(AssertionError):
-        check_backend("grouped", "two experts take all", torch.float32, 1e-6)
+        check_backend("grouped", "two experts take all", torch.float32, 1e-6, product=product)
 
 
-def test_rows_that_no_token_owns_never_reach_a_result(monkeypatch):
-    def product(rows, weights, expert_end, original=tile_moe.grouped_product):
-        out = original(rows, weights, expert_end)
+def test_rows_that_no_token_owns_never_reach_a_result():
+    def product(rows, weights, expert_end):
+        out = tile_moe.grouped_product(rows, weights, expert_end)
         tail = torch.arange(len(out)) >= expert_end[-1]
         return torch.where(tail[:, None], torch.nan, out)
-    monkeypatch.setattr(tile_moe, "grouped_product", product)
-    check_backend("grouped", "uneven", torch.float32, 1e-6)
+    check_backend("grouped", "uneven", torch.float32, 1e-6, product=product)
 
 
 def test_the_mapping_places_every_slot_once_with_aligned_groups():

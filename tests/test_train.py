@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def run(tmp_path, shards, *flags, steps=6, ckpt="run", environ=None, monkeypatch
 
 
 def final_state(directory):
-    return torch.load(max(directory.glob("*.pt"), key=lambda p: int(p.stem[11:])), weights_only=True)
+    return torch.load(train.find_checkpoints(directory)[-1][2], weights_only=True)
 
 
 def metrics(directory):
@@ -133,6 +134,54 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_refused(tmp_path,
     torch.save({"step": Harmful()}, tmp_path / "foreign.pt")
     assert train.command_line(["--resume", str(tmp_path / "foreign.pt"), "--data_dir", str(shards)]) == 2
     assert not (tmp_path / "harm").exists() and "cannot be read safely" not in capsys.readouterr().out
+
+
+def test_a_run_that_starts_over_or_goes_back_leaves_the_files_of_the_one_before(tmp_path, shards):
+    directory = run(tmp_path, shards, "--ckpt_every", "2", "--keep_last", "3", steps=6)
+    old = {path: path.read_bytes() for path in (directory / f"spider-step{n}.pt" for n in (2, 4, 6))}
+    by_hand = directory / "spider-step2-best.pt"
+    by_hand.write_bytes(old[directory / "spider-step2.pt"])
+    for flags in (("--reset_steps",), ()):                                                   # over, then back to step 2
+        run(tmp_path, shards, "--ckpt_every", "1", "--resume", str(by_hand), *flags, steps=4)
+    assert sum(path.read_bytes() in old.values() for path in directory.glob("*.pt")) == 4
+    assert [line["step"] for line in metrics(directory)] == [3, 4] and len(list(directory.glob("metrics*"))) == 3
+    on = run(tmp_path, shards, "--ckpt_every", "1", steps=5)                                 # goes on from the last run
+    assert final_state(on)["step"] == 5 and final_state(on)["lineage"] == 2
+
+
+def test_a_larger_batch_goes_on_to_the_same_number_of_bytes(tmp_path, shards):
+    run(tmp_path, shards, "--target_tokens", "640", steps=5)
+    directory = run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0)
+    state = final_state(directory)
+    assert state["bytes_seen"] == 5 * 64 + 3 * 128 and state["step"] == 8
+
+
+def test_a_line_of_metrics_that_a_kill_cut_short_is_dropped(tmp_path, shards):
+    directory = run(tmp_path, shards, steps=2)
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    run(tmp_path, shards, steps=4)
+    assert [line["step"] for line in metrics(directory)] == [1, 2, 3, 4]
+
+
+def test_loops_of_a_run_stay_its_own_when_it_goes_on(tmp_path, shards):
+    directory = run(tmp_path, shards, "--n_loops", "3", steps=1)
+    flags = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--ckpt_dir", str(directory),
+             "--eval_every", "0", "--device", "cpu"]
+    assert train.command_line([*flags, "--max_steps", "2", "--n_loops", "5"]) == 0
+    assert train.command_line([*flags, "--max_steps", "3"]) == 0
+    state = final_state(directory)
+    assert state["step"] == 3 and state["n_loops"] == 5 and state["cfg"]["n_loops"] == 3
+
+
+@pytest.mark.parametrize("change,complaint", (
+    (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg"), (dict(model_state_dict={}), "weights differ")))
+def test_a_checkpoint_of_another_program_is_refused_with_the_difference(tmp_path, shards, change, complaint, capsys):
+    directory = run(tmp_path, shards, steps=1)
+    foreign = tmp_path / "foreign.pt"
+    torch.save(final_state(directory) | change, foreign)
+    assert train.command_line(["--resume", str(foreign), "--data_dir", str(shards)]) == 2
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_another_model_than_the_checkpoints_is_refused_with_the_difference(tmp_path, shards, capsys):
@@ -235,8 +284,9 @@ def test_experts_and_hidden_matrices_go_to_muon_embeddings_head_and_router_do_no
 # Steps, loops, evaluation
 
 def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
-    """Micro-steps see the rows, the noise and the mean that the whole batch has."""
+    """Micro-steps see the rows, the noise and the mean that the whole batch has, also where rows are mostly PAD."""
     ids, labels = text(8, 32, seed=1), text(8, 32, seed=2)
+    ids[:3, 5:], labels[:3, 4:] = train.tokenizer.PAD_ID, -100
     results = []
     for parts in (1, 2, 4):
         model = awake(small_config(aux_loss_weight=0.0, z_loss_weight=0.0, ponder_weight=0.0))
@@ -249,6 +299,21 @@ def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
     for other in results[1:]:
         for key in ("loss", "grad_norm", "bytes_per_segment", "expert_balance"):
             assert other[key] == pytest.approx(results[0][key], rel=1e-4), key
+
+
+def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
+    """At a zero row, a norm without a fitting eps multiplies the gradient by thousands, which Adagrad never forgets."""
+    sums = []
+    for reset in (False, True):
+        model = awake(small_config())
+        optimizers = Optimizers(model, "adamw", parse_args([]))
+        optimizers.set_lr(1e-3, 1.0)
+        if reset:
+            optimizers.parts["engram"].reset()
+        train.train_step(model, optimizers, [(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2, parse_args([]))
+        table = model.core.layers[1].engram.table.weight
+        sums.append(float(optimizers.parts["engram"].state[table]["sum"].max()))
+    assert sums[1] < 100 * sums[0]
 
 
 def test_random_loop_counts_are_poisson_and_a_function_of_seed_and_step():
@@ -286,10 +351,51 @@ def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_pa
         assert not any(word in name for name in names)
     flags = ("--moe_backend", "grouped", "--no_gradient_checkpointing")
     bf16 = run(tmp_path, shards, *flags, "--precision", "bf16", steps=8, ckpt="bf16")
-    fp8 = run(tmp_path, shards, *flags, "--precision", "fp8", steps=8, ckpt="fp8")
+    fp8 = run(tmp_path, shards, *flags, "--precision", "fp8", "--fp8_experts", steps=8, ckpt="fp8")
     assert abs(metrics(fp8)[-1]["loss"] - metrics(bf16)[-1]["loss"]) < 0.15
     assert final_state(fp8)["model_state_dict"].keys() == final_state(bf16)["model_state_dict"].keys()
     run(tmp_path, shards, *flags, "--precision", "bf16", steps=9, ckpt="fp8")   # and on in bf16
+
+
+@pytest.mark.parametrize("fp8,experts", ((False, False), (True, False), (True, True)))
+def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(fp8, experts, monkeypatch):
+    """The casts are counted: with recomputation, two loops and two micro-steps, each Linear's weight once."""
+    model = awake(small_config())
+    model.compute_dtype, model.gradient_checkpointing = torch.bfloat16, True
+    if fp8:
+        train.convert_to_fp8(model, torch.device("cpu"), experts)
+    ids, gradients, casts = text(2, 64), [], []
+    for module in model.modules():
+        if hasattr(module, "cast_weight"):
+            monkeypatch.setattr(module, "cast_weight", lambda dtype, cast=module.cast_weight: casts.append(cast(dtype)))
+    for scope in (nullcontext, model.cast_weights_once):
+        model.zero_grad()
+        with scope():
+            for noise_seed in range(2):
+                model(ids, ids, noise_seed=noise_seed).loss.backward()
+        gradients.append({name: p.grad.to_dense().clone() for name, p in model.named_parameters()})
+    assert len(casts) == sum(hasattr(module, "cast_weight") for module in model.modules())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0.03, atol=0.01 * float(gradient.abs().max()))
+
+
+def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
+    model = awake(small_config())
+    model.compute_dtype = torch.bfloat16
+    optimizers = Optimizers(model, "adamw", args := parse_args([]))
+    optimizers.set_lr(0.1, 1.0)
+    ids = text(2, 64)
+    losses = [train.train_step(model, optimizers, [(ids, ids, 0)], 2, args)["loss"] for _ in range(2)]
+    assert losses[0] != losses[1] and all(getattr(m, "cast", None) is None for m in model.modules())
+
+
+def test_evaluation_is_without_fp8():
+    model, ids = awake(small_config()), text(2, 64)
+    model.compute_dtype = torch.bfloat16
+    plain = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
+    train.convert_to_fp8(model, torch.device("cpu"), experts=True)
+    converted = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
+    assert not torch.equal(converted[0], plain[0]) and torch.equal(converted[1], plain[1])
 
 
 @pytest.mark.slow
