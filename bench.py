@@ -129,8 +129,8 @@ def trainer(b: Bench, rate: float | None = 3.3, **flags):
     def step():
         ids, labels, _ = loader.micro_batch(count[0] * args.micro_batch, 0, args.micro_batch)
         count[0] += 1
-        return train.train_step(model, optimizers, [(ids.to(b.device), labels.to(b.device), count[0] << 20)],
-                                args.n_loops, args)
+        batch = train.Batch.of(ids, labels, count[0] << 20).to(b.device)
+        return train.train_step(model, optimizers, [batch], args.n_loops, args)
     step.bytes = args.micro_batch * args.seq_len
     step.flops = lambda measured: model.flops_per_byte(measured, args.n_loops, args.seq_len)
     step.precision = precision

@@ -624,13 +624,15 @@ class RecurrentCore(nn.Module):
 def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, recalled,
           recompute: bool) -> tuple[Tensor, Routing]:
     """One pass through a core layer, its activations recomputed in the backward pass if asked: with the routing of the
-    first time, since a near-tie that falls the other way would corrupt the gradient."""
+    first time, since a near-tie that falls the other way would corrupt the gradient. Both passes are one graph to
+    torch.compile, which might otherwise keep different tensors for each."""
     if not recompute:
         return layer(x, packing, share, recalled)
-    decided = []
+    undecided = x.new_full((len(x), layer.moe.config.n_experts_per_tok), -1, dtype=torch.int64)
+    decided = [undecided]
 
     def run(x):
-        y, routing = layer(x, packing, share, recalled, decided[0] if decided else None)
+        y, routing = layer(x, packing, share, recalled, decided[-1])
         decided.append(routing.topk_idx)
         return y, routing
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
@@ -782,16 +784,18 @@ class Spider(nn.Module):
         return b, ((rate - c.boundary_alpha).relu() + (low - rate).relu()).mean()
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
-                noise_seed: int | Tensor | None = None) -> SpiderOutput:
+                noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
         """input_ids [B, T] int64; labels [B, T], already shifted, -100 ignored; n_loops, or the config's.
 
         In training mode row i's segment noise is a function of noise_seed + i, or comes from torch's default generator
-        where that is None. Documents end at EOS and begin at BOS; every row begins one.
+        where that is None. Documents end at EOS and begin at BOS; every row begins one. cu_seqlens is
+        document_cu_seqlens(input_ids): worked out beforehand on the host, it saves a wait for the device.
         """
         c, (sequences, length) = self.config, input_ids.shape
         n_loops = c.n_loops if n_loops is None else n_loops
         ids = input_ids.reshape(-1)
-        packing = Packing.build(document_cu_seqlens(input_ids), len(ids), length, c, self.compute_dtype)
+        cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
+        packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype)
         shifted = shifted_bytes(ids, packing.position, max((1,) + c.engram_orders + c.engram_byte_orders))
 
         x = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)                       # [M, D]
@@ -807,7 +811,9 @@ class Spider(nn.Module):
         segments = len(z)
         if segments:
             rows = round_up(segments, max(1, min(length, len(ids) // 64)))  # few sizes: kernels are made once per size
-            last_byte = F.pad(b.detach().nonzero().squeeze(1), (0, rows - segments))         # [rows], of each segment
+            byte = torch.arange(len(ids), device=ids.device)
+            own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
+            last_byte = byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]            # of each segment
             share = F.pad(none.new_full((segments,), 1 / segments), (0, rows - segments))
             cu_seqlens = F.pad(segment_cu_seqlens, (0, int(rows > segments)), value=rows)  # the rest, a document apart
             z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)),

@@ -169,12 +169,12 @@ def route(score: Tensor, expert_bias: Tensor, k: int, share: Tensor, backend: st
           topk_idx: Tensor | None = None) -> Routing:
     """Softmax over the scores [N, E]; selection by probability + expert_bias [E], weights from the probabilities alone.
 
-    share [N] is each token's part in the means: 1 / tokens, or 0 for a row that only fills up. A given topk_idx, the
-    decision of an earlier pass, is kept whatever the scores say now (recomputation).
+    share [N] is each token's part in the means: 1 / tokens, or 0 for a row that only fills up. A given topk_idx [N, k],
+    the decision of an earlier pass, is kept whatever the scores say now (recomputation); -1 in it is undecided.
     """
     ops, prob = operations(backend), score.softmax(-1)
-    if topk_idx is None:
-        topk_idx = ops.topk_gate(prob.detach() + expert_bias, k)
+    chosen = ops.topk_gate(prob.detach() + expert_bias, k)
+    topk_idx = chosen if topk_idx is None else torch.where(topk_idx < 0, chosen, topk_idx)
     weights = _Normalize.apply(prob.gather(1, topk_idx), ops)
     counted = topk_idx.masked_fill((share == 0)[:, None], -1)
     load = ops.aux_fi(counted, len(expert_bias), k) * (len(share) * share.max())  # aux_fi divides by all rows

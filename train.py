@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 import data
 import tokenizer
-from spider_model import PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput
+from spider_model import (PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
+                          document_cu_seqlens)
 from tile_moe import BACKENDS, BackendError, resolve_backend
 
 
@@ -668,7 +669,8 @@ def make_real(model: Spider, device: torch.device, precision: str, backend: str,
     torch.manual_seed(args.seed)
     model.to_empty(device=device)
     model.init_weights()
-    model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    emulated = precision == "fp8" and not multiplies_bf16(device)
+    model.compute_dtype = torch.float32 if precision == "fp32" or emulated else torch.bfloat16
     model.gradient_checkpointing = not args.no_gradient_checkpointing
     model.set_backend(backend)
     if precision == "fp8":
@@ -689,29 +691,50 @@ def warm_up(model: Spider, micro_batch: int, seq_len: int, n_loops: int, device:
     model.zero_grad(set_to_none=True)
 
 
-def train_step(model: Spider, optimizers: Optimizers, batches: list, n_loops: int, args) -> dict:
-    """Forward, backward and update over the micro-steps' (ids, labels, noise_seed); returns the step's statistics.
+@dataclass
+class Batch:
+    """One micro-step's sequences; what only the host can count cheaply is counted there, before they travel."""
+    ids: Tensor                           # [B, T] int64
+    labels: Tensor                        # [B, T] int64, -100 where nothing counts
+    noise_seed: int                       # of the first row's segment noise
+    cu_seqlens: Tensor                    # int32 [documents + 1]
+    targets: int                          # labels that count
+    real: int                             # bytes that are not PAD
 
-    The one host synchronisation of a step is the last line, which brings all its numbers over at once.
+    @classmethod
+    def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> "Batch":
+        """A batch on the host."""
+        return cls(ids, labels, noise_seed, document_cu_seqlens(ids), int((labels != -100).sum()),
+                   int((ids != tokenizer.PAD_ID).sum()))
+
+    def to(self, device: torch.device) -> "Batch":
+        if device.type == "cpu":
+            return self
+        moved = (t.pin_memory().to(device, non_blocking=True) for t in (self.ids, self.labels, self.cu_seqlens))
+        return dataclasses.replace(self, **dict(zip(("ids", "labels", "cu_seqlens"), moved)))
+
+
+def train_step(model: Spider, optimizers: Optimizers, batches: list[Batch], n_loops: int, args) -> dict:
+    """Forward, backward and update over the micro-steps; returns the step's statistics.
+
+    Waits for the device once a micro-step, for the number of segments, and in the last line, for all its numbers.
     """
-    sums, tokens = 0, 0
-    targets = torch.stack([(labels != -100).sum() for _, labels, _ in batches])
-    shares = targets / targets.sum().clamp_min(1)
+    sums, tokens, targets = 0, 0, max(1, sum(batch.targets for batch in batches))
     with model.cast_weights_once():
-        for (ids, labels, noise_seed), share in zip(batches, shares):
-            out: SpiderOutput = model(ids, labels, n_loops=n_loops, noise_seed=noise_seed)
-            nats = out.nats_per_byte * share  # each byte of the step counts alike, however many are PAD
+        for batch in batches:
+            out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
+            nats = out.nats_per_byte * (batch.targets / targets)  # bytes count alike, however many others are PAD
             loss = nats + (out.loss - out.nats_per_byte) / len(batches)
             loss.backward()
-            real = (ids != tokenizer.PAD_ID).sum()
-            sums = sums + torch.stack((nats.detach(), loss.detach(), out.segments, real, out.mean_loops))
+            sums = sums + torch.stack((nats.detach(), loss.detach(), out.segments, out.mean_loops))
             tokens = tokens + out.tokens_per_expert
     norm = nn.utils.clip_grad_norm_(optimizers.dense, args.grad_clip or math.inf)
     optimizers.step()
     optimizers.zero_grad()
     model.update_expert_bias(tokens)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
-    nats, loss, segments, real, loops, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
+    nats, loss, segments, loops, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
+    real = sum(batch.real for batch in batches)
     return dict(loss=nats, total_loss=loss, grad_norm=norm,
                 bytes_per_segment=real / max(1, segments), mean_loops=loops / len(batches), expert_balance=balance)
 
@@ -832,11 +855,12 @@ def main(args: SimpleNamespace):
     pool = ThreadPoolExecutor(1)
 
     def fetch(step: int, first: int) -> list:
-        """This rank's micro-batches (ids, labels, noise_seed) of a step whose first sequence of the run is `first`."""
+        """This rank's micro-batches of a step whose first sequence of the run is `first`."""
         noise, out = step_seed(args.seed, step, "noise"), []
         for micro_step in range(args.grad_accum):
             ids, labels, _ = loader.micro_batch(first, micro_step, args.micro_batch, rank, ranks)
-            out.append((ids, labels, noise + (micro_step * ranks + rank) * args.micro_batch))
+            noise_seed = noise + (micro_step * ranks + rank) * args.micro_batch
+            out.append(Batch.of(ids, labels, noise_seed).to(device))
         return out
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -851,8 +875,7 @@ def main(args: SimpleNamespace):
     while progress.step < last_step:
         # -------------------------------------------------------------------------------------------------------------
         step_start = time.perf_counter()
-        batches = [(ids.to(device, non_blocking=True), labels.to(device, non_blocking=True), noise)
-                   for ids, labels, noise in upcoming.result()]
+        batches = upcoming.result()
         upcoming = pool.submit(fetch, progress.step + 1, first + batch)
         if args.engram_reset and first and loader.epoch(first) > loader.epoch(first - batch):
             optimizers.parts["engram"].reset()

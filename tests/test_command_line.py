@@ -194,10 +194,21 @@ def test_the_profiler_leaves_a_trace(tmp_path):
     assert (tmp_path / "checkpoints" / "trace.json").stat().st_size > 1000
 
 
+@pytest.mark.gpu
+def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path):
+    base = ("--mock_data", "--model", "small", "--max_steps", "8", "--seq_len", "256", "--micro_batch", "8",
+            "--eval_every", "0")
+    for flags in ((), ("--grad_accum", "4", "--n_loops", "6"), ("--compile",), ("--fp8_experts",)):
+        done = command(*base, "--precision", "fp8", *flags, "--ckpt_dir", "-".join(("run", *flags)), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / "-".join(("run", *flags)) / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["loss"] < json.loads(lines[0])["loss"]
+
+
 @pytest.mark.slow
 def test_compiled_layers_train_like_the_others(tmp_path):
-    base = ("--mock_data", "--max_steps", "4", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0",
-            "--precision", "fp32", "--no_gradient_checkpointing", "--set", "boundaries=every_third")
+    base = ("--mock_data", "--max_steps", "3", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0",
+            "--n_loops", "2", "--precision", "fp32")
     losses = []
     for flags in ((), ("--compile",)):
         done = command(*base, *flags, "--ckpt_dir", f"run{len(flags)}", cwd=tmp_path)

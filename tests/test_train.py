@@ -11,7 +11,7 @@ from conftest import awake, small_config, text
 
 import data
 import train
-from train import Muon, Optimizers, RowwiseAdagrad, lr_factor, orthogonalize, parse_args
+from train import Batch, Muon, Optimizers, RowwiseAdagrad, lr_factor, orthogonalize, parse_args
 
 SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
          "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
@@ -294,7 +294,7 @@ def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
         optimizers = Optimizers(model, "adamw", args)
         optimizers.set_lr(0.0, 0.0)
         size = 8 // parts
-        batches = [(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
+        batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
         results.append(train.train_step(model, optimizers, batches, 2, args))
     for other in results[1:]:
         for key in ("loss", "grad_norm", "bytes_per_segment", "expert_balance"):
@@ -310,7 +310,7 @@ def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
         optimizers.set_lr(1e-3, 1.0)
         if reset:
             optimizers.parts["engram"].reset()
-        train.train_step(model, optimizers, [(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2, parse_args([]))
+        train.train_step(model, optimizers, [Batch.of(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2, parse_args([]))
         table = model.core.layers[1].engram.table.weight
         sums.append(float(optimizers.parts["engram"].state[table]["sum"].max()))
     assert sums[1] < 100 * sums[0]
@@ -385,7 +385,7 @@ def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
     optimizers = Optimizers(model, "adamw", args := parse_args([]))
     optimizers.set_lr(0.1, 1.0)
     ids = text(2, 64)
-    losses = [train.train_step(model, optimizers, [(ids, ids, 0)], 2, args)["loss"] for _ in range(2)]
+    losses = [train.train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2, args)["loss"] for _ in range(2)]
     assert losses[0] != losses[1] and all(getattr(m, "cast", None) is None for m in model.modules())
 
 
@@ -396,6 +396,34 @@ def test_evaluation_is_without_fp8():
     train.convert_to_fp8(model, torch.device("cpu"), experts=True)
     converted = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
     assert not torch.equal(converted[0], plain[0]) and torch.equal(converted[1], plain[1])
+
+
+def test_the_warm_up_passes_change_nothing():
+    model = awake(small_config())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    train.warm_up(model, 2, 32, 2, torch.device("cpu"))
+    assert torch.equal(random_state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    assert_same(before, dict(model.state_dict()))
+
+
+@pytest.mark.slow
+def test_compilation_settles_although_the_number_of_segments_changes():
+    """Recomputation, loops and steps of many sizes share the graphs of the first few steps."""
+    torch._dynamo.reset()
+    args = parse_args(["--compile"])
+    with torch.device("meta"):
+        model = train.Spider(small_config())
+    train.make_real(model, torch.device("cpu"), "fp32", "grouped", args)
+    optimizers = Optimizers(model, "adamw", args)
+    graphs, rates = [], set()
+    for step in range(10):
+        with torch.no_grad():
+            model.boundary_predictor[2].bias.fill_((-2.0, 0.5, -1.0)[step % 3])
+        ids = text(4, 128, seed=step)
+        rates.add(train.train_step(model, optimizers, [Batch.of(ids, ids, step)], 2, args)["bytes_per_segment"])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert max(rates) > 1.5 * min(rates) and graphs[0] > 0 and graphs[4] == graphs[9]
 
 
 @pytest.mark.slow
