@@ -38,6 +38,7 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 MIB = 1 << 20
 BLOCK = 10_000                # sequences in which the sources of a mixture have their exact shares
 CHECK_ALL = 2048 * MIB        # up to here, `check` looks at all of the data
+AHEAD = 4096                  # sequences whose places are worked out at a time: numpy's calls cost more than their work
 HELD_OUT = 10_000_000         # most ids held out where no shard is for validation
 LINE_LIMIT = 256 * MIB        # longest JSON line
 STDIN = ".stdin.txt"          # standard input, while it is prepared
@@ -291,6 +292,7 @@ class Loader:
         self.windows = -(-self.targets // seq_len)                                    # in an epoch
         self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
         self.ends = self.counts.cumsum()
+        self.ahead_from, self.ahead = 0, self._place(np.arange(0))  # places of sequences worked out together
         for source, targets, count in zip(sources, self.targets, self.counts):
             if targets < seq_len:
                 raise DataError(f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
@@ -304,8 +306,13 @@ class Loader:
         `first` sequences were consumed before this optimizer step, whose sequences are the same on any number of ranks.
         """
         import torch
-        g = first + (micro_step * ranks + rank) * micro_batch + np.arange(micro_batch)
-        return *self.rows(g), torch.from_numpy(g)
+        begin = first + (micro_step * ranks + rank) * micro_batch - self.ahead_from
+        if not 0 <= begin <= len(self.ahead[0]) - micro_batch:
+            self.ahead_from, begin = begin + self.ahead_from, 0
+            self.ahead = self._place(self.ahead_from + np.arange(max(micro_batch, AHEAD)))
+        places = (part[begin:begin + micro_batch] for part in self.ahead)
+        g = self.ahead_from + begin + np.arange(micro_batch)
+        return *cut_rows(self.streams, *places, self.seq_len), torch.from_numpy(g)
 
     def rows(self, g: np.ndarray):
         """Sequences g [n]: (input_ids, labels), int64 [n, seq_len]; labels are shifted, -100 does not count."""
