@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -41,6 +42,7 @@ CHECK_ALL = 2048 * MIB        # up to here, `check` looks at all of the data
 AHEAD = 4096                  # sequences whose places are worked out at a time: numpy's calls cost more than their work
 HELD_OUT = 10_000_000         # most ids held out where no shard is for validation
 LINE_LIMIT = 256 * MIB        # longest JSON line
+VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)
 STDIN = ".stdin.txt"          # standard input, while it is prepared
 
 
@@ -136,7 +138,7 @@ def open_source(directory: str, weight: float) -> Source:
 def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
     """(path, split, entry in metadata.json) of the .bin files in and below a directory, sorted by relative name.
 
-    Without an entry, a name or a folder that begins with "val" makes the split "val", else it is "train".
+    Without an entry, a name or a folder such as val, val_00, valid or validation-1 makes the split "val", else "train".
     """
     advice = f"make shards by `python data.py prepare INPUT --out {directory}`"
     if not os.path.isdir(directory):
@@ -148,7 +150,7 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
         raise DataError(f"{os.path.join(directory, name)}: missing, though metadata.json lists it")
     if not names:
         raise DataError(f"{directory}: no .bin file in it; {advice}")
-    splits = ["val" if any(part.lower().startswith("val") for part in Path(name).parts) else "train" for name in names]
+    splits = ["val" if any(VALIDATION.match(part) for part in Path(name).parts) else "train" for name in names]
     return [(os.path.join(directory, name), entries[name]["split"] if name in entries else split, entries.get(name))
             for name, split in zip(names, splits)]
 

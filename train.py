@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -476,7 +477,13 @@ class Progress:
     lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
 
 
-def save_checkpoint(directory: Path, model: Spider, optimizers: Optimizers, progress: Progress, epoch: int) -> Path:
+# What makes a run the same run: other values go on from the same weights, but as another run.
+IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "grad_accum", "lr", "schedule", "warmup_steps",
+            "target_tokens", "random_loops", "engram_reset")
+
+
+def save_checkpoint(directory: Path, model: Spider, optimizers: Optimizers, progress: Progress, epoch: int,
+                    args) -> Path:
     """Writes spider-step{N}.pt under a temporary name, then renames it: a file under that name is whole.
 
     Tensors and plain values only; randomness needs no state, since all of it is a function of (seed, step)."""
@@ -486,7 +493,8 @@ def save_checkpoint(directory: Path, model: Spider, optimizers: Optimizers, prog
         set_aside(path, progress.lineage)
     with open(temporary, "wb") as file:
         torch.save(dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(),
-                        cfg=dataclasses.asdict(model.config), epoch=epoch, **dataclasses.asdict(progress)), file)
+                        cfg=dataclasses.asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
+                        epoch=epoch, **dataclasses.asdict(progress)), file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -830,6 +838,10 @@ def main(args: SimpleNamespace):
         optimizers.load_state_dict(state["optimizer_state_dict"])
     if state:
         logger.info(f"{'weights of' if args.reset_steps else 'goes on from'} {resume} (step {state['step']})")
+        changed = [f"--{name} was {value}, is {getattr(args, name)}" for name, value in state.get("flags", {}).items()
+                   if getattr(args, name) != value]
+        if changed and not args.reset_steps:
+            logger.warning(f"not the same run any more: {'; '.join(changed)}")
     del state
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -906,7 +918,7 @@ def main(args: SimpleNamespace):
             wandb_run.log(metrics, step=progress.step)
         # Once in a while: save
         if progress.step % args.ckpt_every == 0 or last:
-            kept.append(save_checkpoint(directory, model, optimizers, progress, loader.epoch(first)))
+            kept.append(save_checkpoint(directory, model, optimizers, progress, loader.epoch(first), args))
             logger.info(f"saved {kept[-1]}")
             while len(kept) > args.keep_last:
                 kept.pop(0).unlink(missing_ok=True)
@@ -927,12 +939,11 @@ def main(args: SimpleNamespace):
 
 def progress_line(metrics: dict, last_step: int, memory: float, remaining: float) -> str:
     """The step's numbers for people; `remaining` in seconds, memory in GB."""
-    minutes, seconds = divmod(round(remaining), 60)
     bpb = metrics["loss"] / math.log(2)
     return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {bpb:.4f} | "
             f"lr {metrics['lr']:.2e} | norm {metrics['grad_norm']:.3f} | {metrics['tok_per_sec']:,.0f} bytes/s | "
             f"{metrics['bytes_per_segment']:.2f} bytes/segment | {metrics['mean_loops']:.2f} loops | "
-            f"balance {metrics['expert_balance']:.2f} | {memory:.2f} GB | ETA {minutes}:{seconds:02}")
+            f"balance {metrics['expert_balance']:.2f} | {memory:.2f} GB | ETA {timedelta(seconds=round(remaining))}")
 
 
 def start_profiler(device: torch.device, directory: Path):

@@ -149,11 +149,12 @@ def test_a_run_that_starts_over_or_goes_back_leaves_the_files_of_the_one_before(
     assert final_state(on)["step"] == 5 and final_state(on)["lineage"] == 2
 
 
-def test_a_larger_batch_goes_on_to_the_same_number_of_bytes(tmp_path, shards):
+def test_a_larger_batch_goes_on_to_the_same_number_of_bytes_and_says_what_changed(tmp_path, shards, capsys):
     run(tmp_path, shards, "--target_tokens", "640", steps=5)
     directory = run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0)
     state = final_state(directory)
     assert state["bytes_seen"] == 5 * 64 + 3 * 128 and state["step"] == 8
+    assert "--micro_batch was 2, is 4" in capsys.readouterr().err
 
 
 def test_a_line_of_metrics_that_a_kill_cut_short_is_dropped(tmp_path, shards):
