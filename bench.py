@@ -68,7 +68,9 @@ class Bench:
 
 
 def show(value) -> str:
-    return f"{value:,.0f}" if isinstance(value, float) and value >= 1000 else f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,8 +118,8 @@ def trainer(b: Bench, rate: float | None = 3.3, **flags):
     with torch.device("meta"):
         model = Spider(config)
     precision = b.precision if args.precision == "auto" else args.precision
-    train.make_real(model, b.device, precision, tile_moe.resolve_backend(args.moe_backend, b.device, config.hidden_size),
-                    args)
+    backend = tile_moe.resolve_backend(args.moe_backend, b.device, config.hidden_size)
+    train.make_real(model, b.device, precision, backend, args)
     if rate is not None:
         with torch.no_grad():
             model.boundary_predictor[2].weight.zero_()
@@ -273,7 +275,8 @@ def parts(b: Bench):
         torch.Tensor.backward, train.Optimizers.step = original, optimize
     named = sum(seconds for name, seconds in spent.items() if name.startswith("forward:"))
     spent["forward: the rest"] = spent["forward, all"] - named
-    spent["the rest (data, clip, statistics)"] = whole - sum(s for n, s in spent.items() if not n.startswith("forward:"))
+    named = sum(seconds for name, seconds in spent.items() if not name.startswith("forward:"))
+    spent["the rest (data, clip, statistics)"] = whole - named
     b.table("parts", [{"part": name, "ms a step": seconds / rounds * 1e3, "share": seconds / whole}
                       for name, seconds in sorted(spent.items(), key=lambda item: -item[1])])
 

@@ -765,7 +765,7 @@ class Spider(nn.Module):
             if self.training:
                 noise = boundary_noise(noise_seed, *input_ids.shape, ids.device).flatten()
                 soft = ((logit + noise) / c.boundary_temperature).sigmoid()
-                b = (soft > 0.5).to(dtype) + (soft - soft.detach())
+                b = (soft > 0.5).to(dtype) + (soft - soft.detach()).nan_to_num(0)  # a count, whatever diverges
             else:
                 total = logit.sigmoid().double().cumsum(0)
                 before = F.pad(total, (1, -1))

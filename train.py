@@ -43,6 +43,10 @@ class UsageError(Exception):
     """Something that was asked for cannot be done; the message is one line that names it and the remedy."""
 
 
+class Diverged(Exception):
+    """Training cannot go on as it is; the message is one line with advice."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags and environment: flag, then environment variable, then default
 
@@ -68,7 +72,8 @@ def integer(low: int) -> Callable:
 def real(low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False) -> Callable:
     def parse(text):
         value = float(text)
-        if not low <= value <= high or (open_low and value == low) or (open_high and value == high) or math.isinf(value):
+        excluded = (open_low and value == low) or (open_high and value == high) or math.isinf(value)
+        if excluded or not low <= value <= high:
             raise ValueError(f"a number {'above' if open_low else 'of at least'} {low:g}" + (
                 "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high:g}"))
         return value
@@ -112,6 +117,7 @@ FLAGS = (
     Flag("beta2", 0.95, real(0, 1, open_high=True), "AdamW's second decay"),
     Flag("momentum", 0.95, real(0, 1, open_high=True), "Muon's momentum"),
     Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off"),
+    Flag("max_skipped", 10, integer(1), "stop after so many steps in a row that are not finite"),
     Flag("seed", 0, integer(0), "of weights, data order, segment noise and loop counts"),
     # machine
     Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
@@ -253,10 +259,10 @@ def resolve_precision(name: str, device: torch.device) -> str:
 
 def keep_freed_memory():
     """Has glibc keep what tensors free for the next ones: handed back, it is faulted in again page by page."""
-    mmap_threshold, trim_threshold, top_pad = -3, -1, -2
+    trim_threshold, top_pad, mmap_max = -1, -2, -4
     with suppress(OSError, AttributeError):  # another C library: nothing to set
         libc = ctypes.CDLL("libc.so.6")
-        for parameter, size in ((mmap_threshold, 1 << 25), (trim_threshold, (1 << 31) - 1), (top_pad, 1 << 26)):
+        for parameter, size in ((mmap_max, 0), (trim_threshold, (1 << 31) - 1), (top_pad, 1 << 26)):
             libc.mallopt(parameter, size)
 
 
@@ -473,7 +479,7 @@ class Progress:
     step: int = 0                         # optimizer steps done
     bytes_seen: int = 0                   # training bytes consumed, PAD included
     best_loss: float = math.inf           # lowest validation loss, nats per byte
-    n_loops: int = 1                      # loops that the run trains with, which may be more than the model was made for
+    n_loops: int = 1                      # loops that the run trains with, perhaps more than the model was made for
     lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
 
 
@@ -725,7 +731,8 @@ class Batch:
 def train_step(model: Spider, optimizers: Optimizers, batches: list[Batch], n_loops: int, args) -> dict:
     """Forward, backward and update over the micro-steps; returns the step's statistics.
 
-    Waits for the device once a micro-step, for the number of segments, and in the last line, for all its numbers.
+    Waits for the device once a micro-step, for the number of segments, and once for all its numbers, before the weights
+    are touched: where loss or gradient is not finite they stay as they are, and `skipped` is true.
     """
     sums, tokens, targets = 0, 0, max(1, sum(batch.targets for batch in batches))
     with model.cast_weights_once():
@@ -737,26 +744,32 @@ def train_step(model: Spider, optimizers: Optimizers, batches: list[Batch], n_lo
             sums = sums + torch.stack((nats.detach(), loss.detach(), out.segments, out.mean_loops))
             tokens = tokens + out.tokens_per_expert
     norm = nn.utils.clip_grad_norm_(optimizers.dense, args.grad_clip or math.inf)
-    optimizers.step()
-    optimizers.zero_grad()
-    model.update_expert_bias(tokens)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
     nats, loss, segments, loops, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
+    skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    if not skipped:
+        optimizers.step()
+        model.update_expert_bias(tokens)
+    optimizers.zero_grad()
     real = sum(batch.real for batch in batches)
     return dict(loss=nats, total_loss=loss, grad_norm=norm,
-                bytes_per_segment=real / max(1, segments), mean_loops=loops / len(batches), expert_balance=balance)
+                bytes_per_segment=real / max(1, segments), mean_loops=loops / len(batches), expert_balance=balance,
+                skipped=skipped)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
 def command_line(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 2 with one line on stderr for a bad flag, environment, file or machine."""
+    """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence."""
     try:
         main(parse_args(argv))
     except (UsageError, data.DataError, BackendError) as fault:
         print(f"train.py: error: {fault}", file=sys.stderr)
         return 2
+    except Diverged as fault:
+        print(f"train.py: error: {fault}", file=sys.stderr)
+        return 1
     except OSError as fault:
         print(f"train.py: error: {fault.filename}: {fault.strerror}", file=sys.stderr)
         return 2
@@ -883,7 +896,7 @@ def main(args: SimpleNamespace):
         warm_up(model, args.micro_batch, args.seq_len, n_loops, device)
     first = progress.bytes_seen // args.seq_len
     upcoming = pool.submit(fetch, progress.step, first)
-    started, started_step = time.perf_counter(), progress.step
+    started, started_step, skipped = time.perf_counter(), progress.step, 0
     while progress.step < last_step:
         # -------------------------------------------------------------------------------------------------------------
         step_start = time.perf_counter()
@@ -895,6 +908,7 @@ def main(args: SimpleNamespace):
         factor = lr_factor(progress.step, horizon, args)
         optimizers.set_lr(args.lr, factor)
         numbers = train_step(model, optimizers, batches, loops_of_step(args, n_loops, progress.step), args)
+        skipped = skipped + 1 if numbers["skipped"] else 0
         seconds = time.perf_counter() - step_start
         # -------------------------------------------------------------------------------------------------------------
         first += batch
@@ -904,6 +918,13 @@ def main(args: SimpleNamespace):
         remaining = (last_step - progress.step) * (time.perf_counter() - started) / (progress.step - started_step)
         logger.info(progress_line(metrics, last_step, peak_memory(device), remaining))
 
+        # Once in a while: a step whose loss or gradient is not finite
+        if skipped:
+            logger.warning(f"step {progress.step} skipped: loss or gradient is not finite; its bytes are sequences "
+                           f"{first - batch} to {first - 1} of the run")
+        if skipped == args.max_skipped:
+            raise Diverged(f"{skipped} steps in a row had a loss or gradient that is not finite; nothing was saved "
+                           f"since: go on from the newest checkpoint with a lower --lr or more --warmup_steps")
         # Once in a while: evaluate
         if args.eval_every and (progress.step % args.eval_every == 0 or last):
             metrics |= evaluate(model, validation, args.micro_batch, n_loops, device)
@@ -913,11 +934,12 @@ def main(args: SimpleNamespace):
         # Once in a while: write something
         if args.sample_every and (progress.step % args.sample_every == 0 or last):
             print_sample(model, progress.step, n_loops, args.seed)
-        metrics_file.write(json.dumps(metrics) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        metrics_file.write(json.dumps(finite) + "\n")
         if wandb_run:
             wandb_run.log(metrics, step=progress.step)
         # Once in a while: save
-        if progress.step % args.ckpt_every == 0 or last:
+        if not skipped and progress.step % args.ckpt_every == 0 or last:
             kept.append(save_checkpoint(directory, model, optimizers, progress, loader.epoch(first), args))
             logger.info(f"saved {kept[-1]}")
             while len(kept) > args.keep_last:

@@ -70,7 +70,8 @@ def test_a_bad_value_of_a_flag_or_variable_is_named(name, text):
     ("n_experts_per_tok=99", "between 1 and"), ("hidden_size=-3", "at least 1"), ("engram_rows=5", "primes"),
     ("engram_orders=", "need engram_orders"), ("engram_byte_orders=0", "ascending"), ("engram_orders=3+3", "ascending"),
     ("engram_layers=-1", "between 0"), ("boundary_prior=0", "between 0 and 1"), ("rope_theta=nan", "at least 0"),
-    ("n_routed_experts=0,n_shared_experts=0", "shared expert"), ("vocab_size=100", "at least 272"), ("n_loops=2", "--n_loops")])
+    ("n_routed_experts=0,n_shared_experts=0", "shared expert"), ("vocab_size=100", "at least 272"),
+    ("n_loops=2", "--n_loops")])
 def test_a_bad_model_setting_is_named(setting, complaint, capsys):
     line = refused(["--mock_data", "--model", "tiny", "--set", setting], capsys)
     assert "--set" in line and complaint in line

@@ -176,7 +176,8 @@ def test_loops_of_a_run_stay_its_own_when_it_goes_on(tmp_path, shards):
 
 
 @pytest.mark.parametrize("change,complaint", (
-    (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg"), (dict(model_state_dict={}), "weights differ")))
+    (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg"),
+    (dict(model_state_dict={}), "weights differ")))
 def test_a_checkpoint_of_another_program_is_refused_with_the_difference(tmp_path, shards, change, complaint, capsys):
     directory = run(tmp_path, shards, steps=1)
     foreign = tmp_path / "foreign.pt"
@@ -323,6 +324,27 @@ def test_random_loop_counts_are_poisson_and_a_function_of_seed_and_step():
     assert draws == [train.loops_of_step(args, 6, step) for step in range(2000)]
     assert min(draws) >= 1 and abs(np.mean(draws) - 6) < 0.2 and abs(np.var(draws) - 6) < 0.6
     assert {train.loops_of_step(parse_args([]), 6, step) for step in range(9)} == {6}
+
+
+def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_run(tmp_path, shards, capsys):
+    model = awake(small_config())
+    optimizers = Optimizers(model, "muon", args := parse_args([]))
+    batch = [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)]
+    train.train_step(model, optimizers, batch, 2, args)
+    with torch.no_grad():
+        model.prelude[0].ffn.down_proj.weight[0, 0] = math.inf
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert train.train_step(model, optimizers, batch, 2, args)["skipped"]
+    assert_same(before, dict(model.state_dict()))
+    directory = run(tmp_path, shards, "--ckpt_every", "1", steps=2)
+    state = {path: path.read_bytes() for path in directory.glob("*.pt")}
+    capsys.readouterr()
+    argv = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", "40", "--device", "cpu",
+            "--ckpt_dir", str(directory), "--lr", "1e30", "--grad_clip", "0", "--eval_every", "0", "--max_skipped", "3"]
+    assert train.command_line(argv) == 1
+    assert "lower --lr" in capsys.readouterr().err.splitlines()[-1]
+    assert all(path.read_bytes() == data for path, data in state.items())
+    assert None in [line["loss"] for line in metrics(directory)]
 
 
 def test_evaluation_is_the_same_for_every_batch_size_and_changes_nothing():
