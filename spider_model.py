@@ -6,7 +6,7 @@
 What it is made of, and where each part comes from:
     MLA, latent attention with a decoupled rotary key                                     DeepSeek-V2, arXiv 2405.04434
     mixture of experts, balanced by a bias on the selection, without capacity             DeepSeek-V3, arXiv 2412.19437
-    learned segments (relaxed Bernoulli boundaries)          FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
+    learned segments, mean pooling                           FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
     recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946
     adaptive computation time (ACT)                                                             Graves, arXiv 1603.08983
     Engram, a memory of hashed n-grams, at segment rate and at byte rate     arXiv 2601.07372; BLT, arXiv 2412.09871
@@ -62,7 +62,6 @@ class SpiderConfig:
     # segments
     boundaries: str = "learned"           # or, as control arms, whitespace and every_third
     boundary_prior: float = 0.3           # first rate of boundaries per byte
-    boundary_temperature: float = 0.5
     boundary_loss_weight: float = 1.0
     boundary_alpha: float = 1 / 3         # boundaries per byte are kept between alpha - lambda * sigma and alpha
     boundary_lambda: float = 3.0
@@ -99,7 +98,6 @@ class SpiderConfig:
                 (self.rope_theta > 0, "rope_theta must be above 0"),
                 (self.boundaries in BOUNDARIES, f"boundaries must be one of {', '.join(BOUNDARIES)}"),
                 (0 < self.boundary_prior < 1, "boundary_prior must lie between 0 and 1"),
-                (self.boundary_temperature > 0, "boundary_temperature must be above 0"),
                 (self.n_routed_experts + self.n_shared_experts > 0, "there must be a routed or a shared expert"),
                 (not self.n_routed_experts or self.n_experts_per_tok <= self.n_routed_experts,
                  "n_experts_per_tok must lie between 1 and n_routed_experts"),
@@ -367,11 +365,11 @@ class MoE(nn.Module):
 # Segments: where bytes are cut, pooled and handed back
 
 def boundary_noise(seed: int | Tensor | None, sequences: int, length: int, device: torch.device) -> Tensor:
-    """Logistic noise [sequences, length] fp32; row i is a function of seed + i alone (splitmix64, counter by position).
+    """Uniform noise [sequences, length] in (0, 1), fp32; row i is a function of seed + i alone (splitmix64).
 
     Without a seed it comes from torch's default generator."""
     if seed is None:
-        return torch.rand(sequences, length, device=device).clamp_(1e-6, 1 - 1e-6).logit()
+        return torch.rand(sequences, length, device=device)
 
     def mix(z):
         for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
@@ -380,8 +378,7 @@ def boundary_noise(seed: int | Tensor | None, sequences: int, length: int, devic
     golden = 0x9E3779B97F4A7C15 - (1 << 64)
     row = mix((torch.arange(sequences, device=device) + seed) * golden)
     bits = mix(row[:, None] + torch.arange(1, length + 1, device=device) * golden)
-    uniform = (((bits >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)                          # inside (0, 1)
-    return uniform.log() - (-uniform).log1p()
+    return (((bits >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
 
 
 def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -755,22 +752,22 @@ class Spider(nn.Module):
                    noise_seed: int | Tensor | None) -> tuple[Tensor, Tensor]:
         """Where segments end: b [M] fp32 (0 or 1 in value) and the boundary loss. EOS always ends one, PAD never.
 
-        Training draws b_t from Bernoulli(p_t), relaxed; evaluation takes the bytes at which the sum of p over the
-        document, rounded, grows: systematic sampling of the same p, which cuts as often as training would wherever
-        documents are longer than a few segments.
+        A byte ends a segment where the sum of p over the document, plus an offset, passes a whole number: systematic
+        sampling, in which each byte is cut with probability p as in independent draws, but segments are even. The
+        offset is drawn once a document when training, 0.5 otherwise, so that evaluation cuts as often as training.
+        The gradient goes straight through to p.
         """
         c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
         if c.boundaries == "learned":
-            logit = self.boundary_predictor(rms_norm(x).to(dtype)).squeeze(1)                # [M]
+            p = self.boundary_predictor(rms_norm(x).to(dtype)).squeeze(1).sigmoid()          # [M]
+            start = packing.cu_seqlens.index_select(0, packing.document)
+            total = p.detach().double().cumsum(0)
+            before = F.pad(total, (1, -1))
+            offset = 0.5 - before.index_select(0, start)
             if self.training:
-                noise = boundary_noise(noise_seed, *input_ids.shape, ids.device).flatten()
-                soft = ((logit + noise) / c.boundary_temperature).sigmoid()
-                b = (soft > 0.5).to(dtype) + (soft - soft.detach()).nan_to_num(0)  # a count, whatever diverges
-            else:
-                total = logit.sigmoid().double().cumsum(0)
-                before = F.pad(total, (1, -1))
-                before_document = before.index_select(0, packing.cu_seqlens.index_select(0, packing.document))
-                b = ((total - before_document).round() > (before - before_document).round()).to(dtype)
+                offset = offset - 0.5 + boundary_noise(noise_seed, *input_ids.shape, ids.device).flatten()[start]
+            b = ((total + offset).floor() > (before + offset).floor()).to(dtype)
+            b = b + (p - p.detach()).nan_to_num(0)  # a count, whatever diverges
         elif c.boundaries == "whitespace":
             b = torch.isin(ids, ids.new_tensor(list(b" \t\n\r"))).to(dtype)
         else:
