@@ -659,7 +659,6 @@ def print_dry_run(model: Spider, n_loops: int, args, precision: str, optimizer: 
     for source in sources:
         print(f"data: {source.name} (weight {source.weight:.3g}): {len(source.train):,} training ids, "
               f"{len(source.val):,} for validation; ids checked")
-    print(f"backends: experts {backend}, precision {precision}, optimizer {optimizer}")
     print(describe_fp8(model, args.fp8_experts))
 
 
@@ -814,8 +813,11 @@ def main(args: SimpleNamespace):
     name = next((n for n in PRESETS if SpiderConfig.preset(n) == dataclasses.replace(config, n_loops=6)), "custom")
     parameters = sum(p.numel() for p in model.parameters())
     say = print if args.dry_run else logger.info
-    say(f"model {name}, {parameters / 1e6:.1f}M parameters, {n_loops} loops; device {device}; precision {precision}; "
-        f"experts {backend}; optimizer {optimizer}")
+    threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    for choice, asked in ((f"model {name}, {parameters / 1e6:.1f}M parameters, {n_loops} loops", args.model),
+                          (f"device {device}, {threads}", args.device), (f"precision {precision}", args.precision),
+                          (f"experts {backend}", args.moe_backend), (f"optimizer {optimizer}", args.optimizer)):
+        say(choice + " (auto)" * (asked == "auto"))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data
