@@ -195,6 +195,21 @@ def test_the_profiler_leaves_a_trace(tmp_path):
     assert (tmp_path / "checkpoints" / "trace.json").stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
+    done = command("--model", "tiny", "--device", "cpu", "--seq_len", "32", "--micro_batch", "16", "--out", "docs",
+                   cwd=tmp_path, script="bench.py")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "docs" / "bench-cpu.json").read_text())
+    for table in ("ceilings", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths", "loops",
+                  "parts", "segments"):
+        assert f"### {table}" in done.stdout and figures[table], table
+    slow, fast = figures["bytes per segment"][0], figures["bytes per segment"][-1]
+    assert slow["bytes/segment"] == 1 and fast["bytes/segment"] > 3
+    shares = [row["share"] for row in figures["parts"] if not row["part"].startswith("forward:")]
+    assert sum(shares) == pytest.approx(1)
+
+
 @pytest.mark.gpu
 def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path):
     base = ("--mock_data", "--model", "small", "--max_steps", "8", "--seq_len", "256", "--micro_batch", "8",

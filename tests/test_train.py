@@ -377,7 +377,9 @@ def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_pa
     fp8 = run(tmp_path, shards, *flags, "--precision", "fp8", "--fp8_experts", steps=8, ckpt="fp8")
     assert abs(metrics(fp8)[-1]["loss"] - metrics(bf16)[-1]["loss"]) < 0.15
     assert final_state(fp8)["model_state_dict"].keys() == final_state(bf16)["model_state_dict"].keys()
-    run(tmp_path, shards, *flags, "--precision", "bf16", steps=9, ckpt="fp8")   # and on in bf16
+    run(tmp_path, shards, *flags, "--precision", "bf16", steps=9, ckpt="fp8")                # and on in bf16
+    run(tmp_path, shards, "--moe_backend", "loop", "--precision", "fp32", steps=10, ckpt="fp8")
+    assert final_state(tmp_path / "fp8")["step"] == 10
 
 
 @pytest.mark.parametrize("fp8,experts", ((False, False), (True, False), (True, True)))
