@@ -849,6 +849,8 @@ def main(args: SimpleNamespace):
     # Optimizer
     flops_per_byte = model.flops_per_byte(3.3, n_loops, args.seq_len)
     optimizers = Optimizers(model, optimizer, args)
+    if args.engram_reset and "engram" not in optimizers.parts:
+        raise UsageError("--engram_reset: this model has no Engram tables")
     if state and not args.reset_steps:
         optimizers.load_state_dict(state["optimizer_state_dict"])
     if state:

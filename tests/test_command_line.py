@@ -130,6 +130,8 @@ def test_what_this_machine_cannot_do_is_an_error_that_names_the_remedy(tmp_path,
         assert "--device cpu" in refused([*base, "--device", "cuda"], capsys)
     assert "does not exist" in refused([*base, "--resume", tmp_path / "none.pt"], capsys)
     assert "--reset_steps" in refused([*base, "--reset_steps"], capsys)
+    without = ["--set", "engram_layers=,engram_byte_orders="]
+    assert "no Engram tables" in refused([*base, "--engram_reset", *without], capsys)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert "WORLD_SIZE" in refused(base, capsys)
 
