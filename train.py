@@ -575,6 +575,9 @@ def trim_metrics(path: Path, step: int):
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation and samples
 
+EVAL_BYTES = 8192                         # least bytes to evaluate at a time
+
+
 @torch.no_grad()
 def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loops: int, device) -> dict:
     """Cross-entropy on the fixed validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
@@ -931,7 +934,8 @@ def main(args: SimpleNamespace):
                            f"since: go on from the newest checkpoint with a lower --lr or more --warmup_steps")
         # Once in a while: evaluate
         if args.eval_every and (progress.step % args.eval_every == 0 or last):
-            metrics |= evaluate(model, validation, args.micro_batch, n_loops, device)
+            rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # without gradients there is room for more
+            metrics |= evaluate(model, validation, rows, n_loops, device)
             progress.best_loss = min(progress.best_loss, metrics["val_loss"])
             logger.info("validation: loss {val_loss:.4f} nats per byte, bpb {val_bpb:.4f}, {val_bytes_per_segment:.2f} "
                         "bytes per segment".format(**metrics))
