@@ -330,8 +330,9 @@ def plot(b: Bench, path: Path):
               if isinstance(row["tok_per_sec"], float)]
     axes = (figure := Figure(figsize=(6, 4), layout="constrained")).add_subplot()
     axes.plot(*zip(*points), marker="o")
-    axes.set(xscale="log", xlabel="sequence length, bytes", ylabel="training bytes/s", ylim=(0, None),
-             title=f"{b.model}, {b.precision}")
+    axes.set(xscale="log", xlabel="sequence length, bytes", ylabel="training bytes/s",
+             ylim=(0, 1.1 * max(rate for _, rate in points)), title=f"{b.model}, {b.precision}")
+    axes.minorticks_off()
     axes.set_xticks([length for length, _ in points], [str(length) for length, _ in points])
     figure.savefig(path, dpi=120)
 
