@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     prompt = os.fsencode(args.prompt)  # the bytes that were given, also where they are not UTF-8
     sys.stdout.buffer.write(prompt)
     for byte in model.generate([BOS_ID, *prompt], args.bytes, args.temperature, args.top_k, generator,
-                               n_loops=args.n_loops or n_loops):
+                               n_loops=n_loops if args.n_loops is None else args.n_loops):
         sys.stdout.buffer.write(bytes([byte]))
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")

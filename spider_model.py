@@ -625,8 +625,7 @@ def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, rec
     torch.compile, which might otherwise keep different tensors for each."""
     if not recompute:
         return layer(x, packing, share, recalled)
-    undecided = x.new_full((len(x), layer.moe.config.n_experts_per_tok), -1, dtype=torch.int64)
-    decided = [undecided]
+    decided = [x.new_full((len(x), layer.moe.config.n_experts_per_tok), -1, dtype=torch.int64)]
 
     def run(x):
         y, routing = layer(x, packing, share, recalled, decided[-1])

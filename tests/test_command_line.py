@@ -178,7 +178,8 @@ def test_the_originals_commands_parse():
     for line in ("--seq_len 256 --micro_batch 112 --grad_accum 4 --precision fp8 --n_loops 6",
                  "--resume checkpoints/spider-step2650.pt", "--resume checkpoints/spider-step2650.pt --reset_steps",
                  "--compile --precision fp8", "--mock_data --max_steps 20 --seq_len 128 --micro_batch 2"):
-        parse_args(line.split(), environ={})
+        named = {word.removeprefix("--") for word in line.split() if word.startswith("--")}
+        assert parse_args(line.split(), environ={}).given == named
 
 
 def test_wandb_is_used_only_with_a_run_name_and_works_offline(tmp_path):
