@@ -340,10 +340,13 @@ class MoE(nn.Module):
         self.fp8 = False                  # whether the routed experts multiply in FP8 when training
         self.cast = None                  # of the routed experts' weights, while Spider.cast_weights_once lasts
 
-    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """w_gate, w_up, w_down in the type of the products; for FP8 columns lie together, as its kernels want them."""
-        weights = (w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        return tuple(w.mT.contiguous().mT if self.fp8 else w for w in weights)
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+        """w_gate, w_up, w_down in the type of the products, the first two joined where a backend multiplies them as one
+        (see moe_forward); for FP8 columns lie together, as its kernels want them."""
+        w_gate, w_up, w_down = (w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down))
+        if self.backend != "loop":
+            w_gate, w_up = torch.cat((w_gate, w_up), dim=-1), None
+        return tuple(w.mT.contiguous().mT if self.fp8 and w is not None else w for w in (w_gate, w_up, w_down))
 
     def cast_weight(self, dtype: torch.dtype):
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None

@@ -100,8 +100,7 @@ def _expand_to_fused(x, token_topk_to_pos, pos_to_expert):
 
 
 def _reduce_fused(x, topk_weights, token_topk_to_pos):
-    rows = x.index_select(0, token_topk_to_pos.flatten()).view(*token_topk_to_pos.shape, -1)
-    return rows.sum(1) if topk_weights is None else (rows * topk_weights[..., None]).sum(1).to(x.dtype)
+    return F.embedding_bag(token_topk_to_pos, x, mode="sum", per_sample_weights=topk_weights)
 
 
 TORCH_OPERATIONS = SimpleNamespace(
@@ -229,16 +228,19 @@ def _round_fp8(x: Tensor, dim: int) -> Tensor:
     return ((x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
-def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor,
-                backend: str, product: Callable = grouped_product) -> Tensor:
+def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tensor, w_up: Tensor | None,
+                w_down: Tensor, backend: str, product: Callable = grouped_product) -> Tensor:
     """Weighted sum of each token's experts: y[n] = sum_j topk_weights[n, j] * SwiGLU_e(x[n]), e = topk_idx[n, j].
 
     x [N, D]; topk_idx [N, k] int64; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D], of x's type.
+    w_up is None where w_gate holds both side by side, [E, D, 2F]: `grouped` and `tile` then need not join them.
     product is one of the two above. Returns y [N, D]. Differentiable in x, topk_weights and the three weights.
     """
     if backend == "loop":
+        w_gate, w_up = w_gate.chunk(2, dim=-1) if w_up is None else (w_gate, w_up)
         return _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product)
-    return _sorted(x, topk_idx, topk_weights, w_gate, w_up, w_down, product, operations(backend))
+    w_gate_up = w_gate if w_up is None else torch.cat((w_gate, w_up), dim=-1)
+    return _sorted(x, topk_idx, topk_weights, w_gate_up, w_down, product, operations(backend))
 
 
 def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
@@ -262,14 +264,13 @@ def _multiply_group(product, rows, weight):
     return product(padded, weight[None], end)[:len(rows)]
 
 
-def _sorted(x, topk_idx, topk_weights, w_gate, w_up, w_down, product, ops):
+def _sorted(x, topk_idx, topk_weights, w_gate_up, w_down, product, ops):
     # The bound on P holds for any routing; fewer rows would be written out of bounds by TileKernels.
-    bound = (topk_idx.numel() + (ALIGNMENT - 1) * len(w_gate)) // ALIGNMENT * ALIGNMENT
-    pos_to_expert, _, pos_to_slot, slot_to_pos, _, expert_end, *_ = ops.get_fused_mapping(
-        topk_idx, len(w_gate), bound, ALIGNMENT)
+    bound = (topk_idx.numel() + (ALIGNMENT - 1) * len(w_down)) // ALIGNMENT * ALIGNMENT
+    pos_to_expert, _, _, slot_to_pos, _, expert_end, *_ = ops.get_fused_mapping(
+        topk_idx, len(w_down), bound, ALIGNMENT)
     rows = _Expand.apply(x, slot_to_pos, pos_to_expert, ops)                                  # [P, D]
-    row_weights = topk_weights.flatten().index_select(0, pos_to_slot.clamp_min(0))
-    row_weights = torch.where(pos_to_slot >= 0, row_weights, 0)[:, None].to(x.dtype)
-    hidden = F.silu(product(rows, w_gate, expert_end)) * product(rows, w_up, expert_end)
-    y = product(hidden * row_weights, w_down, expert_end)  # weighted where a row is narrowest
-    return _Reduce.apply(y, slot_to_pos, pos_to_expert, ops)
+    row_weights = topk_weights.new_zeros(bound).index_copy(0, slot_to_pos.flatten().long(), topk_weights.flatten())
+    gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]
+    hidden = F.silu(gate) * up * row_weights[:, None].to(x.dtype)  # weighted where a row is narrowest
+    return _Reduce.apply(product(hidden, w_down, expert_end), slot_to_pos, pos_to_expert, ops)

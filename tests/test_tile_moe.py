@@ -64,6 +64,18 @@ def test_backends_equal_the_dense_reference_in_value_and_gradient(backend, kind,
     check_backend(backend, kind, dtype, tolerance)
 
 
+@pytest.mark.parametrize("backend", ("loop", "grouped"))
+def test_gate_and_up_weights_side_by_side_change_nothing(backend):
+    tensors, topk_idx = inputs(torch.float32), routing("uneven")
+    x, topk_weights, w_gate, w_up, w_down = tensors
+    results = []
+    for weights in ((w_gate, w_up), (torch.cat((w_gate, w_up), dim=-1), None)):
+        y = moe_forward(x, topk_idx, topk_weights, *weights, w_down, backend)
+        results.append((y, *torch.autograd.grad(y.square().sum(), tensors)))
+    for separate, together in zip(*results):
+        torch.testing.assert_close(together, separate)
+
+
 @KINDS
 @pytest.mark.parametrize("backend", ("loop", "grouped"))
 def test_experts_in_emulated_fp8_follow_the_reference_within_its_rounding(backend, kind):
