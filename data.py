@@ -2,6 +2,7 @@
 
     python data.py prepare books.txt web/ --out data      # .txt, .jsonl, .parquet, directories of them, or - for stdin
     python data.py verify data                            # sizes, checksums and ids
+    python data.py show data --first 12544 --count 448    # what a run with --data_dir data read there
 
 A shard is a headerless file of little-endian uint16 ids (tokenizer.py says which); `metadata.json` beside the shards
 describes them. The shards of a split are read as one stream, in the order of their names. What sequence g of a run
@@ -9,7 +10,6 @@ holds is a pure function of (seed, g): any step, rank or restart works it out by
 """
 
 import argparse
-import glob
 import hashlib
 import json
 import math
@@ -23,14 +23,14 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,7 @@ AHEAD = 4096                  # sequences whose places are worked out at a time:
 HELD_OUT = 10_000_000         # most ids held out where no shard is for validation
 LINE_LIMIT = 256 * MIB        # longest JSON line
 VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)
+RECORDS = "metadata.json", "prepare.jsonl"  # what `prepare` says of its shards, done and under way
 STDIN = ".stdin.txt"          # standard input, while it is prepared
 
 
@@ -59,6 +60,11 @@ def naming(path):
         raise DataError(f"{fault.filename or path}: {fault.strerror or fault}") from None
 
 
+def one_line(message) -> str:
+    """A message with its line breaks, control characters and lone surrogates (of file names) written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Shards, streams, sources
 
@@ -67,6 +73,27 @@ class Shard(NamedTuple):
     path: str
     ids: np.ndarray           # uint16
     first: int = 0
+    stamp: tuple | None = None  # file_stamp when it was mapped; None: there is no file
+
+    def check_unchanged(self):
+        """DataError where the file is no longer the one mapped: ids beyond its end would kill the process."""
+        if self.stamp is None:
+            return
+        try:
+            now = file_stamp(self.path)
+        except OSError as fault:
+            now = fault.strerror
+        if now != self.stamp:
+            what = (f"now: {now}" if isinstance(now, str) else "replaced or altered" if now[1] == self.stamp[1] else
+                    f"it ends at byte offset {now[1]}, not {self.stamp[1]}")
+            raise DataError(f"{self.path}: changed during the run ({what}); shards must stay as they are: put it back "
+                            "and give the same command again, it goes on")
+
+
+def file_stamp(file: str | int) -> tuple[int, int, int]:
+    """(inode, size, time of change in ns) of a path or descriptor: another file, or another content, has another."""
+    status = os.stat(file)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class Stream:
@@ -75,6 +102,7 @@ class Stream:
     def __init__(self, shards: Sequence[Shard]):
         self.shards = list(shards)
         self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
+        self.bounds = np.array(self.starts)
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -90,7 +118,7 @@ class Stream:
         """The stream of ids start .. stop - 1."""
         cuts = [(shard, max(0, start - begin), min(len(shard.ids), stop - begin))
                 for shard, begin in zip(self.shards, self.starts)]
-        return Stream([Shard(shard.path, shard.ids[a:b], shard.first + a) for shard, a, b in cuts if a < b])
+        return Stream([shard._replace(ids=shard.ids[a:b], first=shard.first + a) for shard, a, b in cuts if a < b])
 
     def where(self, index: int) -> str:
         """File and byte offset of an id."""
@@ -116,7 +144,7 @@ def open_data(spec: str) -> list[Source]:
         weights = [float(weight) for weight in weights]
     except ValueError:
         weights = [0]
-    if not all(names) or not all(0 < weight < math.inf for weight in weights):
+    if not all(names) or not all(weight > 0 for weight in weights) or not sum(weights) < math.inf:
         raise DataError(f"{spec}: neither a directory nor a mixture, written dir:weight,dir:weight, weights above 0")
     return [open_source(name, weight / sum(weights)) for name, weight in zip(names, weights)]
 
@@ -125,7 +153,7 @@ def open_source(directory: str, weight: float) -> Source:
     """Maps a directory's shards; where none is for validation, the last 1% of the ids are held out for it."""
     low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
-    shards = [(split, Shard(path, map_shard(path, entry))) for path, split, entry in find_shards(directory)]
+    shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
     train, val = (Stream([shard for its_split, shard in shards if its_split == split]) for split in ("train", "val"))
     if not len(train):
         raise DataError(f"{directory}: every shard in it is for validation, none for training")
@@ -133,6 +161,16 @@ def open_source(directory: str, weight: float) -> Source:
         cut = len(train) - min(len(train) // 100, HELD_OUT)
         train, val = train.part(0, cut), train.part(cut, len(train))
     return Source(directory, weight, train, val)
+
+
+def walk(directory: str) -> list[str]:
+    """Paths of the files and folders in and below a directory; DataError at one that cannot be looked into."""
+    def refuse(fault: OSError):
+        raise fault
+    with naming(directory):
+        return [os.path.join(folder, name)
+                for folder, folders, files in os.walk(directory, onerror=refuse, followlinks=True)
+                for name in folders + files]
 
 
 def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
@@ -143,9 +181,11 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
     advice = f"make shards by `python data.py prepare INPUT --out {directory}`"
     if not os.path.isdir(directory):
         raise DataError(f"{directory}: no such directory; {advice}")
-    names = sorted(glob.glob("**/*.bin", root_dir=directory, recursive=True))
+    names = sorted(os.path.relpath(path, directory) for path in walk(directory) if path.endswith((".bin", *RECORDS)))
+    names = [name for name in names if not any(part.startswith(".") for part in Path(name).parts)]
     entries = {os.path.join(folder, entry["name"]): entry for folder in {"", *map(os.path.dirname, names)}
                for entry in read_metadata(os.path.join(directory, folder)).get("shards", ())}
+    names = [name for name in names if name.endswith(".bin")]
     for name in sorted(entries.keys() - set(names)):
         raise DataError(f"{os.path.join(directory, name)}: missing, though metadata.json lists it")
     if not names:
@@ -156,10 +196,10 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
 
 
 def read_metadata(folder: str | Path) -> dict:
-    """metadata.json of a folder; empty where there is none, or one that does not list shards as `prepare` does."""
-    path = Path(folder, "metadata.json")
-    if not path.exists():
-        if Path(folder, "prepare.jsonl").exists():
+    """metadata.json of a folder; empty where there is none, or somebody else's, which does not list shards as ours."""
+    path, journal = (Path(folder, name) for name in RECORDS)
+    if not os.path.lexists(path):
+        if journal.exists():
             raise DataError(f"{folder}: `prepare` was cut short here; give the same command again, it goes on")
         return {}
     try:
@@ -171,13 +211,16 @@ def read_metadata(folder: str | Path) -> dict:
     ours = isinstance(shards, list) and all(
         isinstance(entry, dict) and entry.get("split") in ("train", "val")
         and [type(entry.get(field)) for field in ("name", "ids", "sha256")] == [str, int, str] for entry in shards)
+    if not ours and isinstance(metadata, dict) and "fingerprint" in metadata:
+        raise DataError(f"{path}: damaged: `shards` is not a list of objects with name, split, ids and sha256; copy it "
+                        "again, or delete it to have its shards checked by their format alone")
     return metadata if ours else {}
 
 
-def map_shard(path: str, entry: dict | None) -> np.ndarray:
-    """A file's ids, memory-mapped: a plain uint16 array, since slices of np.memmap are slow."""
-    with naming(path):
-        size = os.path.getsize(path)
+def map_shard(path: str, entry: dict | None) -> Shard:
+    """A memory-mapped file; its ids are a plain uint16 array, since slices of np.memmap are slow."""
+    with naming(path), open(path, "rb") as file:
+        stamp = _, size, _ = file_stamp(file.fileno())
         if size == 0:
             raise DataError(f"{path}: empty (byte offset 0); delete it")
         if entry is not None and size != 2 * entry["ids"]:
@@ -185,12 +228,13 @@ def map_shard(path: str, entry: dict | None) -> np.ndarray:
                             "or altered; copy or prepare it again")
         if size % 2:
             raise DataError(f"{path}: half an id at byte offset {size - 1}, the length is odd: cut off, or not a shard")
-        return np.memmap(path, "<u2", mode="r").view(np.ndarray)
+        return Shard(path, np.memmap(file, "<u2", "r", shape=size // 2).view(np.ndarray), 0, stamp)
 
 
 def check_ids(stream: Stream, start: int, stop: int):
     """Raises DataError at the first of the ids start .. stop - 1 that is above 271."""
     for begin in range(start, stop, MIB):  # pieces that stay in the cache
+        stream.shards[bisect_right(stream.starts, begin) - 1].check_unchanged()
         piece = stream.read(begin, min(begin + MIB, stop))
         if piece.max() >= VOCAB_SIZE:
             i = int((piece >= VOCAB_SIZE).argmax())
@@ -288,9 +332,9 @@ class Loader:
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int, seed: int):
-        self.streams = [source.train for source in sources]
+        self.stream, self.offsets = join([source.train for source in sources])
         self.seq_len, self.seed = seq_len, seed
-        self.targets = np.array([len(stream) - 1 for stream in self.streams])
+        self.targets = np.array([len(source.train) - 1 for source in sources])
         self.windows = -(-self.targets // seq_len)                                    # in an epoch
         self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
         self.ends = self.counts.cumsum()
@@ -314,11 +358,11 @@ class Loader:
             self.ahead = self._place(self.ahead_from + np.arange(max(micro_batch, AHEAD)))
         places = (part[begin:begin + micro_batch] for part in self.ahead)
         g = self.ahead_from + begin + np.arange(micro_batch)
-        return *cut_rows(self.streams, *places, self.seq_len), torch.from_numpy(g)
+        return *cut_rows(self.stream, *places, self.seq_len), torch.from_numpy(g)
 
     def rows(self, g: np.ndarray):
         """Sequences g [n]: (input_ids, labels), int64 [n, seq_len]; labels are shifted, -100 does not count."""
-        return cut_rows(self.streams, *self._place(np.asarray(g)), self.seq_len)
+        return cut_rows(self.stream, *self._place(np.asarray(g)), self.seq_len)
 
     def epoch(self, g: int) -> int:
         """The largest epoch, from 0, that a source has reached by sequence g; it never falls."""
@@ -329,15 +373,15 @@ class Loader:
 
     def _deal(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source number of sequences g, and their index in that source's own endless sequence."""
-        if len(self.streams) == 1:
+        if len(self.counts) == 1:
             return np.zeros_like(g), g
         block, slot = np.divmod(g, BLOCK)
         slot = permute(slot, BLOCK, key(self.seed, 0, block))
         source = np.searchsorted(self.ends, slot, side="right")
         return source, block * self.counts[source] + slot - (self.ends - self.counts)[source]
 
-    def _place(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Source number, start and stop of sequences g: inputs are ids start .. stop - 1, labels start + 1 .. stop."""
+    def _place(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Start and stop of sequences g in the joined stream: inputs are ids start .. stop - 1, labels one further."""
         source, index = self._deal(g)
         targets, windows = self.targets[source], self.windows[source]
         epoch, position = np.divmod(index, windows)
@@ -346,22 +390,38 @@ class Loader:
         rest = targets % self.seq_len
         head = np.where(rest == 0, self.seq_len, rest + (mix(keys) >> 32).astype(np.int64) % (self.seq_len - rest))
         stop = head + permute(position, windows, keys) * self.seq_len
-        return source, np.maximum(stop - self.seq_len, 0), np.minimum(stop, targets)
+        begin = self.offsets[source]
+        return begin + np.maximum(stop - self.seq_len, 0), begin + np.minimum(stop, targets)
 
 
-def cut_rows(streams: Sequence[Stream], source: np.ndarray, start: np.ndarray, stop: np.ndarray, seq_len: int):
-    """(input_ids, labels), int64 [n, seq_len], of windows start .. stop [n] of the streams numbered source [n].
+def join(streams: Sequence[Stream]) -> tuple[Stream, np.ndarray]:
+    """Streams as one, and where each begins in it, int64 [len(streams)]."""
+    offsets = np.array([0, *accumulate(map(len, streams))][:-1])
+    return Stream([shard for stream in streams for shard in stream.shards]), offsets
+
+
+def cut_rows(stream: Stream, start: np.ndarray, stop: np.ndarray, seq_len: int):
+    """(input_ids, labels), int64 [n, seq_len], of windows start .. stop [n], both ends included, of a stream.
 
     A window of fewer than seq_len targets is filled up with PAD, its labels with -100, as is every label that is PAD.
     """
     import torch  # here: the workers of `prepare` do without it and start in a tenth of the time
-    ids = np.full((len(start), seq_len + 1), PAD_ID, np.uint16)
-    spans = list(zip(source.tolist(), start.tolist(), stop.tolist()))
-    for row, (k, a, b) in zip(ids, spans):
-        row[:b - a + 1] = streams[k].read(a, b + 1)
+    pieces, padding = [], np.full(seq_len, PAD_ID, np.uint16)
+    first, last = stream.bounds.searchsorted((start, stop), "right") - 1  # shards
+    shards, spans = list(zip(first.tolist(), last.tolist())), list(zip(start.tolist(), stop.tolist()))
+    touched = [stream.shards[i] for a, b in set(shards) for i in range(a, b + 1)]
+    for shard in touched:
+        shard.check_unchanged()
+    for (i, j), (a, b), begin in zip(shards, spans, stream.bounds[first].tolist()):
+        pieces.append(stream.shards[i].ids[a - begin:b - begin + 1] if i == j else stream.read(a, b + 1))
+        if b - a < seq_len:
+            pieces.append(padding[b - a:])
+    ids = np.concatenate(pieces).reshape(-1, seq_len + 1)
+    for shard in touched:
+        shard.check_unchanged()
     if ids.max() >= VOCAB_SIZE:
-        for k, a, b in spans:
-            check_ids(streams[k], a, b + 1)
+        for a, b in spans:
+            check_ids(stream, a, b + 1)
     both = np.empty((2, len(ids), seq_len), np.int64)  # as two arrays, malloc would map and fault them in every time
     input_ids, labels = both
     input_ids[:], labels[:] = ids[:, :-1], ids[:, 1:]
@@ -378,11 +438,13 @@ def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
     """
     wanted = shares([source.weight for source in sources], eval_tokens)
     counts = [min(count, len(source.val) - 1) for source, count in zip(sources, wanted)]
-    spans = [(k, a, min(a + seq_len, count)) for k, count in enumerate(counts) for a in range(0, count, seq_len)]
+    stream, offsets = join([source.val for source in sources])
+    spans = [(offset + a, offset + min(a + seq_len, count)) for offset, count in zip(offsets.tolist(), counts)
+             for a in range(0, count, seq_len)]
     if not spans:
         raise DataError(f"{', '.join(source.name for source in sources)}: no byte to validate on; prepare more data, "
                         "raise --eval_tokens, or switch evaluation off with --eval_every 0")
-    return cut_rows([source.val for source in sources], *np.array(spans).T, seq_len)
+    return cut_rows(stream, *np.array(spans).T, seq_len)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,19 +468,24 @@ def find_inputs(arguments: Sequence[str], out: Path) -> list[Input]:
     for argument in arguments:
         paths = [argument]
         if os.path.isdir(argument):
-            paths = [str(path) for path in sorted(Path(argument).rglob("*"))
-                     if path.suffix.lower() in CUTTERS and path.is_file() and own not in path.resolve().parents]
+            paths = [str(path) for path in sorted(map(Path, walk(argument)))
+                     if path.suffix.lower() in CUTTERS and not path.is_dir() and own not in path.resolve().parents]
         if not paths or argument != "-" and Path(paths[0]).suffix.lower() not in CUTTERS:
             raise DataError(f"{argument}: takes {', '.join(CUTTERS)}, a directory of them, or - for standard input")
         for path in paths:
             if path == "-":
                 inputs.append(spool(out / STDIN))
             else:
-                with open(path, "rb") as file:
-                    inputs.append(Input(path, os.path.getsize(path), os.fstat(file.fileno()).st_mtime_ns))
+                inputs.append(measure(path))
             if inputs[-1].size == 0:
                 raise DataError(f"{path}: empty")
     return inputs
+
+
+def measure(path: str) -> Input:
+    with open(path, "rb") as file:
+        status = os.stat(file.fileno())
+    return Input(path, status.st_size, status.st_mtime_ns)
 
 
 def spool(path: Path) -> Input:
@@ -507,9 +574,9 @@ def open_parquet(path: str):
     except ImportError:
         raise DataError(f'{path}: parquet needs pyarrow; run: pip install -e ".[parquet]"') from None
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:  # of pages that have one
             yield file
-    except (pyarrow.ArrowException, OSError) as fault:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as fault:
         raise DataError(f"{path}: {' '.join(str(fault).split())}") from None
 
 
@@ -578,6 +645,36 @@ class Progress:
             print(line, end="", file=sys.stderr, flush=True)
 
 
+def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
+    """Gives a written temporary file its name; from then on no kill or power cut loses it or leaves half of it."""
+    file.flush()
+    os.fsync(file.fileno())
+    if before_rename is not None:
+        before_rename()
+    os.replace(file.name, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@contextmanager
+def durable(path: Path, mode: str = "w", before_rename: Callable | None = None) -> Iterator[IO]:
+    """A file that replaces the one of its name once it is whole and on the disk; an exception leaves that one alone.
+
+    Yields the open temporary file, `.NAME.tmp` beside it; `before_rename` is called when that one is on the disk.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, mode) as file:
+        try:
+            yield file
+            put_in_place(file, path, before_rename)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
 class ShardWriter:
     """A shard under way: `write` fills a temporary file, `finish` makes it durable and gives it its name."""
 
@@ -597,9 +694,7 @@ class ShardWriter:
 
     def finish(self) -> dict:
         with naming(self.path):
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            os.replace(self.temporary, self.path)
+            put_in_place(self.file, self.path)
         return dict(name=self.path.name, split=self.path.name.partition("-")[0], ids=self.ids, documents=self.documents,
                     sha256=self.sha256.hexdigest())
 
@@ -625,7 +720,10 @@ def write_unit(out: Path, unit: int, pieces: list) -> list[dict]:
 def die_with_parent():
     """A worker must not outlive a killed run, beside whose successor it would write, nor answer Ctrl-C by itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    parent = multiprocessing.parent_process()
+    if not parent.is_alive():  # or the thread would come too late: work is waiting
+        os._exit(1)
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def write_units(out: Path, units: dict[int, list], workers: int) -> Iterator[tuple[int, list[dict]]]:
@@ -643,19 +741,6 @@ def write_units(out: Path, units: dict[int, list], workers: int) -> Iterator[tup
         pool.shutdown(cancel_futures=True)
 
 
-def write_durably(path: Path, text: str):
-    """Puts a file in place whole, and makes what was renamed in its directory last."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
-
-
 def read_journal(path: Path) -> tuple[str | None, dict[int, list[dict]]]:
     """The fingerprint of a run that was cut short, and the entries of its units whose files are there."""
     records = []
@@ -671,13 +756,16 @@ def read_journal(path: Path) -> tuple[str | None, dict[int, list[dict]]]:
 
 def prepare(args: argparse.Namespace):
     """Turns args.inputs into shards in args.directory; the same command again goes on where a killed run stopped."""
-    if not 0 <= args.val_fraction < 1 or not 0 < args.unit_mb < math.inf or args.workers < 1:
-        raise DataError("--val_fraction takes 0 or more, but less than 1; --unit_mb more than 0; --workers 1 or more")
+    if not 0 <= args.val_fraction < 1 or not 0 < args.unit_mb < math.inf:
+        raise DataError("--val_fraction takes 0 or more, but less than 1; --unit_mb more than 0")
     out, options = Path(args.directory), Options(args.field, args.val_fraction, max(1, int(args.unit_mb * 1e6)))
+    existed = out.exists()
     try:
         inputs = find_inputs(args.inputs, out)
         units = plan(inputs, options)
-        fingerprint = hashlib.sha256(json.dumps([inputs, options]).encode()).hexdigest()
+        files = [source for source in inputs if source.path != str(out / STDIN)]
+        known = [source if source in files else source._replace(path="-") for source in inputs]
+        fingerprint = hashlib.sha256(json.dumps([known, options]).encode()).hexdigest()
         started, done = read_journal(out / "prepare.jsonl")
         if (out / "metadata.json").exists() and read_metadata(out).get("fingerprint") == fingerprint:
             find_shards(args.directory)
@@ -690,15 +778,26 @@ def prepare(args: argparse.Namespace):
         if done:
             print(f"{out}: goes on; {len(done)} of {len(units)} units are done")
         shards = write_shards(out, units, done, fingerprint, args.workers)
+        for source in files:
+            if measure(source.path) != source:
+                raise DataError(f"{source.path}: changed while it was prepared; delete {out} and prepare again")
+        if not shards:
+            raise DataError(f"{', '.join(args.inputs)}: no document in there")
+    except DataError:
+        if not any(out.glob("*.bin")):  # nothing to go on from
+            (out / "prepare.jsonl").unlink(missing_ok=True)
+        raise
     finally:
         (out / STDIN).unlink(missing_ok=True)
-    if not shards:
-        raise DataError(f"{', '.join(args.inputs)}: no document in there")
+        if not existed:
+            with suppress(OSError):  # of a directory that is not empty, or was never made
+                out.rmdir()
     totals = {split: {count: sum(entry[count] for entry in shards if entry["split"] == split)
                       for count in ("ids", "documents")} for split in ("train", "val")}
     metadata = dict(vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=args.inputs, options=options._asdict(),
                     fingerprint=fingerprint, shards=shards)
-    write_durably(out / "metadata.json", json.dumps(metadata, indent=1) + "\n")
+    with durable(out / "metadata.json") as file:
+        file.write(json.dumps(metadata, indent=1) + "\n")
     (out / "prepare.jsonl").unlink()
     print(f"{out}: {len(shards)} shards; " + "; ".join(
         f"{split} {total['ids']:,} ids, {total['documents']:,} documents" for split, total in totals.items()))
@@ -710,7 +809,8 @@ def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str
     for leftover in out.glob(".*.tmp"):
         leftover.unlink()
     records = [fingerprint, *(dict(unit=unit, shards=entries) for unit, entries in done.items())]
-    write_durably(out / "prepare.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    with durable(out / "prepare.jsonl") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
     todo = {unit: pieces for unit, (_, pieces) in enumerate(units) if unit not in done}
     progress = Progress("prepare", sum(units[unit][0] for unit in todo))
     with open(out / "prepare.jsonl", "a") as journal:
@@ -724,12 +824,12 @@ def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# verify, and the command line
+# verify, show, and the command line
 
 def verify_shard(path: str, entry: dict | None, progress: Progress) -> str | None:
     """A shard's first fault, as a line."""
     try:
-        stream, digest = Stream([Shard(path, map_shard(path, entry))]), hashlib.sha256()
+        stream, digest = Stream([map_shard(path, entry)]), hashlib.sha256()
         for start in range(0, len(stream), MIB):
             stop = min(start + MIB, len(stream))
             check_ids(stream, start, stop)
@@ -755,6 +855,45 @@ def verify(args: argparse.Namespace) -> list[str]:
     return faults
 
 
+def printable(ids: Iterable[int]) -> str:
+    r"""Ids for a terminal: printable text as it is, other bytes as \n, \x07 or \\, other ids as \<BOS> or \<259>."""
+    names, out = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}, []
+    for is_byte, run in groupby(ids, lambda i: i < 256):
+        if is_byte:
+            out += [c if c.isprintable() and c != "\\" else repr(c.encode("utf-8", "surrogateescape"))[2:-1]
+                    for c in bytes(run).decode("utf-8", "surrogateescape")]
+        else:
+            out += [f"\\<{names.get(i, i)}>" for i in run]
+    return "".join(out)
+
+
+def show(args: argparse.Namespace):
+    """Prints sequences of a run: number, epoch of its source, source, place of the first id; that id and the labels."""
+    if args.mock_data == (args.directory is not None):
+        raise DataError("show takes either the run's --data_dir or its --mock_data")
+    sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
+    loader = Loader(sources, args.seq_len, args.seed)
+    try:
+        for g in range(args.first, args.first + args.count):
+            (k,), (index,) = loader._deal(np.array([g]))
+            (start,), _ = loader._place(np.array([g]))
+            (inputs,), (labels,) = loader.rows([g])
+            print(one_line(f"{g}: epoch {index // loader.windows[k]}, {sources[k].name}, {loader.stream.where(start)}"))
+            print("    " + printable([int(inputs[0]), *labels.masked_fill(labels < 0, PAD_ID).tolist()]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`: what is left to flush goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def whole(low: int) -> Callable:
+    def parse(text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+        if not low <= value < 1 << 62:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        return value
+    return parse
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise DataError(f"{message}; see data.py --help")
@@ -762,24 +901,36 @@ class Parser(argparse.ArgumentParser):
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="{prepare,verify}")
+    commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}")
     command = commands.add_parser("prepare", help="make shards; the same command again goes on after a kill")
     command.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSON-lines, parquet, directory, - (stdin)")
     command.add_argument("--out", dest="directory", required=True, metavar="DIR", help="where the shards go")
     command.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
     command.add_argument("--val_fraction", type=float, default=0.1, help="part that validates, 0 <= fraction < 1 (0.1)")
-    command.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
+    command.add_argument("--workers", type=whole(1), default=os.cpu_count(), help="processes (one per core)")
     command.add_argument("--unit_mb", type=float, default=64, help="MB of input per unit of work and shard (64)")
     command.set_defaults(run=prepare)
     command = commands.add_parser("verify", help="check shards against metadata.json, or else their format")
     command.add_argument("directory", metavar="DIR")
     command.set_defaults(run=verify)
+    command = commands.add_parser("show", help="print what a run read: sequences by their number in its order")
+    command.add_argument("directory", nargs="?", metavar="SPEC", help="the run's --data_dir: a directory or a mixture")
+    command.add_argument("--mock_data", action="store_true", help="the synthetic data in place of SPEC")
+    command.add_argument("--seq_len", type=whole(1), default=2048, help="the run's (2048)")
+    command.add_argument("--seed", type=whole(0), default=0, help="the run's (0)")
+    command.add_argument("--first", type=whole(0), default=0, metavar="G", help="number of the first sequence (0)")
+    command.add_argument("--count", type=whole(1), default=1, metavar="N", help="sequences to print (1)")
+    command.set_defaults(run=show)
+    for word in sys.argv[1:] if argv is None else argv:
+        if word.startswith("--") and word.endswith("=--"):  # of which argparse makes []
+            parser.error(f"argument {word[:-3]}: '--' is no value")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with a line on stderr for each fault; 130 when interrupted."""
     status = 2
+    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parse_args(argv)
         with naming(args.directory):
@@ -789,7 +940,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         faults, status = ["interrupted; the same command again goes on"], 130
     for fault in faults:
-        print(("\r\033[K" if sys.stderr.isatty() else "") + f"data.py: error: {fault}", file=sys.stderr)
+        print(("\r\033[K" if sys.stderr.isatty() else "") + f"data.py: error: {one_line(fault)}",
+              file=sys.stderr)
     return status if faults else 0
 
 

@@ -6,7 +6,10 @@
     258       EOS, ends a document
     259-271   boundary and loop sentinels: reserved, nothing here writes them
 
-There is nothing to train and nothing to load, and whatever bytes a file holds can be modelled.
+There is nothing to train and nothing to load, and whatever bytes a file holds can be modelled. In text that `data.py
+prepare` takes, a byte stays that byte: none is read as an id above 255, not even where the text spells one. In a shard
+made by others every id up to 271 is read as it stands: BOS and EOS begin and end documents wherever they occur and are
+targets like bytes, PAD is an input but never a target.
 """
 
 from collections.abc import Iterable

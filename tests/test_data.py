@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import random
+import re
 import resource
 import signal
 import subprocess
@@ -238,6 +240,29 @@ def described(path, values, **entry):
     (path / "metadata.json").write_text(json.dumps(dict(shards=[dict(name="t.bin", split="train", sha256="") | entry])))
 
 
+SENTINELS = [0, 1, 2, 3, BOS_ID, PAD_ID, EOS_ID, 259, VOCAB_SIZE - 1]
+
+
+def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_as_they_stand_and_only_pad_is_no_target(tmp_path):
+    write_shard(tmp_path / "x.bin", [*SENTINELS, 65] * 30)
+    [found] = sources = data.open_data(str(tmp_path))
+    data.check(sources)
+    ids, labels = data.Loader(sources, len(found.train) - 1, 0).rows(np.arange(1))
+    read = found.train.read(0, len(found.train)).astype(int).tolist()
+    assert ids[0].tolist() == read[:-1] and set(read) == {*SENTINELS, 65}
+    assert labels[0].tolist() == [-100 if i == PAD_ID else i for i in read[1:]]
+
+
+def test_text_that_spells_sentinels_holds_bytes_alone(tmp_path):
+    """Control bytes 0-3, and the characters and names whose numbers or words are those of PAD, BOS and EOS."""
+    spelled = "".join(map(chr, SENTINELS)) + "<PAD><BOS><EOS>\\u0101" + "\x03\x00"
+    (tmp_path / "a.txt").write_bytes(spelled.encode() + b"\xff\xfe")
+    (tmp_path / "b.jsonl").write_text(json.dumps(dict(text=spelled)))
+    for name, raw in (("a.txt", spelled.encode() + b"\xff\xfe"), ("b.jsonl", spelled.encode())):
+        assert prepare(tmp_path / name, "--val_fraction", "0", "--out", tmp_path / name[0]) == 0
+        assert documents(tmp_path / name[0], "train") == [raw] and raw[:4] == bytes(range(4))
+
+
 FAULTS = {
     "missing directory": (lambda p: None, "{p}/nowhere", ["{p}/nowhere", "no such directory", "data.py prepare"]),
     "no shard": (lambda p: (p / "x.txt").write_text("x"), "{p}", ["{p}", "no .bin file", "data.py prepare"]),
@@ -266,15 +291,6 @@ def test_bad_data_is_one_line_that_names_the_place(tmp_path, make, spec, said):
         data.check(data.open_data(spec.format(p=tmp_path)))
     message = str(fault.value)
     assert "\n" not in message and all(part.format(p=tmp_path) in message for part in said), message
-
-
-def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    def refuse(path, *_, **__):
-        raise PermissionError(13, "Permission denied", path)
-    write_shard(tmp_path / "x.bin", [1])
-    monkeypatch.setattr(np, "memmap", refuse)                 # root may read everything: a mode of 0 would not do
-    with pytest.raises(data.DataError, match="x.bin: Permission denied"):
-        data.open_data(str(tmp_path))
 
 
 @pytest.mark.parametrize("sources, said", [
@@ -391,6 +407,36 @@ def test_the_same_command_again_does_nothing_and_other_inputs_are_refused(mixed,
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "o").iterdir()}
 
 
+def test_a_durable_file_takes_its_name_when_it_is_on_the_disk_and_not_before(tmp_path, monkeypatch):
+    path, temporary, done = tmp_path / "a.pt", tmp_path / ".a.pt.tmp", []
+    monkeypatch.setattr(os, "fsync", lambda descriptor, real=os.fsync:
+                        done.append(os.readlink(f"/dev/fd/{descriptor}")) or real(descriptor))
+    monkeypatch.setattr(os, "replace", lambda *names, real=os.replace: done.append("replace") or real(*names))
+
+    def before_rename():
+        assert temporary.read_bytes() == b"new" and path.read_bytes() == b"old"
+        done.append("before_rename")
+    path.write_bytes(b"old")
+    with data.durable(path, "wb", before_rename) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.pt"]
+    assert done == [str(temporary), "before_rename", "replace", str(tmp_path)]
+
+
+@pytest.mark.parametrize("where", ["writing", "before_rename", "replace"])
+def test_a_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch, where):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "replace", fail if where == "replace" else os.replace)
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(OSError, match="No space left"), \
+            data.durable(tmp_path / "a", before_rename=fail if where == "before_rename" else None) as file:
+        file.write("new")
+        if where == "writing":
+            fail()
+    assert contents(tmp_path) == {"a": b"old"}
+
+
 KILLED = """
 import os, signal, sys, data
 name, count = sys.argv[1], int(sys.argv[2])
@@ -424,8 +470,8 @@ def test_a_killed_prepare_goes_on_and_ends_byte_for_byte_the_same(mixed, tmp_pat
 def test_a_journal_line_cut_short_and_a_lost_shard_are_done_again(mixed, tmp_path, monkeypatch):
     arguments, journal = [mixed, "--unit_mb", "0.02", "--out"], tmp_path / "o" / "prepare.jsonl"
     assert prepare(*arguments, tmp_path / "undisturbed") == 0
-    monkeypatch.setattr(data, "write_durably", lambda path, text, real=data.write_durably:
-                        real(path, text) if path.name == "prepare.jsonl" else sys.exit("killed before the end"))
+    monkeypatch.setattr(data, "durable", lambda path, real=data.durable:
+                        real(path) if path.name == "prepare.jsonl" else sys.exit("killed before the end"))
     for _ in range(2):
         with pytest.raises(SystemExit):
             prepare(*arguments, tmp_path / "o")
@@ -460,6 +506,37 @@ def test_workers_die_with_a_killed_prepare(tmp_path):
         time.sleep(0.01)
     assert not any(map(alive, children))
     assert prepare(*arguments, tmp_path / "o") == 0 and prepare(*arguments, tmp_path / "undisturbed") == 0
+    assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers, stdin", [(1, False), (3, False), (1, True), (2, True)])
+def test_prepare_survives_kills_at_random_moments(tmp_path, workers, stdin):
+    """Of the run alone, whose workers then die by themselves, or of all its processes at once."""
+    rng = random.Random(workers)
+    lines = [json.dumps(dict(text=" \u00e4\U0001f577" * rng.randrange(500))) for _ in range(1000)]
+    (tmp_path / "a.txt").write_bytes(rng.randbytes(1_500_000))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    inputs = ["-"] if stdin else [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+
+    def start(out):
+        command = [sys.executable, "data.py", "prepare", *inputs, "--workers", str(workers), "--unit_mb", "0.02"]
+        with open(tmp_path / "a.txt") as file:
+            return subprocess.Popen([*command, "--out", tmp_path / out], cwd=ROOT, stdin=file, start_new_session=True,
+                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    begun = time.monotonic()
+    assert start("undisturbed").wait() == 0
+    took, kills, run = time.monotonic() - begun, 0, start("o")
+    while kills < 12:
+        try:
+            assert run.wait(rng.uniform(0.1, 0.6) * took) == 0
+            break
+        except subprocess.TimeoutExpired:
+            kills += 1
+            os.killpg(run.pid, signal.SIGKILL) if rng.randrange(2) else run.kill()
+            assert run.wait() == -signal.SIGKILL
+            run = start("o")
+    assert run.wait() == 0 and kills > 1
     assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed")
 
 
@@ -590,3 +667,62 @@ def test_the_script_fails_in_one_line_with_status_2(tmp_path, arguments):
     done = subprocess.run([sys.executable, ROOT / "data.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("data.py: error: ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# show
+
+def shown(text: str) -> list[int]:
+    """The ids of what `show` prints."""
+    ids, names = [], dict(PAD=PAD_ID, BOS=BOS_ID, EOS=EOS_ID)
+    for name, byte, escaped, plain in re.findall(r"\\<(\w+)>|\\x(..)|\\(.)|(.)", text):
+        ids += [names[name] if name in names else int(name)] if name else [int(byte, 16)] if byte else \
+            [ord(dict(n="\n", t="\t", r="\r").get(escaped, escaped))] if escaped else plain.encode()
+    return ids
+
+
+def test_show_prints_what_the_loader_gives(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    wild = rng.integers(0, VOCAB_SIZE, 900)                   # control bytes, what is no UTF-8, every id above 255
+    tame = np.frombuffer("na\u00efve \\ \u4f60\u597d\n\\<BOS>\x1b[2J\u202e".encode() * 40, np.uint8)
+    write_shard(tmp_path / "wild" / "1.bin", wild[:500])
+    write_shard(tmp_path / "wild" / "2.bin", wild[500:])
+    write_shard(tmp_path / "tame" / "x.bin", tame)
+    spec = f"{tmp_path}/wild:2,{tmp_path}/tame:1"
+    sources = data.open_data(spec)
+    loader, first, count = data.Loader(sources, 64, 3), 20, 60
+    ids, labels, g = loader.micro_batch(first, 0, count)
+    assert data.main(["show", spec, *f"--seq_len 64 --seed 3 --first {first} --count {count}".split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * count and all(line.isprintable() for line in lines)
+    epochs = set()
+    for i in range(count):
+        head, row = lines[2 * i], shown(lines[2 * i + 1][4:])
+        assert [-100 if target == PAD_ID else target for target in row[1:]] == labels[i].tolist(), head
+        assert row[:-1] == torch.where(ids[i] == PAD_ID, torch.tensor(row[:-1]), ids[i]).tolist(), head
+        shape = r"(.*): epoch (.*), (.*), (.*): byte offset (.*)"
+        number, epoch, name, path, offset = re.fullmatch(shape, head).groups()
+        assert int(number) == g[i] and path.startswith(name) and name in (source.name for source in sources)
+        assert np.fromfile(path, "<u2", 1, offset=int(offset))[0] == row[0]
+        assert int(epoch) <= loader.epoch(int(number))
+        epochs.add(int(epoch))
+    assert len(epochs) > 5 and PAD_ID in ids[:, -1]           # there were short windows too
+
+
+def test_show_of_the_mock_data_is_what_a_mock_run_reads(capsys):
+    assert data.main(["show", "--mock_data", "--seed", "7", "--first", "5", "--seq_len", "100", "--count", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ids, labels, _ = data.Loader([data.mock_source(7)], 100, 7).micro_batch(5, 0, 2)
+    assert [shown(line[4:]) for line in lines[1::2]] == torch.cat([ids, labels[:, -1:]], 1).tolist()
+    assert lines[0].startswith("5: epoch 0, mock, mock data: byte offset ")
+    for arguments in ([], ["data", "--mock_data"]):
+        assert data.main(["show", *arguments]) == 2
+        assert "either the run's --data_dir or its --mock_data" in capsys.readouterr().err
+
+
+def test_show_into_a_pipe_that_closes_says_nothing():
+    command = [sys.executable, ROOT / "data.py", "show", "--mock_data", "--seq_len", "64", "--count", "100000"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout.readline().startswith(b"0: epoch 0, mock")
+    run.stdout.close()
+    assert run.stderr.read() == b"" and run.wait() == 0
