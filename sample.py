@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import CheckpointError, find_checkpoints, load_checkpoint
 from spider_model import Spider, SpiderConfig
 from tokenizer import BOS_ID
-from train import UsageError, find_checkpoints, integer, load_checkpoint, real, resolve_device, resolve_precision
+from train import UsageError, integer, real, resolve_device, resolve_precision
 
 
 def load_model(path: Path, device: torch.device) -> tuple[Spider, int]:
@@ -56,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         found = [] if args.checkpoint else find_checkpoints(Path("checkpoints"))
         if not args.checkpoint and not found:
             raise UsageError("there is no checkpoint in checkpoints/; name one, or train first")
-        model, n_loops = load_model(Path(args.checkpoint) if args.checkpoint else found[-1][2], device)
-    except UsageError as fault:
+        model, n_loops = load_model(Path(args.checkpoint) if args.checkpoint else found[-1].path, device)
+    except (CheckpointError, UsageError) as fault:
         print(f"sample.py: error: {fault}", file=sys.stderr)
         return 2
     generator = torch.Generator(device).manual_seed(args.seed)

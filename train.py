@@ -12,16 +12,19 @@ import argparse
 import ctypes
 import dataclasses
 import hashlib
-import json
 import math
 import os
+import re
 import resource
+import shlex
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +37,8 @@ from torch import Tensor, nn
 
 import data
 import tokenizer
+from checkpoint import (CheckpointError, CheckpointWriter, Metrics, Progress, check_same_model, find_checkpoints,
+                        load_checkpoint, locked, set_aside)
 from spider_model import (PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
                           document_cu_seqlens)
 from tile_moe import BACKENDS, BackendError, resolve_backend
@@ -62,7 +67,10 @@ class Flag:
 
 def integer(low: int) -> Callable:
     def parse(text):
-        value = int(text) if text.lstrip("+-").isdigit() else float(text)  # 10e9 is a whole number too
+        try:
+            value = int(text) if text.isdigit() else float(text)  # 10e9 is a whole number too
+        except ValueError:
+            value = math.nan
         if not low <= value < 1 << 62 or value != int(value):
             raise ValueError(f"a whole number of at least {low}")
         return int(value)
@@ -125,6 +133,7 @@ FLAGS = (
     Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
     Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: tile where it runs, else grouped; loop: reference"),
     Flag("compile", False, None, "torch.compile the layers (mode default)"),
+    Flag("deterministic", False, None, "on a GPU: kernels that give the same bits every time, some slower"),
     Flag("no_gradient_checkpointing", False, None, "keep the activations of the recurrent layers: faster, more memory"),
     # checkpoints
     Flag("ckpt_dir", "checkpoints", str, "where checkpoints and metrics.jsonl go"),
@@ -144,7 +153,7 @@ FLAGS = (
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise UsageError(message)
+        raise UsageError(data.one_line(message))
 
 
 def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
@@ -158,6 +167,9 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
             text = flag.help + (f"; default {flag.default}" if flag.default is not None else "")
             text += f"; environment {flag.env}" if flag.env else ""
             parser.add_argument(f"--{flag.name}", metavar="X", help=text.replace("%", "%%"))
+    for word in sys.argv[1:] if argv is None else argv:
+        if word.startswith("--") and word.endswith("=--"):  # of which argparse makes []
+            parser.error(f"argument {word[:-3]}: '--' is no value")
     given = vars(parser.parse_args(argv))
     args = SimpleNamespace(given=set())
     for flag in FLAGS:
@@ -460,7 +472,14 @@ class Optimizers:
             raise UsageError(f"the checkpoint's optimizers are {', '.join(states)}, this run's "
                              f"{', '.join(self.parts)}: use --optimizer as before, or --reset_steps")
         for name, part in self.parts.items():
-            part.load_state_dict(states[name])
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
+            try:
+                part.load_state_dict(states[name])
+            except (ValueError, KeyError, TypeError, AttributeError) as fault:
+                raise UsageError(f"the checkpoint's state of {name} does not fit this model ({fault}): --reset_steps "
+                                 f"takes the weights alone") from None
+            for group, settings in zip(part.param_groups, groups):
+                group.update(settings)    # the flags of this run, not of the one before
 
 
 def is_matrix(name: str, p: Tensor) -> bool:
@@ -473,103 +492,21 @@ def is_matrix(name: str, p: Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
-@dataclass
-class Progress:
-    """Where a run stands; saved with every checkpoint."""
-    step: int = 0                         # optimizer steps done
-    bytes_seen: int = 0                   # training bytes consumed, PAD included
-    best_loss: float = math.inf           # lowest validation loss, nats per byte
-    n_loops: int = 1                      # loops that the run trains with, perhaps more than the model was made for
-    lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
+STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
 
 
 # What makes a run the same run: other values go on from the same weights, but as another run.
 IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "grad_accum", "lr", "schedule", "warmup_steps",
-            "target_tokens", "random_loops", "engram_reset")
+            "target_tokens", "random_loops", "engram_reset", "engram_lr_scale", "weight_decay", "beta1", "beta2",
+            "momentum", "grad_clip")
 
 
-def save_checkpoint(directory: Path, model: Spider, optimizers: Optimizers, progress: Progress, epoch: int,
-                    args) -> Path:
-    """Writes spider-step{N}.pt under a temporary name, then renames it: a file under that name is whole.
-
-    Tensors and plain values only; randomness needs no state, since all of it is a function of (seed, step)."""
-    path = directory / f"spider-step{progress.step}.pt"
-    temporary = path.with_suffix(".tmp")
-    if path.exists():                     # of a run before this one, which started over or went back
-        set_aside(path, progress.lineage)
-    with open(temporary, "wb") as file:
-        torch.save(dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(),
-                        cfg=dataclasses.asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
-                        epoch=epoch, **dataclasses.asdict(progress)), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    return path
-
-
-def set_aside(path: Path, lineage: int):
-    """Renames a file of an earlier run, so that neither saving nor pruning touches it again."""
-    os.replace(path, path.with_suffix(f".before-{lineage}{path.suffix}"))
-
-
-def load_checkpoint(path: Path) -> dict:
-    """Reads a checkpoint, memory-mapped and weights only: nothing in the file is executed. UsageError if it is none,
-    or one whose `cfg` and weights make no Spider."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        missing = {"model_state_dict", "optimizer_state_dict", "step", "cfg"} - set(state)
-    except FileNotFoundError:
-        raise UsageError(f"{path} does not exist") from None
-    except Exception as fault:  # whatever a damaged or foreign file provokes
-        raise UsageError(f"{path} is not a checkpoint that can be read safely: {str(fault).splitlines()[0]}") from None
-    if missing:
-        raise UsageError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
-    try:
-        with torch.device("meta"):
-            expected = {name: tuple(t.shape) for name, t in Spider(SpiderConfig(**state["cfg"])).state_dict().items()}
-        found = {name: tuple(tensor.shape) for name, tensor in state["model_state_dict"].items()}
-        odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    except (TypeError, ValueError, AttributeError) as fault:
-        raise UsageError(f"{path}: its cfg or weights are not a Spider's: {fault}") from None
-    if odd:
-        raise UsageError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}")
-    return state
-
-
-def find_checkpoints(directory: Path) -> list[tuple[int, int, Path]]:
-    """(lineage, step, path) of a directory's readable checkpoints, oldest first; others are named and passed over."""
-    found = []
-    for path in directory.glob("spider-step*.pt"):
-        if not path.stem.removeprefix("spider-step").isdigit():
-            continue                      # a copy by hand, or set aside
-        try:
-            state = load_checkpoint(path)
-            found.append((state.get("lineage", 0), state["step"], path))
-        except UsageError as fault:
-            logger.warning(f"passed over: {fault}")
-    return sorted(found)
-
-
-def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
-    """UsageError naming the fields in which a checkpoint's config differs from the one asked for; loops may differ."""
-    fields = {f.name: getattr(asked, f.name) for f in dataclasses.fields(asked) if f.name != "n_loops"}
-    differing = [f"{name} {saved.get(name)} there, {value} asked for" for name, value in fields.items()
-                 if saved.get(name) != (list(value) if isinstance(saved.get(name), list) else value)]
-    if differing:
-        raise UsageError(f"{path} holds another model ({'; '.join(differing[:3])}): leave --model out, or use another "
-                         f"--ckpt_dir")
-
-
-def trim_metrics(path: Path, step: int):
-    """Drops the lines of metrics.jsonl behind `step`, which a resumed run writes again."""
-    if path.exists():
-        kept = []
-        for line in path.read_text().splitlines():
-            with suppress(ValueError):    # a line that a kill cut short
-                kept += [line] * (json.loads(line)["step"] <= step)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, path)
+def run_state(model: Spider, optimizers: Optimizers, progress: Progress, loader: data.Loader, args) -> dict:
+    """What a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed, step)."""
+    return dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(),
+                cfg=dataclasses.asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
+                targets=loader.targets.tolist(), exploded=progress.exploded,
+                epoch=loader.epoch(progress.bytes_seen // args.seq_len), **dataclasses.asdict(progress))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -631,6 +568,27 @@ def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, dtype_byt
             "weights cast to bf16": dtype_bytes % 4 * dense, "activations": activations}
 
 
+def check_space(path: str, memory: dict[str, float], copies: int):
+    """UsageError where the disk has no room for so many checkpoints; a resumed run replaces its own."""
+    size, free = checkpoint_size(memory), shutil.disk_usage(existing_parent(path)).free
+    if free < copies * size:
+        raise UsageError(f"--ckpt_dir: {path} has {free / 1e9:.3g} GB free, {copies} checkpoint{'s' * (copies > 1)} of "
+                         f"{size / 1e9:.3g} GB must fit: make room, or use another")
+
+
+def check_memory(memory: dict[str, float], device: torch.device):
+    """UsageError where a CPU's memory is sure not to suffice: the kernel would kill the run without a word."""
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cpu" and sum(memory.values()) > 1.25 * here:
+        raise UsageError(f"--micro_batch: a step takes about {sum(memory.values()) / 1e9:.0f} GB, this machine has "
+                         f"{here / 1e9:.0f}: lower it, and raise --grad_accum as much; or lower --seq_len or --model")
+
+
+def checkpoint_size(memory: dict[str, float]) -> float:
+    """Bytes of a checkpoint, from what estimate_memory says."""
+    return memory["parameters"] + memory["optimizer"]
+
+
 def print_dry_run(model: Spider, n_loops: int, args, precision: str, optimizer: str, backend: str, sources):
     """--dry_run: configuration, parameters by component, cost, memory, disk, data, FP8; nothing is allocated."""
     c = model.config
@@ -652,9 +610,9 @@ def print_dry_run(model: Spider, n_loops: int, args, precision: str, optimizer: 
     memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
     print(f"\nmemory, estimated: {sum(memory.values()) / 1e9:.1f} GB ("
           + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()) + ")")
-    checkpoint = memory["parameters"] + memory["optimizer"]
+    checkpoint = checkpoint_size(memory)
     free = shutil.disk_usage(existing_parent(args.ckpt_dir)).free
-    print(f"checkpoint: {checkpoint / 1e9:.2f} GB, {args.keep_last + 1} at most at a time; "
+    print(f"checkpoint: {checkpoint / 1e9:.2f} GB, written from a copy in host memory, {args.keep_last + 1} at a time; "
           f"free on disk {free / 1e9:.1f} GB"
           + ("" if free > (args.keep_last + 1) * checkpoint else ": NOT ENOUGH"))
     if not sources:
@@ -730,11 +688,11 @@ class Batch:
         return dataclasses.replace(self, **dict(zip(("ids", "labels", "cu_seqlens"), moved)))
 
 
-def train_step(model: Spider, optimizers: Optimizers, batches: list[Batch], n_loops: int, args) -> dict:
-    """Forward, backward and update over the micro-steps; returns the step's statistics.
+def accumulate(model: Spider, batches: list[Batch], n_loops: int) -> tuple[Tensor, Tensor]:
+    """Forward and backward over the micro-steps of a step, which leaves gradients and changes nothing else.
 
-    Waits for the device once a micro-step, for the number of segments, and once for all its numbers, before the weights
-    are touched: where loss or gradient is not finite they stay as they are, and `skipped` is true.
+    Returns sums over the micro-steps: fp32 [4] of nats, loss, segments and loops, and tokens per expert [L, E]. Waits
+    for the device once a micro-step, for the number of segments.
     """
     sums, tokens, targets = 0, 0, max(1, sum(batch.targets for batch in batches))
     with model.cast_weights_once():
@@ -743,8 +701,17 @@ def train_step(model: Spider, optimizers: Optimizers, batches: list[Batch], n_lo
             nats = out.nats_per_byte * (batch.targets / targets)  # bytes count alike, however many others are PAD
             loss = nats + (out.loss - out.nats_per_byte) / len(batches)
             loss.backward()
-            sums = sums + torch.stack((nats.detach(), loss.detach(), out.segments, out.mean_loops))
+            sums = sums + torch.stack((nats.detach(), loss.detach(), out.segments, out.mean_loops / len(batches)))
             tokens = tokens + out.tokens_per_expert
+    return sums, tokens
+
+
+def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, real: int, args) -> dict:
+    """The update from accumulated gradients; returns the step's statistics, `real` bytes of which were not PAD.
+
+    Waits once for the device, for all numbers, before the weights are touched: where loss or gradient is not finite
+    they stay as they are, and `skipped` is true.
+    """
     norm = nn.utils.clip_grad_norm_(optimizers.dense, args.grad_clip or math.inf)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
     nats, loss, segments, loops, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
@@ -753,33 +720,105 @@ def train_step(model: Spider, optimizers: Optimizers, batches: list[Batch], n_lo
         optimizers.step()
         model.update_expert_bias(tokens)
     optimizers.zero_grad()
-    real = sum(batch.real for batch in batches)
-    return dict(loss=nats, total_loss=loss, grad_norm=norm,
-                bytes_per_segment=real / max(1, segments), mean_loops=loops / len(batches), expert_balance=balance,
-                skipped=skipped)
+    return dict(loss=nats, total_loss=loss, grad_norm=norm, bytes_per_segment=real / max(1, segments),
+                mean_loops=loops, expert_balance=balance, skipped=skipped)
+
+
+def out_of_memory(fault: Exception, args) -> str | None:
+    """One line of advice where an error is for want of memory, else None."""
+    if not (isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)):
+        return None
+    asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
+    return ("out of memory" + (f", {asked[1]} were asked for" if asked else "")
+            + f": lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len (now "
+              f"{args.seq_len})"
+            + ", or leave --no_gradient_checkpointing out" * args.no_gradient_checkpointing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
+class Stopped(BaseException):
+    """A signal asked for the end. No Exception: no library shall take it for a fault of its own."""
+
+
+class StopSignals:
+    """Lets SIGTERM and SIGINT end a run in order; a second one ends the process at once.
+
+    A signal sets `asked`. Where `seconds` is a number it also raises Stopped, so many seconds later.
+    """
+
+    def __init__(self):
+        self.asked: signal.Signals | None = None
+        self.seconds: float | None = 0.0
+
+    def __enter__(self):
+        handlers = {signal.SIGTERM: self._ask, signal.SIGINT: self._ask, signal.SIGALRM: self._time_is_up}
+        on_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may do this
+        self.before = {number: signal.signal(number, handlers[number]) for number in handlers if on_main_thread}
+        return self
+
+    def __exit__(self, *_):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def patience(self, seconds: float):
+        """Inside, a signal raises Stopped after so many seconds; one that came before does so at once."""
+        self.seconds = seconds
+        try:
+            if self.asked:
+                raise Stopped
+            yield
+        finally:
+            self.seconds = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ask(self, number: int, _):
+        if self.asked:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.asked = signal.Signals(number)
+        os.write(2, f"{self.asked.name}: stops in order; once more: at once\n".encode())  # the logger may be busy
+        if self.seconds:
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        else:
+            self._time_is_up()
+
+    def _time_is_up(self, *_):
+        if self.seconds is not None:
+            raise Stopped("stopped before the first step")
+
+
 def command_line(argv: list[str] | None = None) -> int:
-    """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence."""
+    """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence; 128 and
+    the signal's number where one ended the run in order."""
+    status, args = 2, None
     try:
-        main(parse_args(argv))
-    except (UsageError, data.DataError, BackendError) as fault:
-        print(f"train.py: error: {fault}", file=sys.stderr)
-        return 2
+        args = parse_args(argv)
+        with StopSignals() as stop, ExitStack() as closing:
+            main(args, stop, closing)
+        return 0
+    except (UsageError, CheckpointError, data.DataError, BackendError) as fault:
+        line = f"error: {fault}"
     except Diverged as fault:
-        print(f"train.py: error: {fault}", file=sys.stderr)
-        return 1
+        status, line = 1, f"error: {fault}"
+    except Stopped as where:
+        status, line = 128 + stop.asked, f"{stop.asked.name}: {where}; the same command goes on"
     except OSError as fault:
-        print(f"train.py: error: {fault.filename}: {fault.strerror}", file=sys.stderr)
-        return 2
-    return 0
+        line = f"error: {fault.filename}: {fault.strerror}"
+    except (MemoryError, RuntimeError) as fault:
+        line = out_of_memory(fault, args)
+        if line is None:
+            raise
+        line = f"error: {line}"
+    print(f"train.py: {data.one_line(line)}", file=sys.stderr)
+    return status
 
 
-def main(args: SimpleNamespace):
-    """A whole run, from the flags to the last checkpoint."""
+def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
+    """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`."""
     logger.remove()
     logger.add(sys.stderr, format="{time:HH:mm:ss} {message}")
 
@@ -791,18 +830,30 @@ def main(args: SimpleNamespace):
         raise UsageError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training on several ranks is not built yet; start "
                          f"one process")
     precision = resolve_precision(args.precision, device)
+    if args.fp8_experts and precision != "fp8":
+        raise UsageError(f"--fp8_experts: the precision is {precision}; it goes with --precision fp8")
     if device.type == "cpu":
         keep_freed_memory()
     torch.set_float32_matmul_precision("high")
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
     # -----------------------------------------------------------------------------------------------------------------
     # What to go on from, and which model that makes
     directory = Path(args.ckpt_dir)
+    if directory.is_dir() and not args.dry_run:
+        closing.enter_context(locked(directory))
     found = find_checkpoints(directory)
-    resume = Path(args.resume) if args.resume else found[-1][2] if found else None
+    resume = Path(args.resume) if args.resume else found[-1].path if found else None
     if args.reset_steps and resume is None:
         raise UsageError(f"--reset_steps: no checkpoint in {directory} to take weights from; name one by --resume")
-    state = load_checkpoint(resume) if resume else None
+    state = load_checkpoint(resume, sealed=bool(args.resume)) if resume else None
+    if state and state.get("exploded"):
+        sound = [one.path for one in found if not one.exploded]
+        back = f"; --resume {sound[-1]} goes back" if sound else ""
+        logger.warning(f"{resume}: the loss had exploded before it{back}")
     config = model_config(args, device)
     if state:
         if args.model != "auto" or args.set:
@@ -834,6 +885,9 @@ def main(args: SimpleNamespace):
     validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
 
+    memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
+    check_memory(memory, device)
+
     # -----------------------------------------------------------------------------------------------------------------
     # Model, real: values, FP8, compilation
     make_real(model, device, precision, backend, args)
@@ -859,7 +913,10 @@ def main(args: SimpleNamespace):
     if state:
         logger.info(f"{'weights of' if args.reset_steps else 'goes on from'} {resume} (step {state['step']})")
         changed = [f"--{name} was {value}, is {getattr(args, name)}" for name, value in state.get("flags", {}).items()
-                   if getattr(args, name) != value]
+                   if getattr(args, name, value) != value]
+        targets = loader.targets.tolist()
+        if state.get("targets", targets) != targets:
+            changed.append(f"bytes to train on were {state['targets']}, are {targets}")
         if changed and not args.reset_steps:
             logger.warning(f"not the same run any more: {'; '.join(changed)}")
     del state
@@ -872,19 +929,27 @@ def main(args: SimpleNamespace):
     last_step = args.max_steps or horizon
     logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte / 1e9:.2g} GFLOP per "
                 f"byte at 3.3 bytes per segment; checkpoints in {directory}")
-    directory.mkdir(parents=True, exist_ok=True)
+    kept = [one for one in found if one.lineage == progress.lineage]  # checkpoints of this run
+    check_space(args.ckpt_dir, memory, copies=2 if len(kept) < args.keep_last else 1)
+    if not directory.is_dir():
+        directory.mkdir(parents=True)
+        closing.enter_context(locked(directory))
+    for leftover in directory.glob(".spider-step*.tmp"):             # of a run that was killed
+        leftover.unlink()
     if starts_over and (directory / "metrics.jsonl").exists():
         set_aside(directory / "metrics.jsonl", progress.lineage)
-    trim_metrics(directory / "metrics.jsonl", progress.step)
-    kept = [path for lineage, _, path in found if lineage == progress.lineage]  # checkpoints of this run
+    past_end = progress.step < last_step and progress.best_before_end is not None
+    if past_end:
+        progress.best_loss, progress.best_before_end = progress.best_before_end, None
+    metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", progress.step, past_end))
+    writer = closing.enter_context(CheckpointWriter(directory, kept, args.keep_last))
     wandb_run = None
     if args.run:
         import wandb
         settings = {flag.name: getattr(args, flag.name) for flag in FLAGS}
         wandb_run = wandb.init(project="spider", name=args.run, config=settings)
-    metrics_file = open(directory / "metrics.jsonl", "a", buffering=1)
     profiler = start_profiler(device, directory) if args.profile else None
-    pool = ThreadPoolExecutor(1)
+    pool = closing.enter_context(ThreadPoolExecutor(1))
 
     def fetch(step: int, first: int) -> list:
         """This rank's micro-batches of a step whose first sequence of the run is `first`."""
@@ -897,72 +962,102 @@ def main(args: SimpleNamespace):
 
     # -----------------------------------------------------------------------------------------------------------------
     # The loop
-    if progress.step >= last_step:
+    if progress.step >= last_step and not progress.owed:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
-    if (precision == "fp8" or args.compile) and progress.step < last_step:
+    elif precision == "fp8" or args.compile:
         warm_up(model, args.micro_batch, args.seq_len, n_loops, device)
     first = progress.bytes_seen // args.seq_len
     upcoming = pool.submit(fetch, progress.step, first)
-    started, started_step, skipped = time.perf_counter(), progress.step, 0
-    while progress.step < last_step:
-        # -------------------------------------------------------------------------------------------------------------
-        step_start = time.perf_counter()
-        batches = upcoming.result()
-        upcoming = pool.submit(fetch, progress.step + 1, first + batch)
-        if args.engram_reset and first and loader.epoch(first) > loader.epoch(first - batch):
-            optimizers.parts["engram"].reset()
-        model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
-        factor = lr_factor(progress.step, horizon, args)
-        optimizers.set_lr(args.lr, factor)
-        numbers = train_step(model, optimizers, batches, loops_of_step(args, n_loops, progress.step), args)
-        skipped = skipped + 1 if numbers["skipped"] else 0
-        seconds = time.perf_counter() - step_start
-        # -------------------------------------------------------------------------------------------------------------
-        first += batch
-        progress.step, progress.bytes_seen = progress.step + 1, first * args.seq_len
-        last = progress.step == last_step
-        metrics = dict(step=progress.step, lr=args.lr * factor, tok_per_sec=batch * args.seq_len / seconds, **numbers)
-        remaining = (last_step - progress.step) * (time.perf_counter() - started) / (progress.step - started_step)
-        logger.info(progress_line(metrics, last_step, peak_memory(device), remaining))
+    started, started_step, unsaved, failure = time.perf_counter(), progress.step, False, None
+    stop.seconds = None                   # from here on a signal stops in order, at the places that say `stop`
+    while progress.owed or progress.step < last_step and not stop.asked:
+        if not progress.owed:
+            # ---------------------------------------------------------------------------------------------------------
+            step_start = time.perf_counter()
+            if args.engram_reset and first and loader.epoch(first) > loader.epoch(first - batch):
+                optimizers.parts["engram"].reset()
+            model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
+            factor = lr_factor(progress.step, horizon, args)
+            optimizers.set_lr(args.lr, factor)
+            try:
+                with stop.patience(STEP_PATIENCE):  # a step that is dropped has changed nothing
+                    batches = upcoming.result()
+                    upcoming = pool.submit(fetch, progress.step + 1, first + batch)
+                    sums, tokens = accumulate(model, batches, loops_of_step(args, n_loops, progress.step))
+            except Stopped:
+                break
+            except (data.DataError, MemoryError, RuntimeError) as fault:
+                if not isinstance(fault, data.DataError) and not out_of_memory(fault, args):
+                    raise
+                failure = fault
+                break
+            numbers = update(model, optimizers, sums, tokens, sum(part.real for part in batches), args)
+            seconds = time.perf_counter() - step_start
+            # ---------------------------------------------------------------------------------------------------------
+            first += batch
+            progress.step, progress.bytes_seen, unsaved = progress.step + 1, first * args.seq_len, True
+            progress.skipped = progress.skipped + 1 if numbers["skipped"] else 0
+            progress.owed = dict(step=progress.step, lr=args.lr * factor, tok_per_sec=batch * args.seq_len / seconds,
+                                 **numbers)
+            spike = not progress.skipped and progress.watch(numbers["loss"])
+            remaining = (last_step - progress.step) * (time.perf_counter() - started) / (progress.step - started_step)
+            logger.info(progress_line(progress.owed, last_step, peak_memory(device), remaining))
 
-        # Once in a while: a step whose loss or gradient is not finite
-        if skipped:
-            logger.warning(f"step {progress.step} skipped: loss or gradient is not finite; its bytes are sequences "
-                           f"{first - batch} to {first - 1} of the run")
-        if skipped == args.max_skipped:
-            raise Diverged(f"{skipped} steps in a row had a loss or gradient that is not finite; nothing was saved "
-                           f"since: go on from the newest checkpoint with a lower --lr or more --warmup_steps")
-        # Once in a while: evaluate
-        if args.eval_every and (progress.step % args.eval_every == 0 or last):
-            rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # without gradients there is room for more
-            metrics |= evaluate(model, validation, rows, n_loops, device)
+            # Once in a while: a step to look at
+            if progress.skipped or spike:
+                what = ("skipped: loss or gradient is not finite" if progress.skipped else
+                        f"is a spike: loss {numbers['loss']:.3f}, {progress.average_loss:.3f} on average")
+                where = "--mock_data" if args.mock_data else shlex.quote(args.data_dir)
+                logger.warning(f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len "
+                               f"{args.seq_len} --seed {args.seed} --first {first - batch} --count {batch}")
+        metrics, last = progress.owed, progress.step == last_step
+        # Once in a while: evaluate and sample
+        scheduled = args.eval_every and progress.step % args.eval_every == 0
+        try:
+            if scheduled or args.eval_every and last:
+                with stop.patience(0):
+                    rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # without gradients there is room for more
+                    metrics = metrics | evaluate(model, validation, rows, n_loops, device)
+                logger.info("validation: loss {val_loss:.4f} nats per byte, bpb {val_bpb:.4f}, "
+                            "{val_bytes_per_segment:.2f} bytes per segment".format(**metrics))
+            if args.sample_every and (progress.step % args.sample_every == 0 or last):
+                with stop.patience(0):
+                    print_sample(model, progress.step, n_loops, args.seed)
+        except Stopped:
+            break
+        if "val_loss" in metrics:
+            progress.best_before_end = None if scheduled else progress.best_loss
             progress.best_loss = min(progress.best_loss, metrics["val_loss"])
-            logger.info("validation: loss {val_loss:.4f} nats per byte, bpb {val_bpb:.4f}, {val_bytes_per_segment:.2f} "
-                        "bytes per segment".format(**metrics))
-        # Once in a while: write something
-        if args.sample_every and (progress.step % args.sample_every == 0 or last):
-            print_sample(model, progress.step, n_loops, args.seed)
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        metrics_file.write(json.dumps(finite) + "\n")
+        metrics_file.write(metrics)
         if wandb_run:
             wandb_run.log(metrics, step=progress.step)
+        progress.owed = None
+        if progress.skipped == args.max_skipped:
+            raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
+                           f"saved since: go on from the newest checkpoint with a lower --lr or more --warmup_steps")
         # Once in a while: save
-        if not skipped and progress.step % args.ckpt_every == 0 or last:
-            kept.append(save_checkpoint(directory, model, optimizers, progress, loader.epoch(first), args))
-            logger.info(f"saved {kept[-1]}")
-            while len(kept) > args.keep_last:
-                kept.pop(0).unlink(missing_ok=True)
+        if not progress.skipped and progress.step % args.ckpt_every == 0 or last or writer.retry_is_due():
+            writer.save(run_state(model, optimizers, progress, loader, args), metrics_file.sync)
+            unsaved = False
         if profiler:
             profiler.step()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
-    pool.shutdown()
-    metrics_file.close()
+    if unsaved or not writer.wait():
+        writer.save(run_state(model, optimizers, progress, loader, args), metrics_file.sync)
+    saved = writer.wait()
     if profiler:
         profiler.stop()
     if wandb_run:
         wandb_run.finish()
+    if failure:
+        raise failure
+    if not saved:
+        raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {directory}, older checkpoints "
+                              f"are as they were: make room, and the same command goes on")
+    if stop.asked:
+        raise Stopped(f"stopped after step {progress.step}, all of it is in {directory}")
     logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
                 f"{progress.best_loss:.4f}, {time.perf_counter() - started:.0f} s")
 

@@ -1,8 +1,10 @@
-"""What several test files share: a small model with every component awake, and bytes to run it on."""
+"""What several test files share: a small model with every component awake, bytes for it, and whole small runs."""
 
+import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from spider_model import Spider, SpiderConfig  # noqa: E402
 from tokenizer import BOS_ID, EOS_ID  # noqa: E402
+from train import accumulate, command_line, find_checkpoints, update  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -44,6 +47,11 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
     return model.train()
 
 
+def train_step(model: Spider, optimizers, batches: list, n_loops: int, args) -> dict:
+    """A whole optimizer step; returns its statistics."""
+    return update(model, optimizers, *accumulate(model, batches, n_loops), sum(batch.real for batch in batches), args)
+
+
 def text(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random plain bytes [rows, length]."""
     return torch.randint(32, 127, (rows, length), generator=torch.Generator().manual_seed(seed))
@@ -56,3 +64,62 @@ def documents(*lengths: int, seed: int = 0) -> torch.Tensor:
     for length in lengths:
         row[end], row[end + length - 1], end = BOS_ID, EOS_ID, end + length
     return row[None]
+
+
+SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
+         "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
+         "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,engram_dim=8,"
+         "engram_byte_rows=300,engram_byte_dim=8")
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A small directory of shards: 1 kB of documents to train on, some to validate."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    generator = np.random.default_rng(0)
+    for name, count in (("train-0.bin", 1000), ("val-0.bin", 300)):
+        ids = generator.choice(np.frombuffer(b"abcdef gh", np.uint8), count).astype("<u2")
+        ids[::211], ids[210::211] = 257, 258
+        ids.tofile(directory / name)
+    return directory
+
+
+def run_flags(shards, directory, *flags, steps=6) -> list[str]:
+    """The command line of a run of a small model."""
+    return ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", str(steps),
+            "--ckpt_every", "100", "--ckpt_dir", str(directory), "--set", SMALL, "--n_loops", "2", "--lr", "0.01",
+            "--eval_every", "4", "--device", "cpu", *flags]
+
+
+def run(tmp_path, shards, *flags, steps=6, ckpt="run"):
+    """Runs a small model to its end; returns its checkpoint directory."""
+    directory = tmp_path / ckpt
+    assert command_line(run_flags(shards, directory, *flags, steps=steps)) == 0
+    return directory
+
+
+def final_state(directory):
+    return torch.load(find_checkpoints(directory)[-1].path, weights_only=True)
+
+
+def metrics(directory):
+    """Lines of metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tok_per_sec"} for line in lines]
+
+
+def assert_same(a, b, where=""):
+    """Equality to the bit of nested states."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}/{i}")
+    else:
+        assert a == b, where

@@ -1,197 +1,16 @@
-"""Schedules, optimizers, checkpoints, evaluation and the run itself, which ends the same however often it is cut."""
+"""Schedules, optimizers, the step, FP8 and evaluation."""
 
-import json
 import math
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from conftest import awake, small_config, text
+from conftest import assert_same, awake, final_state, metrics, run, small_config, text, train_step
 
 import data
 import train
 from train import Batch, Muon, Optimizers, RowwiseAdagrad, lr_factor, orthogonalize, parse_args
-
-SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
-         "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
-         "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,engram_dim=8,"
-         "engram_byte_rows=300,engram_byte_dim=8")
-
-
-@pytest.fixture
-def shards(tmp_path):
-    """A small directory of shards: 3 kB of documents to train on, some to validate."""
-    directory = tmp_path / "data"
-    directory.mkdir()
-    generator = np.random.default_rng(0)
-    for name, count in (("train-0.bin", 3000), ("val-0.bin", 700)):
-        ids = generator.choice(np.frombuffer(b"abcdef gh", np.uint8), count).astype("<u2")
-        ids[::211], ids[210::211] = 257, 258
-        ids.tofile(directory / name)
-    return directory
-
-
-def run(tmp_path, shards, *flags, steps=6, ckpt="run", environ=None, monkeypatch=None):
-    """Runs train.main with a small model; returns its checkpoint directory."""
-    directory = tmp_path / ckpt
-    argv = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", str(steps),
-            "--ckpt_every", "100", "--ckpt_dir", str(directory), "--set", SMALL, "--n_loops", "2",
-            "--lr", "0.01", "--eval_every", "4", "--device", "cpu", *flags]
-    assert train.command_line(argv) == 0
-    return directory
-
-
-def final_state(directory):
-    return torch.load(train.find_checkpoints(directory)[-1][2], weights_only=True)
-
-
-def metrics(directory):
-    """Lines of metrics.jsonl without what depends on the clock."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tok_per_sec"} for line in lines]
-
-
-def assert_same(a, b, where=""):
-    """Equality to the bit of nested states."""
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b)):
-            assert_same(x, y, f"{where}/{i}")
-    else:
-        assert a == b, where
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints and resumption
-
-@pytest.mark.parametrize("flags", (
-    (), ("--random_loops",), ("--grad_accum", "2"), ("--precision", "fp32", "--no_gradient_checkpointing"),
-    ("--optimizer", "adamw"), ("--optimizer", "adamw8bit"), ("--moe_backend", "loop"), ("--engram_reset",),
-    ("--schedule", "wsd", "--target_tokens", "700")), ids=" ".join)
-def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, shards, flags):
-    """60 steps of two sequences are more than one epoch of 94; the cut at 50 lies in the second."""
-    whole = run(tmp_path, shards, *flags, steps=60, ckpt="whole")
-    run(tmp_path, shards, *flags, steps=50, ckpt="parts")
-    parts = run(tmp_path, shards, *flags, steps=60, ckpt="parts")
-    a, b = final_state(whole), final_state(parts)
-    assert a["epoch"] >= 1 and a["step"] == 60
-    # The interrupted run evaluated once more, at its provisional end.
-    a.pop("best_loss"), b.pop("best_loss")
-    assert_same(a, b)
-    without_evaluation = [[{k: v for k, v in line.items() if not k.startswith("val")} for line in metrics(d)]
-                          for d in (whole, parts)]
-    assert without_evaluation[0] == without_evaluation[1]
-    assert metrics(whole)[-1] == metrics(parts)[-1]
-
-
-def test_a_run_that_was_killed_after_its_checkpoint_repeats_the_lost_steps(tmp_path, shards):
-    whole = run(tmp_path, shards, steps=12, ckpt="whole")
-    parts = run(tmp_path, shards, "--ckpt_every", "5", steps=12, ckpt="parts")
-    (parts / "spider-step12.pt").unlink()
-    run(tmp_path, shards, "--ckpt_every", "5", steps=12, ckpt="parts")
-    assert_same(final_state(whole), final_state(parts))
-    assert metrics(whole) == metrics(parts)
-
-
-def test_checkpoints_hold_what_the_contract_names_and_only_plain_values(tmp_path, shards):
-    state = final_state(run(tmp_path, shards))
-    assert {"model_state_dict", "optimizer_state_dict", "step", "epoch", "cfg", "best_loss"} <= state.keys()
-    assert state["step"] == 6 and state["cfg"]["hidden_size"] == 32 and math.isfinite(state["best_loss"])
-
-
-def test_the_newest_checkpoints_of_a_run_are_kept(tmp_path, shards):
-    directory = run(tmp_path, shards, "--ckpt_every", "1", "--keep_last", "3", steps=7)
-    assert {path.name for path in directory.glob("*.pt")} == {f"spider-step{n}.pt" for n in (5, 6, 7)}
-
-
-def test_reset_steps_takes_the_weights_alone_and_later_runs_go_on_from_the_reset(tmp_path, shards):
-    directory = run(tmp_path, shards, steps=6)
-    reset = run(tmp_path, shards, "--resume", str(directory / "spider-step6.pt"), "--reset_steps", steps=2)
-    state = torch.load(reset / "spider-step2.pt", weights_only=True)
-    assert state["step"] == 2 and state["bytes_seen"] == 2 * 2 * 32
-    assert [line["step"] for line in metrics(reset)] == [1, 2]
-    on = run(tmp_path, shards, steps=3)                    # goes on from step 2 of the reset run, not from step 6
-    assert (on / "spider-step3.pt").exists() and (on / "spider-step6.pt").exists()
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_a_foreign_one_refused(tmp_path, shards, capsys):
-    directory = run(tmp_path, shards, "--ckpt_every", "3", steps=6)
-    newest = directory / "spider-step6.pt"
-    newest.write_bytes(newest.read_bytes()[:1000])
-    run(tmp_path, shards, "--ckpt_every", "3", steps=6)
-    assert "passed over" in capsys.readouterr().err and final_state(directory)["step"] == 6
-
-    class Harmful:
-        def __reduce__(self):
-            return open, (str(tmp_path / "harm"), "w")
-    torch.save({"step": Harmful()}, tmp_path / "foreign.pt")
-    assert train.command_line(["--resume", str(tmp_path / "foreign.pt"), "--data_dir", str(shards)]) == 2
-    assert not (tmp_path / "harm").exists() and "cannot be read safely" not in capsys.readouterr().out
-
-
-def test_a_run_that_starts_over_or_goes_back_leaves_the_files_of_the_one_before(tmp_path, shards):
-    directory = run(tmp_path, shards, "--ckpt_every", "2", "--keep_last", "3", steps=6)
-    old = {path: path.read_bytes() for path in (directory / f"spider-step{n}.pt" for n in (2, 4, 6))}
-    by_hand = directory / "spider-step2-best.pt"
-    by_hand.write_bytes(old[directory / "spider-step2.pt"])
-    for flags in (("--reset_steps",), ()):                                                   # over, then back to step 2
-        run(tmp_path, shards, "--ckpt_every", "1", "--resume", str(by_hand), *flags, steps=4)
-    assert sum(path.read_bytes() in old.values() for path in directory.glob("*.pt")) == 4
-    assert [line["step"] for line in metrics(directory)] == [3, 4] and len(list(directory.glob("metrics*"))) == 3
-    on = run(tmp_path, shards, "--ckpt_every", "1", steps=5)                                 # goes on from the last run
-    assert final_state(on)["step"] == 5 and final_state(on)["lineage"] == 2
-
-
-def test_a_larger_batch_goes_on_to_the_same_number_of_bytes_and_says_what_changed(tmp_path, shards, capsys):
-    run(tmp_path, shards, "--target_tokens", "640", steps=5)
-    directory = run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0)
-    state = final_state(directory)
-    assert state["bytes_seen"] == 5 * 64 + 3 * 128 and state["step"] == 8
-    assert "--micro_batch was 2, is 4" in capsys.readouterr().err
-
-
-def test_a_line_of_metrics_that_a_kill_cut_short_is_dropped(tmp_path, shards):
-    directory = run(tmp_path, shards, steps=2)
-    with open(directory / "metrics.jsonl", "a") as file:
-        file.write('{"step": 3, "lo')
-    run(tmp_path, shards, steps=4)
-    assert [line["step"] for line in metrics(directory)] == [1, 2, 3, 4]
-
-
-def test_loops_of_a_run_stay_its_own_when_it_goes_on(tmp_path, shards):
-    directory = run(tmp_path, shards, "--n_loops", "3", steps=1)
-    flags = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--ckpt_dir", str(directory),
-             "--eval_every", "0", "--device", "cpu"]
-    assert train.command_line([*flags, "--max_steps", "2", "--n_loops", "5"]) == 0
-    assert train.command_line([*flags, "--max_steps", "3"]) == 0
-    state = final_state(directory)
-    assert state["step"] == 3 and state["n_loops"] == 5 and state["cfg"]["n_loops"] == 3
-
-
-@pytest.mark.parametrize("change,complaint", (
-    (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg"),
-    (dict(model_state_dict={}), "weights differ")))
-def test_a_checkpoint_of_another_program_is_refused_with_the_difference(tmp_path, shards, change, complaint, capsys):
-    directory = run(tmp_path, shards, steps=1)
-    foreign = tmp_path / "foreign.pt"
-    torch.save(final_state(directory) | change, foreign)
-    assert train.command_line(["--resume", str(foreign), "--data_dir", str(shards)]) == 2
-    assert complaint in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_another_model_than_the_checkpoints_is_refused_with_the_difference(tmp_path, shards, capsys):
-    directory = run(tmp_path, shards, steps=1)
-    argv = ["--data_dir", str(shards), "--ckpt_dir", str(directory), "--set", SMALL + ",hidden_size=64"]
-    assert train.command_line(argv) == 2
-    assert "hidden_size 32 there, 64 asked for" in capsys.readouterr().err
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules and optimizers
@@ -297,7 +116,7 @@ def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
         optimizers.set_lr(0.0, 0.0)
         size = 8 // parts
         batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
-        results.append(train.train_step(model, optimizers, batches, 2, args))
+        results.append(train_step(model, optimizers, batches, 2, args))
     for other in results[1:]:
         for key in ("loss", "grad_norm", "bytes_per_segment", "expert_balance"):
             assert other[key] == pytest.approx(results[0][key], rel=1e-4), key
@@ -312,7 +131,7 @@ def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
         optimizers.set_lr(1e-3, 1.0)
         if reset:
             optimizers.parts["engram"].reset()
-        train.train_step(model, optimizers, [Batch.of(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2, parse_args([]))
+        train_step(model, optimizers, [Batch.of(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2, parse_args([]))
         table = model.core.layers[1].engram.table.weight
         sums.append(float(optimizers.parts["engram"].state[table]["sum"].max()))
     assert sums[1] < 100 * sums[0]
@@ -330,11 +149,11 @@ def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_ru
     model = awake(small_config())
     optimizers = Optimizers(model, "muon", args := parse_args([]))
     batch = [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)]
-    train.train_step(model, optimizers, batch, 2, args)
+    train_step(model, optimizers, batch, 2, args)
     with torch.no_grad():
         model.prelude[0].ffn.down_proj.weight[0, 0] = math.inf
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert train.train_step(model, optimizers, batch, 2, args)["skipped"]
+    assert train_step(model, optimizers, batch, 2, args)["skipped"]
     assert_same(before, dict(model.state_dict()))
     directory = run(tmp_path, shards, "--ckpt_every", "1", steps=2)
     state = {path: path.read_bytes() for path in directory.glob("*.pt")}
@@ -410,7 +229,7 @@ def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
     optimizers = Optimizers(model, "adamw", args := parse_args([]))
     optimizers.set_lr(0.1, 1.0)
     ids = text(2, 64)
-    losses = [train.train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2, args)["loss"] for _ in range(2)]
+    losses = [train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2, args)["loss"] for _ in range(2)]
     assert losses[0] != losses[1] and all(getattr(m, "cast", None) is None for m in model.modules())
 
 
@@ -446,7 +265,7 @@ def test_compilation_settles_although_the_number_of_segments_changes():
         with torch.no_grad():
             model.boundary_predictor[2].bias.fill_((-2.0, 0.5, -1.0)[step % 3])
         ids = text(4, 128, seed=step)
-        rates.add(train.train_step(model, optimizers, [Batch.of(ids, ids, step)], 2, args)["bytes_per_segment"])
+        rates.add(train_step(model, optimizers, [Batch.of(ids, ids, step)], 2, args)["bytes_per_segment"])
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert max(rates) > 1.5 * min(rates) and graphs[0] > 0 and graphs[4] == graphs[9]
 

@@ -1,0 +1,332 @@
+"""What survives a kill: checkpoints that are whole or not there, and metrics.jsonl beside them.
+
+A checkpoint is torch.save's archive of tensors and plain values, read by `torch.load(weights_only=True)` and nothing
+else. Its end holds the SHA-256 of the rest, so that an altered byte is noticed. A thread of its own writes it.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from loguru import logger
+from torch import Tensor
+
+import data
+from spider_model import Spider, SpiderConfig
+
+
+class CheckpointError(Exception):
+    """A checkpoint or its directory cannot be used; the message is one line that names it, and the remedy."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+    step: int = 0                         # optimizer steps done
+    bytes_seen: int = 0                   # training bytes consumed, PAD included
+    best_loss: float = math.inf           # lowest validation loss, nats per byte
+    best_before_end: float | None = None  # the same without an evaluation that took place only since the run ended here
+    average_loss: float | None = None     # of about the last 20 steps' losses
+    last_loss: float | None = None
+    noise: float = 0.0                    # mean difference of the loss from one step to the next, about as many
+    lowest_average: float = math.inf
+    skipped: int = 0                      # steps in a row, up to now, that were not finite
+    owed: dict | None = None              # numbers of the last step where its evaluation was cut short
+    n_loops: int = 1                      # loops that the run trains with, perhaps more than the model was made for
+    lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
+
+    def watch(self, loss: float) -> bool:
+        """Takes a finite loss into the averages; whether it is a spike: far from them by the measure of their noise."""
+        if self.average_loss is None:
+            self.average_loss = self.last_loss = loss
+        spike = self.step > SPIKE_AFTER and loss > self.average_loss + max(4 * self.noise, 0.1 * self.average_loss)
+        self.average_loss += 0.05 * (loss - self.average_loss)
+        self.noise += 0.05 * (abs(loss - self.last_loss) - self.noise)
+        self.last_loss = loss
+        self.lowest_average = min(self.lowest_average, self.average_loss)
+        return spike
+
+    @property
+    def exploded(self) -> bool:
+        """Whether the loss is no number, or it or its average is half as high again as that average once was."""
+        return self.skipped > 0 or max(self.last_loss or 0, self.average_loss or 0) > 1.5 * self.lowest_average
+
+
+SPIKE_AFTER = 20                          # steps that the averages of the loss need before they say anything
+
+
+class Found(NamedTuple):
+    """A checkpoint in a directory; they sort from the oldest to the newest."""
+    lineage: int
+    step: int
+    path: Path
+    exploded: bool = False
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread of its own, so that the loop waits for the copy out of device memory alone.
+
+    A file under its final name is whole and durable. What fails (a full disk) is said and tried again; the older files
+    stay. `kept` are this run's checkpoints: the newest `keep_last` of them, and the newest that had not exploded.
+    """
+    retry_after = 60.0                    # seconds from a failure to the next try
+
+    def __init__(self, directory: Path, kept: list[Found], keep_last: int):
+        self.directory, self.kept, self.keep_last = directory, kept, keep_last
+        self.thread, self.copy = ThreadPoolExecutor(1), None
+        self.writing: Future | None = None
+        self.failed_at: float | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.thread.shutdown()
+
+    def save(self, state: dict, before_rename: Callable):
+        """Copies a state and starts to write it, once the write before it is done."""
+        began = time.perf_counter()
+        self.wait()
+        self.copy = copied(state, self.copy)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()      # the copies have arrived
+        self.failed_at = None
+        self.writing = self.thread.submit(self._write, self.copy, before_rename, time.perf_counter() - began)
+
+    def wait(self) -> bool:
+        """Waits for the write under way; whether the last one succeeded."""
+        if self.writing:
+            self.writing.result()
+        return self.failed_at is None
+
+    def retry_is_due(self) -> bool:
+        return self.failed_at is not None and time.monotonic() > self.failed_at + self.retry_after
+
+    def _write(self, state: dict, before_rename: Callable, in_loop: float):
+        began = time.perf_counter()
+        path = self.directory / f"spider-step{state['step']}.pt"
+        try:
+            with data.durable(path, "wb", before_rename) as file:
+                write_checkpoint(file, state)
+                if path.exists() and path not in [old.path for old in self.kept]:
+                    set_aside(path, state["lineage"])  # of a run before this one, which started over or went back
+        except OSError as fault:
+            self.failed_at = time.monotonic()
+            logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; training goes on, the older ones "
+                         f"stay as they are, and it is tried again")
+            return
+        logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms of the loop, {time.perf_counter() - began:.1f} s beside it")
+        self.kept[:] = [old for old in self.kept if old.path != path] + [
+            Found(state["lineage"], state["step"], path, state["exploded"])]
+        sound = [old for old in self.kept if not old.exploded][-1:]
+        for old in self.kept[:-self.keep_last]:
+            if old not in sound:
+                old.path.unlink(missing_ok=True)
+                self.kept.remove(old)
+
+
+def copied(value, into=None):
+    """A copy in host memory of a nested state, into the tensors of an earlier copy where they fit."""
+    if isinstance(value, Tensor):
+        fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
+        out = into if fits else torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return out.copy_(value.detach(), non_blocking=True)
+    if isinstance(value, dict):
+        return {key: copied(part, into.get(key) if isinstance(into, dict) else None) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        old = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
+        return type(value)(copied(part, its_old) for part, its_old in zip(value, old))
+    return value
+
+
+# A checkpoint is torch.save's zip archive whose comment, at the very end, is this and the SHA-256 of all before it.
+SEAL = b"spider sha256:"
+PLAIN_END = b"PK\5\6", b"\0\0"          # the 22 bytes that end an archive without a comment, begin and end so
+
+
+def write_checkpoint(file, state: dict):
+    """Writes a state and its seal to a binary file; OSError where the file cannot take it."""
+    sha256, faults = hashlib.sha256(), []
+
+    def write(part) -> int:
+        sha256.update(part)
+        try:
+            return file.write(part)
+        except OSError as fault:          # which torch.save would hide
+            faults.append(fault)
+            raise
+    try:
+        torch.save(state, SimpleNamespace(write=write, flush=file.flush))
+    except RuntimeError:
+        raise faults[0] if faults else OSError("torch.save failed") from None
+    comment = SEAL + sha256.hexdigest().encode()
+    file.seek(-2, os.SEEK_CUR)            # the length of the comment, 0 so far
+    file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+def check_seal(path: Path):
+    """ValueError unless a file is as it was written, to the byte; one that another program saved has no seal."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if (content[-22:-18], content[-2:]) == PLAIN_END:
+            logger.warning(f"{path} has no checksum: another program saved it, nothing says whether it is intact")
+            return
+        length = len(SEAL) + 64
+        with memoryview(content) as view, view[:-length - 2] as body:
+            sha256 = hashlib.sha256(body)
+        sha256.update(b"\0\0")
+        if content[-length - 2:] != length.to_bytes(2, "little") + SEAL + sha256.hexdigest().encode():
+            raise ValueError("cut off or altered: its checksum does not fit")
+
+
+# What a checkpoint holds beside Progress.
+PLAIN_KINDS = {"model_state_dict": dict, "optimizer_state_dict": dict, "cfg": dict, "flags": dict, "targets": list,
+               "exploded": bool}
+
+
+def load_checkpoint(path: Path, sealed: bool = True) -> dict:
+    """Reads a checkpoint, memory-mapped and weights only: nothing in the file is executed.
+
+    CheckpointError if it is none, or altered, or one whose `cfg` and weights make no Spider. `sealed` false: the
+    checksum is not looked at."""
+    try:
+        if sealed:
+            check_seal(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        missing = {"model_state_dict", "optimizer_state_dict", "step", "cfg"} - set(state)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except Exception as fault:  # whatever a damaged or foreign file provokes
+        unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
+        reason = unsafe[0] if unsafe else str(fault).partition("\n")[0] or type(fault).__name__
+        raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
+    if missing:
+        raise CheckpointError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
+    kinds = {f.name: f.type | int for f in fields(Progress)} | PLAIN_KINDS  # whole numbers do for floats
+    wrong = [name for name, kind in kinds.items() if name in state and not isinstance(state[name], kind)]
+    if wrong or min(state[name] for name in ("step", "bytes_seen", "lineage") if name in state) < 0:
+        raise CheckpointError(f"{path}: {wrong[0] if wrong else 'its position'} is not what a Spider checkpoint has there")
+    try:
+        with torch.device("meta"):
+            expected = {name: tuple(t.shape) for name, t in Spider(SpiderConfig(**state["cfg"])).state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in state["model_state_dict"].items()}
+        odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    except (TypeError, ValueError, AttributeError) as fault:
+        raise CheckpointError(f"{path}: its cfg or weights are not a Spider's: {fault}") from None
+    if odd:
+        raise CheckpointError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}")
+    return state
+
+
+def find_checkpoints(directory: Path) -> list[Found]:
+    """A directory's checkpoints, oldest first, of which the newest is intact; others are named and passed over."""
+    found = []
+    for path in directory.glob("spider-step*.pt"):
+        if path.stem.removeprefix("spider-step").isdigit():  # else a copy by hand, or set aside
+            with passed_over():
+                state = load_checkpoint(path, sealed=False)
+                found.append(Found(state.get("lineage", 0), state["step"], path, state.get("exploded", False)))
+    found.sort()
+    while found:
+        with passed_over():
+            load_checkpoint(found[-1].path)
+            break
+        found.pop()
+    return found
+
+
+@contextmanager
+def passed_over():
+    """Inside, a checkpoint that cannot be used is a warning."""
+    try:
+        yield
+    except CheckpointError as fault:
+        logger.warning(f"passed over: {fault}")
+
+
+def set_aside(path: Path, lineage: int):
+    """Renames a file of an earlier run, so that neither saving nor pruning touches it again."""
+    os.replace(path, path.with_suffix(f".before-{lineage}{path.suffix}"))
+
+
+@contextmanager
+def locked(directory: Path):
+    """Inside, no other run works in a directory; a lock that dies with the process."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(f"--ckpt_dir: another run works in {directory}: wait for it, or use another") from None
+    except OSError as fault:              # some network file systems
+        logger.warning(f"{directory} cannot be locked ({fault.strerror}): see that no other run works in it")
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
+    """CheckpointError naming the fields in which a checkpoint's config is not the one asked for; loops may differ."""
+    wanted = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name != "n_loops"}
+    differing = [f"{name} {saved.get(name)} there, {value} asked for" for name, value in wanted.items()
+                 if saved.get(name) != (list(value) if isinstance(saved.get(name), list) else value)]
+    if differing:
+        raise CheckpointError(f"{path} holds another model ({'; '.join(differing[:3])}): leave --model out, or use "
+                              f"another --ckpt_dir")
+
+
+class Metrics:
+    """metrics.jsonl, a line a step. What a full disk does not take is said once, and written with a later line."""
+
+    def __init__(self, path: Path, step: int, went_past_end: bool):
+        """Drops the lines behind `step`, which a resumed run writes again, and an evaluation that was due to the end
+        of a run alone where it now goes on."""
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        with data.durable(path) as file:
+            for number, line in enumerate(lines, 1):
+                try:
+                    numbers = json.loads(line)
+                    if numbers["step"] == step and went_past_end:
+                        numbers = {name: value for name, value in numbers.items() if not name.startswith("val_")}
+                    if numbers["step"] <= step:
+                        file.write(json.dumps(numbers) + "\n")
+                except (ValueError, TypeError, KeyError):
+                    logger.warning(f"{path}: line {number} is left out, it was cut off or altered")
+        self.path, self.pending, self.complete = path, b"", True
+        self.file = open(path, "ab", buffering=0)
+
+    def write(self, numbers: dict):
+        """Numbers that are not finite become null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.pending += json.dumps(finite).encode() + b"\n"
+        try:
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending):]
+            self.complete = True
+        except OSError as fault:
+            if self.complete:
+                logger.error(f"METRICS NOT WRITTEN: {self.path}: {fault.strerror}; kept for later")
+            self.complete = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def sync(self):
+        """Makes durable what was written: no checkpoint is newer than the lines before it."""
+        os.fsync(self.file.fileno())

@@ -1,0 +1,536 @@
+"""Bad input of every kind, thousands of cases: one line that names it, status 2, nothing written and nothing lost."""
+
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import data
+from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
+from train import FLAGS, UsageError, parse_args
+
+PROGRESS = "prepare: ", "verify: ", "standard input: "
+JUNK = [None, True, -1, 0, 1.5, 1e300, 10 ** 30, "", "x", "\ud800", "../x.bin", "a\nb\x00", [], {}, [[]], [None],
+        {"a": 1}]
+TEXTS = ["", " ", "-", "--", "-1", "+-3", "--5", "nan", "inf", "-inf", "1e400", "1e-400", "0x10", "1_0", "2.5",
+         "9" * 5000, "\u00b2", "\u0663", "\u2167", "a\nb", "\x1b[2J", "\udcff", "\u202e", "\U0001f577", "None", "true",
+         "1,2", "a b"]
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """No waiting for the disk: thousands of cases, and no power cut among them."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def snapshot(directory: Path) -> dict[Path, object]:
+    """All that is in and below a directory: contents of files, targets of links."""
+    return {path: os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+            for path in directory.rglob("*")}
+
+
+def complaint(capsys, *argv) -> str:
+    """What data.py says against a command line; fails unless that is one line on stderr, and the status 2."""
+    status = data.main([*map(str, argv)])
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith(PROGRESS)]
+    assert (status, len(lines), out) == (2, 1, "") and lines[0].startswith("data.py: error: "), (argv, status, err, out)
+    return lines[0]
+
+
+def text(rng: random.Random, length: int) -> str:
+    """Unicode of all kinds, control characters and lone surrogates included."""
+    return "".join(chr(rng.choice((rng.randrange(1, 128), rng.randrange(1, 0x3000), rng.randrange(1, 0x110000))))
+                   for _ in range(rng.randrange(length)))
+
+
+def mutated(rng: random.Random, raw: bytes) -> bytes:
+    """Some bytes with one to four flipped, overwritten, deleted, doubled, or cut off."""
+    raw = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        i = rng.randrange(len(raw))
+        match rng.randrange(5):
+            case 0: raw[i] ^= 1 << rng.randrange(8)
+            case 1: raw[i] = rng.randrange(256)
+            case 2: del raw[i:i + rng.randrange(1, 20)]
+            case 3: raw[i:i] = raw[i:i + rng.randrange(1, 20)]
+            case 4: del raw[i + 1:]
+        raw = raw or bytearray(b"x")
+    return bytes(raw)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+
+@pytest.fixture
+def prepared(tmp_path, capsys) -> Path:
+    """A directory with five shards and their metadata."""
+    lines = [json.dumps(dict(text=f"document {i} " + "x" * (i % 70))) + "\n" for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    assert data.main(["prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "data" / "web"), "--workers", "1",
+                      "--unit_mb", "0.001"]) == 0
+    capsys.readouterr()
+    assert len(list(tmp_path.glob("data/web/*.bin"))) > 4
+    return tmp_path / "data"
+
+
+def too_high(rng, path, size):
+    i, value = rng.randrange(size // 2), rng.choice((VOCAB_SIZE, rng.randrange(VOCAB_SIZE, 1 << 16)))
+    path.write_bytes(path.read_bytes()[:2 * i] + value.to_bytes(2, "little") + path.read_bytes()[2 * i + 2:])
+    return f": byte offset {2 * i}: id {value} is above 271"
+
+
+def odd(rng, path, size):
+    os.truncate(path, end := 2 * rng.randrange(size // 2) + 1)
+    return f"byte offset {end}, but metadata.json says {size}", f"half an id at byte offset {end - 1}"
+
+
+def cut_off(rng, path, size):
+    os.truncate(path, end := 2 * rng.randrange(1, size // 2))
+    return f"byte offset {end}, but metadata.json says {size}", None
+
+
+def too_long(rng, path, size):
+    os.truncate(path, end := size + 2 * rng.randrange(1, 99))
+    return f"byte offset {end}, but metadata.json says {size}", None
+
+
+def empty(rng, path, size):
+    os.truncate(path, 0)
+    return "empty (byte offset 0)"
+
+
+def lost(rng, path, size):
+    path.unlink()
+    return "missing, though metadata.json lists it", None
+
+
+def directory(rng, path, size):
+    path.unlink()
+    path.mkdir()
+    return "Is a directory"
+
+
+def dangling(rng, path, size):
+    path.unlink()
+    path.symlink_to("gone")
+    return "No such file"
+
+
+def looped(rng, path, size):
+    path.unlink()
+    path.symlink_to(path.name)
+    return "Too many levels of symbolic links"
+
+
+@pytest.mark.parametrize("described", [True, False], ids=["with metadata", "without metadata"])
+@pytest.mark.parametrize("spoil", [too_high, odd, cut_off, too_long, empty, lost, directory, dangling, looped])
+def test_a_damaged_shard_is_named_by_whatever_reads_it(prepared, capsys, spoil, described):
+    if not described:
+        (prepared / "web" / "metadata.json").unlink()
+    sound, rng = snapshot(prepared), random.Random(0)
+    for _ in range(12):
+        path = rng.choice(sorted(prepared.glob("web/*.bin")))
+        said = spoil(rng, path, path.stat().st_size)
+        said = said if isinstance(said, str) else said[not described]
+        damaged = snapshot(prepared)
+        for reader in [] if said is None else [["verify", prepared], ["show", prepared, "--seq_len", "9"]]:
+            if spoil is too_high and reader[0] == "show":     # training looks at all ids first
+                with pytest.raises(data.DataError) as fault:
+                    data.check(data.open_data(str(prepared)))
+                line = str(fault.value)
+            else:
+                line = complaint(capsys, *reader)
+            assert str(path) in line and said in line, line
+        assert snapshot(prepared) == damaged
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        path.write_bytes(sound[path])
+    assert snapshot(prepared) == sound
+
+
+def test_verify_notices_any_altered_bit(prepared, capsys):
+    rng = random.Random(1)
+    for _ in range(300):
+        path = rng.choice(sorted(prepared.glob("web/*.bin")))
+        sound = path.read_bytes()
+        altered = bytearray(sound)
+        altered[rng.randrange(len(sound))] ^= 1 << rng.randrange(8)
+        path.write_bytes(altered)
+        line = complaint(capsys, "verify", prepared)
+        assert f"{path}: " in line and ("SHA-256" in line or "is above 271" in line), line
+        path.write_bytes(sound)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes")
+@pytest.mark.parametrize("name", ["web/b.bin", "web", "web/metadata.json"])
+def test_what_may_not_be_read_is_named_and_not_passed_over(prepared, tmp_path, name):
+    root = tmp_path.parent.parent                             # pytest's directories are for their user alone
+    modes = {path: path.stat().st_mode for path in (root, tmp_path.parent, tmp_path)}
+    (prepared / "web" / "b.bin").write_bytes(bytes(20))
+    (prepared / "a.bin").write_bytes(bytes(20))               # there is something else to train on
+    user = os.geteuid()
+    try:
+        for path in modes:
+            path.chmod(0o755)
+        (prepared / name).chmod(0)
+        os.seteuid(user or 65534)                             # root may read everything
+        with pytest.raises(data.DataError) as fault:
+            data.open_data(str(prepared))
+        assert str(fault.value) == f"{prepared / name}: Permission denied"
+    finally:
+        os.seteuid(user)
+        (prepared / name).chmod(0o755)
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards that change during the run
+
+def shortened(rng, path):
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def lengthened(rng, path):
+    with open(path, "ab") as file:
+        file.write(bytes(rng.randrange(1, 9)))
+
+
+def altered(rng, path):
+    with open(path, "r+b") as file:
+        file.seek(rng.randrange(path.stat().st_size))
+        file.write(b"\0")
+
+
+def replaced(rng, path):
+    (path.parent / "new").write_bytes(path.read_bytes())
+    os.replace(path.parent / "new", path)
+
+
+def removed(rng, path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("change", [shortened, lengthened, altered, replaced, removed])
+def test_a_shard_that_changes_during_the_run_stops_it_and_the_same_order_goes_on_when_it_is_back(tmp_path, change):
+    rng, paths, g = random.Random(2), [tmp_path / f"{i}.bin" for i in range(4)], np.arange(48)
+    for case in range(60):
+        for i, path in enumerate(paths):
+            path.unlink(missing_ok=True)
+            np.full(100, i, "<u2").tofile(path)
+            os.utime(path, ns=(case, case))                   # or the clock's tick could hide a change
+        loader = data.Loader(data.open_data(str(tmp_path)), 8, case)
+        before = [part.tolist() for part in loader.rows(g)]
+        path = rng.choice(paths[:3])
+        change(rng, path)
+        with pytest.raises(data.DataError) as fault:
+            loader.micro_batch(0, 0, 48)
+        line = str(fault.value)
+        assert line.startswith(f"{path}: changed during the run (") and "same command" in line and "\n" not in line
+        others = [i for i in g if before[0][i][0] not in (paths.index(path), paths.index(path) - 1)]
+        assert loader.rows(others)[0].tolist() == [before[0][i] for i in others]        # they were not touched
+        np.full(100, paths.index(path), "<u2").tofile(path)
+        assert [part.tolist() for part in data.Loader(data.open_data(str(tmp_path)), 8, case).rows(g)] == before
+
+
+def test_a_shard_that_changes_while_a_batch_is_read_is_noticed(tmp_path, monkeypatch):
+    path, checks = tmp_path / "a.bin", []
+    np.zeros(100, "<u2").tofile(path)
+    loader = data.Loader(data.open_data(str(tmp_path)), 8, 0)
+
+    def check(shard, real=data.Shard.check_unchanged):
+        real(shard)
+        checks.append(shard)
+        os.utime(path, ns=(len(checks), 0))
+    monkeypatch.setattr(data.Shard, "check_unchanged", check)
+    with pytest.raises(data.DataError, match="a.bin: changed during the run"):
+        loader.micro_batch(0, 0, 4)
+    assert len(checks) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metadata.json
+
+def streams(spec: Path) -> list:
+    [found] = data.open_data(str(spec))
+    return [[(shard.path, shard.ids.tolist()) for shard in stream.shards] for stream in (found.train, found.val)]
+
+
+def nodes(value, path=()):
+    """The paths of all values inside a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, below in items:
+        yield *path, name
+        yield from nodes(below, (*path, name))
+
+
+def test_damaged_metadata_is_named_or_harmless(prepared, capsys):
+    """Names of shards that say nothing: metadata that is passed over in silence gives other streams."""
+    folder, rng, named = prepared / "web", random.Random(3), 0
+    metadata = json.loads((folder / "metadata.json").read_text())
+    for i, entry in enumerate(metadata["shards"]):
+        (folder / entry["name"]).rename(folder / f"{i}.bin")
+        entry["name"] = f"{i}.bin"
+    raw, everywhere = json.dumps(metadata).encode(), list(nodes(metadata))
+    (folder / "metadata.json").write_bytes(raw)
+    sound = streams(prepared)
+    assert len(sound[1]) > 0
+    for case in range(1000):
+        if case % 2:
+            bad = mutated(rng, raw)
+        else:
+            tree = json.loads(raw)
+            *above, last = rng.choice(everywhere)
+            inside = tree
+            for name in above:
+                inside = inside[name]
+            if case % 4 or not isinstance(inside, dict):
+                inside[last] = rng.choice(JUNK)
+            else:
+                inside["no " + last] = inside.pop(last)
+            bad = json.dumps(tree).encode()
+        (folder / "metadata.json").write_bytes(bad)
+        try:
+            assert streams(prepared) == sound, bad
+        except data.DataError as fault:
+            named += 1
+            line = str(fault)
+            assert line.startswith(f"{folder}{os.sep}") and ("metadata.json" in line or ".bin: " in line), (bad, line)
+            if case % 10 == 0:
+                before = snapshot(prepared)
+                assert data.one_line(line) in complaint(capsys, "show", prepared, "--seq_len", "9")
+                assert snapshot(prepared) == before
+    assert named > 500
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("gone"), lambda path: path.write_bytes(b"["
+                                  * 200_000)], ids=["directory", "dangling", "deep"])
+def test_metadata_that_is_no_file_is_not_passed_over(prepared, capsys, make):
+    path = prepared / "web" / "metadata.json"
+    path.unlink()
+    make(path)
+    assert f"{path}: " in complaint(capsys, "verify", prepared)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs of prepare
+
+LIMIT = 2000
+
+
+def bad_line(rng: random.Random) -> tuple[bytes, str]:
+    """A line that is no document, and what is said of it."""
+    good = json.dumps(dict(id=5, text="a word " + text(rng, 20).encode("utf-8", "ignore").decode())).encode()
+    match rng.randrange(8):
+        case 0: return good[:rng.randrange(1, len(good))], "not JSON"
+        case 1: return good.replace(b'"text"', b'"body"'), "no object with a string 'text'"
+        case 2: return json.dumps(dict(text=rng.choice(JUNK[:7] + JUNK[-5:]))).encode(), "no object with a string"
+        case 3: return json.dumps(rng.choice(JUNK)).encode(), "no object with a string"
+        case 4: return good[:-4] + rng.choice((b"\xff", b"\xc3", b"\xed\xa0\x80")) + good[-4:], "not UTF-8 at byte"
+        case 5: return good[:-2] + b'\\ud8%02x"}' % rng.randrange(256), "a lone surrogate at character"
+        case 6: return good[:-2] + b"x" * rng.randrange(LIMIT, 2 * LIMIT) + b'"}', f"a line of more than {LIMIT:,} byte"
+        case 7: return rng.randbytes(rng.randrange(1, 9)).replace(b"\n", b"") + b"\xfe", "not UTF-8 at byte"
+
+
+def test_a_bad_json_line_is_named_by_its_number_and_offset(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(data, "LINE_LIMIT", LIMIT)
+    rng, path = random.Random(4), tmp_path / "in" / "a.jsonl"
+    path.parent.mkdir()
+    for _ in range(500):
+        bad, said = bad_line(rng)
+        lines = [rng.choice((b"", b"  ", b'{"text": "fine"}')) for _ in range(rng.randrange(6))]
+        lines.insert(number := rng.randrange(len(lines) + 1), bad)
+        path.write_bytes(b"\n".join(lines) + b"\n" * rng.randrange(2))
+        before = snapshot(tmp_path)
+        line = complaint(capsys, "prepare", path.parent, "--workers", "1", "--out", tmp_path / "o")
+        offset = sum(len(other) + 1 for other in lines[:number])
+        assert f"{path}:{number + 1}: " in line and f"(the line at byte offset {offset})" in line and said in line, line
+        assert snapshot(tmp_path) == before
+
+
+def test_mutated_json_lines_are_named_or_prepared(tmp_path, capsys):
+    rng, path = random.Random(5), tmp_path / "a.jsonl"
+    raw = b"".join(json.dumps(dict(text=f"document {i} \u00e4")).encode() + b"\n" for i in range(4))
+    refused = 0
+    for _ in range(300):
+        path.write_bytes(mutated(rng, raw))
+        before = snapshot(tmp_path)
+        argv = ["prepare", str(path), "--workers", "1", "--val_fraction", "0", "--out", str(tmp_path / "o")]
+        status = data.main(argv)
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(PROGRESS)]
+        if status:
+            refused += 1
+            assert status == 2 and len(lines) == 1 and f"{path}:" in lines[0] and snapshot(tmp_path) == before, lines
+        else:
+            documents = [json.loads(line)["text"] for line in path.read_bytes().split(b"\n") if line.strip()]
+            ids = np.fromfile(tmp_path / "o" / "train-00000.bin", "<u2").tolist()
+            assert ids == [i for document in documents for i in (BOS_ID, *document.encode(), EOS_ID)]
+            shutil.rmtree(tmp_path / "o")
+    assert 100 < refused < 300
+
+
+def test_a_parquet_file_without_the_column_or_damaged_is_named(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs the extra: pip install -e '.[parquet]'")
+    import pyarrow.parquet as parquet
+    rng, path, refused = random.Random(6), tmp_path / "a.parquet", 0
+    table = pyarrow.table(dict(id=range(50), text=[f"row {i} \u00e4" for i in range(50)], part=[b"x", None] * 25))
+    parquet.write_table(table, path, write_page_checksum=True)
+    sound, argv = path.read_bytes(), ["prepare", str(path), "--workers", "1", "--out", str(tmp_path / "o"), "--field"]
+    for field in ("body", "id", "part", "", "a\nb", *(text(rng, 9) or "no" for _ in range(30))):
+        line = complaint(capsys, *argv, field)
+        assert f"{path}: no string column" in line and "text (string)" in line and len(os.listdir(tmp_path)) == 1
+    assert data.main([*argv, "text"]) == 0
+    shards = [entry["sha256"] for entry in data.read_metadata(tmp_path / "o")["shards"]]
+    shutil.rmtree(tmp_path / "o")
+    for case in range(250):
+        path.write_bytes(mutated(rng, sound) if case else sound.replace(b"part", b"\x80art"))  # a name, no UTF-8
+        capsys.readouterr()
+        status = data.main([*argv, "text"])
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(PROGRESS)]
+        if status:
+            refused += 1
+            assert status == 2 and len(lines) == 1 and f"{path}: " in lines[0] and len(os.listdir(tmp_path)) == 1, lines
+        else:                                                 # the damage was to what is not read
+            assert [entry["sha256"] for entry in data.read_metadata(tmp_path / "o")["shards"]] == shards
+            shutil.rmtree(tmp_path / "o")
+    assert refused > 120
+
+
+def test_an_input_that_changes_while_it_is_prepared_is_refused(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+
+    def cut(*args, real=data.write_shards):
+        path.write_text('{"text": "one"}\n')
+        return real(*args)
+    monkeypatch.setattr(data, "write_shards", cut)
+    line = complaint(capsys, "prepare", path, "--workers", "1", "--out", tmp_path / "o")
+    assert "a.jsonl: changed while it was prepared" in line and not (tmp_path / "o" / "metadata.json").exists()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("gone"), lambda path: path.symlink_to(".")],
+                         ids=["dangling", "loop"])
+def test_a_link_to_nowhere_among_the_inputs_is_named(tmp_path, capsys, make):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("fine")
+    make(tmp_path / "in" / "b.txt")
+    before = snapshot(tmp_path)
+    line = complaint(capsys, "prepare", tmp_path / "in", "--workers", "1", "--out", tmp_path / "o")
+    assert f"{tmp_path}/in/b.txt" in line and snapshot(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_line_of_a_gigabyte_is_refused_in_bounded_memory(tmp_path):
+    with open(tmp_path / "a.jsonl", "wb") as file:
+        file.write(b'{"text": "fine"}\n{"text": "')
+        file.truncate(1 << 30)                                # of zeros that take no room on the disk
+    code = "import resource, sys, data; status = data.main(sys.argv[1:]); " \
+           "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+    done = subprocess.run([sys.executable, "-c", code, "prepare", tmp_path / "a.jsonl", "--workers", "1", "--out",
+                           tmp_path / "o"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and f"{tmp_path}/a.jsonl:2: a line of more than 268,435,456 bytes" in done.stderr
+    assert done.stderr.count("\n") == 1 and os.listdir(tmp_path) == ["a.jsonl"]
+    assert int(done.stdout) < 700_000                         # kB: the limit of a line, twice, and Python
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command lines and mixtures
+
+def test_any_value_of_any_flag_or_variable_of_training_is_taken_or_named():
+    rng, taken, refused = random.Random(7), 0, 0
+    for flag in FLAGS:
+        texts = [*TEXTS, *(text(rng, 12) for _ in range(30)), repr(rng.uniform(-9, 9)), "5", "0.5"]
+        for value in texts if flag.parse not in (None, str) else ():
+            for source in (f"--{flag.name}", flag.env):
+                if source is None or source == flag.env and not value:
+                    continue                                  # an empty variable is one that is not set
+                argv, environ = ([f"{source}={value}"], {}) if source != flag.env else ([], {source: value})
+                try:
+                    got = getattr(parse_args(argv, environ=environ), flag.name)
+                    taken += 1
+                    assert got == value or isinstance(got, int) or np.isfinite(got), (argv, environ, got)
+                except UsageError as fault:
+                    refused += 1
+                    line = str(fault)
+                    assert f"{source}: " in line and line.isprintable(), line
+                    assert "literal" not in line and "integer string" not in line, line    # Python's words, not ours
+    assert taken > 100 and refused > 2000
+
+
+def test_random_command_lines_of_training_are_taken_or_refused_in_a_line():
+    rng, words = random.Random(8), [f"--{flag.name}" for flag in FLAGS] + ["--no", "-x", "--", "5"] + TEXTS
+    for _ in range(1000):
+        argv = [rng.choice((rng.choice(words), rng.choice(words) + "=" + rng.choice(TEXTS), text(rng, 6)))
+                for _ in range(rng.randrange(1, 4))]
+        try:
+            if not any(word.startswith(("-h", "--h")) for word in argv):
+                parse_args(argv, environ={})
+        except UsageError as fault:
+            assert str(fault).isprintable(), (argv, str(fault))
+
+
+def test_random_command_lines_of_data_py_are_refused_in_a_line(prepared, capsys, monkeypatch):
+    monkeypatch.chdir(prepared)
+    flags = {"prepare": ["--out", "--field", "--val_fraction", "--workers", "--unit_mb"], "verify": ["--x"],
+             "show": ["--seq_len", "--seed", "--first", "--count", "--mock_data"]}
+    rng, before, refused = random.Random(9), snapshot(prepared), 0
+    for _ in range(1000):
+        command = rng.choice([*flags, "polish"])
+        argv = [command, *(rng.choice((rng.choice(flags.get(command, [""])), rng.choice(TEXTS), text(rng, 6), "web",
+                                       rng.choice(flags.get(command, [""])) + "=" + rng.choice(TEXTS)))
+                           for _ in range(rng.randrange(4)))]
+        if command == "show" and {"web", "--mock_data"} & {*argv} or argv[:2] == ["verify", "web"]:
+            continue                                          # some of these are fine
+        complaint(capsys, *argv)
+        refused += 1
+    assert snapshot(prepared) == before and refused > 700
+
+
+@pytest.mark.parametrize("flag, low", [("--seq_len", 1), ("--seed", 0), ("--first", 0), ("--count", 1),
+                                       ("--workers", 1), ("--val_fraction", None), ("--unit_mb", None)])
+def test_any_bad_value_of_a_flag_of_data_py_is_named(prepared, capsys, flag, low):
+    rng, before, refused = random.Random(10), snapshot(prepared), 0
+    argv = ["show", "--mock_data"] if flag in ("--seq_len", "--seed", "--first", "--count") else [
+        "prepare", prepared.parent / "a.jsonl", "--out", prepared / "o"]
+    for value in TEXTS + [text(rng, 9) for _ in range(60)]:
+        try:
+            good = value.isascii() and value.isdigit() and low <= int(value) < 1 << 62 if low is not None else \
+                0 <= float(value) < 1 if flag == "--val_fraction" else 0 < float(value) < 1e300
+        except ValueError:
+            good = False
+        if not good:
+            refused += 1
+            assert flag in complaint(capsys, *argv, f"{flag}={value}")
+    assert snapshot(prepared) == before and refused > 70
+
+
+def test_any_mixture_is_opened_or_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("web", "code"):
+        Path(name).mkdir()
+        np.zeros(300, "<u2").tofile(f"{name}/x.bin")
+    rng, before, opened = random.Random(11), snapshot(tmp_path), 0
+    weights = ["1", "0.7", "3", "1e-300", "1e308", "5e-324", "0", "-1", *TEXTS]
+    for case in range(1000):
+        parts = [rng.choice(("web", "code") * 2 + ("gone", "", text(rng, 5))) + rng.choice((":",) * 6 + ("", "::"))
+                 + rng.choice(weights[:4] if case % 2 else weights) for _ in range(rng.randrange(1, 4))]
+        spec = ",".join(parts)
+        try:
+            sources = data.open_data(spec)
+            assert math.isclose(sum(s.weight for s in sources), 1) and {s.name for s in sources} <= {"web", "code"}
+            data.Loader(sources, 8, 0).rows([0, 1])
+            opened += 1
+        except data.DataError as fault:
+            line = complaint(capsys, "show", "--seq_len", "8", "--", spec)
+            assert data.one_line(fault) in line
+            assert line.startswith(tuple(f"data.py: error: {data.one_line(name)}: " for name in (
+                spec, *(part.rpartition(":")[0] for part in parts)))), (spec, line)
+    assert snapshot(tmp_path) == before and 100 < opened < 1000

@@ -1,0 +1,547 @@
+"""An interrupted run ends like an undisturbed one; whatever befalls it, nothing is lost and it says what happened."""
+
+import errno
+import itertools
+import math
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL, assert_same, final_state, metrics, run, run_flags
+
+import checkpoint
+import data
+import train
+from checkpoint import CheckpointWriter, Metrics, Progress
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact resumption
+
+
+def assert_same_runs(one, other):
+    """Weights, optimizers, expert bias, best loss, position and every line of metrics.jsonl."""
+    assert_same(final_state(one), final_state(other))
+    assert metrics(one) == metrics(other)
+
+
+EVERY_KIND = (
+    (), ("--random_loops",), ("--grad_accum", "2"), ("--precision", "fp32", "--no_gradient_checkpointing"),
+    ("--precision", "bf16"), ("--precision", "fp8"), ("--precision", "fp8", "--fp8_experts"),
+    ("--optimizer", "adamw"), ("--optimizer", "adamw8bit"), ("--moe_backend", "loop"), ("--engram_reset",),
+    ("--schedule", "wsd", "--target_tokens", "700"), ("--deterministic",))
+
+
+@pytest.mark.parametrize("flags", EVERY_KIND, ids=" ".join)
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, shards, flags):
+    """36 steps of two sequences reach the third epoch of 32; a cut lies in each of the first two."""
+    flags = ("--eval_every", "10", *flags)
+    whole = run(tmp_path, shards, *flags, steps=36, ckpt="whole")
+    for steps in (11, 20, 36):
+        parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
+    assert final_state(whole)["epoch"] >= 2 and final_state(whole)["step"] == 36
+    assert_same_runs(whole, parts)
+
+
+def test_every_step_can_be_the_one_where_a_run_is_interrupted(tmp_path, shards):
+    flags = ("--random_loops", "--grad_accum", "2")
+    whole = run(tmp_path, shards, *flags, steps=9, ckpt="whole")
+    for steps in range(1, 10):
+        parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
+    assert_same_runs(whole, parts)
+
+
+def test_a_mixture_goes_on_exactly_in_each_sources_own_epoch(tmp_path, shards):
+    other = tmp_path / "other"
+    other.mkdir()
+    np.random.default_rng(1).choice(np.frombuffer(b"xyz ", np.uint8), 400).astype("<u2").tofile(other / "a.bin")
+    mixture = f"{shards}:0.6,{other}:0.4"
+    whole = run(tmp_path, mixture, steps=36, ckpt="whole")
+    for steps in (11, 23, 36):
+        parts = run(tmp_path, mixture, steps=steps, ckpt="parts")
+    assert final_state(whole)["epoch"] >= 2
+    assert_same_runs(whole, parts)
+
+
+def test_evaluating_sampling_and_saving_may_change_between_the_parts_of_a_run(tmp_path, shards):
+    whole = run(tmp_path, shards, "--eval_every", "0", steps=12, ckpt="whole")
+    for steps, flags in ((3, ("--eval_every", "1")), (7, ("--sample_every", "2", "--ckpt_every", "2")),
+                         (12, ("--eval_every", "0"))):
+        parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
+    for part in ("model_state_dict", "optimizer_state_dict", "bytes_seen", "average_loss"):
+        assert_same(final_state(whole)[part], final_state(parts)[part])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ((), ("--precision", "fp8"), ("--moe_backend", "grouped")), ids=" ".join)
+def test_deterministic_runs_go_on_exactly_on_a_gpu(tmp_path, shards, flags):
+    flags = ("--device", "cuda", "--deterministic", *flags)
+    whole = run(tmp_path, shards, *flags, steps=20, ckpt="whole")
+    for steps in (7, 20):
+        parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
+    assert_same_runs(whole, parts)
+
+
+@pytest.mark.slow
+def test_random_combinations_of_flags_and_cuts_go_on_exactly(tmp_path, shards):
+    """Thirty draws from every flag that changes the arithmetic, the data or the loop, each cut at three steps."""
+    generator = random.Random(0)
+    choices = [("--random_loops",), ("--grad_accum", "3"), ("--no_gradient_checkpointing",), ("--engram_reset",),
+               ("--schedule", "wsd", "--target_tokens", "900"), ("--seed", "5"), ("--micro_batch", "3"),
+               ("--eval_every", "3"), ("--ckpt_every", "7"), ("--sample_every", "5"), ("--moe_backend", "loop")]
+    for case in range(30):
+        flags = [word for choice in choices if generator.random() < 0.4 for word in choice]
+        flags += ["--optimizer", generator.choice(("adamw", "adamw8bit", "muon")),
+                  "--precision", generator.choice(("fp32", "bf16", "fp8"))]
+        steps = generator.randint(20, 40)
+        whole = run(tmp_path, shards, *flags, steps=steps, ckpt=f"whole{case}")
+        for cut in sorted(generator.sample(range(1, steps), 3)) + [steps]:
+            parts = run(tmp_path, shards, *flags, steps=cut, ckpt=f"parts{case}")
+        assert_same_runs(whole, parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kills and signals, in processes of their own
+
+
+def child(argv, log, slow=None, file_limit=None):
+    """A run in a forked process, stderr in a file; a function named `slow` ("module.name") takes a minute instead."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    torch.set_num_threads(1)
+    if slow:
+        module, name = slow.split(".")
+
+        def sleep(*_):
+            print("SLEEPS", file=sys.stderr, flush=True)
+            time.sleep(60)
+        setattr({"train": train, "data": data}[module], name, sleep)
+    if file_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    sys.exit(train.command_line(argv))
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Forks from a server that has imported everything: a run starts within half a second."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_checkpoint", "bitsandbytes"])
+    return context
+
+
+def start(processes, tmp_path, argv, **faults):
+    process = processes.Process(target=child, args=(argv, str(tmp_path / "log")), kwargs=faults)
+    process.start()
+    return process
+
+
+def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kills", (6, pytest.param(50, marks=pytest.mark.slow)))
+def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(tmp_path, shards, processes, kills):
+    """SIGKILL at random moments, every other one at the next save; the same command each time."""
+    steps, directory, inside = 12 * kills, tmp_path / "killed", 0
+    flags = ("--ckpt_every", "2", "--no_gradient_checkpointing", "--eval_every", "50")
+
+    def saving():
+        return any(name.startswith(".spider-step") for name in os.listdir(directory)) if directory.exists() else False
+    for kill in range(kills):
+        process = start(processes, tmp_path, run_flags(shards, directory, *flags, steps=steps))
+        process.join(random.uniform(0.2, 1.2))
+        while kill % 2 and not saving() and process.is_alive():
+            time.sleep(0.0005)
+        assert process.is_alive(), "the run ended before all kills were done: it needs more steps"
+        process.kill()
+        process.join()
+        inside += saving()
+    for name in ("killed", "whole"):
+        process = start(processes, tmp_path, run_flags(shards, tmp_path / name, *flags, steps=steps))
+        process.join()
+        assert process.exitcode == 0
+    print(f"{kills} kills, {inside} of them inside a save")
+    assert_same_runs(tmp_path / "whole", directory)
+    assert not saving() and inside > kills / 4
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+@pytest.mark.parametrize("slow", (None, "train.evaluate", "train.print_sample"))
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, shards, processes, number, slow):
+    flags = ("--eval_every", "7")
+    sampling = ("--sample_every", "7") if slow == "train.print_sample" else ()
+    argv = run_flags(shards, tmp_path / "stopped", *flags, *sampling, steps=200)
+    log = tmp_path / "log"
+    process = start(processes, tmp_path, argv, slow=slow)
+    until(lambda: log.exists() and ("SLEEPS" if slow else "step 5/") in log.read_text())
+    asked = time.monotonic()
+    os.kill(process.pid, number)
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + number
+    said = log.read_text().splitlines()[-1]
+    assert said.startswith(f"train.py: {number.name}: stopped after step") and "the same command goes on" in said
+    step = final_state(tmp_path / "stopped")["step"]
+    assert f"after step {step}," in said and (step == 7 if slow else 5 <= step < 200)
+    parts = run(tmp_path, shards, *flags, steps=step + 2, ckpt="stopped")
+    assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
+
+
+@pytest.mark.parametrize("slow", ("data.check", "train.warm_up", "train.find_checkpoints"))
+def test_a_signal_before_the_first_step_leaves_at_once_and_writes_nothing(tmp_path, shards, processes, slow):
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", "--precision", "fp8"), slow=slow)
+    until(lambda: (tmp_path / "log").exists() and "SLEEPS" in (tmp_path / "log").read_text())
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
+    assert not list((tmp_path / "run").glob("*.pt")) and "goes on" in (tmp_path / "log").read_text().splitlines()[-1]
+
+
+def test_a_step_that_takes_too_long_is_dropped_at_a_signal_and_done_again(tmp_path, shards, processes):
+    run(tmp_path, shards, steps=3)
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", steps=8), slow="train.accumulate")
+    until(lambda: (tmp_path / "log").exists() and "SLEEPS" in (tmp_path / "log").read_text())
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
+    assert_same_runs(run(tmp_path, shards, steps=8), run(tmp_path, shards, steps=8, ckpt="whole"))
+
+
+def test_a_second_signal_leaves_at_once(tmp_path, shards, processes):
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run"), slow="train.accumulate")
+    until(lambda: (tmp_path / "log").exists() and "SLEEPS" in (tmp_path / "log").read_text())
+    process.terminate()
+    until(lambda: "once more: at once" in (tmp_path / "log").read_text())
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 3 and process.exitcode == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_signal_during_compilation_leaves_within_twenty_seconds(tmp_path, shards, processes):
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", "--compile"))
+    until(lambda: (tmp_path / "log").exists() and "bytes a step" in (tmp_path / "log").read_text())
+    time.sleep(5)
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+def test_a_checkpoint_waits_for_the_copy_alone_and_holds_the_state_of_its_own_step(tmp_path):
+    weight = torch.zeros(1000)
+    writer = CheckpointWriter(tmp_path, [], 2)
+    release, write = [], checkpoint.write_checkpoint
+
+    def held_up(file, state):
+        until(lambda: release)
+        write(file, state)
+    state = dict(step=1, lineage=0, exploded=False, weight=weight, nested=[dict(t=weight[:3])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_checkpoint", held_up)
+        writer.save(state, lambda: None)
+        weight.fill_(7)                                                                 # training goes on
+        assert not (tmp_path / "spider-step1.pt").exists()
+        release.append(True)
+        assert writer.wait()
+    assert not torch.load(tmp_path / "spider-step1.pt")["weight"].any()
+    memory = writer.copy["weight"].data_ptr()
+    writer.save(state | dict(step=2), lambda: None)
+    assert writer.wait() and writer.copy["weight"].data_ptr() == memory
+    assert torch.load(tmp_path / "spider-step2.pt")["nested"][0]["t"].tolist() == [7, 7, 7]
+
+
+def test_the_last_checkpoint_that_had_not_exploded_is_never_deleted_for_newer_ones(tmp_path):
+    writer = CheckpointWriter(tmp_path, [], 2)
+    exploded = (False, False, True, True, True, False, False)
+    kept = []
+    for step, bad in enumerate(exploded, 1):
+        writer.save(dict(step=step, lineage=0, exploded=bad), lambda: None)
+        writer.wait()
+        kept.append(sorted(int(path.stem[11:]) for path in tmp_path.glob("*.pt")))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
+
+
+def test_spikes_and_explosions_are_told_from_noise():
+    progress, noise = Progress(), np.random.default_rng(0)
+    for progress.step in range(200):
+        assert not progress.watch(2 + 0.1 * noise.normal()) and not progress.exploded
+    assert progress.watch(2.9) and not progress.exploded
+    assert progress.watch(5.6) and progress.exploded
+    progress.watch(2.0)
+    assert not progress.exploded
+    progress.skipped = 1
+    assert progress.exploded
+
+
+def test_a_full_disk_is_one_loud_line_the_older_checkpoints_stay_and_it_is_tried_again(tmp_path, shards, monkeypatch,
+                                                                                      capsys):
+    directory = run(tmp_path, shards, steps=2)
+    before = (directory / "spider-step2.pt").read_bytes()
+    write, calls = checkpoint.write_checkpoint, []
+
+    def full(file, state):
+        calls.append(state["step"])
+        if len(calls) <= 2:
+            file.write(b"a part of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, state)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    monkeypatch.setattr(CheckpointWriter, "retry_after", 0.0)
+    capsys.readouterr()
+    run(tmp_path, shards, "--ckpt_every", "4", "--keep_last", "9", steps=8)
+    said = [line for line in capsys.readouterr().err.splitlines() if "CHECKPOINT NOT SAVED" in line]
+    assert len(said) == 2 and "No space left on device" in said[0]
+    assert calls[0] == 4 and calls[1] in (5, 6) and len(calls) in (3, 4)
+    assert final_state(directory)["step"] == 8 and not list(directory.glob(".*.tmp"))
+    assert (directory / "spider-step2.pt").read_bytes() == before
+    monkeypatch.undo()
+    assert_same(final_state(directory)["model_state_dict"],
+                final_state(run(tmp_path, shards, steps=8, ckpt="whole"))["model_state_dict"])
+
+
+def test_a_disk_that_stays_full_ends_in_status_2_with_the_older_checkpoints_intact(tmp_path, shards, processes):
+    """The kernel itself refuses: no file may grow beyond 100 kB; a checkpoint has more."""
+    directory = run(tmp_path, shards, steps=2)
+    before = (directory / "spider-step2.pt").read_bytes()
+    process = start(processes, tmp_path, run_flags(shards, directory, "--ckpt_every", "4", steps=6), file_limit=100_000)
+    process.join()
+    said = (tmp_path / "log").read_text().splitlines()
+    assert process.exitcode == 2 and "older checkpoints are as they were" in said[-1]
+    assert any("CHECKPOINT NOT SAVED" in line and "File too large" in line for line in said)
+    assert [path.read_bytes() for path in directory.glob("*.pt")] == [before] and not list(directory.glob(".*.tmp"))
+    assert len(metrics(directory)) == 6
+    assert_same_runs(run(tmp_path, shards, steps=6), run(tmp_path, shards, steps=6, ckpt="whole"))
+
+
+def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(tmp_path, capsys):
+    with Metrics(tmp_path / "metrics.jsonl", 0, False) as lines:
+        real = lines.file
+        for step in range(6):
+            lines.file = open("/dev/full", "wb", buffering=0) if step in (1, 2, 3) else real
+            lines.write(dict(step=step, loss=math.nan))
+    assert metrics(tmp_path) == [dict(step=step, loss=None) for step in range(6)]
+
+
+def test_too_little_space_for_two_checkpoints_is_refused_at_start(tmp_path, shards, monkeypatch, capsys):
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(free=200_000))
+    assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
+    assert "0.0002 GB free, 2 checkpoints of" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_micro_batch_that_no_memory_holds_is_refused_at_start(tmp_path, shards, capsys):
+    assert train.command_line(run_flags(shards, tmp_path / "run", "--micro_batch", "100000000")) == 2
+    assert "--micro_batch: a step takes about" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_runs_cannot_work_in_one_directory(tmp_path, shards, processes, capsys):
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run"), slow="train.accumulate")
+    until(lambda: (tmp_path / "log").exists() and "SLEEPS" in (tmp_path / "log").read_text())
+    assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
+    assert "another run works in" in capsys.readouterr().err.splitlines()[-1]
+    process.kill()
+    process.join()
+    run(tmp_path, shards)                                                     # the lock died with its process
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files that were altered, and strangers' files
+
+
+def test_a_single_altered_byte_anywhere_in_a_checkpoint_is_noticed(tmp_path, shards):
+    path = run(tmp_path, shards, steps=1) / "spider-step1.pt"
+    content = bytearray(path.read_bytes())
+    checkpoint.check_seal(path)
+    places = {*random.Random(0).sample(range(len(content)), 300), *range(64), *range(len(content) - 200, len(content))}
+    for place in places:
+        flip = 1 << place % 8
+        content[place] ^= flip
+        path.write_bytes(content)
+        content[place] ^= flip
+        with pytest.raises(ValueError, match="checksum"):
+            checkpoint.check_seal(path)
+    for length in (0, 1, 30, len(content) // 2, len(content) - 1, len(content) - 79):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError):
+            checkpoint.check_seal(path)
+
+
+def test_an_altered_newest_checkpoint_is_passed_over_and_the_run_still_ends_exactly(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--ckpt_every", "3", steps=6)
+    for damage in (lambda c: c[:len(c) // 2], lambda c: c[:5000] + bytes([c[5000] ^ 1]) + c[5001:], lambda c: b""):
+        newest = directory / "spider-step6.pt"
+        newest.write_bytes(damage(newest.read_bytes()))
+        run(tmp_path, shards, "--ckpt_every", "3", steps=6)
+        said = capsys.readouterr().err
+        assert "passed over" in said and "spider-step6.pt" in said and f"goes on from {directory}/spider-step3" in said
+        assert_same(final_state(directory), final_state(run(tmp_path, shards, steps=6, ckpt="whole")))
+
+
+def test_a_checkpoint_that_another_program_saved_is_read_with_a_warning(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, steps=2)
+    torch.save(final_state(directory), tmp_path / "copy.pt")
+    run(tmp_path, shards, "--resume", str(tmp_path / "copy.pt"), steps=3, ckpt="other")
+    assert "no checksum" in capsys.readouterr().err
+
+
+def test_checkpoints_hold_what_the_contract_names_and_only_plain_values(tmp_path, shards):
+    state = final_state(run(tmp_path, shards))
+    assert {"model_state_dict", "optimizer_state_dict", "step", "epoch", "cfg", "best_loss"} <= state.keys()
+    assert state["step"] == 6 and state["cfg"]["hidden_size"] == 32 and math.isfinite(state["best_loss"])
+
+
+def test_the_newest_checkpoints_of_a_run_are_kept(tmp_path, shards):
+    directory = run(tmp_path, shards, "--ckpt_every", "1", "--keep_last", "3", steps=7)
+    assert {path.name for path in directory.glob("*.pt")} == {f"spider-step{n}.pt" for n in (5, 6, 7)}
+
+
+def test_reset_steps_takes_the_weights_alone_and_later_runs_go_on_from_the_reset(tmp_path, shards):
+    directory = run(tmp_path, shards, steps=6)
+    reset = run(tmp_path, shards, "--resume", str(directory / "spider-step6.pt"), "--reset_steps", steps=2)
+    state = torch.load(reset / "spider-step2.pt", weights_only=True)
+    assert state["step"] == 2 and state["bytes_seen"] == 2 * 2 * 32
+    assert [line["step"] for line in metrics(reset)] == [1, 2]
+    on = run(tmp_path, shards, steps=3)                    # goes on from step 2 of the reset run, not from step 6
+    assert (on / "spider-step3.pt").exists() and (on / "spider-step6.pt").exists()
+
+
+def test_a_checkpoint_that_would_execute_something_is_refused_and_nothing_runs(tmp_path, shards, capsys):
+    class Harmful:
+        def __reduce__(self):
+            return open, (str(tmp_path / "harm"), "w")
+    torch.save({"step": Harmful()}, tmp_path / "foreign.pt")
+    assert train.command_line(["--resume", str(tmp_path / "foreign.pt"), "--data_dir", str(shards)]) == 2
+    assert not (tmp_path / "harm").exists() and "GLOBAL io.open was not" in capsys.readouterr().err
+
+
+def test_a_run_that_starts_over_or_goes_back_leaves_the_files_of_the_one_before(tmp_path, shards):
+    directory = run(tmp_path, shards, "--ckpt_every", "2", "--keep_last", "3", steps=6)
+    old = {path: path.read_bytes() for path in (directory / f"spider-step{n}.pt" for n in (2, 4, 6))}
+    by_hand = directory / "spider-step2-best.pt"
+    by_hand.write_bytes(old[directory / "spider-step2.pt"])
+    for flags in (("--reset_steps",), ()):                                                   # over, then back to step 2
+        run(tmp_path, shards, "--ckpt_every", "1", "--resume", str(by_hand), *flags, steps=4)
+    assert sum(path.read_bytes() in old.values() for path in directory.glob("*.pt")) == 4
+    assert [line["step"] for line in metrics(directory)] == [3, 4] and len(list(directory.glob("metrics*"))) == 3
+    on = run(tmp_path, shards, "--ckpt_every", "1", steps=5)                                 # goes on from the last run
+    assert final_state(on)["step"] == 5 and final_state(on)["lineage"] == 2
+
+
+def test_a_larger_batch_goes_on_to_the_same_number_of_bytes_and_says_what_changed(tmp_path, shards, capsys):
+    run(tmp_path, shards, "--target_tokens", "640", steps=5)
+    directory = run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0)
+    state = final_state(directory)
+    assert state["bytes_seen"] == 5 * 64 + 3 * 128 and state["step"] == 8
+    assert "--micro_batch was 2, is 4" in capsys.readouterr().err
+
+
+def test_a_line_of_metrics_that_a_kill_cut_short_is_dropped(tmp_path, shards):
+    directory = run(tmp_path, shards, steps=2)
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    run(tmp_path, shards, steps=4)
+    assert [line["step"] for line in metrics(directory)] == [1, 2, 3, 4]
+
+
+def test_loops_of_a_run_stay_its_own_when_it_goes_on(tmp_path, shards):
+    directory = run(tmp_path, shards, "--n_loops", "3", steps=1)
+    flags = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--ckpt_dir", str(directory),
+             "--eval_every", "0", "--device", "cpu"]
+    assert train.command_line([*flags, "--max_steps", "2", "--n_loops", "5"]) == 0
+    assert train.command_line([*flags, "--max_steps", "3"]) == 0
+    state = final_state(directory)
+    assert state["step"] == 3 and state["n_loops"] == 5 and state["cfg"]["n_loops"] == 3
+
+
+@pytest.mark.parametrize("change,complaint", (
+    (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg"),
+    (dict(model_state_dict={}), "weights differ")))
+def test_a_checkpoint_of_another_program_is_refused_with_the_difference(tmp_path, shards, change, complaint, capsys):
+    directory = run(tmp_path, shards, steps=1)
+    foreign = tmp_path / "foreign.pt"
+    torch.save(final_state(directory) | change, foreign)
+    assert train.command_line(["--resume", str(foreign), "--data_dir", str(shards)]) == 2
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_another_model_than_the_checkpoints_is_refused_with_the_difference(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, steps=1)
+    argv = ["--data_dir", str(shards), "--ckpt_dir", str(directory), "--set", SMALL + ",hidden_size=64"]
+    assert train.command_line(argv) == 2
+    assert "hidden_size 32 there, 64 asked for" in capsys.readouterr().err
+
+
+def test_another_optimizer_than_the_checkpoints_is_refused_by_name(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--optimizer", "adamw", steps=1)
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    assert train.command_line(run_flags(shards, directory, "--optimizer", "muon")) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "adamw, engram" in said and "muon, adamw, engram" in said and "--optimizer" in said
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_hyperparameters_come_from_this_runs_flags_not_from_the_checkpoint(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--optimizer", "adamw", steps=1)
+    run(tmp_path, shards, "--optimizer", "adamw", "--weight_decay", "0.3", "--beta1", "0.8", steps=2)
+    group = final_state(directory)["optimizer_state_dict"]["adamw"]["param_groups"][0]
+    assert group["weight_decay"] == 0.3 and group["betas"] == (0.8, 0.95)
+    assert "--weight_decay was 0.1, is 0.3" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes wrong inside the loop
+
+
+def test_a_spike_is_logged_with_the_command_that_shows_its_batch(tmp_path, shards, monkeypatch, capsys):
+    update, steps = train.update, itertools.count(1)
+
+    def spiked(*args):
+        numbers = update(*args)
+        return numbers | dict(loss=numbers["loss"] + 5.0 * (next(steps) == 30))
+    monkeypatch.setattr(train, "update", spiked)
+    run(tmp_path, shards, "--seed", "3", steps=32)
+    said, = [line for line in capsys.readouterr().err.splitlines() if "is a spike" in line]
+    command = said[said.index("data.py show"):].split()[1:]
+    assert "step 30 " in said and command[2:] == "--seq_len 32 --seed 3 --first 58 --count 2".split()
+    assert data.main(command) == 0 and len(capsys.readouterr().out.splitlines()) >= 2
+
+
+@pytest.mark.parametrize("fault,said", (
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB were asked for"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
+                  "allocate 80000000000 bytes. Error code 12"), "80000000000 bytes were asked for"),
+    (MemoryError("Unable to allocate 14.9 GiB for an array"), "14.9 GiB were asked for"),
+    (data.DataError("a.bin: changed during the run"), "a.bin: changed")))
+def test_want_of_memory_and_bad_data_end_a_run_with_advice_and_lose_no_step(tmp_path, shards, monkeypatch, capsys,
+                                                                           fault, said):
+    accumulate, steps = train.accumulate, itertools.count(1)
+
+    def failing(*args):
+        if next(steps) == 4:
+            raise fault
+        return accumulate(*args)
+    monkeypatch.setattr(train, "accumulate", failing)
+    assert train.command_line(run_flags(shards, tmp_path / "run", "--ckpt_every", "100")) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("train.py: error: ") and said in line
+    assert isinstance(fault, data.DataError) or "--micro_batch (now 2)" in line
+    assert final_state(tmp_path / "run")["step"] == 3
+    monkeypatch.undo()
+    assert_same_runs(run(tmp_path, shards), run(tmp_path, shards, ckpt="whole"))
