@@ -11,7 +11,6 @@ the precision used.
 """
 
 import argparse
-import dataclasses
 import json
 import platform
 import statistics
@@ -21,7 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import data
 import tile_moe

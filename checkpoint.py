@@ -52,7 +52,7 @@ class Progress:
         """Takes a finite loss into the averages; whether it is a spike: far from them by the measure of their noise."""
         if self.average_loss is None:
             self.average_loss = self.last_loss = loss
-        spike = self.step > SPIKE_AFTER and loss > self.average_loss + max(4 * self.noise, 0.1 * self.average_loss)
+        spike = self.step > SPIKE_AFTER and loss > self.average_loss + max(5 * self.noise, 0.2 * self.average_loss)
         self.average_loss += 0.05 * (loss - self.average_loss)
         self.noise += 0.05 * (abs(loss - self.last_loss) - self.noise)
         self.last_loss = loss
@@ -217,7 +217,8 @@ def load_checkpoint(path: Path, sealed: bool = True) -> dict:
     kinds = {f.name: f.type | int for f in fields(Progress)} | PLAIN_KINDS  # whole numbers do for floats
     wrong = [name for name, kind in kinds.items() if name in state and not isinstance(state[name], kind)]
     if wrong or min(state[name] for name in ("step", "bytes_seen", "lineage") if name in state) < 0:
-        raise CheckpointError(f"{path}: {wrong[0] if wrong else 'its position'} is not what a Spider checkpoint has there")
+        what = wrong[0] if wrong else "its position"
+        raise CheckpointError(f"{path}: {what} is not what a Spider checkpoint has there")
     try:
         with torch.device("meta"):
             expected = {name: tuple(t.shape) for name, t in Spider(SpiderConfig(**state["cfg"])).state_dict().items()}

@@ -204,8 +204,8 @@ def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
                    cwd=tmp_path, script="bench.py")
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "docs" / "bench-cpu.json").read_text())
-    for table in ("ceilings", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths", "loops",
-                  "parts", "segments"):
+    for table in ("ceilings", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths",
+                  "loops", "parts", "segments"):
         assert f"### {table}" in done.stdout and figures[table], table
     slow, fast = figures["bytes per segment"][0], figures["bytes per segment"][-1]
     assert slow["bytes/segment"] == 1 and fast["bytes/segment"] > 3
