@@ -11,11 +11,14 @@ import math
 import mmap
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -25,6 +28,7 @@ from loguru import logger
 from torch import Tensor
 
 import data
+import tokenizer
 from spider_model import Spider, SpiderConfig
 
 
@@ -61,8 +65,11 @@ class Progress:
 
     @property
     def exploded(self) -> bool:
-        """Whether the loss is no number, or it or its average is half as high again as that average once was."""
-        return self.skipped > 0 or max(self.last_loss or 0, self.average_loss or 0) > 1.5 * self.lowest_average
+        """Whether the loss is no number, worse than knowing nothing, or half as high again as its average once was."""
+        if self.skipped or self.average_loss is None:
+            return self.skipped > 0
+        loss = max(self.average_loss, self.last_loss - 4 * self.noise)
+        return loss > 1.5 * self.lowest_average or self.last_loss > 1 + math.log(tokenizer.VOCAB_SIZE)
 
 
 SPIKE_AFTER = 20                          # steps that the averages of the loss need before they say anything
@@ -80,7 +87,8 @@ class CheckpointWriter:
     """Writes checkpoints in a thread of its own, so that the loop waits for the copy out of device memory alone.
 
     A file under its final name is whole and durable. What fails (a full disk) is said and tried again; the older files
-    stay. `kept` are this run's checkpoints: the newest `keep_last` of them, and the newest that had not exploded.
+    stay. `kept` are this run's checkpoints: the newest `keep_last` of them, and the newest two that had not exploded:
+    two, since the update after the last such loss may be the one that ruined the weights.
     """
     retry_after = 60.0                    # seconds from a failure to the next try
 
@@ -131,11 +139,14 @@ class CheckpointWriter:
         logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms of the loop, {time.perf_counter() - began:.1f} s beside it")
         self.kept[:] = [old for old in self.kept if old.path != path] + [
             Found(state["lineage"], state["step"], path, state["exploded"])]
-        sound = [old for old in self.kept if not old.exploded][-1:]
+        sound = [old for old in self.kept if not old.exploded][-2:]
         for old in self.kept[:-self.keep_last]:
             if old not in sound:
-                old.path.unlink(missing_ok=True)
                 self.kept.remove(old)
+                try:
+                    old.path.unlink(missing_ok=True)
+                except OSError as fault:
+                    logger.warning(f"{old.path} stays: {fault.strerror}")
 
 
 def copied(value, into=None):
@@ -191,58 +202,113 @@ def check_seal(path: Path):
             raise ValueError("cut off or altered: its checksum does not fit")
 
 
-# What a checkpoint holds beside Progress.
-PLAIN_KINDS = {"model_state_dict": dict, "optimizer_state_dict": dict, "cfg": dict, "flags": dict, "targets": list,
-               "exploded": bool}
-
-
-def load_checkpoint(path: Path, sealed: bool = True) -> dict:
-    """Reads a checkpoint, memory-mapped and weights only: nothing in the file is executed.
+def load_checkpoint(path: Path, sealed: bool = True, mapped: bool = False) -> dict:
+    """Reads a checkpoint, weights only: nothing in the file is executed. `mapped`: its tensors stay in the file.
 
     CheckpointError if it is none, or altered, or one whose `cfg` and weights make no Spider. `sealed` false: the
-    checksum is not looked at."""
-    try:
+    checksum is not looked at, since it was before.
+    """
+    with reading(path):
         if sealed:
             check_seal(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        missing = {"model_state_dict", "optimizer_state_dict", "step", "cfg"} - set(state)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except Exception as fault:  # whatever a damaged or foreign file provokes
-        unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
-        reason = unsafe[0] if unsafe else str(fault).partition("\n")[0] or type(fault).__name__
-        raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
-    if missing:
-        raise CheckpointError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
-    kinds = {f.name: f.type | int for f in fields(Progress)} | PLAIN_KINDS  # whole numbers do for floats
-    wrong = [name for name, kind in kinds.items() if name in state and not isinstance(state[name], kind)]
-    if wrong or min(state[name] for name in ("step", "bytes_seen", "lineage") if name in state) < 0:
-        what = wrong[0] if wrong else "its position"
-        raise CheckpointError(f"{path}: {what} is not what a Spider checkpoint has there")
-    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    check_plain_values(path, state)
+    with reading(path):
+        weights, config = state["model_state_dict"], SpiderConfig(**state["cfg"])
+        if config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers > len(weights):
+            raise ValueError("cfg has more layers than there are weights")
         with torch.device("meta"):
-            expected = {name: tuple(t.shape) for name, t in Spider(SpiderConfig(**state["cfg"])).state_dict().items()}
-        found = {name: tuple(tensor.shape) for name, tensor in state["model_state_dict"].items()}
-        odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    except (TypeError, ValueError, AttributeError) as fault:
-        raise CheckpointError(f"{path}: its cfg or weights are not a Spider's: {fault}") from None
+            expected = {name: likeness(tensor) for name, tensor in Spider(config).state_dict().items()}
+        found = {name: likeness(tensor) for name, tensor in weights.items() if is_plain(tensor)}
+        odd = sorted(str(name) for name in expected.keys() | weights.keys() if expected.get(name) != found.get(name))
     if odd:
         raise CheckpointError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}")
     return state
 
 
+@contextmanager
+def reading(path: Path):
+    """Inside, whatever a damaged or foreign file provokes is a CheckpointError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except Exception as fault:
+        unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
+        reason = unsafe[0] if unsafe else str(fault).partition("\n")[0] or type(fault).__name__
+        raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
+
+
+def is_plain(tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def likeness(tensor: Tensor) -> tuple:
+    return tuple(tensor.shape), tensor.is_floating_point()
+
+
+def is_count(value) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def is_number(value) -> bool:
+    return type(value) in (int, float) and (abs(value) < 1e300 or value == math.inf)
+
+
+def is_flat(value) -> bool:
+    """Whether a value is a dict of plain values by name."""
+    return isinstance(value, dict) and all(type(key) is str and type(part) in (int, float, bool, str, type(None))
+                                           for key, part in value.items())
+
+
+# What a checkpoint may hold, and what it has to look like.
+KINDS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch")}
+         | {name: is_number for name in ("best_loss", "noise", "lowest_average")}
+         | {name: lambda value: value is None or is_number(value) for name in (
+             "best_before_end", "average_loss", "last_loss")}
+         | {name: lambda value: isinstance(value, dict) for name in (
+             "model_state_dict", "optimizer_state_dict", "cfg")}
+         | dict(n_loops=lambda value: is_count(value) and 1 <= value <= 4096, flags=is_flat,
+                owed=lambda value: value is None or is_flat(value) and "step" in value and all(
+                    type(part) in (int, float, bool) for part in value.values()),
+                exploded=lambda value: type(value) is bool,
+                targets=lambda value: isinstance(value, list) and all(map(is_count, value))))
+
+
+def check_plain_values(path: Path, state):
+    """CheckpointError unless a state has what the contract names, and its plain values are as a run writes them."""
+    state = state if isinstance(state, dict) else {}
+    missing = {"model_state_dict", "optimizer_state_dict", "step", "cfg"} - state.keys()
+    if missing:
+        raise CheckpointError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
+    wrong = [name for name, fits in KINDS.items() if name in state and not fits(state[name])]
+    if (state.get("average_loss") is None) != (state.get("last_loss") is None):
+        wrong.append("average_loss")
+    if wrong:
+        raise CheckpointError(f"{path}: {', '.join(wrong[:3])}: not what a Spider checkpoint has there")
+
+
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """Files named like checkpoints; not copies by hand such as spider-step100-best.pt, nor what was set aside."""
+    return [path for path in directory.glob("spider-step*.pt")
+            if re.fullmatch(r"spider-step[0-9]+", path.stem) and path.is_file()]
+
+
 def find_checkpoints(directory: Path) -> list[Found]:
     """A directory's checkpoints, oldest first, of which the newest is intact; others are named and passed over."""
     found = []
-    for path in directory.glob("spider-step*.pt"):
-        if path.stem.removeprefix("spider-step").isdigit():  # else a copy by hand, or set aside
-            with passed_over():
-                state = load_checkpoint(path, sealed=False)
-                found.append(Found(state.get("lineage", 0), state["step"], path, state.get("exploded", False)))
+    for path in checkpoint_paths(directory):
+        with passed_over():
+            with reading(path):
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            check_plain_values(path, state)
+            if path.name != f"spider-step{state['step']}.pt":
+                raise CheckpointError(f"{path} is step {state['step']} under another name")
+            found.append(Found(state.get("lineage", 0), state["step"], path, state.get("exploded", False)))
     found.sort()
     while found:
         with passed_over():
-            load_checkpoint(found[-1].path)
+            load_checkpoint(found[-1].path, mapped=True)
             break
         found.pop()
     return found
@@ -259,7 +325,8 @@ def passed_over():
 
 def set_aside(path: Path, lineage: int):
     """Renames a file of an earlier run, so that neither saving nor pruning touches it again."""
-    os.replace(path, path.with_suffix(f".before-{lineage}{path.suffix}"))
+    names = (path.with_suffix(f".before-{number}{path.suffix}") for number in count(lineage))
+    os.rename(path, next(name for name in names if not name.exists()))
 
 
 @contextmanager
@@ -292,7 +359,7 @@ def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
 class Metrics:
     """metrics.jsonl, a line a step. What a full disk does not take is said once, and written with a later line."""
 
-    def __init__(self, path: Path, step: int, went_past_end: bool):
+    def __init__(self, path: Path, step: int, went_past_end: bool = False):
         """Drops the lines behind `step`, which a resumed run writes again, and an evaluation that was due to the end
         of a run alone where it now goes on."""
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
@@ -304,18 +371,18 @@ class Metrics:
                         numbers = {name: value for name, value in numbers.items() if not name.startswith("val_")}
                     if numbers["step"] <= step:
                         file.write(json.dumps(numbers) + "\n")
-                except (ValueError, TypeError, KeyError):
+                except (ValueError, TypeError, KeyError, RecursionError):
                     logger.warning(f"{path}: line {number} is left out, it was cut off or altered")
-        self.path, self.pending, self.complete = path, b"", True
+        self.path, self.pending, self.complete, self.lock = path, b"", True, threading.Lock()
         self.file = open(path, "ab", buffering=0)
 
     def write(self, numbers: dict):
         """Numbers that are not finite become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.pending += json.dumps(finite).encode() + b"\n"
+        with self.lock:
+            self.pending += json.dumps(finite).encode() + b"\n"
         try:
-            while self.pending:
-                self.pending = self.pending[self.file.write(self.pending):]
+            self._write_pending()
             self.complete = True
         except OSError as fault:
             if self.complete:
@@ -328,6 +395,69 @@ class Metrics:
     def __exit__(self, *_):
         self.file.close()
 
+    def _write_pending(self):
+        with self.lock:
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending):]
+
     def sync(self):
-        """Makes durable what was written: no checkpoint is newer than the lines before it."""
+        """Makes all lines durable, or raises OSError: no checkpoint is newer than the lines before it."""
+        self._write_pending()
         os.fsync(self.file.fileno())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals
+
+class Stopped(BaseException):
+    """A signal asked for the end. No Exception: no library shall take it for a fault of its own."""
+
+
+class StopSignals:
+    """Lets SIGTERM and SIGINT end a run in order; a second one ends the process at once.
+
+    A signal sets `asked`. Where `seconds` is a number it also raises Stopped, so many seconds later.
+    """
+
+    def __init__(self):
+        self.asked: signal.Signals | None = None
+        self.seconds: float | None = 0.0
+
+    def __enter__(self):
+        handlers = {signal.SIGTERM: self._ask, signal.SIGINT: self._ask, signal.SIGALRM: self._time_is_up}
+        on_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may do this
+        self.before = {number: signal.signal(number, handlers[number]) for number in handlers if on_main_thread}
+        return self
+
+    def __exit__(self, *_):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def patience(self, seconds: float):
+        """Inside, a signal raises Stopped after so many seconds; one that came before does so at once."""
+        self.seconds = seconds
+        try:
+            if self.asked:
+                raise Stopped
+            yield
+        finally:
+            self.seconds = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ask(self, number: int, _):
+        if self.asked:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.asked = signal.Signals(number)
+        with suppress(OSError):           # stderr may be gone; the logger may be busy
+            os.write(2, f"{self.asked.name}: stops in order; once more: at once\n".encode())
+        if self.seconds is not None:
+            signal.setitimer(signal.ITIMER_REAL, self.seconds or 1.0, 1.0)  # again, should a library swallow it
+        if self.seconds == 0:
+            self._time_is_up()
+
+    def _time_is_up(self, *_):
+        if self.seconds is not None:
+            raise Stopped("stopped before the first step")

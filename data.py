@@ -895,6 +895,14 @@ def whole(low: int) -> Callable:
 
 
 class Parser(argparse.ArgumentParser):
+    """Refuses with an exception; train.py's is made of it."""
+
+    def parse_args(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        for word in sys.argv[1:] if argv is None else argv:
+            if word.startswith("--") and word.endswith("=--"):  # of which argparse makes []
+                self.error(f"argument {word[:-3]}: '--' is no value")
+        return super().parse_args(argv)
+
     def error(self, message: str):
         raise DataError(f"{message}; see data.py --help")
 
@@ -921,9 +929,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     command.add_argument("--first", type=whole(0), default=0, metavar="G", help="number of the first sequence (0)")
     command.add_argument("--count", type=whole(1), default=1, metavar="N", help="sequences to print (1)")
     command.set_defaults(run=show)
-    for word in sys.argv[1:] if argv is None else argv:
-        if word.startswith("--") and word.endswith("=--"):  # of which argparse makes []
-            parser.error(f"argument {word[:-3]}: '--' is no value")
     return parser.parse_args(argv)
 
 

@@ -64,10 +64,14 @@ def main(argv: list[str] | None = None) -> int:
     generator = torch.Generator(device).manual_seed(args.seed)
     prompt = os.fsencode(args.prompt)  # the bytes that were given, also where they are not UTF-8
     sys.stdout.buffer.write(prompt)
-    for byte in model.generate([BOS_ID, *prompt], args.bytes, args.temperature, args.top_k, generator,
-                               n_loops=n_loops if args.n_loops is None else args.n_loops):
-        sys.stdout.buffer.write(bytes([byte]))
-        sys.stdout.buffer.flush()
+    try:
+        for byte in model.generate([BOS_ID, *prompt], args.bytes, args.temperature, args.top_k, generator,
+                                   n_loops=n_loops if args.n_loops is None else args.n_loops):
+            sys.stdout.buffer.write(bytes([byte]))
+            sys.stdout.buffer.flush()
+    except FloatingPointError as fault:
+        print(f"sample.py: error: {fault}", file=sys.stderr)
+        return 2
     sys.stdout.buffer.write(b"\n")
     return 0
 

@@ -18,13 +18,11 @@ import re
 import resource
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,8 +35,8 @@ from torch import Tensor, nn
 
 import data
 import tokenizer
-from checkpoint import (CheckpointError, CheckpointWriter, Metrics, Progress, check_same_model, find_checkpoints,
-                        load_checkpoint, locked, set_aside)
+from checkpoint import (CheckpointError, CheckpointWriter, Metrics, Progress, Stopped, StopSignals, check_same_model,
+                        checkpoint_paths, find_checkpoints, load_checkpoint, locked, set_aside)
 from spider_model import (PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
                           document_cu_seqlens)
 from tile_moe import BACKENDS, BackendError, resolve_backend
@@ -151,7 +149,7 @@ FLAGS = (
 )
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(data.Parser):
     def error(self, message):
         raise UsageError(data.one_line(message))
 
@@ -167,9 +165,6 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
             text = flag.help + (f"; default {flag.default}" if flag.default is not None else "")
             text += f"; environment {flag.env}" if flag.env else ""
             parser.add_argument(f"--{flag.name}", metavar="X", help=text.replace("%", "%%"))
-    for word in sys.argv[1:] if argv is None else argv:
-        if word.startswith("--") and word.endswith("=--"):  # of which argparse makes []
-            parser.error(f"argument {word[:-3]}: '--' is no value")
     given = vars(parser.parse_args(argv))
     args = SimpleNamespace(given=set())
     for flag in FLAGS:
@@ -475,11 +470,30 @@ class Optimizers:
             groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
             try:
                 part.load_state_dict(states[name])
-            except (ValueError, KeyError, TypeError, AttributeError) as fault:
+                check_optimizer_state(name, part)
+            except Exception as fault:    # whatever a foreign state provokes
                 raise UsageError(f"the checkpoint's state of {name} does not fit this model ({fault}): --reset_steps "
                                  f"takes the weights alone") from None
             for group, settings in zip(part.param_groups, groups):
                 group.update(settings)    # the flags of this run, not of the one before
+
+
+def check_optimizer_state(name: str, part: torch.optim.Optimizer):
+    """ValueError where the state of a parameter is not of the names and shapes that its kernels take for granted."""
+    kinds = {"muon": [{"momentum_buffer"}], "adamw": [{"step", "exp_avg", "exp_avg_sq"}], "engram": [{"sum"}],
+             "adamw8bit": [{"step", "state1", "state2"},
+                           {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}]}[name]
+    for group in part.param_groups:
+        for p in group["params"]:
+            state, blocks = part.state.get(p, {}), math.ceil(p.numel() / 256)
+            shapes = {"step": (), "sum": (len(p),) if p.ndim else (), "qmap1": (256,), "qmap2": (256,),
+                      "absmax1": (blocks,), "absmax2": (blocks,)}
+            if state and state.keys() not in kinds:
+                raise ValueError(f"it has {', '.join(map(str, state))}")
+            for key, value in state.items():
+                shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+                if shape != shapes.get(key, tuple(p.shape)):
+                    raise ValueError(f"{key} {list(shape)} for a parameter {list(p.shape)}")
 
 
 def is_matrix(name: str, p: Tensor) -> bool:
@@ -498,7 +512,7 @@ STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step 
 # What makes a run the same run: other values go on from the same weights, but as another run.
 IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "grad_accum", "lr", "schedule", "warmup_steps",
             "target_tokens", "random_loops", "engram_reset", "engram_lr_scale", "weight_decay", "beta1", "beta2",
-            "momentum", "grad_clip")
+            "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
 
 
 def run_state(model: Spider, optimizers: Optimizers, progress: Progress, loader: data.Loader, args) -> dict:
@@ -539,9 +553,12 @@ def print_sample(model: Spider, step: int, n_loops: int, seed: int):
     generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(seed, step, "sample"))
     model.eval()
     with torch.no_grad(), model.cast_weights_once():
-        text = tokenizer.decode(list(model.generate([tokenizer.BOS_ID], 200, generator=generator, n_loops=n_loops)))
+        try:
+            text = tokenizer.decode(list(model.generate([tokenizer.BOS_ID], 200, generator=generator, n_loops=n_loops)))
+            logger.info(f"step {step} writes: {text!r}")
+        except FloatingPointError as fault:
+            logger.warning(f"step {step} writes nothing: {fault}")
     model.train()
-    logger.info(f"step {step} writes: {text!r}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -576,12 +593,12 @@ def check_space(path: str, memory: dict[str, float], copies: int):
                          f"{size / 1e9:.3g} GB must fit: make room, or use another")
 
 
-def check_memory(memory: dict[str, float], device: torch.device):
+def check_memory(needed: float, device: torch.device):
     """UsageError where a CPU's memory is sure not to suffice: the kernel would kill the run without a word."""
     here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if device.type == "cpu" and sum(memory.values()) > 1.25 * here:
-        raise UsageError(f"--micro_batch: a step takes about {sum(memory.values()) / 1e9:.0f} GB, this machine has "
-                         f"{here / 1e9:.0f}: lower it, and raise --grad_accum as much; or lower --seq_len or --model")
+    if device.type == "cpu" and needed > 1.25 * here:
+        raise UsageError(f"--micro_batch: a step takes about {needed / 1e9:.0f} GB, this machine has {here / 1e9:.0f}: "
+                         f"lower it, and raise --grad_accum as much; or lower --seq_len or --model")
 
 
 def checkpoint_size(memory: dict[str, float]) -> float:
@@ -738,83 +755,38 @@ def out_of_memory(fault: Exception, args) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
-class Stopped(BaseException):
-    """A signal asked for the end. No Exception: no library shall take it for a fault of its own."""
-
-
-class StopSignals:
-    """Lets SIGTERM and SIGINT end a run in order; a second one ends the process at once.
-
-    A signal sets `asked`. Where `seconds` is a number it also raises Stopped, so many seconds later.
-    """
-
-    def __init__(self):
-        self.asked: signal.Signals | None = None
-        self.seconds: float | None = 0.0
-
-    def __enter__(self):
-        handlers = {signal.SIGTERM: self._ask, signal.SIGINT: self._ask, signal.SIGALRM: self._time_is_up}
-        on_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may do this
-        self.before = {number: signal.signal(number, handlers[number]) for number in handlers if on_main_thread}
-        return self
-
-    def __exit__(self, *_):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def patience(self, seconds: float):
-        """Inside, a signal raises Stopped after so many seconds; one that came before does so at once."""
-        self.seconds = seconds
-        try:
-            if self.asked:
-                raise Stopped
-            yield
-        finally:
-            self.seconds = None
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _ask(self, number: int, _):
-        if self.asked:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.asked = signal.Signals(number)
-        os.write(2, f"{self.asked.name}: stops in order; once more: at once\n".encode())  # the logger may be busy
-        if self.seconds:
-            signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        else:
-            self._time_is_up()
-
-    def _time_is_up(self, *_):
-        if self.seconds is not None:
-            raise Stopped("stopped before the first step")
-
-
 def command_line(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence; 128 and
     the signal's number where one ended the run in order."""
     status, args = 2, None
-    try:
-        args = parse_args(argv)
-        with StopSignals() as stop, ExitStack() as closing:
-            main(args, stop, closing)
-        return 0
-    except (UsageError, CheckpointError, data.DataError, BackendError) as fault:
-        line = f"error: {fault}"
-    except Diverged as fault:
-        status, line = 1, f"error: {fault}"
-    except Stopped as where:
-        status, line = 128 + stop.asked, f"{stop.asked.name}: {where}; the same command goes on"
-    except OSError as fault:
-        line = f"error: {fault.filename}: {fault.strerror}"
-    except (MemoryError, RuntimeError) as fault:
-        line = out_of_memory(fault, args)
-        if line is None:
-            raise
-        line = f"error: {line}"
-    print(f"train.py: {data.one_line(line)}", file=sys.stderr)
+    with StopSignals() as stop:
+        try:
+            args = parse_args(argv)
+            with ExitStack() as closing:
+                main(args, stop, closing)
+            return 0
+        except (UsageError, CheckpointError, data.DataError, BackendError) as fault:
+            line = f"error: {fault}"
+        except Diverged as fault:
+            status, line = 1, f"error: {fault}"
+        except Stopped as where:
+            status, line = 128 + stop.asked, f"{stop.asked.name}: {where}; {how_to_go_on(args)}"
+        except OSError as fault:
+            line = f"error: {fault.filename}: {fault.strerror}"
+        except (MemoryError, RuntimeError) as fault:
+            line = out_of_memory(fault, args)
+            if line is None:
+                raise
+            line = f"error: {line}"
+        stop.seconds = None
+        with suppress(OSError):           # stderr may be gone
+            print(f"train.py: {data.one_line(line)}", file=sys.stderr)
     return status
+
+
+def how_to_go_on(args) -> str:
+    origin = [f"--{name}" for name in ("resume", "reset_steps") if getattr(args, name)]
+    return "the same command" + f" without {' and '.join(origin)}" * bool(origin) + " goes on"
 
 
 def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
@@ -838,14 +810,19 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        closing.callback(torch.use_deterministic_algorithms, False)
         torch.utils.deterministic.fill_uninitialized_memory = False
 
     # -----------------------------------------------------------------------------------------------------------------
     # What to go on from, and which model that makes
     directory = Path(args.ckpt_dir)
-    if directory.is_dir() and not args.dry_run:
+    is_locked = directory.is_dir() and not args.dry_run
+    if is_locked:
         closing.enter_context(locked(directory))
     found = find_checkpoints(directory)
+    if checkpoint_paths(directory) and not found and not args.resume:
+        raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {directory} can be used: put back a good one, "
+                              f"name one by --resume, or use another directory")
     resume = Path(args.resume) if args.resume else found[-1].path if found else None
     if args.reset_steps and resume is None:
         raise UsageError(f"--reset_steps: no checkpoint in {directory} to take weights from; name one by --resume")
@@ -856,6 +833,9 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         logger.warning(f"{resume}: the loss had exploded before it{back}")
     config = model_config(args, device)
     if state:
+        if state["cfg"].get("vocab_size") != config.vocab_size:
+            raise CheckpointError(f"{resume} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
+                                  f"{config.vocab_size}")
         if args.model != "auto" or args.set:
             check_same_model(resume, state["cfg"], config)
         config = SpiderConfig(**state["cfg"])
@@ -886,7 +866,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
 
     memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
-    check_memory(memory, device)
+    check_memory(sum(memory.values()) + checkpoint_size(memory), device)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model, real: values, FP8, compilation
@@ -897,10 +877,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         if not args.reset_steps:
             progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
     progress.n_loops = n_loops
-    newest = found[-1][:2] if found else (progress.lineage, progress.step)
-    starts_over = (progress.lineage, progress.step) != newest  # --reset_steps, or --resume of an older one
+    # --reset_steps, or --resume of another than the newest one
+    starts_over = bool(resume) and (args.reset_steps or not found or resume.resolve() != found[-1].path.resolve())
     if starts_over:
-        progress.lineage = newest[0] + 1
+        progress.lineage = max([progress.lineage, *(one.lineage for one in found)]) + 1
 
     # -----------------------------------------------------------------------------------------------------------------
     # Optimizer
@@ -919,6 +899,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             changed.append(f"bytes to train on were {state['targets']}, are {targets}")
         if changed and not args.reset_steps:
             logger.warning(f"not the same run any more: {'; '.join(changed)}")
+            progress.average_loss = progress.last_loss = None  # other losses are to be expected
+            progress.noise, progress.lowest_average = 0.0, math.inf
     del state
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -930,24 +912,28 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte / 1e9:.2g} GFLOP per "
                 f"byte at 3.3 bytes per segment; checkpoints in {directory}")
     kept = [one for one in found if one.lineage == progress.lineage]  # checkpoints of this run
-    check_space(args.ckpt_dir, memory, copies=2 if len(kept) < args.keep_last else 1)
-    if not directory.is_dir():
-        directory.mkdir(parents=True)
-        closing.enter_context(locked(directory))
     for leftover in directory.glob(".spider-step*.tmp"):             # of a run that was killed
         leftover.unlink()
+    check_space(args.ckpt_dir, memory, copies=2 if len(kept) < args.keep_last else 1)
+    if not is_locked:
+        directory.mkdir(parents=True, exist_ok=True)
+        closing.enter_context(locked(directory))
     if starts_over and (directory / "metrics.jsonl").exists():
         set_aside(directory / "metrics.jsonl", progress.lineage)
     past_end = progress.step < last_step and progress.best_before_end is not None
     if past_end:
         progress.best_loss, progress.best_before_end = progress.best_before_end, None
-    metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", progress.step, past_end))
+    metrics_file = closing.enter_context(Metrics(
+        directory / "metrics.jsonl", progress.step - bool(progress.owed), past_end))
     writer = closing.enter_context(CheckpointWriter(directory, kept, args.keep_last))
     wandb_run = None
     if args.run:
         import wandb
         settings = {flag.name: getattr(args, flag.name) for flag in FLAGS}
-        wandb_run = wandb.init(project="spider", name=args.run, config=settings)
+        try:
+            wandb_run = wandb.init(project="spider", name=args.run, config=settings)
+        except Exception as fault:        # of its settings, its network, its service
+            raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
     profiler = start_profiler(device, directory) if args.profile else None
     pool = closing.enter_context(ThreadPoolExecutor(1))
 
@@ -969,6 +955,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     first = progress.bytes_seen // args.seq_len
     upcoming = pool.submit(fetch, progress.step, first)
     started, started_step, unsaved, failure = time.perf_counter(), progress.step, False, None
+    optimizers.set_lr(args.lr, lr_factor(max(0, progress.step - 1), horizon, args))  # as the checkpoint had it
     stop.seconds = None                   # from here on a signal stops in order, at the places that say `stop`
     while progress.owed or progress.step < last_step and not stop.asked:
         if not progress.owed:
@@ -977,8 +964,6 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             if args.engram_reset and first and loader.epoch(first) > loader.epoch(first - batch):
                 optimizers.parts["engram"].reset()
             model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
-            factor = lr_factor(progress.step, horizon, args)
-            optimizers.set_lr(args.lr, factor)
             try:
                 with stop.patience(STEP_PATIENCE):  # a step that is dropped has changed nothing
                     batches = upcoming.result()
@@ -991,6 +976,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
                     raise
                 failure = fault
                 break
+            factor = lr_factor(progress.step, horizon, args)
+            optimizers.set_lr(args.lr, factor)
             numbers = update(model, optimizers, sums, tokens, sum(part.real for part in batches), args)
             seconds = time.perf_counter() - step_start
             # ---------------------------------------------------------------------------------------------------------
@@ -1000,7 +987,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             progress.owed = dict(step=progress.step, lr=args.lr * factor, tok_per_sec=batch * args.seq_len / seconds,
                                  **numbers)
             spike = not progress.skipped and progress.watch(numbers["loss"])
-            remaining = (last_step - progress.step) * (time.perf_counter() - started) / (progress.step - started_step)
+            pace = (time.perf_counter() - started) / (progress.step - started_step)
+            remaining = min((last_step - progress.step) * pace, 1e9)
             logger.info(progress_line(progress.owed, last_step, peak_memory(device), remaining))
 
             # Once in a while: a step to look at
@@ -1025,6 +1013,11 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
                     print_sample(model, progress.step, n_loops, args.seed)
         except Stopped:
             break
+        except (MemoryError, RuntimeError) as fault:
+            if not out_of_memory(fault, args):
+                raise
+            failure = fault
+            break
         if "val_loss" in metrics:
             progress.best_before_end = None if scheduled else progress.best_loss
             progress.best_loss = min(progress.best_loss, metrics["val_loss"])
@@ -1032,9 +1025,11 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         if wandb_run:
             wandb_run.log(metrics, step=progress.step)
         progress.owed = None
-        if progress.skipped == args.max_skipped:
+        if progress.skipped >= args.max_skipped:
             raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
-                           f"saved since: go on from the newest checkpoint with a lower --lr or more --warmup_steps")
+                           f"saved since: go on with a lower --lr or more --warmup_steps, from the newest checkpoint "
+                           f"or, if its weights were ruined already, by --resume from one before it"
+                           + "".join(f", {one.path}" for one in writer.kept[-2:-1]))
         # Once in a while: save
         if not progress.skipped and progress.step % args.ckpt_every == 0 or last or writer.retry_is_due():
             writer.save(run_state(model, optimizers, progress, loader, args), metrics_file.sync)
@@ -1055,7 +1050,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         raise failure
     if not saved:
         raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {directory}, older checkpoints "
-                              f"are as they were: make room, and the same command goes on")
+                              f"are as they were: make room, and {how_to_go_on(args)}")
     if stop.asked:
         raise Stopped(f"stopped after step {progress.step}, all of it is in {directory}")
     logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "

@@ -74,8 +74,11 @@ SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1
 
 @pytest.fixture
 def shards(tmp_path):
+    return make_shards(tmp_path / "data")
+
+
+def make_shards(directory):
     """A small directory of shards: 1 kB of documents to train on, some to validate."""
-    directory = tmp_path / "data"
     directory.mkdir()
     generator = np.random.default_rng(0)
     for name, count in (("train-0.bin", 1000), ("val-0.bin", 300)):

@@ -10,15 +10,17 @@ import resource
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, assert_same, final_state, metrics, run, run_flags
+from conftest import SMALL, assert_same, final_state, make_shards, metrics, run, run_flags
 
 import checkpoint
 import data
+import sample
 import train
 from checkpoint import CheckpointWriter, Metrics, Progress
 
@@ -91,12 +93,12 @@ def test_deterministic_runs_go_on_exactly_on_a_gpu(tmp_path, shards, flags):
 
 @pytest.mark.slow
 def test_random_combinations_of_flags_and_cuts_go_on_exactly(tmp_path, shards):
-    """Thirty draws from every flag that changes the arithmetic, the data or the loop, each cut at three steps."""
+    """Twelve draws from every flag that changes the arithmetic, the data or the loop, each cut at three steps."""
     generator = random.Random(0)
     choices = [("--random_loops",), ("--grad_accum", "3"), ("--no_gradient_checkpointing",), ("--engram_reset",),
                ("--schedule", "wsd", "--target_tokens", "900"), ("--seed", "5"), ("--micro_batch", "3"),
                ("--eval_every", "3"), ("--ckpt_every", "7"), ("--sample_every", "5"), ("--moe_backend", "loop")]
-    for case in range(30):
+    for case in range(12):
         flags = [word for choice in choices if generator.random() < 0.4 for word in choice]
         flags += ["--optimizer", generator.choice(("adamw", "adamw8bit", "muon")),
                   "--precision", generator.choice(("fp32", "bf16", "fp8"))]
@@ -111,7 +113,7 @@ def test_random_combinations_of_flags_and_cuts_go_on_exactly(tmp_path, shards):
 # Kills and signals, in processes of their own
 
 
-def child(argv, log, slow=None, file_limit=None, patience=train.STEP_PATIENCE):
+def child(argv, log, slow=None, file_limit=None, patience=train.STEP_PATIENCE, deaf=False):
     """A run in a forked process, stderr in a file; a function named `slow` ("module.name") takes a minute instead."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
@@ -125,6 +127,10 @@ def child(argv, log, slow=None, file_limit=None, patience=train.STEP_PATIENCE):
         setattr({"train": train, "data": data}[module], name, sleep)
     if file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    if deaf:                                                     # whoever read stderr is gone
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 2)
     sys.exit(train.command_line(argv))
 
 
@@ -224,6 +230,27 @@ def test_a_step_that_takes_too_long_is_dropped_at_a_signal_and_done_again(tmp_pa
     assert_same_runs(run(tmp_path, shards, steps=8), run(tmp_path, shards, steps=8, ckpt="whole"))
 
 
+def test_a_signal_saves_also_where_nobody_reads_what_is_said(tmp_path, shards, processes):
+    directory = tmp_path / "run"
+    process = start(processes, tmp_path, run_flags(shards, directory, steps=300), deaf=True)
+    until(lambda: (directory / "metrics.jsonl").exists() and len(metrics(directory)) > 5)
+    process.terminate()
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM and final_state(directory)["step"] > 5
+
+
+def test_an_owed_evaluation_writes_its_line_once_however_often_the_run_is_killed_after_it(tmp_path, shards, processes):
+    argv = run_flags(shards, tmp_path / "run", steps=9)
+    for slow, words in (("train.evaluate", "SLEEPS"), ("train.accumulate", "SLEEPS"), ("train.accumulate", "SLEEPS")):
+        process = start(processes, tmp_path, argv, slow=slow)
+        until_said(tmp_path, words)
+        (tmp_path / "log").unlink()
+        (process.terminate if slow == "train.evaluate" else process.kill)()
+        process.join()
+    assert final_state(tmp_path / "run")["owed"]["step"] == 4
+    assert_same_runs(run(tmp_path, shards, steps=9), run(tmp_path, shards, steps=9, ckpt="whole"))
+
+
 def test_a_second_signal_leaves_at_once(tmp_path, shards, processes):
     process = start(processes, tmp_path, run_flags(shards, tmp_path / "run"), slow="train.accumulate")
     until_said(tmp_path, "SLEEPS")
@@ -267,10 +294,18 @@ def test_a_checkpoint_waits_for_the_copy_alone_and_holds_the_state_of_its_own_st
         release.append(True)
         assert writer.wait()
     assert not torch.load(tmp_path / "spider-step1.pt")["weight"].any()
+    with pytest.MonkeyPatch.context() as patch:                                         # the next save waits for this
+        patch.setattr(checkpoint, "write_checkpoint", lambda *args: (time.sleep(0.3), write(*args)))
+        writer.save(state | dict(step=5), lambda: None)
+        weight.fill_(9)
+        writer.save(state | dict(step=6), lambda: None)
+        assert writer.wait()
+        assert [torch.load(tmp_path / f"spider-step{n}.pt")["weight"][0].item() for n in (5, 6)] == [7, 9]
+        weight.fill_(7)
     memory = writer.copy["weight"].data_ptr()
-    writer.save(state | dict(step=2), lambda: None)
+    writer.save(state | dict(step=8), lambda: None)
     assert writer.wait() and writer.copy["weight"].data_ptr() == memory
-    assert torch.load(tmp_path / "spider-step2.pt")["nested"][0]["t"].tolist() == [7, 7, 7]
+    assert torch.load(tmp_path / "spider-step8.pt")["nested"][0]["t"].tolist() == [7, 7, 7]
 
 
 def test_the_last_checkpoint_that_had_not_exploded_is_never_deleted_for_newer_ones(tmp_path):
@@ -281,7 +316,7 @@ def test_the_last_checkpoint_that_had_not_exploded_is_never_deleted_for_newer_on
         writer.save(dict(step=step, lineage=0, exploded=bad), lambda: None)
         writer.wait()
         kept.append(sorted(int(path.stem[11:]) for path in tmp_path.glob("*.pt")))
-    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
+    assert kept == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 4, 5], [2, 5, 6], [6, 7]]
 
 
 def test_spikes_and_explosions_are_told_from_noise():
@@ -342,7 +377,21 @@ def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(tmp_path, c
         for step in range(6):
             lines.file = open("/dev/full", "wb", buffering=0) if step in (1, 2, 3) else real
             lines.write(dict(step=step, loss=math.nan))
+        lines.sync()
+        lines.file = open("/dev/full", "wb", buffering=0)
+        lines.write(dict(step=6))
+        with pytest.raises(OSError):                       # and so no checkpoint is newer than the lines before it
+            lines.sync()
     assert metrics(tmp_path) == [dict(step=step, loss=None) for step in range(6)]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, shards, monkeypatch, capsys):
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+    monkeypatch.setattr(checkpoint.Path, "unlink", refuse)
+    directory = run(tmp_path, shards, "--ckpt_every", "1", steps=5)
+    assert "spider-step1.pt stays: Operation not permitted" in capsys.readouterr().err
+    assert final_state(directory)["step"] == 5
 
 
 def test_too_little_space_for_two_checkpoints_is_refused_at_start(tmp_path, shards, monkeypatch, capsys):
@@ -350,6 +399,19 @@ def test_too_little_space_for_two_checkpoints_is_refused_at_start(tmp_path, shar
     assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
     assert "0.0002 GB free, 2 checkpoints of" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_another_overtakes_between_look_and_lock_is_refused(tmp_path, shards, monkeypatch, capsys):
+    make_real = train.make_real
+
+    def overtaken(*args):
+        make_real(*args)
+        (tmp_path / "run").mkdir()
+        others.enter_context(checkpoint.locked(tmp_path / "run"))
+    monkeypatch.setattr(train, "make_real", overtaken)
+    with ExitStack() as others:
+        assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
+    assert "another run works in" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_micro_batch_that_no_memory_holds_is_refused_at_start(tmp_path, shards, capsys):
@@ -370,6 +432,12 @@ def test_two_runs_cannot_work_in_one_directory(tmp_path, shards, processes, caps
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files that were altered, and strangers' files
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The state of a checkpoint after one step."""
+    directory = tmp_path_factory.mktemp("trained")
+    return final_state(run(directory, make_shards(directory / "data"), steps=1))
 
 
 def test_a_single_altered_byte_anywhere_in_a_checkpoint_is_noticed(tmp_path, shards):
@@ -399,6 +467,91 @@ def test_an_altered_newest_checkpoint_is_passed_over_and_the_run_still_ends_exac
         said = capsys.readouterr().err
         assert "passed over" in said and "spider-step6.pt" in said and f"goes on from {directory}/spider-step3" in said
         assert_same(final_state(directory), final_state(run(tmp_path, shards, steps=6, ckpt="whole")))
+
+
+def test_a_directory_of_damaged_checkpoints_alone_is_refused_and_left_as_it_is(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, steps=3)
+    (directory / "spider-step3.pt").write_bytes(b"no checkpoint")
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    assert train.command_line(run_flags(shards, directory)) == 2
+    assert "none of the checkpoints" in capsys.readouterr().err.splitlines()[-1]
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_a_checkpoint_from_another_directory_displaces_nothing(tmp_path, shards):
+    one, other = (run(tmp_path, shards, "--seed", seed, steps=4, ckpt=seed) for seed in "12")
+    old = (one / "spider-step4.pt").read_bytes()
+    run(tmp_path, shards, "--resume", str(other / "spider-step4.pt"), "--ckpt_every", "1", steps=8, ckpt="1")
+    assert (one / "spider-step4.pt").read_bytes() == old and len(list(one.glob("metrics*"))) == 2
+
+
+def test_metrics_of_earlier_runs_stay_however_often_one_starts_over(tmp_path, shards):
+    directory = run(tmp_path, shards, steps=3)
+    for _ in range(2):                                            # killed before its first checkpoint
+        run(tmp_path, shards, "--reset_steps", steps=2)
+        (directory / "spider-step2.pt").unlink()
+    kept = sorted(len(path.read_text().splitlines()) for path in directory.glob("metrics*.jsonl"))
+    assert kept == [2, 2, 3]
+
+
+@pytest.mark.parametrize("optimizer,key", (
+    ("adamw", "exp_avg_sq"), ("adamw8bit", "state1"), ("muon", "momentum_buffer")))
+def test_optimizer_state_of_another_size_is_refused_before_a_kernel_reads_it(tmp_path, shards, capsys, optimizer, key):
+    directory = run(tmp_path, shards, "--optimizer", optimizer, steps=1)
+    state = final_state(directory)
+    states = state["optimizer_state_dict"][optimizer]["state"].values()
+    held = next(part for one in states for part in (one, *one.values()) if isinstance(part, dict) and key in part)
+    whole = held[key]
+    for change in (lambda t: t.flatten()[:2].clone(), lambda t: t[..., None]):
+        held[key] = change(whole)
+        torch.save(state, tmp_path / "other.pt")
+        argv = run_flags(shards, tmp_path / "new", "--optimizer", optimizer, "--resume", str(tmp_path / "other.pt"))
+        assert train.command_line(argv) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "does not fit this model" in said and key in said
+
+
+@pytest.mark.parametrize("change", (
+    dict(step="3"), dict(step=-1), dict(step=10 ** 60), dict(n_loops=0), dict(owed=5),
+    dict(owed=dict(step=3, loss="x")), dict(average_loss=1.0, last_loss=None), dict(flags=dict(lr=torch.ones(2))),
+    dict(targets=[torch.ones(2)]), dict(best_loss=math.nan), dict(exploded="no"), dict(optimizer_state_dict=[]),
+    dict(lineage=None)), ids=lambda change: next(iter(change)))
+def test_plain_values_that_no_run_writes_are_refused_by_name(tmp_path, trained, shards, change, capsys):
+    torch.save(trained | change, tmp_path / "foreign.pt")
+    assert train.command_line(run_flags(shards, tmp_path / "new", "--resume", str(tmp_path / "foreign.pt"))) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert next(iter(change)) in said[-1] and "Traceback" not in "".join(said) and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("damage", (
+    lambda w: w.to("meta"), lambda w: w.to_sparse(), lambda w: w.int(), lambda w: w[:1], lambda w: None))
+def test_weights_that_are_no_weights_are_refused(tmp_path, trained, shards, damage, capsys):
+    weights = dict(trained["model_state_dict"])
+    weights["lm_head.weight"] = damage(weights["lm_head.weight"])
+    torch.save(trained | dict(model_state_dict=weights), tmp_path / "foreign.pt")
+    assert train.command_line(run_flags(shards, tmp_path / "new", "--resume", str(tmp_path / "foreign.pt"))) == 2
+    assert "foreign.pt" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_another_vocabulary_is_refused(tmp_path, shards, capsys):
+    argv = run_flags(shards, tmp_path / "run", "--set", SMALL + ",vocab_size=300", steps=1)
+    assert train.command_line(argv) == 0
+    plain = [word for word in run_flags(shards, tmp_path / "run", steps=2) if word not in ("--set", SMALL)]
+    assert train.command_line(plain) == 2
+    assert "another vocabulary: 300 ids, here are 272" in capsys.readouterr().err.splitlines()[-1]
+    assert train.command_line(argv) == 0
+
+
+def test_ruined_weights_are_said_not_sampled(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, steps=2)
+    state = final_state(directory)
+    state["model_state_dict"]["lm_head.weight"].fill_(math.nan)
+    torch.save(state, tmp_path / "ruined.pt")
+    flags = ("--resume", str(tmp_path / "ruined.pt"), "--sample_every", "1")
+    assert train.command_line(run_flags(shards, tmp_path / "new", *flags, steps=4)) == 0
+    assert "its weights are ruined" in capsys.readouterr().err
+    assert sample.main([str(tmp_path / "ruined.pt")]) == 2
+    assert "its weights are ruined" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_another_program_saved_is_read_with_a_warning(tmp_path, shards, capsys):
@@ -479,7 +632,7 @@ def test_loops_of_a_run_stay_its_own_when_it_goes_on(tmp_path, shards):
 
 @pytest.mark.parametrize("change,complaint", (
     (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg"),
-    (dict(model_state_dict={}), "weights differ")))
+    (dict(model_state_dict={}), "more layers than there are weights")))
 def test_a_checkpoint_of_another_program_is_refused_with_the_difference(tmp_path, shards, change, complaint, capsys):
     directory = run(tmp_path, shards, steps=1)
     foreign = tmp_path / "foreign.pt"
