@@ -78,10 +78,10 @@ def shards(tmp_path):
 
 
 def make_shards(directory):
-    """A small directory of shards: 1 kB of documents to train on, some to validate."""
+    """A small directory of shards: 640 bytes of documents to train on, some to validate."""
     directory.mkdir()
     generator = np.random.default_rng(0)
-    for name, count in (("train-0.bin", 1000), ("val-0.bin", 300)):
+    for name, count in (("train-0.bin", 640), ("val-0.bin", 300)):
         ids = generator.choice(np.frombuffer(b"abcdef gh", np.uint8), count).astype("<u2")
         ids[::211], ids[210::211] = 257, 258
         ids.tofile(directory / name)
