@@ -240,10 +240,12 @@ def reading(path: Path):
 
 
 def is_plain(tensor) -> bool:
+    """Whether something is a dense tensor with values in this process's memory."""
     return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def likeness(tensor: Tensor) -> tuple:
+    """What a weight of a checkpoint has in common with the model's; its precision may differ."""
     return tuple(tensor.shape), tensor.is_floating_point()
 
 

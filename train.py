@@ -606,7 +606,7 @@ def checkpoint_size(memory: dict[str, float]) -> float:
     return memory["parameters"] + memory["optimizer"]
 
 
-def print_dry_run(model: Spider, n_loops: int, args, precision: str, optimizer: str, backend: str, sources):
+def print_dry_run(model: Spider, n_loops: int, args, memory: dict[str, float], sources):
     """--dry_run: configuration, parameters by component, cost, memory, disk, data, FP8; nothing is allocated."""
     c = model.config
     print("configuration")
@@ -624,7 +624,6 @@ def print_dry_run(model: Spider, n_loops: int, args, precision: str, optimizer: 
     flops = {rate: model.flops_per_byte(rate, n_loops, args.seq_len) for rate in (1, 3.3, 5)}
     print("\ntraining FLOPs per byte, " + ", ".join(
         f"{cost / 1e9:.3g} G at {rate} bytes per segment" for rate, cost in flops.items()))
-    memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
     print(f"\nmemory, estimated: {sum(memory.values()) / 1e9:.1f} GB ("
           + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()) + ")")
     checkpoint = checkpoint_size(memory)
@@ -860,12 +859,12 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         sources = [data.mock_source(args.seed)] if args.mock_data else data.open_data(args.data_dir)
         data.check(sources)
         loader = data.Loader(sources, args.seq_len, args.seed)
+    memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
     if args.dry_run:
-        return print_dry_run(model, n_loops, args, precision, optimizer, backend, sources)
+        return print_dry_run(model, n_loops, args, memory, sources)
     validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
 
-    memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
     check_memory(sum(memory.values()) + checkpoint_size(memory), device)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -965,7 +964,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
                 optimizers.parts["engram"].reset()
             model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
             try:
-                with stop.patience(STEP_PATIENCE):  # a step that is dropped has changed nothing
+                with stop.patience(STEP_PATIENCE):  # weights are as they were if it is dropped
                     batches = upcoming.result()
                     upcoming = pool.submit(fetch, progress.step + 1, first + batch)
                     sums, tokens = accumulate(model, batches, loops_of_step(args, n_loops, progress.step))

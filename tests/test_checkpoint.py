@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -414,6 +415,26 @@ def test_a_run_that_another_overtakes_between_look_and_lock_is_refused(tmp_path,
     assert "another run works in" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_what_a_killed_save_left_behind_makes_room_before_room_is_looked_for(tmp_path, shards, monkeypatch):
+    directory = run(tmp_path, shards, steps=1)
+    leftover = directory / ".spider-step2.pt.tmp"
+    leftover.write_bytes(b"half of a checkpoint")
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if leftover.exists() else 1e12))
+    assert final_state(run(tmp_path, shards, steps=2))["step"] == 2
+
+
+def test_a_resumed_run_keeps_nothing_of_its_checkpoint_mapped(tmp_path, shards, monkeypatch):
+    run(tmp_path, shards, steps=1)
+    maps, update = [], train.update
+
+    def looking(*args):
+        maps.append(Path("/proc/self/maps").read_text())
+        return update(*args)
+    monkeypatch.setattr(train, "update", looking)
+    run(tmp_path, shards, steps=2)
+    assert len(maps) == 1 and "train-0.bin" in maps[0] and "spider-step" not in maps[0]
+
+
 def test_a_micro_batch_that_no_memory_holds_is_refused_at_start(tmp_path, shards, capsys):
     assert train.command_line(run_flags(shards, tmp_path / "run", "--micro_batch", "100000000")) == 2
     assert "--micro_batch: a step takes about" in capsys.readouterr().err.splitlines()[-1]
@@ -681,6 +702,17 @@ def test_a_spike_is_logged_with_the_command_that_shows_its_batch(tmp_path, shard
     command = said[said.index("data.py show"):].split()[1:]
     assert "step 30 " in said and command[2:] == "--seq_len 32 --seed 3 --first 58 --count 2".split()
     assert data.main(command) == 0 and len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_want_of_memory_in_an_evaluation_loses_no_step_either(tmp_path, shards, monkeypatch, capsys):
+    def failing(*args):
+        raise MemoryError("Unable to allocate 14.9 GiB")
+    monkeypatch.setattr(train, "evaluate", failing)
+    assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
+    assert "14.9 GiB were asked for" in capsys.readouterr().err.splitlines()[-1]
+    assert final_state(tmp_path / "run")["owed"]["step"] == 4
+    monkeypatch.undo()
+    assert_same_runs(run(tmp_path, shards), run(tmp_path, shards, ckpt="whole"))
 
 
 @pytest.mark.parametrize("fault,said", (
