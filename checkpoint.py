@@ -376,7 +376,7 @@ class Metrics:
                 except (ValueError, TypeError, KeyError, RecursionError):
                     logger.warning(f"{path}: line {number} is left out, it was cut off or altered")
         self.path, self.pending, self.complete, self.lock = path, b"", True, threading.Lock()
-        self.file = open(path, "ab", buffering=0)
+        self.file = data.open_own(path, "ab", 0)
 
     def write(self, numbers: dict):
         """Numbers that are not finite become null."""

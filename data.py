@@ -492,7 +492,7 @@ def spool(path: Path) -> Input:
     """Standard input as a file: its length must be known before it is split."""
     digest, progress = hashlib.sha256(), Progress("standard input")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
+    with open_own(path, "wb") as file:
         while piece := sys.stdin.buffer.read(MIB):
             file.write(piece)
             digest.update(piece)
@@ -645,6 +645,14 @@ class Progress:
             print(line, end="", file=sys.stderr, flush=True)
 
 
+def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
+    """A file to write, never what a link leads to: "w" is a new file in place of what has the name, "a" refuses links."""
+    if "w" in mode:
+        path.unlink(missing_ok=True)
+    return open(path, mode.replace("w", "x"), buffering,
+                opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666))
+
+
 def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
     """Gives a written temporary file its name; from then on no kill or power cut loses it or leaves half of it."""
     file.flush()
@@ -666,7 +674,7 @@ def durable(path: Path, mode: str = "w", before_rename: Callable | None = None) 
     Yields the open temporary file, `.NAME.tmp` beside it; `before_rename` is called when that one is on the disk.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, mode) as file:
+    with open_own(temporary, mode) as file:
         try:
             yield file
             put_in_place(file, path, before_rename)
@@ -680,7 +688,7 @@ class ShardWriter:
 
     def __init__(self, path: Path):
         self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self.file, self.sha256 = open(self.temporary, "wb", buffering=MIB), hashlib.sha256()
+        self.file, self.sha256 = open_own(self.temporary, "wb", MIB), hashlib.sha256()
         self.ids = self.documents = 0
 
     def write(self, text: bytes, begins: bool, ends: bool):
@@ -813,7 +821,7 @@ def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str
         file.writelines(json.dumps(record) + "\n" for record in records)
     todo = {unit: pieces for unit, (_, pieces) in enumerate(units) if unit not in done}
     progress = Progress("prepare", sum(units[unit][0] for unit in todo))
-    with open(out / "prepare.jsonl", "a") as journal:
+    with open_own(out / "prepare.jsonl", "a") as journal:
         for unit, entries in write_units(out, todo, workers):
             done[unit] = entries
             journal.write(json.dumps(dict(unit=unit, shards=entries)) + "\n")

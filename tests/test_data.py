@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+from checkpoint import Metrics
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 SHAKESPEARE = SHARED / "tinyshakespeare.txt"
@@ -435,6 +436,61 @@ def test_a_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path,
         if where == "writing":
             fail()
     assert contents(tmp_path) == {"a": b"old"}
+
+
+def spooled(folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"new")))
+    data.spool(folder / ".stdin.txt")
+
+
+def saved_metadata(folder, _):
+    with data.durable(folder / "metadata.json") as file:
+        file.write("new")
+
+
+def written_shard(folder, _):
+    writer = data.ShardWriter(folder / "train-00000.bin")
+    writer.write(b"new", True, True)
+    writer.finish()
+
+
+def journal(folder, _):
+    (folder / "in.txt").write_text("some text")
+    assert prepare(folder / "in.txt", "--out", folder) == 0
+
+
+def logged(folder, _):
+    with Metrics(folder / "metrics.jsonl", 5) as lines:
+        lines.write(dict(step=6))
+        lines.sync()
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to], ids=["symbolic", "hard"])
+@pytest.mark.parametrize("write, name", [
+    (spooled, ".stdin.txt"), (saved_metadata, ".metadata.json.tmp"), (saved_metadata, "metadata.json"),
+    (written_shard, f".train-00000.bin.{os.getpid()}.tmp"), (written_shard, "train-00000.bin"),
+    (journal, ".prepare.jsonl.tmp"), (journal, ".metadata.json.tmp"), (journal, "prepare.jsonl"),
+    (logged, ".metrics.jsonl.tmp"), (logged, "metrics.jsonl")])
+def test_what_a_link_leads_to_is_never_written(tmp_path, monkeypatch, write, name, link):
+    victim = tmp_path / "precious"
+    victim.write_text('{"step": 1}\n')
+    (tmp_path / "o").mkdir()
+    link(tmp_path / "o" / name, victim)
+    write(tmp_path / "o", monkeypatch)
+    assert victim.read_text() == '{"step": 1}\n' and victim.stat().st_nlink == 1
+    assert not any(path.is_symlink() for path in (tmp_path / "o").iterdir())
+
+
+def test_nothing_is_appended_to_what_a_link_leads_to_nor_is_a_pipe_waited_for(tmp_path):
+    """Put there between the renaming and the opening."""
+    (tmp_path / "precious").write_text("old")
+    (tmp_path / "link").symlink_to("precious")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        with pytest.raises(OSError) as fault:
+            data.open_own(tmp_path / name, "a")
+        assert fault.value.filename == str(tmp_path / name)
+    assert (tmp_path / "precious").read_text() == "old"
 
 
 KILLED = """
