@@ -19,11 +19,12 @@ import random
 import re
 import resource
 import signal
+import stat
 import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -42,9 +43,11 @@ CHECK_ALL = 2048 * MIB        # up to here, `check` looks at all of the data
 AHEAD = 4096                  # sequences whose places are worked out at a time: numpy's calls cost more than their work
 HELD_OUT = 10_000_000         # most ids held out where no shard is for validation
 LINE_LIMIT = 256 * MIB        # longest JSON line
+RECORD_LIMIT = 256 * MIB      # longest metadata.json or prepare.jsonl that is read: a million shards
 VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)
 RECORDS = "metadata.json", "prepare.jsonl"  # what `prepare` says of its shards, done and under way
 STDIN = ".stdin.txt"          # standard input, while it is prepared
+AGAIN = "link to what is read already"
 
 
 class DataError(Exception):
@@ -63,6 +66,84 @@ def naming(path):
 def one_line(message) -> str:
     """A message with its line breaks, control characters and lone surrogates (of file names) written as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+
+
+def note(line: str):
+    """Something to know, in one line on stderr."""
+    print(one_line(line), file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of others
+
+def open_plain(path: str | Path) -> IO[bytes]:
+    """A file to read; DataError at a pipe, a socket or a device, of which the opening alone may take for ever."""
+    with naming(path):
+        mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # whose opening says so
+        kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        raise DataError(f"{path}: a {kind}, no file: delete it, or put what comes out of it into a file")
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # should it become a pipe
+
+
+def walk(directory: str, own: str | Path = "") -> tuple[list[str], dict[str, list[str]]]:
+    """Paths of what is in and below a directory, links followed, `own` left out; and by reason what was passed over.
+
+    A folder is looked into once, at its own place before links to it, so that loops end. Names that begin with a dot are
+    passed over. DataError at a folder that cannot be looked into.
+    """
+    def refuse(fault: OSError):
+        raise fault
+    paths, hidden, again, links, seen = [], [], [], [directory], {identity(own)}
+    with naming(directory):
+        for top in links:                                   # which grows
+            if top != directory and holds(top):
+                again.append(top)
+                continue
+            for folder, folders, files in os.walk(top, onerror=refuse):
+                if identity(folder) in seen:
+                    again += [folder] * (identity(folder) != identity(own))
+                    folders.clear()
+                    continue
+                seen.add(identity(folder))
+                hidden += [os.path.join(folder, name) for name in folders + files if name.startswith(".")]
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                here = [os.path.join(folder, name) for name in folders + files if not name.startswith(".")]
+                links += [path for path in here[:len(folders)] if os.path.islink(path)]
+                paths += here
+    return paths, {"hidden": hidden, AGAIN: again}
+
+
+def identity(path: str | Path) -> tuple[int, int] | str:
+    """Device and inode, the same for every path to a file; the path where there is nothing."""
+    try:
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    except OSError:
+        return str(path)
+
+
+def holds(link: str) -> bool:
+    """Whether a link leads to a folder that the link is in, at whatever depth."""
+    target = os.path.realpath(link)
+    return os.path.commonpath([target, os.path.realpath(os.path.dirname(link))]) == target
+
+
+def each_once(directory: str, names: Sequence[str], first: Container[str] = ()) -> tuple[list[str], list[str]]:
+    """Names in a directory without those of a file that has another one, and the paths of those.
+
+    What is left of several names is one that is in `first`, else one that is no link, else the first in their order.
+    """
+    kept, paths = {}, {name: os.path.join(directory, name) for name in names}
+    for name in sorted(names, key=lambda name: (name not in first, os.path.islink(paths[name]))):
+        kept.setdefault(identity(paths[name]), name)
+    kept = set(kept.values())
+    return [name for name in names if name in kept], [paths[name] for name in names if name not in kept]
+
+
+def named(paths: Sequence[str]) -> str:
+    """The first three of some paths, and how many more there are."""
+    return ", ".join(paths[:3]) + f" and {len(paths) - 3} more" * (len(paths) > 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,26 +244,17 @@ def open_source(directory: str, weight: float) -> Source:
     return Source(directory, weight, train, val)
 
 
-def walk(directory: str) -> list[str]:
-    """Paths of the files and folders in and below a directory; DataError at one that cannot be looked into."""
-    def refuse(fault: OSError):
-        raise fault
-    with naming(directory):
-        return [os.path.join(folder, name)
-                for folder, folders, files in os.walk(directory, onerror=refuse, followlinks=True)
-                for name in folders + files]
-
-
 def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
     """(path, split, entry in metadata.json) of the .bin files in and below a directory, sorted by relative name.
 
     Without an entry, a name or a folder such as val, val_00, valid or validation-1 makes the split "val", else "train".
+    A file that several paths lead to is there once; what is passed over, link loops as well, is said in one line.
     """
     advice = f"make shards by `python data.py prepare INPUT --out {directory}`"
     if not os.path.isdir(directory):
         raise DataError(f"{directory}: no such directory; {advice}")
-    names = sorted(os.path.relpath(path, directory) for path in walk(directory) if path.endswith((".bin", *RECORDS)))
-    names = [name for name in names if not any(part.startswith(".") for part in Path(name).parts)]
+    paths, passed = walk(directory)
+    names = sorted(os.path.relpath(path, directory) for path in paths if path.endswith((".bin", *RECORDS)))
     entries = {os.path.join(folder, entry["name"]): entry for folder in {"", *map(os.path.dirname, names)}
                for entry in read_metadata(os.path.join(directory, folder)).get("shards", ())}
     names = [name for name in names if name.endswith(".bin")]
@@ -190,6 +262,9 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
         raise DataError(f"{os.path.join(directory, name)}: missing, though metadata.json lists it")
     if not names:
         raise DataError(f"{directory}: no .bin file in it; {advice}")
+    names, again = each_once(directory, names, first=entries)
+    if again := [*passed[AGAIN], *again]:
+        note(f"{directory}: passed over {named(again)}, which lead to what is read already: every file is read once")
     splits = ["val" if any(VALIDATION.match(part) for part in Path(name).parts) else "train" for name in names]
     return [(os.path.join(directory, name), entries[name]["split"] if name in entries else split, entries.get(name))
             for name, split in zip(names, splits)]
@@ -203,8 +278,7 @@ def read_metadata(folder: str | Path) -> dict:
             raise DataError(f"{folder}: `prepare` was cut short here; give the same command again, it goes on")
         return {}
     try:
-        with naming(path):
-            metadata = json.loads(path.read_bytes())
+        metadata = json.loads(read_record(path))
     except (ValueError, RecursionError) as fault:
         raise DataError(f"{path}: not JSON: {fault}; delete it if it is not about these shards") from None
     shards = metadata.get("shards") if isinstance(metadata, dict) else None
@@ -217,9 +291,18 @@ def read_metadata(folder: str | Path) -> dict:
     return metadata if ours else {}
 
 
+def read_record(path: Path) -> bytes:
+    """What one of RECORDS holds; DataError where it is longer than any that `prepare` writes."""
+    with naming(path), open_plain(path) as file:
+        content = file.read(RECORD_LIMIT + 1)
+    if len(content) > RECORD_LIMIT:
+        raise DataError(f"{path}: longer than {RECORD_LIMIT:,} bytes; delete it if it is not about these shards")
+    return content
+
+
 def map_shard(path: str, entry: dict | None) -> Shard:
     """A memory-mapped file; its ids are a plain uint16 array, since slices of np.memmap are slow."""
-    with naming(path), open(path, "rb") as file:
+    with naming(path), open_plain(path) as file:
         stamp = _, size, _ = file_stamp(file.fileno())
         if size == 0:
             raise DataError(f"{path}: empty (byte offset 0); delete it")
@@ -464,12 +547,16 @@ class Options(NamedTuple):
 
 def find_inputs(arguments: Sequence[str], out: Path) -> list[Input]:
     """The files that the arguments name, directories searched in sorted order."""
-    inputs, own = [], out.resolve()
+    inputs = []
     for argument in arguments:
         paths = [argument]
         if os.path.isdir(argument):
-            paths = [str(path) for path in sorted(map(Path, walk(argument)))
-                     if path.suffix.lower() in CUTTERS and not path.is_dir() and own not in path.resolve().parents]
+            paths, passed = walk(argument, own=out)
+            paths = [str(path) for path in sorted(map(Path, paths))
+                     if path.suffix.lower() in CUTTERS and not path.is_dir()]
+            paths, again = each_once("", paths)
+            if again := [*passed[AGAIN], *again]:
+                note(f"prepare: passed over {named(again)}, which lead to what is read already")
         if not paths or argument != "-" and Path(paths[0]).suffix.lower() not in CUTTERS:
             raise DataError(f"{argument}: takes {', '.join(CUTTERS)}, a directory of them, or - for standard input")
         for path in paths:
@@ -483,7 +570,7 @@ def find_inputs(arguments: Sequence[str], out: Path) -> list[Input]:
 
 
 def measure(path: str) -> Input:
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         status = os.stat(file.fileno())
     return Input(path, status.st_size, status.st_mtime_ns)
 
@@ -516,7 +603,7 @@ def cut_text(source: Input, number: int, options: Options) -> Iterator:
 
 
 def read_text(path: str, split: str, start: int, stop: int, begins: bool, ends: bool) -> Iterator:
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         file.seek(start)
         while start < stop:
             piece = file.read(min(4 * MIB, stop - start))
@@ -535,7 +622,7 @@ def cut_jsonl(source: Input, number: int, options: Options) -> Iterator:
 
 def read_jsonl(path: str, number: int, start: int, stop: int, options: Options) -> Iterator:
     """The documents of the lines that begin in start .. stop - 1."""
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         file.seek(max(0, start - 1))
         while start and (rest := file.readline(MIB)) and not rest.endswith(b"\n"):
             pass
@@ -752,7 +839,7 @@ def write_units(out: Path, units: dict[int, list], workers: int) -> Iterator[tup
 def read_journal(path: Path) -> tuple[str | None, dict[int, list[dict]]]:
     """The fingerprint of a run that was cut short, and the entries of its units whose files are there."""
     records = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in read_record(path).splitlines() if path.exists() else ():
         try:
             records.append(json.loads(line))
         except ValueError:  # the last line, which a kill cut short

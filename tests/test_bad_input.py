@@ -5,6 +5,8 @@ import math
 import os
 import random
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +192,102 @@ def test_what_may_not_be_read_is_named_and_not_passed_over(prepared, tmp_path, n
         (prepared / name).chmod(0o755)
         for path, mode in modes.items():
             path.chmod(mode)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Links, pipes, sockets and devices
+
+def test_link_loops_end_and_a_file_of_several_names_is_read_once(prepared, tmp_path, capsys):
+    web, sound = prepared / "web", streams(prepared)
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    np.arange(9, dtype="<u2").tofile(tmp_path / "far" / "deep" / "x.bin")
+    for link, target in [("loop", "."), ("web/up", ".."), ("web/self", "../web"), ("above", "../.."), ("a", "web"),
+                         ("again.bin", sorted(path.name for path in web.glob("*.bin"))[0]), ("z", tmp_path / "far"),
+                         ("../far/deep/round", tmp_path / "far"), ("../far/deep/data", prepared)]:
+        (prepared / link).symlink_to(Path("web", target) if link == "again.bin" else target)
+    (prepared / "hard.bin").hardlink_to(web / "train-00000.bin")
+    far = [(f"{prepared}/z/deep/x.bin", [*range(9)])]         # what has metadata keeps it, whatever else leads there
+    assert streams(prepared) == [sound[0] + far, sound[1]]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{prepared}: passed over {prepared}/") and "and 6 more, which lead to" in line
+    assert "is read once" in line
+    for reader in (["verify", prepared], ["show", prepared, "--seq_len", "9"]):
+        assert data.main([*map(str, reader)]) == 0
+        assert capsys.readouterr().err.splitlines()[0] == line
+    (prepared / "hard.bin").unlink()
+    for path in prepared.rglob("*"):
+        path.unlink() if path.is_symlink() and path.name != "loop" else None
+    assert streams(prepared) == sound
+    assert capsys.readouterr().err.startswith(f"{prepared}: passed over {prepared}/loop, which lead")
+
+
+def test_whatever_the_links_every_file_is_found_once_and_at_its_own_place(tmp_path, capsys):
+    rng = random.Random(12)
+    for case in range(60):
+        root, folders, files = tmp_path / str(case), [tmp_path / str(case)], set()
+        root.mkdir()
+        for i in range(12):
+            path = rng.choice(folders) / f"{rng.choice('abc')}{i}"
+            match rng.randrange(4):
+                case 0:
+                    path.mkdir()
+                    folders.append(path)
+                case 1 | 2: path.symlink_to(rng.choice([root.parent, *folders]), target_is_directory=True)
+                case 3:
+                    np.full(5, i, "<u2").tofile(path.with_suffix(".bin"))
+                    files.add(str(path.with_suffix(".bin")))
+        if files:
+            assert {path for path, _, _ in data.find_shards(str(root))} == files
+            shutil.rmtree(root)                               # or a link to all of them leads to this one
+    capsys.readouterr()
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def a_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(path))                    # 107 bytes at most
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+@pytest.fixture
+def no_waiting():
+    """What waits for ever fails."""
+    def fail(*_):
+        raise TimeoutError("waits")
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("make", [pipe, a_socket, device])
+@pytest.mark.parametrize("name", ["a.bin", "web/train-00001.bin", "web/metadata.json"])
+def test_what_is_no_file_among_the_shards_is_named_and_never_waited_for(prepared, capsys, no_waiting, make, name):
+    (prepared / name).unlink(missing_ok=True)
+    make(prepared / name)
+    for reader in (["verify", prepared], ["show", prepared, "--seq_len", "9"]):
+        line = complaint(capsys, *reader)
+        assert f"{prepared / name}: a {make.__name__.removeprefix('a_')}, no file: delete it" in line
+
+
+@pytest.mark.parametrize("make", [pipe, a_socket, device])
+@pytest.mark.parametrize("name", ["in/b.txt", "in/b.jsonl", "in/b.parquet", "o/prepare.jsonl", "o/metadata.json"])
+def test_what_is_no_file_among_the_inputs_is_named_and_never_waited_for(tmp_path, capsys, no_waiting, make, name):
+    for folder in ("in", "o"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "in" / "a.txt").write_text("fine")
+    make(tmp_path / name)
+    for given in [tmp_path / "in"] + [tmp_path / name] * name.startswith("in"):
+        line = complaint(capsys, "prepare", given, "--workers", "1", "--out", tmp_path / "o")
+        assert f"{tmp_path / name}: a {make.__name__.removeprefix('a_')}, no file: delete it" in line
+    assert sorted(os.listdir(tmp_path / "in")) == sorted({"a.txt", *([] if name[0] == "o" else [name[3:]])})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -416,7 +514,7 @@ def test_an_input_that_changes_while_it_is_prepared_is_refused(tmp_path, monkeyp
     assert "a.jsonl: changed while it was prepared" in line and not (tmp_path / "o" / "metadata.json").exists()
 
 
-@pytest.mark.parametrize("make", [lambda path: path.symlink_to("gone"), lambda path: path.symlink_to(".")],
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("gone"), lambda path: path.symlink_to(path.name)],
                          ids=["dangling", "loop"])
 def test_a_link_to_nowhere_among_the_inputs_is_named(tmp_path, capsys, make):
     (tmp_path / "in").mkdir()
