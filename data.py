@@ -282,13 +282,21 @@ def read_metadata(folder: str | Path) -> dict:
     except (ValueError, RecursionError) as fault:
         raise DataError(f"{path}: not JSON: {fault}; delete it if it is not about these shards") from None
     shards = metadata.get("shards") if isinstance(metadata, dict) else None
-    ours = isinstance(shards, list) and all(
-        isinstance(entry, dict) and entry.get("split") in ("train", "val")
-        and [type(entry.get(field)) for field in ("name", "ids", "sha256")] == [str, int, str] for entry in shards)
+    ours = isinstance(shards, list) and all(map(is_entry, shards))
     if not ours and isinstance(metadata, dict) and "fingerprint" in metadata:
         raise DataError(f"{path}: damaged: `shards` is not a list of objects with name, split, ids and sha256; copy it "
                         "again, or delete it to have its shards checked by their format alone")
     return metadata if ours else {}
+
+
+def is_entry(entry) -> bool:
+    """Whether a JSON value describes a shard, as far as training relies on it."""
+    return (isinstance(entry, dict) and entry.get("split") in ("train", "val") and is_count(entry.get("ids"))
+            and type(entry.get("name")) is type(entry.get("sha256")) is str)
+
+
+def is_count(value) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def read_record(path: Path) -> bytes:
@@ -838,15 +846,24 @@ def write_units(out: Path, units: dict[int, list], workers: int) -> Iterator[tup
 
 def read_journal(path: Path) -> tuple[str | None, dict[int, list[dict]]]:
     """The fingerprint of a run that was cut short, and the entries of its units whose files are there."""
-    records = []
+    records, done = [], {}
     for line in read_record(path).splitlines() if path.exists() else ():
         try:
             records.append(json.loads(line))
-        except ValueError:  # the last line, which a kill cut short
+        except (ValueError, RecursionError):  # the last line, which a kill cut short
             break
-    whole = [record for record in records[1:] if all((path.parent / entry["name"]).exists() and
-             os.path.getsize(path.parent / entry["name"]) == 2 * entry["ids"] for entry in record["shards"])]
-    return records[0] if records else None, {record["unit"]: record["shards"] for record in whole}
+    for record in records[1:]:
+        unit, entries = (record.get("unit"), record.get("shards")) if isinstance(record, dict) else (None, None)
+        if is_count(unit) and isinstance(entries, list) and all(
+                is_entry(entry) and is_count(entry.get("documents"))
+                and re.fullmatch(f"{entry['split']}-{unit:05d}[.]bin", entry["name"])
+                and is_file_of(path.parent / entry["name"], 2 * entry["ids"]) for entry in entries):
+            done[unit] = entries
+    return records[0] if records and isinstance(records[0], str) else None, done
+
+
+def is_file_of(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 def prepare(args: argparse.Namespace):
@@ -869,7 +886,7 @@ def prepare(args: argparse.Namespace):
             return
         if (out / "metadata.json").exists() or started != fingerprint and any(out.glob("*.bin")):
             raise DataError(f"{out}: holds shards from other inputs or options; choose another --out, or delete it")
-        done = done if started == fingerprint else {}
+        done = {unit: done[unit] for unit in done if started == fingerprint and unit < len(units)}
         if done:
             print(f"{out}: goes on; {len(done)} of {len(units)} units are done")
         shards = write_shards(out, units, done, fingerprint, args.workers)

@@ -418,6 +418,73 @@ def test_metadata_that_is_no_file_is_not_passed_over(prepared, capsys, make):
     assert f"{path}: " in complaint(capsys, "verify", prepared)
 
 
+@pytest.mark.parametrize("ids", ["1e3", "true", "-1", "9" * 4299, "9" * 5000, "1" + "0" * 30])
+def test_a_count_in_metadata_that_is_none_is_named(prepared, capsys, ids):
+    """The double of a number of 4299 digits has one more than Python prints."""
+    path = prepared / "web" / "metadata.json"
+    path.write_text(path.read_text().replace('"ids": ', '"ids": ' + ids + ', "": ', 3))
+    assert f"{path}: " in complaint(capsys, "verify", prepared)
+
+
+def test_a_record_without_an_end_is_named_in_bounded_memory(prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(data, "RECORD_LIMIT", 2000)
+    path = prepared / "web" / "metadata.json"
+    path.write_text(" " * 2001)
+    assert f"{path}: longer than 2,000 bytes" in complaint(capsys, "verify", prepared)
+    (prepared / "web" / "prepare.jsonl").write_text(" " * 2001)
+    assert "prepare.jsonl: longer than 2,000 bytes" in complaint(
+        capsys, "prepare", tmp_path / "a.jsonl", "--workers", "1", "--out", prepared / "web")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare.jsonl
+
+def test_a_journal_of_any_content_is_named_or_its_units_are_done_again(tmp_path, monkeypatch, capsys):
+    rng, out = random.Random(13), tmp_path / "o"
+    (tmp_path / "a.txt").write_text("some text, " * 300)
+    argv = ["prepare", str(tmp_path / "a.txt"), "--workers", "1", "--unit_mb", "0.001", "--out"]
+    assert data.main([*argv, str(tmp_path / "undisturbed")]) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(data, "durable", lambda path, real=data.durable:
+                        real(path) if path.name == "prepare.jsonl" else sys.exit("killed before the end"))
+        with pytest.raises(SystemExit):
+            data.main([*argv, str(out)])
+    killed, done, refused = snapshot(out), snapshot(tmp_path / "undisturbed"), 0
+    raw = killed[out / "prepare.jsonl"]
+    records = [json.loads(line) for line in raw.splitlines()]
+    assert len(records) > 3
+    numbers = ["1", "[1]", "9" * 4300, "9" * 5000, "[" * 100_000, "1e999", "NaN", "null", "{}", "\udcff", " ", "\0"]
+    for case in range(400):
+        match case % 4:
+            case 0: bad = mutated(rng, raw)
+            case 1:
+                lines = [json.dumps(record).encode() for record in records]
+                lines[rng.randrange(len(lines))] = rng.choice(numbers).encode("utf-8", "surrogateescape")
+                bad = b"\n".join(lines)
+            case _:
+                tree = json.loads(json.dumps(records))
+                *above, last = rng.choice([*nodes(tree)])
+                inside = tree
+                for name in above:
+                    inside = inside[name]
+                inside[last] = rng.choice(JUNK + [json.loads("9" * 4300), 1 << 62, records[1]["shards"], records[2]])
+                bad = b"\n".join(json.dumps(record).encode() for record in tree)
+        for path, content in killed.items():
+            path.write_bytes(content)
+        (out / "prepare.jsonl").write_bytes(bad)
+        capsys.readouterr()
+        if status := data.main([*argv, str(out)]):
+            refused += 1
+            lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(PROGRESS)]
+            assert status == 2 and len(lines) == 1 and f"{out}: holds shards from other inputs" in lines[0], (bad, lines)
+        else:
+            made = {path.name: content for path, content in snapshot(out).items()}
+            assert made == {path.name: content for path, content in done.items()} or case % 4 != 1, bad
+            shutil.rmtree(out)
+            out.mkdir()
+    assert 5 < refused < 200
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Inputs of prepare
 
