@@ -4,7 +4,6 @@ A checkpoint is torch.save's archive of tensors and plain values, read by `torch
 else. Its end holds the SHA-256 of the rest, so that an altered byte is noticed. A thread of its own writes it.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -331,21 +330,10 @@ def set_aside(path: Path, lineage: int):
     os.rename(path, next(name for name in names if not name.exists()))
 
 
-@contextmanager
 def locked(directory: Path):
-    """Inside, no other run works in a directory; a lock that dies with the process."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise CheckpointError(f"--ckpt_dir: another run works in {directory}: wait for it, or use another") from None
-    except OSError as fault:              # some network file systems
-        logger.warning(f"{directory} cannot be locked ({fault.strerror}): see that no other run works in it")
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+    """A context in which no other run works in a directory."""
+    busy = CheckpointError(f"--ckpt_dir: another run works in {directory}: wait for it, or use another")
+    return data.locked(directory, busy, logger.warning)
 
 
 def check_same_model(path: Path, saved: dict, asked: SpiderConfig):

@@ -10,6 +10,7 @@ holds is a pure function of (seed, g): any step, rank or restart works it out by
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import math
@@ -586,7 +587,6 @@ def measure(path: str) -> Input:
 def spool(path: Path) -> Input:
     """Standard input as a file: its length must be known before it is split."""
     digest, progress = hashlib.sha256(), Progress("standard input")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with open_own(path, "wb") as file:
         while piece := sys.stdin.buffer.read(MIB):
             file.write(piece)
@@ -748,6 +748,24 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
                 opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666))
 
 
+@contextmanager
+def locked(directory: Path, busy: Exception, warn: Callable = note):
+    """Inside, no other process works in a directory, or `busy` is raised; a lock that dies with the process."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.exists(directory) or not os.path.samefile(descriptor, directory):
+                raise busy                # who had the lock has deleted the directory
+        except BlockingIOError:
+            raise busy from None
+        except OSError as fault:          # some network file systems
+            warn(f"{directory} cannot be locked ({fault.strerror}): see that nothing else works in it")
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
     """Gives a written temporary file its name; from then on no kill or power cut loses it or leaves half of it."""
     file.flush()
@@ -871,42 +889,49 @@ def prepare(args: argparse.Namespace):
     if not 0 <= args.val_fraction < 1 or not 0 < args.unit_mb < math.inf:
         raise DataError("--val_fraction takes 0 or more, but less than 1; --unit_mb more than 0")
     out, options = Path(args.directory), Options(args.field, args.val_fraction, max(1, int(args.unit_mb * 1e6)))
-    existed = out.exists()
-    try:
-        inputs = find_inputs(args.inputs, out)
-        units = plan(inputs, options)
-        files = [source for source in inputs if source.path != str(out / STDIN)]
-        known = [source if source in files else source._replace(path="-") for source in inputs]
-        fingerprint = hashlib.sha256(json.dumps([known, options]).encode()).hexdigest()
-        started, done = read_journal(out / "prepare.jsonl")
-        if (out / "metadata.json").exists() and read_metadata(out).get("fingerprint") == fingerprint:
-            find_shards(args.directory)
-            (out / "prepare.jsonl").unlink(missing_ok=True)
-            print(f"{out}: already prepared from these inputs; nothing to do")
-            return
-        if (out / "metadata.json").exists() or started != fingerprint and any(out.glob("*.bin")):
-            raise DataError(f"{out}: holds shards from other inputs or options; choose another --out, or delete it")
-        done = {unit: done[unit] for unit in done if started == fingerprint and unit < len(units)}
-        if done:
-            print(f"{out}: goes on; {len(done)} of {len(units)} units are done")
-        shards = write_shards(out, units, done, fingerprint, args.workers)
-        for source in files:
-            if measure(source.path) != source:
-                raise DataError(f"{source.path}: changed while it was prepared; delete {out} and prepare again")
-        if not shards:
-            raise DataError(f"{', '.join(args.inputs)}: no document in there")
-    except DataError:
-        if not any(out.glob("*.bin")):  # nothing to go on from
-            (out / "prepare.jsonl").unlink(missing_ok=True)
-        raise
-    finally:
-        (out / STDIN).unlink(missing_ok=True)
-        if not existed:
-            with suppress(OSError):  # of a directory that is not empty, or was never made
-                out.rmdir()
+    made = [path for path in (out, *out.parents) if not path.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out, DataError(f"{out}: another prepare works in it: wait for it, or choose another --out")):
+        try:
+            fill(out, args.inputs, options, args.workers)
+        except DataError:
+            if not any(out.glob("*.bin")):  # nothing to go on from
+                (out / "prepare.jsonl").unlink(missing_ok=True)
+            raise
+        finally:
+            (out / STDIN).unlink(missing_ok=True)
+            with suppress(OSError):  # of a directory that is not empty
+                for path in made:
+                    path.rmdir()
+
+
+def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
+    """Turns what the arguments name into shards and metadata.json, in a directory where no other process works."""
+    inputs = find_inputs(arguments, out)
+    units = plan(inputs, options)
+    files = [source for source in inputs if source.path != str(out / STDIN)]
+    known = [source if source in files else source._replace(path="-") for source in inputs]
+    fingerprint = hashlib.sha256(json.dumps([known, options]).encode()).hexdigest()
+    started, done = read_journal(out / "prepare.jsonl")
+    if (out / "metadata.json").exists() and read_metadata(out).get("fingerprint") == fingerprint:
+        find_shards(str(out))
+        (out / "prepare.jsonl").unlink(missing_ok=True)
+        print(f"{out}: already prepared from these inputs; nothing to do")
+        return
+    if (out / "metadata.json").exists() or started != fingerprint and any(out.glob("*.bin")):
+        raise DataError(f"{out}: holds shards from other inputs or options; choose another --out, or delete it")
+    done = {unit: done[unit] for unit in done if started == fingerprint and unit < len(units)}
+    if done:
+        print(f"{out}: goes on; {len(done)} of {len(units)} units are done")
+    shards = write_shards(out, units, done, fingerprint, workers)
+    for source in files:
+        if measure(source.path) != source:
+            raise DataError(f"{source.path}: changed while it was prepared; delete {out} and prepare again")
+    if not shards:
+        raise DataError(f"{', '.join(arguments)}: no document in there")
     totals = {split: {count: sum(entry[count] for entry in shards if entry["split"] == split)
                       for count in ("ids", "documents")} for split in ("train", "val")}
-    metadata = dict(vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=args.inputs, options=options._asdict(),
+    metadata = dict(vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=arguments, options=options._asdict(),
                     fingerprint=fingerprint, shards=shards)
     with durable(out / "metadata.json") as file:
         file.write(json.dumps(metadata, indent=1) + "\n")
@@ -917,7 +942,6 @@ def prepare(args: argparse.Namespace):
 
 def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str, workers: int) -> list[dict]:
     """Does the units that are not done, each recorded in the journal; returns all entries in order."""
-    out.mkdir(parents=True, exist_ok=True)
     for leftover in out.glob(".*.tmp"):
         leftover.unlink()
     records = [fingerprint, *(dict(unit=unit, shards=entries) for unit, entries in done.items())]

@@ -1,5 +1,6 @@
 """Shards, their order in training, and the commands that make and check them."""
 
+import fcntl
 import io
 import json
 import os
@@ -608,6 +609,45 @@ def test_standard_input_is_prepared_like_a_file(tmp_path, monkeypatch, capsys):
     assert prepare("-", "--out", tmp_path / "o") == 2
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert prepare("-", "--out", tmp_path / "p") == 2 and "-: empty" in capsys.readouterr().err
+
+
+def test_two_that_prepare_into_one_directory_do_not_meet(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("other text")
+    command = [sys.executable, "data.py", "prepare", "-", "--workers", "1", "--out", tmp_path / "o"]
+    first, deadline = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE), time.monotonic() + 60
+    while not (tmp_path / "o" / ".stdin.txt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for given in (tmp_path / "a.txt", "-"):                   # the second is refused before it reads anything
+        assert prepare(given, "--out", tmp_path / "o") == 2
+        assert capsys.readouterr().err == (f"data.py: error: {tmp_path}/o: another prepare works in it: wait for it, or "
+                                           "choose another --out\n")
+    assert os.listdir(tmp_path / "o") == [".stdin.txt"]
+    first.communicate(b"a text")
+    assert first.returncode == 0 and documents(tmp_path / "o", "train") == [b"a tex"]
+    assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 2    # the lock is free again
+    assert "holds shards from other inputs" in capsys.readouterr().err
+
+
+def test_a_directory_that_another_prepare_has_just_deleted_is_not_worked_in(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("some text")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (tmp_path / "o").rmdir())
+    assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 2
+    assert "another prepare works in it" in capsys.readouterr().err and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_file_system_without_locks_is_said_and_worked_in(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+    (tmp_path / "a.txt").write_text("some text")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 0
+    assert f"{tmp_path}/o cannot be locked (Operation not supported): see" in capsys.readouterr().err
+
+
+def test_what_fails_leaves_no_directory_behind(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"")
+    assert prepare(tmp_path / "a.txt", "--out", tmp_path / "new" / "below" / "o") == 2
+    assert os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_parquet_rows_become_documents(tmp_path, capsys):
