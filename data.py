@@ -69,8 +69,24 @@ def one_line(message) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
 
 
+@contextmanager
+def reader_may_leave():
+    """Inside, and when it ends, nobody reading stdout any more (`| head`) is no fault, and what is printed goes nowhere."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say(line: str):
+    """Prints one line, whatever names are in it."""
+    with reader_may_leave():
+        print(one_line(line))
+
+
 def note(line: str):
-    """Something to know, in one line on stderr."""
+    """Says something on stderr that is no result."""
     print(one_line(line), file=sys.stderr)
 
 
@@ -669,7 +685,7 @@ def open_parquet(path: str):
     except ImportError:
         raise DataError(f'{path}: parquet needs pyarrow; run: pip install -e ".[parquet]"') from None
     try:
-        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:  # of pages that have one
+        with open_plain(path) as raw, pyarrow.parquet.ParquetFile(raw, page_checksum_verification=True) as file:
             yield file
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as fault:
         raise DataError(f"{path}: {' '.join(str(fault).split())}") from None
@@ -916,13 +932,13 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
     if (out / "metadata.json").exists() and read_metadata(out).get("fingerprint") == fingerprint:
         find_shards(str(out))
         (out / "prepare.jsonl").unlink(missing_ok=True)
-        print(f"{out}: already prepared from these inputs; nothing to do")
+        say(f"{out}: already prepared from these inputs; nothing to do")
         return
     if (out / "metadata.json").exists() or started != fingerprint and any(out.glob("*.bin")):
         raise DataError(f"{out}: holds shards from other inputs or options; choose another --out, or delete it")
     done = {unit: done[unit] for unit in done if started == fingerprint and unit < len(units)}
     if done:
-        print(f"{out}: goes on; {len(done)} of {len(units)} units are done")
+        say(f"{out}: goes on; {len(done)} of {len(units)} units are done")
     shards = write_shards(out, units, done, fingerprint, workers)
     for source in files:
         if measure(source.path) != source:
@@ -936,7 +952,7 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
     with durable(out / "metadata.json") as file:
         file.write(json.dumps(metadata, indent=1) + "\n")
     (out / "prepare.jsonl").unlink()
-    print(f"{out}: {len(shards)} shards; " + "; ".join(
+    say(f"{out}: {len(shards)} shards; " + "; ".join(
         f"{split} {total['ids']:,} ids, {total['documents']:,} documents" for split, total in totals.items()))
 
 
@@ -986,8 +1002,8 @@ def verify(args: argparse.Namespace) -> list[str]:
         faults = [line for line in pool.map(lambda shard: verify_shard(shard[0], shard[2], progress), shards) if line]
     unlisted = sum(entry is None for _, _, entry in shards)
     if not faults:
-        print(f"{args.directory}: {len(shards)} shards are sound"
-              + f", {unlisted} of them by their format alone: no metadata.json lists them" * (unlisted > 0))
+        say(f"{args.directory}: {len(shards)} shards are sound"
+            + f", {unlisted} of them by their format alone: no metadata.json lists them" * (unlisted > 0))
     return faults
 
 
@@ -1009,16 +1025,13 @@ def show(args: argparse.Namespace):
         raise DataError("show takes either the run's --data_dir or its --mock_data")
     sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
     loader = Loader(sources, args.seq_len, args.seed)
-    try:
+    with reader_may_leave():
         for g in range(args.first, args.first + args.count):
             (k,), (index,) = loader._deal(np.array([g]))
             (start,), _ = loader._place(np.array([g]))
             (inputs,), (labels,) = loader.rows([g])
             print(one_line(f"{g}: epoch {index // loader.windows[k]}, {sources[k].name}, {loader.stream.where(start)}"))
             print("    " + printable([int(inputs[0]), *labels.masked_fill(labels < 0, PAD_ID).tolist()]))
-        sys.stdout.flush()
-    except BrokenPipeError:  # of `| head`: what is left to flush goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def whole(low: int) -> Callable:
@@ -1038,6 +1051,10 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--") and word.endswith("=--"):  # of which argparse makes []
                 self.error(f"argument {word[:-3]}: '--' is no value")
         return super().parse_args(argv)
+
+    def print_help(self, file: IO | None = None):
+        with reader_may_leave():
+            super().print_help(file)
 
     def error(self, message: str):
         raise DataError(f"{message}; see data.py --help")

@@ -765,6 +765,37 @@ def test_the_script_fails_in_one_line_with_status_2(tmp_path, arguments):
     assert done.stderr.startswith("data.py: error: ")
 
 
+def test_whatever_is_in_a_name_is_printed_escaped(tmp_path, capsys):
+    """Of files, folders, columns, and whatever other people's metadata say."""
+    evil = "\x1b[2Jred\n\x07\u202e\udcff"
+    folder, out = tmp_path / f"in{evil}", tmp_path / f"out{evil}"
+    folder.mkdir()
+    (folder / f"a{evil}.txt").write_text("some text")
+    (folder / f"b{evil}.md{evil}").write_text("passed over")
+    (folder / f"loop{evil}").symlink_to(".")
+    (folder / f"c{evil}.jsonl").write_text('{"text": 5}')
+    (tmp_path / f"d{evil}.parquet").write_bytes(b"PAR1 and no more")
+    stranger = tmp_path / f"shards{evil}"
+    write_shard(stranger / f"x{evil}.bin", range(100))
+    write_shard(stranger / f"long{evil}.bin", [300])
+    (stranger / f"loop{evil}").symlink_to(".")
+    assert prepare(folder, "--out", out) == 2
+    (folder / f"c{evil}.jsonl").unlink()
+    assert prepare(folder, "--out", out) == prepare(folder, "--out", out) == data.main(["verify", str(out)]) == 0
+    assert data.main(["show", str(out), "--seq_len", "3"]) == 0
+    assert prepare(tmp_path / f"d{evil}.parquet", "--out", tmp_path / "o") == 2
+    assert prepare(folder, "--field", evil, "--out", out) == 2
+    assert data.main(["verify", str(stranger)]) == 2
+    (stranger / f"long{evil}.bin").unlink()
+    assert data.main(["verify", str(stranger)]) == data.main(["show", str(stranger), "--seq_len", "3"]) == 0
+    (stranger / "metadata.json").write_text(json.dumps(dict(shards=[dict(
+        name=evil, ids=1, split="train", sha256=evil)])))
+    assert data.main(["verify", str(stranger)]) == 2
+    out, err = capsys.readouterr()
+    assert all(line.isprintable() for line in (out + err).split("\n")), [out, err]
+    assert "shards are sound" in out and "already prepared" in out and r"\x1b[2Jred\n" in out
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # show
 
@@ -814,6 +845,22 @@ def test_show_of_the_mock_data_is_what_a_mock_run_reads(capsys):
     for arguments in ([], ["data", "--mock_data"]):
         assert data.main(["show", *arguments]) == 2
         assert "either the run's --data_dir or its --mock_data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["show --mock_data --count 100000", "show --mock_data", "--help", "verify o",
+                                       "prepare in.txt --out o", "prepare in.txt --out p --workers 1"])
+def test_a_pipe_that_nobody_reads_is_no_fault(tmp_path, arguments, unbuffered):
+    (tmp_path / "in.txt").write_text("some text")
+    assert prepare(tmp_path / "in.txt", "--out", tmp_path / "o") == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, ROOT / "data.py", *arguments.replace("in.txt", str(tmp_path / "in.txt")).split()]
+    run = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True,
+                         env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
+    os.close(writing)
+    assert run.returncode == 0 and all(line.startswith(("prepare: ", "verify: ")) for line in run.stderr.splitlines())
+    assert "--out p" not in arguments or (tmp_path / "p" / "metadata.json").exists()
 
 
 def test_show_into_a_pipe_that_closes_says_nothing():
