@@ -351,13 +351,16 @@ def mixed(tmp_path) -> Path:
     return inputs
 
 
-@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="../shared/data/tinyshakespeare.txt is not there")
-def test_tinyshakespeare_is_split_as_everyone_splits_it(tmp_path):
-    assert prepare(SHAKESPEARE, "--out", tmp_path) == 0
-    text = SHAKESPEARE.read_bytes()
-    assert documents(tmp_path, "train") == [text[:1_003_854]] and documents(tmp_path, "val") == [text[1_003_854:]]
-    assert len(text) - 1_003_854 == 111_540
-    [found] = data.open_data(str(tmp_path))
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.skipif(
+    not SHAKESPEARE.exists(), reason="../shared/data/tinyshakespeare.txt is not there"))])
+def test_tinyshakespeare_is_split_as_everyone_splits_it(tmp_path, real):
+    """Or any text of its length: by bytes, wherever characters and lines end."""
+    text = SHAKESPEARE.read_bytes() if real else random.Random(0).randbytes(1_115_394)
+    (tmp_path / "in.txt").write_bytes(text)
+    assert prepare(tmp_path / "in.txt", "--out", tmp_path / "o") == 0
+    train, val = (documents(tmp_path / "o", split) for split in ("train", "val"))
+    assert train == [text[:1_003_854]] and val == [text[1_003_854:]] and len(val[0]) == 111_540
+    [found] = data.open_data(str(tmp_path / "o"))
     assert len(found.train) == 1_003_856 and len(found.val) == 111_542
 
 
