@@ -10,6 +10,7 @@ holds is a pure function of (seed, g): any step, rank or restart works it out by
 """
 
 import argparse
+import codecs
 import fcntl
 import hashlib
 import json
@@ -48,7 +49,6 @@ RECORD_LIMIT = 256 * MIB      # longest metadata.json or prepare.jsonl that is r
 VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)
 RECORDS = "metadata.json", "prepare.jsonl"  # what `prepare` says of its shards, done and under way
 STDIN = ".stdin.txt"          # standard input, while it is prepared
-AGAIN = "link to what is read already"
 
 
 class DataError(Exception):
@@ -131,6 +131,9 @@ def walk(directory: str, own: str | Path = "") -> tuple[list[str], dict[str, lis
     return paths, {"hidden": hidden, AGAIN: again}
 
 
+AGAIN = "read already"
+
+
 def identity(path: str | Path) -> tuple[int, int] | str:
     """Device and inode, the same for every path to a file; the path where there is nothing."""
     try:
@@ -158,9 +161,11 @@ def each_once(directory: str, names: Sequence[str], first: Container[str] = ()) 
     return [name for name in names if name in kept], [paths[name] for name in names if name not in kept]
 
 
-def named(paths: Sequence[str]) -> str:
-    """The first three of some paths, and how many more there are."""
-    return ", ".join(paths[:3]) + f" and {len(paths) - 3} more" * (len(paths) > 3)
+def note_again(where: str, paths: Sequence[str]):
+    """Names what walk and each_once passed over since it is read under another name."""
+    if paths:
+        note(f"{where}: passed over {', '.join(paths[:3])}" + f" and {len(paths) - 3} more" * (len(paths) > 3)
+             + ": link loops, or other names of what is read anyway")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,8 +285,7 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
     if not names:
         raise DataError(f"{directory}: no .bin file in it; {advice}")
     names, again = each_once(directory, names, first=entries)
-    if again := [*passed[AGAIN], *again]:
-        note(f"{directory}: passed over {named(again)}, which lead to what is read already: every file is read once")
+    note_again(directory, passed[AGAIN] + again)
     splits = ["val" if any(VALIDATION.match(part) for part in Path(name).parts) else "train" for name in names]
     return [(os.path.join(directory, name), entries[name]["split"] if name in entries else split, entries.get(name))
             for name, split in zip(names, splits)]
@@ -562,53 +566,123 @@ class Input(NamedTuple):
     path: str
     size: int
     stamp: int | str          # time of change, ns; of standard input its SHA-256
+    kind: str                 # one of CUTTERS
 
 
 class Options(NamedTuple):
     field: str
     val_fraction: float
     unit_bytes: int
+    ext: str | None = None    # endings such as .py,.md, or TEXT: the files that are read, each of them one document
+    format: str | None = None  # of standard input
 
 
-def find_inputs(arguments: Sequence[str], out: Path) -> list[Input]:
+KINDS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+TEXT = "text"                 # of --ext: whatever is UTF-8
+STRANGERS = {b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by their first bytes
+
+
+def find_inputs(arguments: Sequence[str], out: Path, options: Options) -> list[Input]:
     """The files that the arguments name, directories searched in sorted order."""
     inputs = []
     for argument in arguments:
-        paths = [argument]
-        if os.path.isdir(argument):
-            paths, passed = walk(argument, own=out)
-            paths = [str(path) for path in sorted(map(Path, paths))
-                     if path.suffix.lower() in CUTTERS and not path.is_dir()]
-            paths, again = each_once("", paths)
-            if again := [*passed[AGAIN], *again]:
-                note(f"prepare: passed over {named(again)}, which lead to what is read already")
-        if not paths or argument != "-" and Path(paths[0]).suffix.lower() not in CUTTERS:
-            raise DataError(f"{argument}: takes {', '.join(CUTTERS)}, a directory of them, or - for standard input")
-        for path in paths:
-            if path == "-":
-                inputs.append(spool(out / STDIN))
-            else:
-                inputs.append(measure(path))
-            if inputs[-1].size == 0:
-                raise DataError(f"{path}: empty")
+        if argument == "-":
+            found = [spool(out / STDIN, options.format)]
+        elif os.path.isdir(argument):
+            found = search(argument, out, options)
+        else:
+            kind = kind_of(argument, options)
+            found = [measure(argument, kind)] if kind else []
+            if found and (fault := unfit(found[0], options)):
+                raise DataError(f"{argument}: {fault}")
+        if not found and options.ext:
+            raise DataError(f"{argument}: --ext {options.ext} takes nothing of it")
+        if not found:
+            raise DataError(f"{argument}: takes {', '.join(KINDS)}, a directory of them, or - for standard input; --ext "
+                            "takes other files, each as a document")
+        inputs += found
     return inputs
 
 
-def measure(path: str) -> Input:
+def kind_of(path: str, options: Options) -> str | None:
+    """How a file is cut, by its name; None: it is none of those that are read."""
+    name = Path(path).name.lower()
+    if options.ext:
+        return "document" if options.ext == TEXT or name.endswith(tuple(options.ext.split(","))) else None
+    return KINDS.get(Path(name).suffix)
+
+
+def search(directory: str, out: Path, options: Options) -> list[Input]:
+    """The inputs in and below a directory, sorted by name; what is passed over is counted by kind, in one line."""
+    paths, passed = walk(directory, own=out)
+    paths = [str(path) for path in sorted(map(Path, paths)) if not path.is_dir()]
+    kinds = {path: kind for path in paths if (kind := kind_of(path, options))}
+    wanted, again = each_once("", list(kinds))
+    note_again(f"prepare: {directory}", passed.pop(AGAIN) + again)
+    found, faults = [], {path: Path(path).suffix.lower() or "without an ending" for path in paths if path not in kinds}
+    for path in wanted:
+        if options.ext == TEXT and not os.path.isfile(path):
+            faults[path] = "not a file"
+            continue
+        source = measure(path, kinds[path])
+        if fault := unfit(source, options):
+            if not options.ext:
+                raise DataError(f"{path}: {fault}")
+            faults[path] = fault
+        else:
+            found.append(source)
+    for path, fault in faults.items():
+        passed.setdefault(fault, []).append(path)
+    parts = [f"{len(some):,} {fault} ({some[0]}{', ...' * (len(some) > 1)})"
+             for fault, some in sorted(passed.items(), key=lambda item: -len(item[1])) if some]
+    if parts:
+        note(f"prepare: {directory}: passed over {', '.join(parts[:8])}{', ...' * (len(parts) > 8)}"
+             + "; --ext takes other kinds, each file as a document" * (len(kinds) < len(paths) and not options.ext))
+    return found
+
+
+def unfit(source: Input, options: Options) -> str | None:
+    """Why there is no document in a file, as far as that is known before it is read in earnest."""
+    if not source.size:
+        return "empty"
+    if options.ext == TEXT:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with naming(source.path), open_plain(source.path) as file:
+            try:
+                while piece := file.read(MIB):
+                    decoder.decode(piece)
+                    if b"\0" in piece:
+                        return "not text"
+                decoder.decode(b"", final=True)
+            except UnicodeDecodeError:
+                return "not UTF-8"
+    return None
+
+
+def measure(path: str, kind: str) -> Input:
     with open_plain(path) as file:
         status = os.stat(file.fileno())
-    return Input(path, status.st_size, status.st_mtime_ns)
+    return Input(path, status.st_size, status.st_mtime_ns, kind)
 
 
-def spool(path: Path) -> Input:
-    """Standard input as a file: its length must be known before it is split."""
+def spool(path: Path, format: str | None) -> Input:
+    """Standard input as a file: its length must be known before it is split. DataError where it needs a --format."""
     digest, progress = hashlib.sha256(), Progress("standard input")
     with open_own(path, "wb") as file:
         while piece := sys.stdin.buffer.read(MIB):
             file.write(piece)
             digest.update(piece)
             progress.add(len(piece))
-    return Input(str(path), progress.done, digest.hexdigest())
+    if not progress.done:
+        raise DataError("-: empty")
+    with open_plain(path) as file:
+        line = file.readline(LINE_LIMIT)
+    kind = next((kind for begin, kind in STRANGERS.items() if line.startswith(begin)), None)
+    with suppress(ValueError, RecursionError):
+        kind = "JSON-lines" if isinstance(json.loads(line), dict) else kind
+    if kind and format is None:
+        raise DataError(f"-: looks like {kind}: --format says what it is ({', '.join(FORMATS)}); unpack what is packed")
+    return Input(str(path), progress.done, digest.hexdigest(), format or "txt")
 
 
 def draw_split(number: int, place: int, options: Options) -> str:
@@ -620,10 +694,19 @@ def draw_split(number: int, place: int, options: Options) -> str:
 def cut_text(source: Input, number: int, options: Options) -> Iterator:
     """A text file is one document, but its last val_fraction is another, which validates."""
     cut = int(source.size * (1 - options.val_fraction))
-    for split, first, last in (("train", 0, cut), ("val", cut, source.size)):
-        for start in range(first, last, options.unit_bytes):
-            stop = min(start + options.unit_bytes, last)
-            yield stop - start, (read_text, source.path, split, start, stop, start == first, stop == last)
+    yield from cut_part(source, "train", 0, cut, options)
+    yield from cut_part(source, "val", cut, source.size, options)
+
+
+def cut_document(source: Input, number: int, options: Options) -> Iterator:
+    yield from cut_part(source, draw_split(number, 0, options), 0, source.size, options)
+
+
+def cut_part(source: Input, split: str, first: int, last: int, options: Options) -> Iterator:
+    """The bytes first .. last - 1 of a file as one document."""
+    for start in range(first, last, options.unit_bytes):
+        stop = min(start + options.unit_bytes, last)
+        yield stop - start, (read_text, source.path, split, start, stop, start == first, stop == last)
 
 
 def read_text(path: str, split: str, start: int, stop: int, begins: bool, ends: bool) -> Iterator:
@@ -714,14 +797,15 @@ def read_parquet(path: str, number: int, group: int, row: int, options: Options)
                 row += 1
 
 
-CUTTERS = {".txt": cut_text, ".jsonl": cut_jsonl, ".ndjson": cut_jsonl, ".parquet": cut_parquet}
+CUTTERS = {"txt": cut_text, "jsonl": cut_jsonl, "parquet": cut_parquet, "document": cut_document}
+FORMATS = "txt", "jsonl", "parquet"  # of standard input
 
 
 def plan(inputs: Sequence[Input], options: Options) -> list[tuple[int, list]]:
     """Units of work (size, pieces): consecutive pieces of input until they have unit_bytes or more."""
     units, size, pieces = [], 0, []
     for number, source in enumerate(inputs):
-        for piece_size, piece in CUTTERS[Path(source.path).suffix.lower()](source, number, options):
+        for piece_size, piece in CUTTERS[source.kind](source, number, options):
             size += piece_size
             pieces.append(piece)
             if size >= options.unit_bytes:
@@ -904,16 +988,19 @@ def prepare(args: argparse.Namespace):
     """Turns args.inputs into shards in args.directory; the same command again goes on where a killed run stopped."""
     if not 0 <= args.val_fraction < 1 or not 0 < args.unit_mb < math.inf:
         raise DataError("--val_fraction takes 0 or more, but less than 1; --unit_mb more than 0")
-    out, options = Path(args.directory), Options(args.field, args.val_fraction, max(1, int(args.unit_mb * 1e6)))
+    if args.format and "-" not in args.inputs:
+        raise DataError("--format says what standard input is, and - is not among the inputs")
+    out, unit_bytes = Path(args.directory), max(1, int(args.unit_mb * 1e6))
+    options = Options(args.field, args.val_fraction, unit_bytes, args.ext, args.format)
     made = [path for path in (out, *out.parents) if not path.exists()]
     out.mkdir(parents=True, exist_ok=True)
     with locked(out, DataError(f"{out}: another prepare works in it: wait for it, or choose another --out")):
         try:
             fill(out, args.inputs, options, args.workers)
-        except DataError:
+        except DataError as fault:
             if not any(out.glob("*.bin")):  # nothing to go on from
                 (out / "prepare.jsonl").unlink(missing_ok=True)
-            raise
+            raise DataError(str(fault).replace(str(out / STDIN), "-")) from None
         finally:
             (out / STDIN).unlink(missing_ok=True)
             with suppress(OSError):  # of a directory that is not empty
@@ -923,11 +1010,12 @@ def prepare(args: argparse.Namespace):
 
 def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
     """Turns what the arguments name into shards and metadata.json, in a directory where no other process works."""
-    inputs = find_inputs(arguments, out)
+    inputs = find_inputs(arguments, out, options)
     units = plan(inputs, options)
     files = [source for source in inputs if source.path != str(out / STDIN)]
-    known = [source if source in files else source._replace(path="-") for source in inputs]
-    fingerprint = hashlib.sha256(json.dumps([known, options]).encode()).hexdigest()
+    known = [(source.path if source in files else "-", source.size, source.stamp) for source in inputs]
+    given = [option for option in options if option is not None]
+    fingerprint = hashlib.sha256(json.dumps([known, given]).encode()).hexdigest()
     started, done = read_journal(out / "prepare.jsonl")
     if (out / "metadata.json").exists() and read_metadata(out).get("fingerprint") == fingerprint:
         find_shards(str(out))
@@ -941,7 +1029,7 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
         say(f"{out}: goes on; {len(done)} of {len(units)} units are done")
     shards = write_shards(out, units, done, fingerprint, workers)
     for source in files:
-        if measure(source.path) != source:
+        if measure(source.path, source.kind) != source:
             raise DataError(f"{source.path}: changed while it was prepared; delete {out} and prepare again")
     if not shards:
         raise DataError(f"{', '.join(arguments)}: no document in there")
@@ -1034,6 +1122,15 @@ def show(args: argparse.Namespace):
             print("    " + printable([int(inputs[0]), *labels.masked_fill(labels < 0, PAD_ID).tolist()]))
 
 
+def endings(text: str) -> str:
+    parts = text.lower().split(",")
+    if text != TEXT and not all(re.fullmatch(r"[.][^\s/]+", part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither endings such as .py,.md nor {TEXT}")
+    if not_text := [part for part in parts if KINDS.get(part, "txt") != "txt"]:
+        raise argparse.ArgumentTypeError(f"{', '.join(not_text)} would be taken as it stands: prepare it without --ext")
+    return ",".join(parts)
+
+
 def whole(low: int) -> Callable:
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
@@ -1065,6 +1162,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}")
     command = commands.add_parser("prepare", help="make shards; the same command again goes on after a kill")
     command.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSON-lines, parquet, directory, - (stdin)")
+    command.add_argument("--ext", type=endings, help="take files that end so (.py,.md,.rst), or whatever is UTF-8 (text), "
+                         "each as one document; without: .txt, .jsonl, .parquet")
+    command.add_argument("--format", choices=FORMATS, help="what standard input is (txt)")
     command.add_argument("--out", dest="directory", required=True, metavar="DIR", help="where the shards go")
     command.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
     command.add_argument("--val_fraction", type=float, default=0.1, help="part that validates, 0 <= fraction < 1 (0.1)")

@@ -1,6 +1,7 @@
 """Shards, their order in training, and the commands that make and check them."""
 
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -393,7 +394,7 @@ def test_the_size_of_units_and_the_workers_do_not_change_the_stream(mixed, tmp_p
 def test_a_line_belongs_to_the_unit_that_it_begins_in(tmp_path, unit_bytes):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b'{"text": "%04d"}\n' % i for i in range(20)))          # 17 bytes each
-    source, options = data.Input(str(path), path.stat().st_size, 0), data.Options("text", 0.0, unit_bytes)
+    source, options = data.Input(str(path), path.stat().st_size, 0, "jsonl"), data.Options("text", 0.0, unit_bytes)
     units = data.plan([source], options)
     texts = [text for _, pieces in units for reader, *rest in pieces for _, text, _, _ in reader(*rest)]
     assert texts == [b"%04d" % i for i in range(20)] and len(units) == -(-340 // unit_bytes)
@@ -444,7 +445,7 @@ def test_a_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path,
 
 def spooled(folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"new")))
-    data.spool(folder / ".stdin.txt")
+    data.spool(folder / ".stdin.txt", None)
 
 
 def saved_metadata(folder, _):
@@ -653,6 +654,112 @@ def test_what_fails_leaves_no_directory_behind(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
+def test_a_mixed_folder_says_what_is_passed_over_and_how_many(mixed, tmp_path, capsys):
+    for name in ("b.md", "c.md", "d.py", "Makefile", ".git/HEAD", "sub/.hidden.txt", "odd.\x07"):
+        (mixed / name).parent.mkdir(exist_ok=True)
+        (mixed / name).write_text("x")
+    for i in range(9):
+        (mixed / f"x.kind{i}").write_text("x")
+    (mixed / "sub" / "again.txt").symlink_to(mixed / "a.txt")
+    assert prepare(mixed, "--out", tmp_path / "o") == 0
+    again, line, _ = capsys.readouterr().err.splitlines()
+    assert again == f"prepare: {mixed}: passed over {mixed}/sub/again.txt: link loops, or other names of what is read anyway"
+    assert line.startswith(f"prepare: {mixed}: passed over 3 .md ({mixed}/b.md, ...), 2 hidden ({mixed}/.git, ...), 1 ")
+    assert line.count(" 1 ") == 6 and ", ...; --ext takes other kinds" in line and r".\x07" in line
+    assert prepare(mixed / "a.txt", "--out", tmp_path / "p") == 0 and "passed" not in capsys.readouterr().err
+
+
+def code_folder(folder: Path, count: int = 200) -> dict[str, bytes]:
+    """Source code in nested folders: path below it -> content."""
+    rng = random.Random(1)
+    files = {f"{'sub/' * (i % 3)}{rng.choice('abcdef')}{i}.{('py', 'md', 'RST')[i % 3]}":
+             f"# \u00fc{i}\n".encode() + rng.randbytes(rng.randrange(300)) for i in range(count)}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return files
+
+
+def test_with_ext_every_file_is_a_document_of_which_a_hash_chooses_some_to_validate(tmp_path, capsys):
+    files = code_folder(tmp_path / "in")
+    for name in ("sub/__init__.py", "notes.txt", "x.jsonl"):
+        (tmp_path / "in" / name).write_text("" if name.endswith("py") else "no JSON")
+    argv = [tmp_path / "in", "--ext", ".py,.md,.rst", "--out"]
+    assert prepare(*argv, tmp_path / "one") == prepare(*argv, tmp_path / "many", "--unit_mb", "0.0001") == 0
+    line = capsys.readouterr().err.splitlines()[0]
+    assert all(said in line for said in ("1 .jsonl (", "1 .txt (", f"1 empty ({tmp_path}/in/sub/__init__.py)")), line
+    train, val = (documents(tmp_path / "one", split) for split in ("train", "val"))
+    assert len(train) + len(val) == 200 and 8 < len(val) < 40
+    in_order = [files[str(path)] for path in sorted(map(Path, files))]
+    assert train == [file for file in in_order if file in set(train)] and set(train) | set(val) == set(in_order)
+    for split in ("train", "val"):
+        assert joined(tmp_path / "one", split) == joined(tmp_path / "many", split)
+    assert len(list(tmp_path.glob("many/*.bin"))) > 100       # longer files than a unit are cut, and one document all the same
+    assert prepare(*argv, tmp_path / "one") == 0 and "already prepared" in capsys.readouterr().out
+    assert prepare(tmp_path / "in", "--ext", ".py", "--out", tmp_path / "one") == 2
+
+
+def test_a_text_file_is_one_whole_document_with_ext_and_cut_for_validation_without(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"0123456789")
+    for options, train, val in (([], [b"01234"], [b"56789"]), (["--ext", ".txt"], [], [b"0123456789"])):
+        out = tmp_path / f"o{len(options)}"
+        assert prepare(tmp_path / "a.txt", "--val_fraction", "0.5", *options, "--out", out) == 0
+        assert documents(out, "train") == train and documents(out, "val") == val
+
+
+def test_ext_text_takes_whatever_is_utf_8_and_counts_the_rest(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(data, "MIB", 7)                       # characters lie across what is read at a time
+    texts = {"Makefile": "all: \u4f60\u597d\U0001f577 na\u00efve \U0001f577", "a.py": "print()", "d/b.jsonl": '{"text": "x"}'}
+    rest = {"latin.txt": "na\u00efve, more".encode("latin-1"), "cut.txt": "0123456789\u00e4".encode()[:-1],
+            "zeros": bytes(9), "empty.py": b"", "image.png": b"\x89PNG\r\n", "late.txt": b"x" * 100 + b"\xff"}
+    (tmp_path / "in" / "d").mkdir(parents=True)
+    for name, content in (rest | {name: text.encode() for name, text in texts.items()}).items():
+        (tmp_path / "in" / name).write_bytes(content)
+    os.mkfifo(tmp_path / "in" / "pipe")
+    (tmp_path / "in" / "dangling.py").symlink_to("gone")
+    assert prepare(tmp_path / "in", "--ext", "text", "--val_fraction", "0", "--out", tmp_path / "o") == 0
+    line = capsys.readouterr().err.splitlines()[0]
+    for said in ("4 not UTF-8 (", "2 not a file (", "1 empty (", "1 not text ("):
+        assert said in line
+    assert documents(tmp_path / "o", "train") == [texts[name].encode() for name in ("Makefile", "a.py", "d/b.jsonl")]
+    for name in rest:
+        assert prepare(tmp_path / "in" / name, "--ext", "text", "--out", tmp_path / "p") == 2
+        assert capsys.readouterr().err.startswith(f"data.py: error: {tmp_path}/in/{name}: ")
+
+
+def test_standard_input_of_another_format_is_that_or_refused_with_the_remedy(tmp_path, monkeypatch, capsys):
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs the extra: pip install -e '.[parquet]'")
+    import pyarrow.parquet as parquet
+    lines = "".join(json.dumps(dict(text=f"document {i}")) + "\n" for i in range(50))
+    parquet.write_table(pyarrow.table(dict(text=[f"row {i}" for i in range(50)])), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(lines)
+    for kind in ("jsonl", "parquet"):
+        raw = (tmp_path / f"a.{kind}").read_bytes()
+        assert prepare(tmp_path / f"a.{kind}", "--out", tmp_path / f"from_{kind}") == 0
+        for options, status in (([], 2), (["--format", kind], 0), (["--format", "txt"], 0)):
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+            capsys.readouterr()
+            assert prepare("-", *options, "--out", tmp_path / "".join([kind, *options])) == status
+            assert ("--format says what it is" in capsys.readouterr().err) == (status == 2)
+        for split in ("train", "val"):
+            assert joined(tmp_path / f"{kind}--format{kind}", split) == joined(tmp_path / f"from_{kind}", split)
+        assert len(documents(tmp_path / f"{kind}--formattxt", "train")) == 1
+    for raw, said in ((b"\x1f\x8b\x08 and so on", "-: looks like gzip"), (b'{"text": 5}', "-: looks like JSON-lines")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+        assert prepare("-", "--out", tmp_path / "p") == 2 and said in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "fine"}\n{"text": 5}')))
+    assert prepare("-", "--format", "jsonl", "--out", tmp_path / "p") == 2
+    assert "error: -:2: no object with a string 'text'" in capsys.readouterr().err
+
+
+def test_what_was_prepared_before_there_were_ext_and_format_is_recognised(mixed, tmp_path, capsys):
+    """The fingerprint of plain inputs is what it was."""
+    assert prepare(mixed, "--out", tmp_path / "o") == 0
+    known = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in (mixed / "a.txt", mixed / "sub/b.jsonl")]
+    fingerprint = hashlib.sha256(json.dumps([known, ["text", 0.1, 64_000_000]]).encode()).hexdigest()
+    assert json.loads((tmp_path / "o" / "metadata.json").read_text())["fingerprint"] == fingerprint
+
+
 def test_parquet_rows_become_documents(tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow", reason="parquet needs the extra: pip install -e '.[parquet]'")
     import pyarrow.parquet as parquet
@@ -703,6 +810,13 @@ BAD = {
     "no workers": ({"x.txt": b"a"}, ["x.txt", "--workers", "0"], ["--workers"]),
     "no size": ({"x.txt": b"a"}, ["x.txt", "--unit_mb", "0"], ["--unit_mb"]),
     "no input": ({}, [], ["INPUT"]),
+    "no ending": ({"x.py": b"a"}, ["x.py", "--ext", "py"], ["--ext", "'py'", ".py,.md", "text"]),
+    "empty ending": ({"x.py": b"a"}, ["x.py", "--ext", ".py,"], ["--ext", "'.py,'"]),
+    "lines by ext": ({"x.jsonl": LINE}, ["x.jsonl", "--ext", ".md,.jsonl"], ["--ext", ".jsonl would be taken as it"]),
+    "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: --ext .py,.md takes nothing of it"]),
+    "none of them": ({"d/x.txt": b"a", "d/y.py": b""}, ["d", "--ext", ".py"], ["d: --ext .py takes nothing of it"]),
+    "no stdin": ({"x.txt": b"a"}, ["x.txt", "--format", "jsonl"], ["--format", "- is not among the inputs"]),
+    "no format": ({"x.txt": b"a"}, ["-", "--format", "csv"], ["--format", "'csv'", "jsonl"]),
     "unknown flag": ({"x.txt": b"a"}, ["x.txt", "--fast"], ["--fast"]),
 }
 
@@ -729,7 +843,8 @@ def test_a_full_disk_is_one_line_that_names_the_shard_and_the_command_goes_on(mi
     arguments = [mixed, "--unit_mb", "0.02", "--out", tmp_path / "o"]
     monkeypatch.setattr(os, "replace", replace)
     assert prepare(*arguments) == 2
-    assert capsys.readouterr().err == f"data.py: error: {tmp_path}/o/train-00002.bin: No space left on device\n"
+    passed_over, line = capsys.readouterr().err.splitlines()
+    assert line == f"data.py: error: {tmp_path}/o/train-00002.bin: No space left on device" and "1 .md" in passed_over
     shards = [f"{split}-{unit}.bin" for split in ("train", "val") for unit in ("00000", "00001")]
     assert sorted(contents(tmp_path / "o")) == ["prepare.jsonl", *shards]
     monkeypatch.undo()
