@@ -12,11 +12,14 @@ holds is a pure function of (seed, g): any step, rank or restart works it out by
 import argparse
 import codecs
 import fcntl
+import gzip
 import hashlib
+import io
 import json
 import math
 import multiprocessing
 import os
+import queue
 import random
 import re
 import resource
@@ -25,6 +28,7 @@ import stat
 import sys
 import threading
 import time
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -93,14 +97,27 @@ def note(line: str):
 # ---------------------------------------------------------------------------------------------------------------------
 # Files of others
 
-def open_plain(path: str | Path) -> IO[bytes]:
+class Counted(io.FileIO):
+    """A file that calls `report` with the number of bytes that were read, each time."""
+
+    def __init__(self, path: str | Path, report: Callable):
+        super().__init__(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # should it become a pipe
+        self.report = report
+
+    def readinto(self, buffer) -> int | None:
+        count = super().readinto(buffer)
+        self.report(count or 0)
+        return count
+
+
+def open_plain(path: str | Path, report: Callable = lambda count: None) -> IO[bytes]:
     """A file to read; DataError at a pipe, a socket or a device, of which the opening alone may take for ever."""
     with naming(path):
         mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # whose opening says so
         kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
         raise DataError(f"{path}: a {kind}, no file: delete it, or put what comes out of it into a file")
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # should it become a pipe
+    return io.BufferedReader(Counted(path, report), 1 << 17)
 
 
 def walk(directory: str, own: str | Path = "") -> tuple[list[str], dict[str, list[str]]]:
@@ -560,7 +577,8 @@ def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# prepare, reading: cutters plan pieces (size, (reader, ...)), readers yield (split, bytes, begins a document, ends it)
+# prepare, reading: cutters plan pieces (size, (reader, path, ...)), readers yield (split, bytes, begins a document, ends
+# it) of an open file. A packed file is one piece, whose size is that of the packed bytes.
 
 class Input(NamedTuple):
     path: str
@@ -578,6 +596,7 @@ class Options(NamedTuple):
 
 
 KINDS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+PACKED = ".gz", ".zst"        # behind any of them but .parquet
 TEXT = "text"                 # of --ext: whatever is UTF-8
 STRANGERS = {b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by their first bytes
 
@@ -598,8 +617,8 @@ def find_inputs(arguments: Sequence[str], out: Path, options: Options) -> list[I
         if not found and options.ext:
             raise DataError(f"{argument}: --ext {options.ext} takes nothing of it")
         if not found:
-            raise DataError(f"{argument}: takes {', '.join(KINDS)}, a directory of them, or - for standard input; --ext "
-                            "takes other files, each as a document")
+            raise DataError(f"{argument}: takes {', '.join(KINDS)}, all but the last with {' or '.join(PACKED)} too, a "
+                            "directory of them, or - for standard input; --ext takes others, each file as a document")
         inputs += found
     return inputs
 
@@ -607,9 +626,50 @@ def find_inputs(arguments: Sequence[str], out: Path, options: Options) -> list[I
 def kind_of(path: str, options: Options) -> str | None:
     """How a file is cut, by its name; None: it is none of those that are read."""
     name = Path(path).name.lower()
+    if options.ext == TEXT:
+        return None if is_packed(name) else "document"
+    name = Path(name).stem if is_packed(name) else name
     if options.ext:
-        return "document" if options.ext == TEXT or name.endswith(tuple(options.ext.split(","))) else None
-    return KINDS.get(Path(name).suffix)
+        return "document" if name.endswith(tuple(options.ext.split(","))) else None
+    kind = KINDS.get(Path(name).suffix)
+    return None if kind == "parquet" and is_packed(path) else kind
+
+
+def is_packed(path: str) -> bool:
+    return path.lower().endswith(PACKED)
+
+
+@contextmanager
+def open_input(path: str, report: Callable = lambda count: None) -> Iterator[IO[bytes]]:
+    """A file to read, unpacked as its name says; `report` gets the numbers of bytes as they are read from the disk.
+
+    Memory does not hang on what is in it. DataError where it is damaged, or cut off, or nothing here unpacks it.
+    """
+    with naming(path), open_plain(path, report) as raw:
+        if not is_packed(path):
+            yield raw
+            return
+        faults = EOFError, zlib.error, gzip.BadGzipFile
+        if path.lower().endswith(".zst"):
+            zstd = import_zstd(path)
+            faults = EOFError, zstd.ZstdError
+        try:
+            with gzip.GzipFile(fileobj=raw) if path.lower().endswith(".gz") else zstd.ZstdFile(raw) as file:
+                yield file
+        except faults as fault:
+            raise DataError(f"{path}: cannot be unpacked: {fault}; copy it again, or unpack it in another way") from None
+
+
+def import_zstd(path: str):
+    """Python's module, or the same for a Python that has none: others take a file that is cut off for a whole one."""
+    try:
+        from compression import zstd  # from Python 3.14 on
+    except ImportError:
+        try:
+            from backports import zstd
+        except ImportError:
+            raise DataError(f'{path}: .zst needs backports.zstd; run: pip install -e ".[zstd]"') from None
+    return zstd
 
 
 def search(directory: str, out: Path, options: Options) -> list[Input]:
@@ -619,7 +679,7 @@ def search(directory: str, out: Path, options: Options) -> list[Input]:
     kinds = {path: kind for path in paths if (kind := kind_of(path, options))}
     wanted, again = each_once("", list(kinds))
     note_again(f"prepare: {directory}", passed.pop(AGAIN) + again)
-    found, faults = [], {path: Path(path).suffix.lower() or "without an ending" for path in paths if path not in kinds}
+    found, faults = [], {path: ending(path) or "without an ending" for path in paths if path not in kinds}
     for path in wanted:
         if options.ext == TEXT and not os.path.isfile(path):
             faults[path] = "not a file"
@@ -641,10 +701,18 @@ def search(directory: str, out: Path, options: Options) -> list[Input]:
     return found
 
 
+def ending(path: str) -> str:
+    suffixes = Path(path).suffixes
+    return "".join(suffixes[-2:] if is_packed(path) else suffixes[-1:]).lower()
+
+
 def unfit(source: Input, options: Options) -> str | None:
     """Why there is no document in a file, as far as that is known before it is read in earnest."""
     if not source.size:
         return "empty"
+    if is_packed(source.path):
+        with open_input(source.path) as file:
+            return None if file.read(1) else "empty"
     if options.ext == TEXT:
         decoder = codecs.getincrementaldecoder("utf-8")()
         with naming(source.path), open_plain(source.path) as file:
@@ -693,13 +761,20 @@ def draw_split(number: int, place: int, options: Options) -> str:
 
 def cut_text(source: Input, number: int, options: Options) -> Iterator:
     """A text file is one document, but its last val_fraction is another, which validates."""
+    if is_packed(source.path):
+        yield 2 * source.size, (read_packed_text, source.path, options)  # read twice
+        return
     cut = int(source.size * (1 - options.val_fraction))
     yield from cut_part(source, "train", 0, cut, options)
     yield from cut_part(source, "val", cut, source.size, options)
 
 
 def cut_document(source: Input, number: int, options: Options) -> Iterator:
-    yield from cut_part(source, draw_split(number, 0, options), 0, source.size, options)
+    split = draw_split(number, 0, options)
+    if is_packed(source.path):
+        yield source.size, (read_packed_document, source.path, split)
+    else:
+        yield from cut_part(source, split, 0, source.size, options)
 
 
 def cut_part(source: Input, split: str, first: int, last: int, options: Options) -> Iterator:
@@ -709,38 +784,61 @@ def cut_part(source: Input, split: str, first: int, last: int, options: Options)
         yield stop - start, (read_text, source.path, split, start, stop, start == first, stop == last)
 
 
-def read_text(path: str, split: str, start: int, stop: int, begins: bool, ends: bool) -> Iterator:
-    with open_plain(path) as file:
-        file.seek(start)
-        while start < stop:
-            piece = file.read(min(4 * MIB, stop - start))
-            if not piece:
-                raise DataError(f"{path}: ends at byte offset {start}: it changed while it was read")
-            start += len(piece)
-            yield split, piece, begins, ends and start == stop
-            begins = False
+def read_text(file: IO[bytes], split: str, start: int, stop: int, begins: bool, ends: bool) -> Iterator:
+    file.seek(start)
+    while start < stop:
+        piece = file.read(min(4 * MIB, stop - start))
+        if not piece:
+            raise DataError(f"{file.name}: ends at byte offset {start}: it changed while it was read")
+        start += len(piece)
+        yield split, piece, begins, ends and start == stop
+        begins = False
+
+
+def read_packed_text(file: IO[bytes], options: Options) -> Iterator:
+    """What cut_text and read_text make of the same file unpacked, whose size is known once it was read."""
+    size = 0
+    while piece := file.read(MIB):
+        size += len(piece)
+    if not size:
+        raise DataError(f"{file.name}: empty")
+    cut = int(size * (1 - options.val_fraction))
+    yield from read_text(file, "train", 0, cut, True, True)
+    yield from read_text(file, "val", cut, size, True, True)
+
+
+def read_packed_document(file: IO[bytes], split: str) -> Iterator:
+    piece, begins = file.read(4 * MIB), True
+    while piece or begins:
+        after = file.read(4 * MIB)
+        yield split, piece, begins, not after
+        piece, begins = after, False
 
 
 def cut_jsonl(source: Input, number: int, options: Options) -> Iterator:
+    if is_packed(source.path):
+        yield source.size, (read_jsonl, source.path, number, 0, math.inf, options)
+        return
     for start in range(0, source.size, options.unit_bytes):
         stop = min(start + options.unit_bytes, source.size)
         yield stop - start, (read_jsonl, source.path, number, start, stop, options)
 
 
-def read_jsonl(path: str, number: int, start: int, stop: int, options: Options) -> Iterator:
+def read_jsonl(file: IO[bytes], number: int, start: int, stop: float, options: Options) -> Iterator:
     """The documents of the lines that begin in start .. stop - 1."""
-    with open_plain(path) as file:
-        file.seek(max(0, start - 1))
-        while start and (rest := file.readline(MIB)) and not rest.endswith(b"\n"):
-            pass
-        while (offset := file.tell()) < stop and (line := file.readline(LINE_LIMIT + 1)):
-            try:
-                if line.strip() or len(line) > LINE_LIMIT:
-                    yield draw_split(number, offset, options), parse_document(line, options.field), True, True
-            except (ValueError, RecursionError) as fault:
-                file.seek(0)
-                before = sum(file.read(min(MIB, offset - i)).count(b"\n") for i in range(0, offset, MIB))
-                raise DataError(f"{path}:{before + 1}: {fault} (the line at byte offset {offset})") from None
+    file.seek(max(0, start - 1))
+    while start and (rest := file.readline(MIB)) and not rest.endswith(b"\n"):
+        pass
+    offset = file.tell()
+    while offset < stop and (line := file.readline(LINE_LIMIT + 1)):
+        try:
+            if line.strip() or len(line) > LINE_LIMIT:
+                yield draw_split(number, offset, options), parse_document(line, options.field), True, True
+        except (ValueError, RecursionError) as fault:
+            file.seek(0)
+            before = sum(file.read(min(MIB, offset - i)).count(b"\n") for i in range(0, offset, MIB))
+            raise DataError(f"{file.name}:{before + 1}: {fault} (the line at byte offset {offset})") from None
+        offset += len(line)
 
 
 def parse_document(line: bytes, field: str) -> bytes:
@@ -761,38 +859,38 @@ def parse_document(line: bytes, field: str) -> bytes:
 
 
 @contextmanager
-def open_parquet(path: str):
+def open_parquet(file: IO[bytes]):
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f'{path}: parquet needs pyarrow; run: pip install -e ".[parquet]"') from None
+        raise DataError(f'{file.name}: parquet needs pyarrow; run: pip install -e ".[parquet]"') from None
     try:
-        with open_plain(path) as raw, pyarrow.parquet.ParquetFile(raw, page_checksum_verification=True) as file:
-            yield file
+        with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:  # of pages that have one
+            yield table
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as fault:
-        raise DataError(f"{path}: {' '.join(str(fault).split())}") from None
+        raise DataError(f"{file.name}: {' '.join(str(fault).split())}") from None
 
 
 def cut_parquet(source: Input, number: int, options: Options) -> Iterator:
-    with open_parquet(source.path) as file:
-        columns, row = {column.name: str(column.type) for column in file.schema_arrow}, 0
+    with open_plain(source.path) as file, open_parquet(file) as table:
+        columns, row = {column.name: str(column.type) for column in table.schema_arrow}, 0
         if columns.get(options.field) not in ("string", "large_string"):
             raise DataError(f"{source.path}: no string column {options.field!r}; --field names another of: "
                             + ", ".join(f"{name} ({kind})" for name, kind in columns.items()))
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group)
+        for group in range(table.num_row_groups):
+            rows = table.metadata.row_group(group)
             yield rows.total_byte_size, (read_parquet, source.path, number, group, row, options)
             row += rows.num_rows
 
 
-def read_parquet(path: str, number: int, group: int, row: int, options: Options) -> Iterator:
+def read_parquet(file: IO[bytes], number: int, group: int, row: int, options: Options) -> Iterator:
     """The documents of a row group, the first of which is row `row` of the file."""
-    with open_parquet(path) as file:
-        for batch in file.iter_batches(256, row_groups=[group], columns=[options.field], use_threads=False):
+    with open_parquet(file) as table:
+        for batch in table.iter_batches(256, row_groups=[group], columns=[options.field], use_threads=False):
             for text in batch.column(0).cast("large_binary").to_pylist():
                 if text is None:
-                    raise DataError(f"{path}: row {row} (from 0) has no {options.field!r}")
+                    raise DataError(f"{file.name}: row {row} (from 0) has no {options.field!r}")
                 yield draw_split(number, row, options), text, True, True
                 row += 1
 
@@ -802,12 +900,12 @@ FORMATS = "txt", "jsonl", "parquet"  # of standard input
 
 
 def plan(inputs: Sequence[Input], options: Options) -> list[tuple[int, list]]:
-    """Units of work (size, pieces): consecutive pieces of input until they have unit_bytes or more."""
+    """Units of work (size, pieces): consecutive pieces (size, reader, path, ...) until they have unit_bytes or more."""
     units, size, pieces = [], 0, []
     for number, source in enumerate(inputs):
         for piece_size, piece in CUTTERS[source.kind](source, number, options):
             size += piece_size
-            pieces.append(piece)
+            pieces.append((piece_size, *piece))
             if size >= options.unit_bytes:
                 units.append((size, pieces))
                 size, pieces = 0, []
@@ -826,6 +924,8 @@ class Progress:
         self.shown = self.begun
 
     def add(self, size: int):
+        if not size:
+            return
         with self.lock:
             self.done += size
             now, complete = time.monotonic(), self.done == self.total
@@ -902,7 +1002,7 @@ class ShardWriter:
     def __init__(self, path: Path):
         self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self.file, self.sha256 = open_own(self.temporary, "wb", MIB), hashlib.sha256()
-        self.ids = self.documents = 0
+        self.ids = self.documents = self.size = 0  # the last of bytes of text
 
     def write(self, text: bytes, begins: bool, ends: bool):
         ids = np.empty(begins + len(text) + ends, "<u2")
@@ -911,35 +1011,62 @@ class ShardWriter:
         with naming(self.path):
             self.file.write(ids)
         self.sha256.update(ids)
-        self.ids, self.documents = self.ids + len(ids), self.documents + begins
+        self.ids, self.documents, self.size = self.ids + len(ids), self.documents + begins, self.size + len(text)
 
     def finish(self) -> dict:
-        with naming(self.path):
+        with naming(self.path), self.file:
             put_in_place(self.file, self.path)
         return dict(name=self.path.name, split=self.path.name.partition("-")[0], ids=self.ids, documents=self.documents,
                     sha256=self.sha256.hexdigest())
 
 
-def write_unit(out: Path, unit: int, pieces: list) -> list[dict]:
-    """Writes train-UNIT.bin and val-UNIT.bin, as far as there is something for them; returns their metadata entries."""
-    writers = {}
+def write_unit(out: Path, unit: int, pieces: list, limit: int, report: Callable) -> list[dict]:
+    """Writes train-UNIT.bin and val-UNIT.bin, as far as there is something for them; returns their metadata entries.
+
+    Behind `limit` bytes of text a split goes on in UNIT_00001, and so on. `report` gets the progress, in bytes of input.
+    """
+    writers, entries, left = dict(train=[], val=[]), [], 0
+
+    def read(count: int):                 # what is read ahead, or again, is no progress
+        nonlocal left
+        count = max(0, min(count, left - 1))
+        left -= count
+        report(count)
     try:
-        for reader, path, *arguments in pieces:
-            with naming(path):
-                for split, text, begins, ends in reader(path, *arguments):
-                    if split not in writers:
-                        writers[split] = ShardWriter(out / f"{split}-{unit:05d}.bin")
-                    writers[split].write(text, begins, ends)
-        return [writers[split].finish() for split in sorted(writers)]
+        for left, reader, path, *arguments in pieces:
+            with open_input(path, read) as file:
+                for split, text, begins, ends in reader(file, *arguments):
+                    parts = writers[split]
+                    if not parts or parts[-1].size >= limit:
+                        entries += [part.finish() for part in parts[-1:]]
+                        more = f"_{len(parts):05d}" if parts else ""  # behind train-00000.bin by name, too
+                        parts.append(ShardWriter(out / f"{split}-{unit:05d}{more}.bin"))
+                    parts[-1].write(text, begins, ends)
+            report(left)
+        entries += [part.finish() for parts in writers.values() for part in parts[-1:]]
+        return sorted(entries, key=lambda entry: entry["name"])
+    except BaseException:
+        for entry in entries:             # half of a unit is nothing to go on from
+            (out / entry["name"]).unlink()
+        raise
     finally:
-        for writer in writers.values():
+        for writer in writers["train"][-1:] + writers["val"][-1:]:
             writer.temporary.unlink(missing_ok=True)
-            with suppress(OSError):  # of a full disk: the rest of this file is not wanted
+            with suppress(OSError):       # of a full disk: the rest of this file is not wanted
                 writer.file.close()
 
 
-def die_with_parent():
+class Cancelled(Exception):
+    """Another unit failed, or the run is to end; nobody asks for this one any more."""
+
+
+progress_of_all = is_cancelled = None     # in a worker: what it shares with the others and with their parent
+
+
+def begin_worker(*shared):
     """A worker must not outlive a killed run, beside whose successor it would write, nor answer Ctrl-C by itself."""
+    global progress_of_all, is_cancelled
+    progress_of_all, is_cancelled = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if not parent.is_alive():  # or the thread would come too late: work is waiting
@@ -947,18 +1074,38 @@ def die_with_parent():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def write_units(out: Path, units: dict[int, list], workers: int) -> Iterator[tuple[int, list[dict]]]:
+def report_to_parent(count: int):
+    with progress_of_all.get_lock():
+        progress_of_all.value += count
+    if is_cancelled.value:
+        raise Cancelled
+
+
+def write_units(out: Path, units: dict[int, list], workers: int, limit: int, progress: "Progress") -> Iterator:
     """(unit, its metadata entries) as the units get done."""
     if min(workers, len(units)) < 2:
-        yield from ((unit, write_unit(out, unit, pieces)) for unit, pieces in units.items())
+        for unit, pieces in units.items():
+            yield unit, write_unit(out, unit, pieces, limit, progress.add)
         return
-    pool = ProcessPoolExecutor(min(workers, len(units)), multiprocessing.get_context("spawn"), die_with_parent)
+    context, results = multiprocessing.get_context("spawn"), queue.SimpleQueue()
+    shared = done, cancelled = context.Value("q"), context.RawValue("b")
+    pool = ProcessPoolExecutor(min(workers, len(units)), context, begin_worker, shared)
     try:
-        futures = {pool.submit(write_unit, out, unit, pieces): unit for unit, pieces in units.items()}
-        yield from ((futures[future], future.result()) for future in as_completed(futures))
+        futures = {}
+        for unit, pieces in units.items():
+            futures[future := pool.submit(write_unit, out, unit, pieces, limit, report_to_parent)] = unit
+            future.add_done_callback(results.put)
+        for _ in units:
+            future = None
+            while future is None:
+                with suppress(queue.Empty):
+                    future = results.get(timeout=0.1)
+                progress.add(done.get_obj().value - progress.done)  # without its lock, which a killed worker may hold
+            yield futures[future], future.result()
     except BrokenProcessPool:
         raise DataError(f"{out}: a worker died (memory?); the same command goes on, with fewer --workers") from None
     finally:
+        cancelled.value = True
         pool.shutdown(cancel_futures=True)
 
 
@@ -974,7 +1121,7 @@ def read_journal(path: Path) -> tuple[str | None, dict[int, list[dict]]]:
         unit, entries = (record.get("unit"), record.get("shards")) if isinstance(record, dict) else (None, None)
         if is_count(unit) and isinstance(entries, list) and all(
                 is_entry(entry) and is_count(entry.get("documents"))
-                and re.fullmatch(f"{entry['split']}-{unit:05d}[.]bin", entry["name"])
+                and re.fullmatch(f"{entry['split']}-{unit:05d}(_[0-9]{{5,}})?[.]bin", entry["name"])
                 and is_file_of(path.parent / entry["name"], 2 * entry["ids"]) for entry in entries):
             done[unit] = entries
     return records[0] if records and isinstance(records[0], str) else None, done
@@ -1027,7 +1174,7 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
     done = {unit: done[unit] for unit in done if started == fingerprint and unit < len(units)}
     if done:
         say(f"{out}: goes on; {len(done)} of {len(units)} units are done")
-    shards = write_shards(out, units, done, fingerprint, workers)
+    shards = write_shards(out, units, done, fingerprint, workers, 2 * options.unit_bytes)  # no plain unit has more
     for source in files:
         if measure(source.path, source.kind) != source:
             raise DataError(f"{source.path}: changed while it was prepared; delete {out} and prepare again")
@@ -1044,7 +1191,7 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
         f"{split} {total['ids']:,} ids, {total['documents']:,} documents" for split, total in totals.items()))
 
 
-def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str, workers: int) -> list[dict]:
+def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str, workers: int, limit: int) -> list[dict]:
     """Does the units that are not done, each recorded in the journal; returns all entries in order."""
     for leftover in out.glob(".*.tmp"):
         leftover.unlink()
@@ -1054,12 +1201,11 @@ def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str
     todo = {unit: pieces for unit, (_, pieces) in enumerate(units) if unit not in done}
     progress = Progress("prepare", sum(units[unit][0] for unit in todo))
     with open_own(out / "prepare.jsonl", "a") as journal:
-        for unit, entries in write_units(out, todo, workers):
+        for unit, entries in write_units(out, todo, workers, limit, progress):
             done[unit] = entries
             journal.write(json.dumps(dict(unit=unit, shards=entries)) + "\n")
             journal.flush()
             os.fsync(journal.fileno())
-            progress.add(units[unit][0])
     return [entry for unit in sorted(done) for entry in done[unit]]
 
 
@@ -1126,8 +1272,8 @@ def endings(text: str) -> str:
     parts = text.lower().split(",")
     if text != TEXT and not all(re.fullmatch(r"[.][^\s/]+", part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is neither endings such as .py,.md nor {TEXT}")
-    if not_text := [part for part in parts if KINDS.get(part, "txt") != "txt"]:
-        raise argparse.ArgumentTypeError(f"{', '.join(not_text)} would be taken as it stands: prepare it without --ext")
+    if not_text := [part for part in parts if KINDS.get(part, "txt") != "txt" or part in PACKED]:
+        raise argparse.ArgumentTypeError(f"{', '.join(not_text)} would be taken as it stands, not read: leave it out")
     return ",".join(parts)
 
 

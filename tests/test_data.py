@@ -1,6 +1,7 @@
 """Shards, their order in training, and the commands that make and check them."""
 
 import fcntl
+import gzip
 import hashlib
 import io
 import json
@@ -8,10 +9,12 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -396,7 +399,8 @@ def test_a_line_belongs_to_the_unit_that_it_begins_in(tmp_path, unit_bytes):
     path.write_bytes(b"".join(b'{"text": "%04d"}\n' % i for i in range(20)))          # 17 bytes each
     source, options = data.Input(str(path), path.stat().st_size, 0, "jsonl"), data.Options("text", 0.0, unit_bytes)
     units = data.plan([source], options)
-    texts = [text for _, pieces in units for reader, *rest in pieces for _, text, _, _ in reader(*rest)]
+    texts = [text for _, pieces in units for _, reader, path, *rest in pieces
+             for _, text, _, _ in reader(open(path, "rb"), *rest)]
     assert texts == [b"%04d" % i for i in range(20)] and len(units) == -(-340 // unit_bytes)
 
 
@@ -578,7 +582,9 @@ def test_prepare_survives_kills_at_random_moments(tmp_path, workers, stdin):
     lines = [json.dumps(dict(text=" \u00e4\U0001f577" * rng.randrange(500))) for _ in range(1000)]
     (tmp_path / "a.txt").write_bytes(rng.randbytes(1_500_000))
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
-    inputs = ["-"] if stdin else [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[::3]).encode()))
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(rng.randbytes(200_000)))
+    inputs = ["-"] if stdin else [tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.txt.gz")]
 
     def start(out):
         command = [sys.executable, "data.py", "prepare", *inputs, "--workers", str(workers), "--unit_mb", "0.02"]
@@ -669,7 +675,7 @@ def test_a_mixed_folder_says_what_is_passed_over_and_how_many(mixed, tmp_path, c
     assert prepare(mixed / "a.txt", "--out", tmp_path / "p") == 0 and "passed" not in capsys.readouterr().err
 
 
-def code_folder(folder: Path, count: int = 200) -> dict[str, bytes]:
+def code_folder(folder: Path, count: int = 100) -> dict[str, bytes]:
     """Source code in nested folders: path below it -> content."""
     rng = random.Random(1)
     files = {f"{'sub/' * (i % 3)}{rng.choice('abcdef')}{i}.{('py', 'md', 'RST')[i % 3]}":
@@ -689,12 +695,12 @@ def test_with_ext_every_file_is_a_document_of_which_a_hash_chooses_some_to_valid
     line = capsys.readouterr().err.splitlines()[0]
     assert all(said in line for said in ("1 .jsonl (", "1 .txt (", f"1 empty ({tmp_path}/in/sub/__init__.py)")), line
     train, val = (documents(tmp_path / "one", split) for split in ("train", "val"))
-    assert len(train) + len(val) == 200 and 8 < len(val) < 40
+    assert len(train) + len(val) == 100 and 3 < len(val) < 25
     in_order = [files[str(path)] for path in sorted(map(Path, files))]
     assert train == [file for file in in_order if file in set(train)] and set(train) | set(val) == set(in_order)
     for split in ("train", "val"):
         assert joined(tmp_path / "one", split) == joined(tmp_path / "many", split)
-    assert len(list(tmp_path.glob("many/*.bin"))) > 100       # longer files than a unit are cut, and one document all the same
+    assert len(list(tmp_path.glob("many/*.bin"))) > 100       # files longer than a unit are cut, and stay one document
     assert prepare(*argv, tmp_path / "one") == 0 and "already prepared" in capsys.readouterr().out
     assert prepare(tmp_path / "in", "--ext", ".py", "--out", tmp_path / "one") == 2
 
@@ -852,6 +858,170 @@ def test_a_full_disk_is_one_line_that_names_the_shard_and_the_command_goes_on(mi
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Packed inputs
+
+def pack(raw: bytes, ending: str, parts: int = 1) -> bytes:
+    """Packed with a checksum, in so many members or frames, one behind the other."""
+    if ending == ".zst":
+        zstd = data.import_zstd("")
+        checked = {zstd.CompressionParameter.checksum_flag: 1}
+    cuts = [len(raw) * i // parts for i in range(parts + 1)]
+    return b"".join(gzip.compress(raw[a:b], mtime=0) if ending == ".gz" else zstd.compress(raw[a:b], options=checked)
+                    for a, b in zip(cuts, cuts[1:]))
+
+
+@pytest.fixture(params=data.PACKED)
+def packing(request) -> str:
+    if request.param == ".zst":
+        try:
+            data.import_zstd("")
+        except data.DataError as fault:
+            pytest.skip(str(fault))
+    return request.param
+
+
+@pytest.mark.parametrize("options", [[], ["--val_fraction", "0"], ["--val_fraction", "0.999"], ["--ext", ".txt,.md"]])
+def test_packed_files_become_what_they_are_unpacked_in_shards_of_bounded_size(
+        mixed, tmp_path, monkeypatch, packing, options):
+    (mixed / "sub" / "b.jsonl").replace(mixed / "z.jsonl")    # packed names sort as the others do
+    twin = tmp_path / "packed"
+    (twin / "sub").mkdir(parents=True)
+    for parts, name in enumerate(("a.txt", "z.jsonl", "sub/ignored.md"), 1):
+        (twin / (name + packing)).write_bytes(pack((mixed / name).read_bytes(), packing, parts))
+    assert prepare(mixed, *options, "--out", tmp_path / "one") == 0
+    monkeypatch.setattr(data, "MIB", 50)
+    assert prepare(twin, *options, "--unit_mb", "0.001", "--out", tmp_path / "many") == 0
+    monkeypatch.undo()
+    assert prepare(twin, *options, "--workers", "2", "--unit_mb", "0.001", "--out", tmp_path / "two") == 0
+    one, many, two = (data.open_source(str(tmp_path / name), 1.0) for name in ("one", "many", "two"))
+    for split in ("train", "val"):
+        ids = getattr(one, split).read(0, len(getattr(one, split)))
+        assert all(np.array_equal(getattr(other, split).read(0, len(ids) + 1), ids) for other in (many, two))
+    sizes = [path.stat().st_size // 2 for path in (tmp_path / "many").glob("*.bin")]
+    assert len(sizes) > 2 and max(sizes) < 2000 + max(3002, 4 * 50)      # a document may end behind the limit
+    names = [entry["name"] for entry in json.loads((tmp_path / "many" / "metadata.json").read_text())["shards"]]
+    for split in ("train", "val"):
+        of_split = [name for name in names if name.startswith(split)]
+        assert of_split == sorted(of_split)
+    assert any("_00001.bin" in name for name in names) and data.main(["verify", str(tmp_path / "many")]) == 0
+
+
+@pytest.mark.parametrize("call, count", [("fsync", 1), ("fsync", 5), ("replace", 3), ("replace", 9), ("replace", 12)])
+def test_a_killed_prepare_of_packed_files_goes_on_and_ends_byte_for_byte_the_same(tmp_path, capfd, call, count):
+    for name in ("a.jsonl.gz", "b.jsonl.gz"):                 # of which each becomes about six shards of one unit
+        rng = random.Random(name)
+        lines = [json.dumps(dict(text=f"{rng.getrandbits(8000):x}")) for _ in range(100)]
+        (tmp_path / name).write_bytes(gzip.compress("\n".join(lines).encode()))
+    arguments = [str(tmp_path / "a.jsonl.gz"), str(tmp_path / "b.jsonl.gz"), "--unit_mb", "0.02", "--out"]
+    assert prepare(*arguments, tmp_path / "undisturbed") == 0
+    command = [sys.executable, "-c", KILLED, call, str(count), "prepare", "--workers", "1", *arguments, tmp_path / "o"]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    assert not (tmp_path / "o" / "metadata.json").exists() and prepare(*arguments, tmp_path / "o") == 0
+    assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed") and len(contents(tmp_path / "o")) > 12
+    assert ("goes on; 1 of 2" in capfd.readouterr().out) == (count > 8)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.py"])
+def test_a_packed_file_that_is_damaged_or_cut_off_is_named_and_leaves_no_shard(tmp_path, capsys, packing, name):
+    rng, refused, path = random.Random(7), 0, tmp_path / (name + packing)
+    raw = b"".join(b'{"text": "document %d, %d"}\n' % (i, rng.randrange(10 ** 9)) for i in range(300))
+    sound = pack(raw, packing)
+    argv = [path, *(["--ext", ".py"] if name == "a.py" else []), "--unit_mb", "0.001", "--out", tmp_path / "o"]
+    for case in range(60):
+        bad = bytearray(sound)
+        if case % 3:
+            bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        else:
+            bad = bad[:len(sound) - 1 - case // 3 * (len(sound) // 20)]
+        path.write_bytes(bad)
+        status = prepare(*argv)
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("prepare: ")]
+        if status:
+            refused += 1
+            assert status == 2 and len(lines) == 1 and f"{path}:" in lines[0] and os.listdir(tmp_path) == [path.name]
+        else:                                                 # in gzip's header, which nobody reads
+            made = documents(tmp_path / "o", "train") + documents(tmp_path / "o", "val")
+            assert sum(map(len, made)) == (len(raw) if name != "a.jsonl" else len(raw) - 300 * len(b'{"text": ""}\n'))
+            assert packing == ".gz" and case % 3 and not lines
+            shutil.rmtree(tmp_path / "o")
+    assert refused > 50
+
+
+def test_what_is_packed_and_empty_or_not_packed_at_all_is_named(tmp_path, capsys, packing):
+    path = tmp_path / f"a.txt{packing}"
+    for content, said in ((pack(b"", packing), "empty"), (b"", "empty"), (b"plain text", "cannot be unpacked")):
+        path.write_bytes(content)
+        assert prepare(path, "--out", tmp_path / "o") == 2 and os.listdir(tmp_path) == [path.name]
+        assert f"{path}: {said}" in capsys.readouterr().err
+    for name in ("a.parquet", "a.tar"):
+        (tmp_path / (name + packing)).write_bytes(pack(b"x", packing))
+        assert prepare(tmp_path / (name + packing), "--out", tmp_path / "o") == 2
+        assert f"{name}{packing}: takes .txt, .jsonl, .ndjson, .parquet, all but the last with" in capsys.readouterr().err
+    path.write_bytes(pack(b"some text", packing))
+    assert prepare(tmp_path, "--val_fraction", "0", "--out", tmp_path / "o") == 0
+    assert f"1 .tar{packing} (" in (err := capsys.readouterr().err) and f"1 .parquet{packing} (" in err
+    assert documents(tmp_path / "o", "train") == [b"some text"]
+    assert prepare(path, "--ext", "text", "--out", tmp_path / "p") == 2                  # it is none as it stands
+
+
+def test_what_a_packed_file_holds_does_not_fill_memory(tmp_path, packing, monkeypatch, capsys):
+    """2 GB of zeros, and then a line of them, which is more than a line may have."""
+    zeros = pack(bytes(1 << 20), packing)
+    path = tmp_path / f"a.jsonl{packing}"
+    path.write_bytes(zeros * 2000)
+    tracemalloc.start()
+    try:
+        with data.open_input(str(path)) as file:
+            assert sum(len(file.read(1 << 20)) for _ in range(64)) == 64 << 20
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        monkeypatch.setattr(data, "LINE_LIMIT", 4 << 20)
+        assert prepare(path, "--out", tmp_path / "o") == 2
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert "a line of more than 4,194,304 bytes" in capsys.readouterr().err
+
+
+def test_without_a_library_for_zst_the_remedy_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"whatever")
+    for name in ("compression", "backports", "backports.zstd"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert prepare(tmp_path, "--out", tmp_path / "o") == 2
+    assert f'{tmp_path}/a.jsonl.zst: .zst needs backports.zstd; run: pip install -e ".[zstd]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_progress_of_packed_files_goes_by_what_is_read_of_them_and_ends_at_all_of_it(
+        tmp_path, monkeypatch, capsys, workers):
+    rng, seen = random.Random(8), []
+    for name in ("a.jsonl.gz", "b.txt.gz", "c.txt"):
+        raw = b"".join(b'{"text": "%x"}\n' % rng.getrandbits(4000) for _ in range(800))
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+
+    def add(progress, size, real=data.Progress.add):
+        assert not size or not seen or seen[-1] < progress.total            # it is complete once, at the end
+        real(progress, size)
+        seen.append(progress.done)
+    monkeypatch.setattr(data.Progress, "add", add)
+    inputs = [tmp_path / name for name in ("a.jsonl.gz", "b.txt.gz", "c.txt")]
+    assert data.main(["prepare", *map(str, inputs), "--workers", str(workers), "--unit_mb", "0.1", "--out",
+                      str(tmp_path / "o")]) == 0
+    a, b, c = (path.stat().st_size for path in inputs)
+    assert seen == sorted(seen) and seen[-1] == a + 2 * b + c and (err := capsys.readouterr().err).count("100%") == 1
+    assert workers > 1 or sum(done < a for done in seen) > 2 and sum(a < done < a + 2 * b for done in seen) > 4
+    assert err.count("\n") == 1
+
+
+def test_a_fault_in_one_file_ends_the_reading_of_the_others(tmp_path, capsys):
+    """200 MB of zeros would have become shards before long."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": 5}\n'))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(bytes(1 << 20), 1) * 200)
+    inputs = [str(tmp_path / name) for name in ("a.jsonl.gz", "b.txt.gz")]
+    assert data.main(["prepare", *inputs, "--workers", "2", "--unit_mb", "0.00001", "--out", str(tmp_path / "o")]) == 2
+    assert f"{tmp_path}/a.jsonl.gz:1: no object" in capsys.readouterr().err and not (tmp_path / "o").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # verify, and the script itself
 
 def test_verify_notices_what_changed(mixed, tmp_path, capsys):
@@ -966,8 +1136,8 @@ def test_show_of_the_mock_data_is_what_a_mock_run_reads(capsys):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", ["show --mock_data --count 100000", "show --mock_data", "--help", "verify o",
-                                       "prepare in.txt --out o", "prepare in.txt --out p --workers 1"])
+@pytest.mark.parametrize("arguments", ["show --mock_data --count 100000", "--help", "verify o",
+                                       "prepare in.txt --out p --workers 1"])
 def test_a_pipe_that_nobody_reads_is_no_fault(tmp_path, arguments, unbuffered):
     (tmp_path / "in.txt").write_text("some text")
     assert prepare(tmp_path / "in.txt", "--out", tmp_path / "o") == 0
