@@ -1,6 +1,7 @@
 """Byte shards: what training reads, and the commands that make and check them.
 
     python data.py prepare books.txt web/ --out data      # .txt, .jsonl, .parquet, directories of them, or - for stdin
+    python data.py prepare src/ --ext .py,.md --out code  # each file a document; --ext text: whatever is UTF-8
     python data.py verify data                            # sizes, checksums and ids
     python data.py show data --first 12544 --count 448    # what a run with --data_dir data read there
 
@@ -75,7 +76,7 @@ def one_line(message) -> str:
 
 @contextmanager
 def reader_may_leave():
-    """Inside, and when it ends, nobody reading stdout any more (`| head`) is no fault, and what is printed goes nowhere."""
+    """Inside and when it ends, nobody reading stdout any more (`| head`) is no fault: what is printed goes nowhere."""
     try:
         yield
         sys.stdout.flush()
@@ -101,7 +102,9 @@ class Counted(io.FileIO):
     """A file that calls `report` with the number of bytes that were read, each time."""
 
     def __init__(self, path: str | Path, report: Callable):
-        super().__init__(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # should it become a pipe
+        def opener(name, flags: int) -> int:
+            return os.open(name, flags | os.O_NONBLOCK)  # should it become a pipe meanwhile
+        super().__init__(path, opener=opener)
         self.report = report
 
     def readinto(self, buffer) -> int | None:
@@ -123,23 +126,24 @@ def open_plain(path: str | Path, report: Callable = lambda count: None) -> IO[by
 def walk(directory: str, own: str | Path = "") -> tuple[list[str], dict[str, list[str]]]:
     """Paths of what is in and below a directory, links followed, `own` left out; and by reason what was passed over.
 
-    A folder is looked into once, at its own place before links to it, so that loops end. Names that begin with a dot are
-    passed over. DataError at a folder that cannot be looked into.
+    A folder is looked into once, at its own place before links to it, so that loops end. Names that begin with a dot
+    are passed over. DataError at a folder that cannot be looked into.
     """
     def refuse(fault: OSError):
         raise fault
-    paths, hidden, again, links, seen = [], [], [], [directory], {identity(own)}
+    paths, hidden, again, links, ours = [], [], [], [directory], identity(own)
+    seen = {ours}
     with naming(directory):
         for top in links:                                   # which grows
             if top != directory and holds(top):
                 again.append(top)
                 continue
             for folder, folders, files in os.walk(top, onerror=refuse):
-                if identity(folder) in seen:
-                    again += [folder] * (identity(folder) != identity(own))
+                if (mark := identity(folder)) in seen:
+                    again += [folder] * (mark != ours)
                     folders.clear()
                     continue
-                seen.add(identity(folder))
+                seen.add(mark)
                 hidden += [os.path.join(folder, name) for name in folders + files if name.startswith(".")]
                 folders[:] = sorted(name for name in folders if not name.startswith("."))
                 here = [os.path.join(folder, name) for name in folders + files if not name.startswith(".")]
@@ -577,8 +581,8 @@ def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# prepare, reading: cutters plan pieces (size, (reader, path, ...)), readers yield (split, bytes, begins a document, ends
-# it) of an open file. A packed file is one piece, whose size is that of the packed bytes.
+# prepare, reading: cutters plan pieces (size, (reader, path, ...)); readers of an open file yield (split, bytes, begins a
+# document, ends it). A packed file is one piece, its size that of the packed bytes.
 
 class Input(NamedTuple):
     path: str
@@ -657,7 +661,7 @@ def open_input(path: str, report: Callable = lambda count: None) -> Iterator[IO[
             with gzip.GzipFile(fileobj=raw) if path.lower().endswith(".gz") else zstd.ZstdFile(raw) as file:
                 yield file
         except faults as fault:
-            raise DataError(f"{path}: cannot be unpacked: {fault}; copy it again, or unpack it in another way") from None
+            raise DataError(f"{path}: cannot be unpacked: {fault}; copy it again, or unpack it otherwise") from None
 
 
 def import_zstd(path: str):
@@ -809,7 +813,7 @@ def read_packed_text(file: IO[bytes], options: Options) -> Iterator:
 
 def read_packed_document(file: IO[bytes], split: str) -> Iterator:
     piece, begins = file.read(4 * MIB), True
-    while piece or begins:
+    while piece:
         after = file.read(4 * MIB)
         yield split, piece, begins, not after
         piece, begins = after, False
@@ -941,7 +945,7 @@ class Progress:
 
 
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
-    """A file to write, never what a link leads to: "w" is a new file in place of what has the name, "a" refuses links."""
+    """A file to write, never what a link leads to: "w" makes one in place of what has the name, "a" refuses a link."""
     if "w" in mode:
         path.unlink(missing_ok=True)
     return open(path, mode.replace("w", "x"), buffering,
@@ -1023,7 +1027,7 @@ class ShardWriter:
 def write_unit(out: Path, unit: int, pieces: list, limit: int, report: Callable) -> list[dict]:
     """Writes train-UNIT.bin and val-UNIT.bin, as far as there is something for them; returns their metadata entries.
 
-    Behind `limit` bytes of text a split goes on in UNIT_00001, and so on. `report` gets the progress, in bytes of input.
+    Behind `limit` bytes of text a split goes on in UNIT_00001 and so on. `report` gets the bytes of input that are done.
     """
     writers, entries, left = dict(train=[], val=[]), [], 0
 
@@ -1081,7 +1085,7 @@ def report_to_parent(count: int):
         raise Cancelled
 
 
-def write_units(out: Path, units: dict[int, list], workers: int, limit: int, progress: "Progress") -> Iterator:
+def write_units(out: Path, units: dict[int, list], workers: int, limit: int, progress: Progress) -> Iterator:
     """(unit, its metadata entries) as the units get done."""
     if min(workers, len(units)) < 2:
         for unit, pieces in units.items():
@@ -1159,8 +1163,8 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
     """Turns what the arguments name into shards and metadata.json, in a directory where no other process works."""
     inputs = find_inputs(arguments, out, options)
     units = plan(inputs, options)
-    files = [source for source in inputs if source.path != str(out / STDIN)]
-    known = [(source.path if source in files else "-", source.size, source.stamp) for source in inputs]
+    spooled = str(out / STDIN)
+    known = [("-" if source.path == spooled else source.path, source.size, source.stamp) for source in inputs]
     given = [option for option in options if option is not None]
     fingerprint = hashlib.sha256(json.dumps([known, given]).encode()).hexdigest()
     started, done = read_journal(out / "prepare.jsonl")
@@ -1175,8 +1179,8 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
     if done:
         say(f"{out}: goes on; {len(done)} of {len(units)} units are done")
     shards = write_shards(out, units, done, fingerprint, workers, 2 * options.unit_bytes)  # no plain unit has more
-    for source in files:
-        if measure(source.path, source.kind) != source:
+    for source in inputs:
+        if source.path != spooled and measure(source.path, source.kind) != source:
             raise DataError(f"{source.path}: changed while it was prepared; delete {out} and prepare again")
     if not shards:
         raise DataError(f"{', '.join(arguments)}: no document in there")
@@ -1191,8 +1195,8 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
         f"{split} {total['ids']:,} ids, {total['documents']:,} documents" for split, total in totals.items()))
 
 
-def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str, workers: int, limit: int) -> list[dict]:
-    """Does the units that are not done, each recorded in the journal; returns all entries in order."""
+def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str, workers: int, limit: int) -> list:
+    """Does the units that are not done, each recorded in the journal; returns all metadata entries in order."""
     for leftover in out.glob(".*.tmp"):
         leftover.unlink()
     records = [fingerprint, *(dict(unit=unit, shards=entries) for unit, entries in done.items())]
@@ -1277,11 +1281,11 @@ def endings(text: str) -> str:
     return ",".join(parts)
 
 
-def whole(low: int) -> Callable:
+def whole(low: int, high: int = (1 << 62) - 1) -> Callable:
     def parse(text: str) -> int:
         value = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
-        if not low <= value < 1 << 62:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
         return value
     return parse
 
@@ -1308,13 +1312,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}")
     command = commands.add_parser("prepare", help="make shards; the same command again goes on after a kill")
     command.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSON-lines, parquet, directory, - (stdin)")
-    command.add_argument("--ext", type=endings, help="take files that end so (.py,.md,.rst), or whatever is UTF-8 (text), "
-                         "each as one document; without: .txt, .jsonl, .parquet")
-    command.add_argument("--format", choices=FORMATS, help="what standard input is (txt)")
+    command.add_argument("--ext", type=endings, metavar="ENDINGS", help="take the files that end so (.py,.md,.rst) or "
+                         "whatever is UTF-8 (text), and no others, each as one document")
+    command.add_argument("--format", choices=FORMATS, help="what standard input is (txt)")  # all else has a name
     command.add_argument("--out", dest="directory", required=True, metavar="DIR", help="where the shards go")
     command.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
     command.add_argument("--val_fraction", type=float, default=0.1, help="part that validates, 0 <= fraction < 1 (0.1)")
-    command.add_argument("--workers", type=whole(1), default=os.cpu_count(), help="processes (one per core)")
+    command.add_argument("--workers", type=whole(1, 1 << 10), default=os.cpu_count(), help="processes (one per core)")
     command.add_argument("--unit_mb", type=float, default=64, help="MB of input per unit of work and shard (64)")
     command.set_defaults(run=prepare)
     command = commands.add_parser("verify", help="check shards against metadata.json, or else their format")

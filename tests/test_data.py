@@ -629,8 +629,8 @@ def test_two_that_prepare_into_one_directory_do_not_meet(tmp_path, capsys):
         time.sleep(0.01)
     for given in (tmp_path / "a.txt", "-"):                   # the second is refused before it reads anything
         assert prepare(given, "--out", tmp_path / "o") == 2
-        assert capsys.readouterr().err == (f"data.py: error: {tmp_path}/o: another prepare works in it: wait for it, or "
-                                           "choose another --out\n")
+        assert capsys.readouterr().err == (f"data.py: error: {tmp_path}/o: another prepare works in it: wait for it, "
+                                           "or choose another --out\n")
     assert os.listdir(tmp_path / "o") == [".stdin.txt"]
     first.communicate(b"a text")
     assert first.returncode == 0 and documents(tmp_path / "o", "train") == [b"a tex"]
@@ -669,7 +669,8 @@ def test_a_mixed_folder_says_what_is_passed_over_and_how_many(mixed, tmp_path, c
     (mixed / "sub" / "again.txt").symlink_to(mixed / "a.txt")
     assert prepare(mixed, "--out", tmp_path / "o") == 0
     again, line, _ = capsys.readouterr().err.splitlines()
-    assert again == f"prepare: {mixed}: passed over {mixed}/sub/again.txt: link loops, or other names of what is read anyway"
+    assert again == (f"prepare: {mixed}: passed over {mixed}/sub/again.txt: link loops, or other names of what is read "
+                     "anyway")
     assert line.startswith(f"prepare: {mixed}: passed over 3 .md ({mixed}/b.md, ...), 2 hidden ({mixed}/.git, ...), 1 ")
     assert line.count(" 1 ") == 6 and ", ...; --ext takes other kinds" in line and r".\x07" in line
     assert prepare(mixed / "a.txt", "--out", tmp_path / "p") == 0 and "passed" not in capsys.readouterr().err
@@ -715,7 +716,7 @@ def test_a_text_file_is_one_whole_document_with_ext_and_cut_for_validation_witho
 
 def test_ext_text_takes_whatever_is_utf_8_and_counts_the_rest(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "MIB", 7)                       # characters lie across what is read at a time
-    texts = {"Makefile": "all: \u4f60\u597d\U0001f577 na\u00efve \U0001f577", "a.py": "print()", "d/b.jsonl": '{"text": "x"}'}
+    texts = {"Makefile": "\u4f60\u597d\U0001f577 na\u00efve \U0001f577", "a.py": "print()", "d/b.jsonl": '{"text": ""}'}
     rest = {"latin.txt": "na\u00efve, more".encode("latin-1"), "cut.txt": "0123456789\u00e4".encode()[:-1],
             "zeros": bytes(9), "empty.py": b"", "image.png": b"\x89PNG\r\n", "late.txt": b"x" * 100 + b"\xff"}
     (tmp_path / "in" / "d").mkdir(parents=True)
@@ -761,7 +762,8 @@ def test_standard_input_of_another_format_is_that_or_refused_with_the_remedy(tmp
 def test_what_was_prepared_before_there_were_ext_and_format_is_recognised(mixed, tmp_path, capsys):
     """The fingerprint of plain inputs is what it was."""
     assert prepare(mixed, "--out", tmp_path / "o") == 0
-    known = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in (mixed / "a.txt", mixed / "sub/b.jsonl")]
+    known = [[str(path), path.stat().st_size, path.stat().st_mtime_ns]
+             for path in (mixed / "a.txt", mixed / "sub" / "b.jsonl")]
     fingerprint = hashlib.sha256(json.dumps([known, ["text", 0.1, 64_000_000]]).encode()).hexdigest()
     assert json.loads((tmp_path / "o" / "metadata.json").read_text())["fingerprint"] == fingerprint
 
@@ -814,6 +816,7 @@ BAD = {
     "no fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "nan"], ["--val_fraction"]),
     "no number": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "x"], ["--val_fraction", "'x'"]),
     "no workers": ({"x.txt": b"a"}, ["x.txt", "--workers", "0"], ["--workers"]),
+    "workers": ({"x.txt": b"a"}, ["x.txt", "--workers", "100000"], ["--workers", "from 1 to 1024"]),
     "no size": ({"x.txt": b"a"}, ["x.txt", "--unit_mb", "0"], ["--unit_mb"]),
     "no input": ({}, [], ["INPUT"]),
     "no ending": ({"x.py": b"a"}, ["x.py", "--ext", "py"], ["--ext", "'py'", ".py,.md", "text"]),
@@ -956,7 +959,7 @@ def test_what_is_packed_and_empty_or_not_packed_at_all_is_named(tmp_path, capsys
     for name in ("a.parquet", "a.tar"):
         (tmp_path / (name + packing)).write_bytes(pack(b"x", packing))
         assert prepare(tmp_path / (name + packing), "--out", tmp_path / "o") == 2
-        assert f"{name}{packing}: takes .txt, .jsonl, .ndjson, .parquet, all but the last with" in capsys.readouterr().err
+        assert f"{name}{packing}: takes .txt, .jsonl, .ndjson, .parquet, all but the last" in capsys.readouterr().err
     path.write_bytes(pack(b"some text", packing))
     assert prepare(tmp_path, "--val_fraction", "0", "--out", tmp_path / "o") == 0
     assert f"1 .tar{packing} (" in (err := capsys.readouterr().err) and f"1 .parquet{packing} (" in err
@@ -987,7 +990,8 @@ def test_without_a_library_for_zst_the_remedy_is_named(tmp_path, monkeypatch, ca
     for name in ("compression", "backports", "backports.zstd"):
         monkeypatch.setitem(sys.modules, name, None)
     assert prepare(tmp_path, "--out", tmp_path / "o") == 2
-    assert f'{tmp_path}/a.jsonl.zst: .zst needs backports.zstd; run: pip install -e ".[zstd]"' in capsys.readouterr().err
+    assert f'{tmp_path}/a.jsonl.zst: .zst needs backports.zstd; run: pip install -e ".[zstd]"' in (
+        capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
