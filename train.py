@@ -648,7 +648,9 @@ def peak_memory(device: torch.device) -> float:
     """Most memory used so far, GB: of the GPU where there is one, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    status = Path("/proc/self/status")    # getrusage's maximum begins with that of the process that started this one
+    own = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * int(own[1] if own else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1e9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
