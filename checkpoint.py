@@ -1,4 +1,4 @@
-"""What survives a kill: checkpoints that are whole or not there, and metrics.jsonl beside them.
+"""What survives a kill: checkpoints that are whole or not there, metrics.jsonl beside them; and how a run is left.
 
 A checkpoint is torch.save's archive of tensors and plain values, read by `torch.load(weights_only=True)` and nothing
 else. Its end holds the SHA-256 of the rest, so that an altered byte is noticed. A thread of its own writes it.
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -50,6 +50,34 @@ class Progress:
     owed: dict | None = None              # numbers of the last step where its evaluation was cut short
     n_loops: int = 1                      # loops that the run trains with, perhaps more than the model was made for
     lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
+
+    @property
+    def written(self) -> int:
+        """Steps whose line is in metrics.jsonl: all but one that is owed."""
+        return self.step - (self.owed is not None)
+
+    def record(self, numbers: dict, bytes_seen: int) -> bool:
+        """Takes in a step that is done, whose line is owed until it is written; whether its loss is a spike."""
+        self.step, self.bytes_seen, self.owed = self.step + 1, bytes_seen, dict(step=self.step + 1, **numbers)
+        self.skipped = self.skipped + 1 if numbers["skipped"] else 0
+        return not self.skipped and self.watch(numbers["loss"])
+
+    def take_evaluation(self, loss: float, at_end: bool):
+        """Takes in a validation loss; `at_end`: it was due only because the run ends here."""
+        self.best_before_end = self.best_loss if at_end else None
+        self.best_loss = min(self.best_loss, loss)
+
+    def goes_past_end(self, last_step: int) -> bool:
+        """Whether the run had ended here with an evaluation due to that alone; it is taken back then."""
+        past_end = self.step < last_step and self.best_before_end is not None
+        if past_end:
+            self.best_loss, self.best_before_end = self.best_before_end, None
+        return past_end
+
+    def expect_other_losses(self):
+        """Forgets what the losses were: those of other flags or data tell nothing about the next ones."""
+        self.average_loss = self.last_loss = None
+        self.noise, self.lowest_average = 0.0, math.inf
 
     def watch(self, loss: float) -> bool:
         """Takes a finite loss into the averages; whether it is a spike: far from them by the measure of their noise."""
@@ -91,8 +119,9 @@ class CheckpointWriter:
     """
     retry_after = 60.0                    # seconds from a failure to the next try
 
-    def __init__(self, directory: Path, kept: list[Found], keep_last: int):
+    def __init__(self, directory: Path, kept: list[Found], keep_last: int, step: int = 0):
         self.directory, self.kept, self.keep_last = directory, kept, keep_last
+        self.step = step                  # of the newest state; that of the run's start is there already
         self.thread, self.copy = ThreadPoolExecutor(1), None
         self.writing: Future | None = None
         self.failed_at: float | None = None
@@ -110,7 +139,7 @@ class CheckpointWriter:
         self.copy = copied(state, self.copy)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()      # the copies have arrived
-        self.failed_at = None
+        self.failed_at, self.step = None, state["step"]
         self.writing = self.thread.submit(self._write, self.copy, before_rename, time.perf_counter() - began)
 
     def wait(self) -> bool:
@@ -118,6 +147,10 @@ class CheckpointWriter:
         if self.writing:
             self.writing.result()
         return self.failed_at is None
+
+    def holds(self, step: int) -> bool:
+        """Waits for the write under way; whether the state of a step is saved."""
+        return self.wait() and self.step == step
 
     def retry_is_due(self) -> bool:
         return self.failed_at is not None and time.monotonic() > self.failed_at + self.retry_after
@@ -336,6 +369,68 @@ def locked(directory: Path):
     return data.locked(directory, busy, logger.warning)
 
 
+class RunDirectory:
+    """A run's directory: what the run goes on from, and what it writes there; before `open` that is nothing.
+
+    A run that starts over (--reset_steps) or goes back (--resume of another checkpoint than the newest) is one of its
+    own, of the next `lineage`: it leaves the files of those before it.
+    """
+
+    def __init__(self, path: Path, resume: str | None, reset_steps: bool, closing: ExitStack, look_only: bool = False):
+        self.path, self.resume, self.reset_steps, self.closing = path, resume, reset_steps, closing
+        self.is_locked = path.is_dir() and not look_only
+        if self.is_locked:
+            closing.enter_context(locked(path))
+        self.found, self.kept = find_checkpoints(path), []
+        if checkpoint_paths(path) and not self.found and not resume:
+            raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {path} can be used: put back a good one, "
+                                  f"name one by --resume, or use another directory")
+        newest = self.found[-1].path if self.found else None
+        self.origin = Path(resume) if resume else newest
+        if reset_steps and self.origin is None:
+            raise CheckpointError(f"--reset_steps: no checkpoint in {path} to take weights from; name one by --resume")
+        self.starts_over = self.origin is not None and (
+            reset_steps or newest is None or self.origin.resolve() != newest.resolve())
+
+    def load(self) -> dict | None:
+        """The state to go on from; None: there is none."""
+        if self.origin is None:
+            return None
+        state = load_checkpoint(self.origin, sealed=self.resume is not None)
+        if state.get("exploded"):
+            sound = [one.path for one in self.found if not one.exploded]
+            back = f"; --resume {sound[-1]} goes back" if sound else ""
+            logger.warning(f"{self.origin}: the loss had exploded before it{back}")
+        return state
+
+    def progress(self, state: dict | None, n_loops: int) -> Progress:
+        """Where a run stands that goes on from a state; `kept` are then its checkpoints."""
+        names = [f.name for f in fields(Progress) if state and not self.reset_steps and f.name in state]
+        progress = Progress(**{name: state[name] for name in names})
+        progress.n_loops = n_loops
+        if self.starts_over:
+            progress.lineage = max([progress.lineage, *(one.lineage for one in self.found)]) + 1
+        self.kept = [one for one in self.found if one.lineage == progress.lineage]
+        return progress
+
+    def remove_leftovers(self):
+        """Deletes what a run that was killed while it saved has left."""
+        for leftover in self.path.glob(".spider-step*.tmp"):
+            leftover.unlink()
+
+    def open(self, progress: Progress, last_step: int, keep_last: int) -> tuple["Metrics", CheckpointWriter]:
+        """Makes the directory, if need be; its metrics.jsonl, up to where the run stands, and its writer."""
+        if not self.is_locked:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.closing.enter_context(locked(self.path))
+        lines = self.path / "metrics.jsonl"
+        if self.starts_over and lines.exists():
+            set_aside(lines, progress.lineage)
+        metrics = Metrics(lines, progress.written, progress.goes_past_end(last_step))
+        writer = CheckpointWriter(self.path, self.kept, keep_last, progress.written)
+        return self.closing.enter_context(metrics), self.closing.enter_context(writer)
+
+
 def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
     """CheckpointError naming the fields in which a checkpoint's config is not the one asked for; loops may differ."""
     wanted = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name != "n_loops"}
@@ -397,7 +492,7 @@ class Metrics:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Signals
+# Signals, and every way out of the loop
 
 class Stopped(BaseException):
     """A signal asked for the end. No Exception: no library shall take it for a fault of its own."""
@@ -450,4 +545,75 @@ class StopSignals:
 
     def _time_is_up(self, *_):
         if self.seconds is not None:
-            raise Stopped("stopped before the first step")
+            raise Stopped("stopped before the first step; the same command goes on")
+
+
+class Diverged(Exception):
+    """Training cannot go on as it is; the message is one line with advice."""
+
+
+def wants_memory(fault: Exception) -> bool:
+    """Whether an error is for want of memory, of the host or of a GPU."""
+    return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)
+
+
+class Leaving:
+    """Every way out of the loop, decided in one place: signal, bad data, want of memory, divergence, the end.
+
+    What cuts work short is noted where it happens and acted upon only as `agreed` tells. One process decides alone;
+    several will agree there, by an all-reduce with the step's statistics: one that leaves alone hangs the others.
+    """
+
+    def __init__(self, stop: StopSignals, writer: CheckpointWriter, start: int, last_step: int, max_skipped: int):
+        self.stop, self.writer, self.max_skipped = stop, writer, max_skipped
+        self.start, self.last_step = start, last_step
+        self.cut_short, self.fault, self.began = False, None, time.perf_counter()
+        stop.seconds = None               # from here on a signal stops in order
+
+    @contextmanager
+    def droppable(self, seconds: float):
+        """Inside is work that counts only when it is done; a signal, so many seconds later, cuts it short, as bad data
+        and want of memory do."""
+        try:
+            with self.stop.patience(seconds):
+                yield
+        except Stopped:
+            self.cut_short = True
+        except (data.DataError, MemoryError, RuntimeError) as fault:
+            if not isinstance(fault, data.DataError) and not wants_memory(fault):
+                raise
+            self.cut_short, self.fault = True, fault
+
+    def agreed(self) -> int:
+        """0: go on; 1: leave after this step; 2: work was cut short, leave now. Of several ranks the largest counts."""
+        return 2 if self.cut_short else 1 if self.stop.asked else 0
+
+    def drops(self) -> bool:
+        """Whether work was cut short, of which nothing may come then."""
+        return self.agreed() == 2
+
+    def goes_on(self, progress: Progress) -> bool:
+        """Whether there is a step to do, or the line of one to write; Diverged where the last ones were in vain."""
+        if progress.skipped >= self.max_skipped and progress.step > self.start:
+            raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
+                           f"saved since: go on with a lower --lr or more --warmup_steps, from the newest checkpoint "
+                           f"or, if its weights were ruined already, by --resume from one before it"
+                           + "".join(f", {one.path}" for one in self.writer.kept[-2:-1]))
+        return not self.agreed() and progress.written < self.last_step
+
+    def seconds_left(self, step: int) -> float:
+        """Until the last step, at the pace so far."""
+        return min((self.last_step - step) * (time.perf_counter() - self.began) / (step - self.start), 1e9)
+
+    def report(self, progress: Progress, how_to_go_on: str):
+        """Raises what made the run leave, now that all is saved that can be; says so where it was the end."""
+        if self.fault:
+            raise self.fault
+        if not self.writer.holds(progress.step):
+            raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {self.writer.directory}, "
+                                  f"older checkpoints are as they were: make room, and {how_to_go_on}")
+        if self.stop.asked:
+            raise Stopped(f"stopped after step {progress.step}, all of it is in {self.writer.directory}; "
+                          f"{how_to_go_on}")
+        logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
+                    f"{progress.best_loss:.4f}, {time.perf_counter() - self.began:.0f} s")

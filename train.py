@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 import data
 import tokenizer
-from checkpoint import (CheckpointError, CheckpointWriter, Metrics, Progress, Stopped, StopSignals, check_same_model,
-                        checkpoint_paths, find_checkpoints, load_checkpoint, locked, set_aside)
+from checkpoint import (CheckpointError, Diverged, Leaving, Progress, RunDirectory, Stopped, StopSignals,
+                        check_same_model, wants_memory)
 from spider_model import (PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
                           document_cu_seqlens)
 from tile_moe import BACKENDS, BackendError, resolve_backend
@@ -44,10 +44,6 @@ from tile_moe import BACKENDS, BackendError, resolve_backend
 
 class UsageError(Exception):
     """Something that was asked for cannot be done; the message is one line that names it and the remedy."""
-
-
-class Diverged(Exception):
-    """Training cannot go on as it is; the message is one line with advice."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -544,8 +540,10 @@ def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loo
             real += (ids != tokenizer.PAD_ID).sum()
             segments += out.segments
     model.train()
-    loss = float(nats / count)
-    return dict(val_loss=loss, val_bpb=loss / math.log(2), val_bytes_per_segment=float(real / segments.clamp_min(1)))
+    loss, rate = float(nats / count), float(real / segments.clamp_min(1))
+    bpb = loss / math.log(2)
+    logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {bpb:.4f}, {rate:.2f} bytes per segment")
+    return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=rate)
 
 
 def print_sample(model: Spider, step: int, n_loops: int, seed: int):
@@ -744,7 +742,7 @@ def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, 
 
 def out_of_memory(fault: Exception, args) -> str | None:
     """One line of advice where an error is for want of memory, else None."""
-    if not (isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)):
+    if not wants_memory(fault):
         return None
     asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
     return ("out of memory" + (f", {asked[1]} were asked for" if asked else "")
@@ -771,7 +769,7 @@ def command_line(argv: list[str] | None = None) -> int:
         except Diverged as fault:
             status, line = 1, f"error: {fault}"
         except Stopped as where:
-            status, line = 128 + stop.asked, f"{stop.asked.name}: {where}; {how_to_go_on(args)}"
+            status, line = 128 + stop.asked, f"{stop.asked.name}: {where}"
         except OSError as fault:
             line = f"error: {fault.filename}: {fault.strerror}"
         except (MemoryError, RuntimeError) as fault:
@@ -790,15 +788,9 @@ def how_to_go_on(args) -> str:
     return "the same command" + f" without {' and '.join(origin)}" * bool(origin) + " goes on"
 
 
-def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
-    """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`."""
-    logger.remove()
-    logger.add(sys.stderr, format="{time:HH:mm:ss} {message}")
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Devices and ranks
+def set_up(args, closing: ExitStack) -> tuple[torch.device, str]:
+    """Device and precision, and the settings of this process that go with them."""
     device = resolve_device(args.device)
-    rank, ranks = 0, 1
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training on several ranks is not built yet; start "
                          f"one process")
@@ -813,39 +805,28 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         torch.use_deterministic_algorithms(True)
         closing.callback(torch.use_deterministic_algorithms, False)
         torch.utils.deterministic.fill_uninitialized_memory = False
+    return device, precision
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # What to go on from, and which model that makes
-    directory = Path(args.ckpt_dir)
-    is_locked = directory.is_dir() and not args.dry_run
-    if is_locked:
-        closing.enter_context(locked(directory))
-    found = find_checkpoints(directory)
-    if checkpoint_paths(directory) and not found and not args.resume:
-        raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {directory} can be used: put back a good one, "
-                              f"name one by --resume, or use another directory")
-    resume = Path(args.resume) if args.resume else found[-1].path if found else None
-    if args.reset_steps and resume is None:
-        raise UsageError(f"--reset_steps: no checkpoint in {directory} to take weights from; name one by --resume")
-    state = load_checkpoint(resume, sealed=bool(args.resume)) if resume else None
-    if state and state.get("exploded"):
-        sound = [one.path for one in found if not one.exploded]
-        back = f"; --resume {sound[-1]} goes back" if sound else ""
-        logger.warning(f"{resume}: the loss had exploded before it{back}")
+
+def config_of_run(args, device: torch.device, origin: Path | None, state: dict | None) -> tuple[SpiderConfig, int]:
+    """The model's config, that of the checkpoint `origin` where a run goes on from its `state`, and the loops."""
     config = model_config(args, device)
-    if state:
-        if state["cfg"].get("vocab_size") != config.vocab_size:
-            raise CheckpointError(f"{resume} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
-                                  f"{config.vocab_size}")
-        if args.model != "auto" or args.set:
-            check_same_model(resume, state["cfg"], config)
-        config = SpiderConfig(**state["cfg"])
-    n_loops = args.n_loops if "n_loops" in args.given or not state else state.get("n_loops", config.n_loops)
-    with torch.device("meta"):
-        model = Spider(config)
-    backend = resolve_backend(args.moe_backend, device, config.hidden_size)
-    optimizer = "muon" if args.optimizer == "auto" else args.optimizer
-    name = next((n for n in PRESETS if SpiderConfig.preset(n) == dataclasses.replace(config, n_loops=6)), "custom")
+    if not state:
+        return config, args.n_loops
+    if state["cfg"].get("vocab_size") != config.vocab_size:
+        raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
+                              f"{config.vocab_size}")
+    if args.model != "auto" or args.set:
+        check_same_model(origin, state["cfg"], config)
+    config = SpiderConfig(**state["cfg"])
+    return config, args.n_loops if "n_loops" in args.given else state.get("n_loops", config.n_loops)
+
+
+def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device, precision: str, backend: str,
+                        optimizer: str):
+    """A line for each choice, those of `auto` marked; they are what --dry_run prints first."""
+    config = dataclasses.replace(model.config, n_loops=6)
+    name = next((preset for preset in PRESETS if SpiderConfig.preset(preset) == config), "custom")
     parameters = sum(p.numel() for p in model.parameters())
     say = print if args.dry_run else logger.info
     threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -854,208 +835,201 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
                           (f"experts {backend}", args.moe_backend), (f"optimizer {optimizer}", args.optimizer)):
         say(choice + " (auto)" * (asked == "auto"))
 
+
+def open_sources(args) -> list[data.Source]:
+    """The data, checked; nothing where a dry run names none and there is none yet."""
+    if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
+        return []
+    sources = [data.mock_source(args.seed)] if args.mock_data else data.open_data(args.data_dir)
+    data.check(sources)
+    return sources
+
+
+def take_state(state: dict, origin: Path, model: Spider, optimizers: Optimizers, progress: Progress,
+               loader: data.Loader, args):
+    """Fills model and optimizers from a checkpoint's state, and says what of the run's identity changed since."""
+    model.load_state_dict(state["model_state_dict"])
+    logger.info(f"{'weights of' if args.reset_steps else 'goes on from'} {origin} (step {state['step']})")
+    if args.reset_steps:
+        return
+    optimizers.load_state_dict(state["optimizer_state_dict"])
+    changed = [f"--{name} was {value}, is {getattr(args, name)}" for name, value in state.get("flags", {}).items()
+               if getattr(args, name, value) != value]
+    targets = loader.targets.tolist()
+    if state.get("targets", targets) != targets:
+        changed.append(f"bytes to train on were {state['targets']}, are {targets}")
+    if changed:
+        logger.warning(f"not the same run any more: {'; '.join(changed)}")
+        progress.expect_other_losses()
+
+
+def start_wandb(args, closing: ExitStack):
+    """The wandb run that --run names, or None."""
+    if not args.run:
+        return None
+    import wandb
+    settings = {flag.name: getattr(args, flag.name) for flag in FLAGS}
+    try:
+        run = wandb.init(project="spider", name=args.run, config=settings)
+    except Exception as fault:            # of its settings, its network, its service
+        raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
+    closing.callback(run.finish)
+    return run
+
+
+class Feed:
+    """This rank's micro-batches, step after step; a thread works out those of a step during the one before it."""
+
+    def __init__(self, loader: data.Loader, args, rank: int, ranks: int, device: torch.device, progress: Progress,
+                 closing: ExitStack):
+        self.loader, self.args, self.rank, self.ranks, self.device = loader, args, rank, ranks, device
+        self.step, self.first = progress.step, progress.bytes_seen // args.seq_len
+        self.pool = closing.enter_context(ThreadPoolExecutor(1))
+        self.upcoming = self.pool.submit(self._fetch, self.step, self.first)
+
+    def take(self) -> list[Batch]:
+        """The next step's batches; those of the one after it are begun."""
+        batches = self.upcoming.result()
+        self.step, self.first = self.step + 1, self.first + self.args.micro_batch * self.ranks * self.args.grad_accum
+        self.upcoming = self.pool.submit(self._fetch, self.step, self.first)
+        return batches
+
+    def _fetch(self, step: int, first: int) -> list[Batch]:
+        noise, out = step_seed(self.args.seed, step, "noise"), []
+        for micro_step in range(self.args.grad_accum):
+            ids, labels, _ = self.loader.micro_batch(first, micro_step, self.args.micro_batch, self.rank, self.ranks)
+            noise_seed = noise + (micro_step * self.ranks + self.rank) * self.args.micro_batch
+            out.append(Batch.of(ids, labels, noise_seed).to(self.device))
+        return out
+
+
+def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
+    """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`."""
+    logger.remove()
+    logger.add(sys.stderr, format="{time:HH:mm:ss} {message}")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Devices and ranks
+    device, precision = set_up(args, closing)
+    rank, ranks = 0, 1
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What to go on from, and which model that makes
+    home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, look_only=args.dry_run)
+    state = home.load()
+    config, n_loops = config_of_run(args, device, home.origin, state)
+    with torch.device("meta"):
+        model = Spider(config)
+    backend = resolve_backend(args.moe_backend, device, config.hidden_size)
+    optimizer = "muon" if args.optimizer == "auto" else args.optimizer
+    say_what_was_chosen(args, model, n_loops, device, precision, backend, optimizer)
+
     # -----------------------------------------------------------------------------------------------------------------
     # Data
-    sources = []
-    if not args.dry_run or args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists():
-        sources = [data.mock_source(args.seed)] if args.mock_data else data.open_data(args.data_dir)
-        data.check(sources)
-        loader = data.Loader(sources, args.seq_len, args.seed)
+    sources = open_sources(args)
+    loader = data.Loader(sources, args.seq_len, args.seed) if sources else None
     memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
     if args.dry_run:
         return print_dry_run(model, n_loops, args, memory, sources)
     validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
+    eval_rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # at a time: without gradients there is room for more
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
-
     check_memory(sum(memory.values()) + checkpoint_size(memory), device)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model, real: values, FP8, compilation
     make_real(model, device, precision, backend, args)
-    progress = Progress()
-    if state:
-        model.load_state_dict(state["model_state_dict"])
-        if not args.reset_steps:
-            progress = Progress(**{f.name: state[f.name] for f in dataclasses.fields(Progress) if f.name in state})
-    progress.n_loops = n_loops
-    # --reset_steps, or --resume of another than the newest one
-    starts_over = bool(resume) and (args.reset_steps or not found or resume.resolve() != found[-1].path.resolve())
-    if starts_over:
-        progress.lineage = max([progress.lineage, *(one.lineage for one in found)]) + 1
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Optimizer
-    flops_per_byte = model.flops_per_byte(3.3, n_loops, args.seq_len)
+    # Optimizer; both as the checkpoint had them
     optimizers = Optimizers(model, optimizer, args)
     if args.engram_reset and "engram" not in optimizers.parts:
         raise UsageError("--engram_reset: this model has no Engram tables")
-    if state and not args.reset_steps:
-        optimizers.load_state_dict(state["optimizer_state_dict"])
+    progress = home.progress(state, n_loops)
     if state:
-        logger.info(f"{'weights of' if args.reset_steps else 'goes on from'} {resume} (step {state['step']})")
-        changed = [f"--{name} was {value}, is {getattr(args, name)}" for name, value in state.get("flags", {}).items()
-                   if getattr(args, name, value) != value]
-        targets = loader.targets.tolist()
-        if state.get("targets", targets) != targets:
-            changed.append(f"bytes to train on were {state['targets']}, are {targets}")
-        if changed and not args.reset_steps:
-            logger.warning(f"not the same run any more: {'; '.join(changed)}")
-            progress.average_loss = progress.last_loss = None  # other losses are to be expected
-            progress.noise, progress.lowest_average = 0.0, math.inf
+        take_state(state, home.origin, model, optimizers, progress, loader, args)
     del state
 
     # -----------------------------------------------------------------------------------------------------------------
     # Loop state
     batch = args.micro_batch * ranks * args.grad_accum                                       # sequences per step
-    remaining_bytes = max(0, args.target_tokens - progress.bytes_seen)
-    horizon = progress.step + math.ceil(remaining_bytes / (batch * args.seq_len))
+    bytes_left = max(0, args.target_tokens - progress.bytes_seen)
+    horizon = progress.step + math.ceil(bytes_left / (batch * args.seq_len))
     last_step = args.max_steps or horizon
-    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte / 1e9:.2g} GFLOP per "
-                f"byte at 3.3 bytes per segment; checkpoints in {directory}")
-    kept = [one for one in found if one.lineage == progress.lineage]  # checkpoints of this run
-    for leftover in directory.glob(".spider-step*.tmp"):             # of a run that was killed
-        leftover.unlink()
-    check_space(args.ckpt_dir, memory, copies=2 if len(kept) < args.keep_last else 1)
-    if not is_locked:
-        directory.mkdir(parents=True, exist_ok=True)
-        closing.enter_context(locked(directory))
-    if starts_over and (directory / "metrics.jsonl").exists():
-        set_aside(directory / "metrics.jsonl", progress.lineage)
-    past_end = progress.step < last_step and progress.best_before_end is not None
-    if past_end:
-        progress.best_loss, progress.best_before_end = progress.best_before_end, None
-    metrics_file = closing.enter_context(Metrics(
-        directory / "metrics.jsonl", progress.step - bool(progress.owed), past_end))
-    writer = closing.enter_context(CheckpointWriter(directory, kept, args.keep_last))
-    wandb_run = None
-    if args.run:
-        import wandb
-        settings = {flag.name: getattr(args, flag.name) for flag in FLAGS}
-        try:
-            wandb_run = wandb.init(project="spider", name=args.run, config=settings)
-        except Exception as fault:        # of its settings, its network, its service
-            raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
-    profiler = start_profiler(device, directory) if args.profile else None
-    pool = closing.enter_context(ThreadPoolExecutor(1))
-
-    def fetch(step: int, first: int) -> list:
-        """This rank's micro-batches of a step whose first sequence of the run is `first`."""
-        noise, out = step_seed(args.seed, step, "noise"), []
-        for micro_step in range(args.grad_accum):
-            ids, labels, _ = loader.micro_batch(first, micro_step, args.micro_batch, rank, ranks)
-            noise_seed = noise + (micro_step * ranks + rank) * args.micro_batch
-            out.append(Batch.of(ids, labels, noise_seed).to(device))
-        return out
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # The loop
-    if progress.step >= last_step and not progress.owed:
+    cost = model.flops_per_byte(3.3, n_loops, args.seq_len) / 1e9
+    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {cost:.2g} GFLOP per byte at 3.3 bytes "
+                f"per segment; checkpoints in {home.path}")
+    home.remove_leftovers()
+    check_space(args.ckpt_dir, memory, copies=2 if len(home.kept) < args.keep_last else 1)
+    metrics_file, writer = home.open(progress, last_step, args.keep_last)
+    tracker = start_wandb(args, closing)
+    profiler = start_profiler(device, home.path, closing) if args.profile else None
+    if progress.written >= last_step:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
     elif precision == "fp8" or args.compile:
         warm_up(model, args.micro_batch, args.seq_len, n_loops, device)
-    first = progress.bytes_seen // args.seq_len
-    upcoming = pool.submit(fetch, progress.step, first)
-    started, started_step, unsaved, failure = time.perf_counter(), progress.step, False, None
+    feed = Feed(loader, args, rank, ranks, device, progress, closing)
     optimizers.set_lr(args.lr, lr_factor(max(0, progress.step - 1), horizon, args))  # as the checkpoint had it
-    stop.seconds = None                   # from here on a signal stops in order, at the places that say `stop`
-    while progress.owed or progress.step < last_step and not stop.asked:
-        if not progress.owed:
+    leaving = Leaving(stop, writer, progress.step, last_step, args.max_skipped)
+
+    def save():
+        writer.save(run_state(model, optimizers, progress, loader, args), metrics_file.sync)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The loop
+    while leaving.goes_on(progress):
+        if progress.owed is None:         # else a run before this one did the step, and owes what follows it
             # ---------------------------------------------------------------------------------------------------------
             step_start = time.perf_counter()
+            first = progress.bytes_seen // args.seq_len
             if args.engram_reset and first and loader.epoch(first) > loader.epoch(first - batch):
                 optimizers.parts["engram"].reset()
             model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
-            try:
-                with stop.patience(STEP_PATIENCE):  # weights are as they were if it is dropped
-                    batches = upcoming.result()
-                    upcoming = pool.submit(fetch, progress.step + 1, first + batch)
-                    sums, tokens = accumulate(model, batches, loops_of_step(args, n_loops, progress.step))
-            except Stopped:
+            with leaving.droppable(STEP_PATIENCE):  # weights are as they were if it is dropped
+                batches = feed.take()
+                sums, tokens = accumulate(model, batches, loops_of_step(args, n_loops, progress.step))
+            if leaving.drops():
                 break
-            except (data.DataError, MemoryError, RuntimeError) as fault:
-                if not isinstance(fault, data.DataError) and not out_of_memory(fault, args):
-                    raise
-                failure = fault
-                break
-            factor = lr_factor(progress.step, horizon, args)
+            lr = args.lr * (factor := lr_factor(progress.step, horizon, args))
             optimizers.set_lr(args.lr, factor)
             numbers = update(model, optimizers, sums, tokens, sum(part.real for part in batches), args)
-            seconds = time.perf_counter() - step_start
+            rate = batch * args.seq_len / (time.perf_counter() - step_start)
             # ---------------------------------------------------------------------------------------------------------
-            first += batch
-            progress.step, progress.bytes_seen, unsaved = progress.step + 1, first * args.seq_len, True
-            progress.skipped = progress.skipped + 1 if numbers["skipped"] else 0
-            progress.owed = dict(step=progress.step, lr=args.lr * factor, tok_per_sec=batch * args.seq_len / seconds,
-                                 **numbers)
-            spike = not progress.skipped and progress.watch(numbers["loss"])
-            pace = (time.perf_counter() - started) / (progress.step - started_step)
-            remaining = min((last_step - progress.step) * pace, 1e9)
+            spike = progress.record(dict(lr=lr, tok_per_sec=rate, **numbers), (first + batch) * args.seq_len)
+            remaining = leaving.seconds_left(progress.step)
             logger.info(progress_line(progress.owed, last_step, peak_memory(device), remaining))
-
             # Once in a while: a step to look at
             if progress.skipped or spike:
-                what = ("skipped: loss or gradient is not finite" if progress.skipped else
-                        f"is a spike: loss {numbers['loss']:.3f}, {progress.average_loss:.3f} on average")
-                where = "--mock_data" if args.mock_data else shlex.quote(args.data_dir)
-                logger.warning(f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len "
-                               f"{args.seq_len} --seed {args.seed} --first {first - batch} --count {batch}")
-        metrics, last = progress.owed, progress.step == last_step
-        # Once in a while: evaluate and sample
-        scheduled = args.eval_every and progress.step % args.eval_every == 0
-        try:
-            if scheduled or args.eval_every and last:
-                with stop.patience(0):
-                    rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # without gradients there is room for more
-                    metrics = metrics | evaluate(model, validation, rows, n_loops, device)
-                logger.info("validation: loss {val_loss:.4f} nats per byte, bpb {val_bpb:.4f}, "
-                            "{val_bytes_per_segment:.2f} bytes per segment".format(**metrics))
-            if args.sample_every and (progress.step % args.sample_every == 0 or last):
-                with stop.patience(0):
+                logger.warning(odd_step_line(progress, first, batch, args))
+            if profiler:
+                profiler.step()
+        metrics = progress.owed
+        evaluates, samples = (every and (progress.step % every == 0 or progress.step == last_step)
+                              for every in (args.eval_every, args.sample_every))
+        # Once in a while: evaluate and sample; the step's line is owed until that is done
+        if evaluates or samples:
+            with leaving.droppable(0):
+                if evaluates:
+                    metrics = metrics | evaluate(model, validation, eval_rows, n_loops, device)
+                if samples:
                     print_sample(model, progress.step, n_loops, args.seed)
-        except Stopped:
-            break
-        except (MemoryError, RuntimeError) as fault:
-            if not out_of_memory(fault, args):
-                raise
-            failure = fault
-            break
-        if "val_loss" in metrics:
-            progress.best_before_end = None if scheduled else progress.best_loss
-            progress.best_loss = min(progress.best_loss, metrics["val_loss"])
+            if leaving.drops():
+                break
+        if evaluates:
+            progress.take_evaluation(metrics["val_loss"], at_end=progress.step % args.eval_every != 0)
         metrics_file.write(metrics)
-        if wandb_run:
-            wandb_run.log(metrics, step=progress.step)
+        if tracker:
+            tracker.log(metrics, step=progress.step)
         progress.owed = None
-        if progress.skipped >= args.max_skipped:
-            raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
-                           f"saved since: go on with a lower --lr or more --warmup_steps, from the newest checkpoint "
-                           f"or, if its weights were ruined already, by --resume from one before it"
-                           + "".join(f", {one.path}" for one in writer.kept[-2:-1]))
         # Once in a while: save
-        if not progress.skipped and progress.step % args.ckpt_every == 0 or last or writer.retry_is_due():
-            writer.save(run_state(model, optimizers, progress, loader, args), metrics_file.sync)
-            unsaved = False
-        if profiler:
-            profiler.step()
+        if not progress.skipped and (progress.step % args.ckpt_every == 0 or writer.retry_is_due()):
+            save()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
-    if unsaved or not writer.wait():
-        writer.save(run_state(model, optimizers, progress, loader, args), metrics_file.sync)
-    saved = writer.wait()
-    if profiler:
-        profiler.stop()
-    if wandb_run:
-        wandb_run.finish()
-    if failure:
-        raise failure
-    if not saved:
-        raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {directory}, older checkpoints "
-                              f"are as they were: make room, and {how_to_go_on(args)}")
-    if stop.asked:
-        raise Stopped(f"stopped after step {progress.step}, all of it is in {directory}")
-    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
-                f"{progress.best_loss:.4f}, {time.perf_counter() - started:.0f} s")
+    if not writer.holds(progress.step):
+        save()
+    leaving.report(progress, how_to_go_on(args))
 
 
 def progress_line(metrics: dict, last_step: int, memory: float, remaining: float) -> str:
@@ -1067,7 +1041,16 @@ def progress_line(metrics: dict, last_step: int, memory: float, remaining: float
             f"balance {metrics['expert_balance']:.2f} | {memory:.2f} GB | ETA {timedelta(seconds=round(remaining))}")
 
 
-def start_profiler(device: torch.device, directory: Path):
+def odd_step_line(progress: Progress, first: int, batch: int, args) -> str:
+    """What was odd about the last step, and the command that shows its sequences, `batch` from `first` on."""
+    loss, where = progress.owed["loss"], "--mock_data" if args.mock_data else shlex.quote(args.data_dir)
+    what = ("skipped: loss or gradient is not finite" if progress.skipped else
+            f"is a spike: loss {loss:.3f}, {progress.average_loss:.3f} on average")
+    return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {args.seq_len} --seed "
+            f"{args.seed} --first {first} --count {batch}")
+
+
+def start_profiler(device: torch.device, directory: Path, closing: ExitStack):
     """torch's profiler over steps 3 to 5 of this process; leaves trace.json for chrome://tracing or Perfetto."""
     from torch.profiler import ProfilerActivity, profile, schedule
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -1079,6 +1062,7 @@ def start_profiler(device: torch.device, directory: Path):
     profiler = profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
                        on_trace_ready=write)
     profiler.start()
+    closing.callback(profiler.stop)
     return profiler
 
 

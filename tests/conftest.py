@@ -12,9 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 
+from checkpoint import find_checkpoints  # noqa: E402
 from spider_model import Spider, SpiderConfig  # noqa: E402
 from tokenizer import BOS_ID, EOS_ID  # noqa: E402
-from train import accumulate, command_line, find_checkpoints, update  # noqa: E402
+from train import accumulate, command_line, update  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):

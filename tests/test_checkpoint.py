@@ -125,7 +125,7 @@ def child(argv, log, slow=None, file_limit=None, patience=train.STEP_PATIENCE, d
         def sleep(*_):
             print("SLEEPS", file=sys.stderr, flush=True)
             time.sleep(60)
-        setattr({"train": train, "data": data}[module], name, sleep)
+        setattr({"train": train, "data": data, "checkpoint": checkpoint}[module], name, sleep)
     if file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     if deaf:                                                     # whoever read stderr is gone
@@ -209,7 +209,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, shards
     assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
 
 
-@pytest.mark.parametrize("slow", ("data.check", "train.warm_up", "train.find_checkpoints"))
+@pytest.mark.parametrize("slow", ("data.check", "train.warm_up", "checkpoint.find_checkpoints"))
 def test_a_signal_before_the_first_step_leaves_at_once_and_writes_nothing(tmp_path, shards, processes, slow):
     process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", "--precision", "fp8"), slow=slow)
     until_said(tmp_path, "SLEEPS")
@@ -251,6 +251,16 @@ def test_an_owed_evaluation_writes_its_line_once_however_often_the_run_is_killed
         process.join()
     assert final_state(tmp_path / "run")["owed"]["step"] == 4
     assert_same_runs(run(tmp_path, shards, steps=9), run(tmp_path, shards, steps=9, ckpt="whole"))
+
+
+def test_an_evaluation_owed_at_the_end_of_a_run_is_done_and_saved_by_the_next(tmp_path, shards, processes):
+    flags = ("--eval_every", "9")
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", *flags), slow="train.evaluate")
+    until_said(tmp_path, "SLEEPS")
+    process.terminate()
+    process.join()
+    assert final_state(tmp_path / "run")["owed"]["step"] == 6
+    assert_same_runs(run(tmp_path, shards, *flags), run(tmp_path, shards, *flags, ckpt="whole"))
 
 
 def test_a_second_signal_leaves_at_once(tmp_path, shards, processes):
