@@ -172,13 +172,13 @@ class CheckpointWriter:
         self.kept[:] = [old for old in self.kept if old.path != path] + [
             Found(state["lineage"], state["step"], path, state["exploded"])]
         sound = [old for old in self.kept if not old.exploded][-2:]
-        for old in self.kept[:-self.keep_last]:
-            if old not in sound:
-                self.kept.remove(old)
-                try:
-                    old.path.unlink(missing_ok=True)
-                except OSError as fault:
-                    logger.warning(f"{old.path} stays: {fault.strerror}")
+        pruned = [old for old in self.kept[:-self.keep_last] if old not in sound]
+        self.kept[:] = [old for old in self.kept if old not in pruned]
+        for needless in (self.directory / STARTED_OVER, *(old.path for old in pruned)):
+            try:
+                needless.unlink(missing_ok=True)
+            except OSError as fault:
+                logger.warning(f"{needless} stays: {fault.strerror}")
 
 
 def copied(value, into=None):
@@ -358,9 +358,17 @@ def passed_over():
 
 
 def set_aside(path: Path, lineage: int):
-    """Renames a file of an earlier run, so that neither saving nor pruning touches it again."""
-    names = (path.with_suffix(f".before-{number}{path.suffix}") for number in count(lineage))
-    os.rename(path, next(name for name in names if not name.exists()))
+    """Gives a file of an earlier run a name that neither saving nor pruning touches; another takes its place next."""
+    for number in count(lineage):
+        name = path.with_suffix(f".before-{number}{path.suffix}")
+        try:
+            os.link(path, name)           # not renamed: a kill before it is replaced would leave none
+        except FileExistsError:
+            if not (name.exists() and name.samefile(path)):
+                continue
+        except OSError:                   # a file system without links
+            os.rename(path, name)
+        return
 
 
 def locked(directory: Path):
@@ -369,15 +377,39 @@ def locked(directory: Path):
     return data.locked(directory, busy, logger.warning)
 
 
+class StartedOver(NamedTuple):
+    """What a run that started over or went back began with; see RunDirectory."""
+    lineage: int
+    origin: str                           # the checkpoint, an absolute path
+    reset_steps: bool
+
+
+STARTED_OVER = "started-over.json"
+
+
+def read_started_over(path: Path) -> StartedOver | None:
+    """What a file says, None where there is none; CheckpointError where no run wrote it."""
+    try:
+        begun = StartedOver(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, RecursionError):
+        begun = None
+    if begun is None or not (is_count(begun.lineage) and type(begun.origin) is str and type(begun.reset_steps) is bool):
+        raise CheckpointError(f"{path}: not what a run writes there: delete it to go on from the newest checkpoint")
+    return begun
+
+
 class RunDirectory:
     """A run's directory: what the run goes on from, and what it writes there; before `open` that is nothing.
 
     A run that starts over (--reset_steps) or goes back (--resume of another checkpoint than the newest) is one of its
-    own, of the next `lineage`: it leaves the files of those before it.
+    own, of the next `lineage`: it leaves the files of those before it. What it began with stands in started-over.json
+    until it has saved, so that it is this run that goes on if it is killed before.
     """
 
     def __init__(self, path: Path, resume: str | None, reset_steps: bool, closing: ExitStack, look_only: bool = False):
-        self.path, self.resume, self.reset_steps, self.closing = path, resume, reset_steps, closing
+        self.path, self.closing = path, closing
         self.is_locked = path.is_dir() and not look_only
         if self.is_locked:
             closing.enter_context(locked(path))
@@ -385,18 +417,30 @@ class RunDirectory:
         if checkpoint_paths(path) and not self.found and not resume:
             raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {path} can be used: put back a good one, "
                                   f"name one by --resume, or use another directory")
-        newest = self.found[-1].path if self.found else None
-        self.origin = Path(resume) if resume else newest
-        if reset_steps and self.origin is None:
+        newest, begun = self.found[-1] if self.found else None, read_started_over(path / STARTED_OVER)
+        if begun and newest and newest.lineage >= begun.lineage:
+            begun = None                  # it has saved
+        origin = resume or (begun.origin if begun else newest.path if newest else None)
+        if reset_steps and origin is None:
             raise CheckpointError(f"--reset_steps: no checkpoint in {path} to take weights from; name one by --resume")
-        self.starts_over = self.origin is not None and (
-            reset_steps or newest is None or self.origin.resolve() != newest.resolve())
+        self.origin = None if origin is None else Path(origin)
+        self.begins_again = begun is not None and not resume and not reset_steps
+        self.reset_steps = begun.reset_steps if self.begins_again else reset_steps
+        self.starts_over = origin is not None and (
+            reset_steps or begun is not None or newest is None or self.origin.resolve() != newest.path.resolve())
+        past = max((one.lineage for one in (newest, begun) if one), default=0)
+        self.lineage = past + (self.starts_over and not self.begins_again)
 
     def load(self) -> dict | None:
         """The state to go on from; None: there is none."""
         if self.origin is None:
             return None
-        state = load_checkpoint(self.origin, sealed=self.resume is not None)
+        if self.begins_again:
+            if not self.origin.exists():
+                raise CheckpointError(f"{self.path / STARTED_OVER}: a run began from {self.origin}, which is gone: put "
+                                      f"it back, or delete this file to go on with the run before")
+            logger.info(f"the run that began from {self.origin} had saved nothing yet: it begins again")
+        state = load_checkpoint(self.origin, sealed=self.starts_over)
         if state.get("exploded"):
             sound = [one.path for one in self.found if not one.exploded]
             back = f"; --resume {sound[-1]} goes back" if sound else ""
@@ -407,9 +451,7 @@ class RunDirectory:
         """Where a run stands that goes on from a state; `kept` are then its checkpoints."""
         names = [f.name for f in fields(Progress) if state and not self.reset_steps and f.name in state]
         progress = Progress(**{name: state[name] for name in names})
-        progress.n_loops = n_loops
-        if self.starts_over:
-            progress.lineage = max([progress.lineage, *(one.lineage for one in self.found)]) + 1
+        progress.n_loops, progress.lineage = n_loops, self.lineage
         self.kept = [one for one in self.found if one.lineage == progress.lineage]
         return progress
 
@@ -424,9 +466,12 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self.closing.enter_context(locked(self.path))
         lines = self.path / "metrics.jsonl"
-        if self.starts_over and lines.exists():
-            set_aside(lines, progress.lineage)
-        metrics = Metrics(lines, progress.written, progress.goes_past_end(last_step))
+        if self.starts_over and not self.begins_again:
+            if lines.exists():
+                set_aside(lines, progress.lineage)
+            with data.durable(self.path / STARTED_OVER) as file:
+                json.dump(StartedOver(progress.lineage, str(self.origin.resolve()), self.reset_steps)._asdict(), file)
+        metrics = Metrics(lines, -1 if self.starts_over else progress.written, progress.goes_past_end(last_step))
         writer = CheckpointWriter(self.path, self.kept, keep_last, progress.written)
         return self.closing.enter_context(metrics), self.closing.enter_context(writer)
 

@@ -845,12 +845,12 @@ def open_sources(args) -> list[data.Source]:
     return sources
 
 
-def take_state(state: dict, origin: Path, model: Spider, optimizers: Optimizers, progress: Progress,
+def take_state(state: dict, home: RunDirectory, model: Spider, optimizers: Optimizers, progress: Progress,
                loader: data.Loader, args):
     """Fills model and optimizers from a checkpoint's state, and says what of the run's identity changed since."""
     model.load_state_dict(state["model_state_dict"])
-    logger.info(f"{'weights of' if args.reset_steps else 'goes on from'} {origin} (step {state['step']})")
-    if args.reset_steps:
+    logger.info(f"{'weights of' if home.reset_steps else 'goes on from'} {home.origin} (step {state['step']})")
+    if home.reset_steps:
         return
     optimizers.load_state_dict(state["optimizer_state_dict"])
     changed = [f"--{name} was {value}, is {getattr(args, name)}" for name, value in state.get("flags", {}).items()
@@ -947,7 +947,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         raise UsageError("--engram_reset: this model has no Engram tables")
     progress = home.progress(state, n_loops)
     if state:
-        take_state(state, home.origin, model, optimizers, progress, loader, args)
+        take_state(state, home, model, optimizers, progress, loader, args)
     del state
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -186,6 +187,48 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(tmp_p
     print(f"{kills} kills, {inside} of them inside a save")
     assert_same_runs(tmp_path / "whole", directory)
     assert not saving() and inside > kills / 4
+
+
+@pytest.mark.parametrize("flags,moment", (
+    (("--reset_steps",), None), (("--resume", "spider-step2.pt"), None), (("--reset_steps",), "checkpoint.Metrics"),
+    (("--resume", "spider-step2.pt"), "checkpoint.set_aside")))
+def test_a_run_that_starts_over_or_goes_back_goes_on_though_it_was_killed_before_it_saved(tmp_path, shards, processes,
+                                                                                         flags, moment):
+    """The same command without its flag; killed before it wrote a thing, it never was, and the old run goes on."""
+    kept = ("--keep_last", "9", "--eval_every", "0")
+    for name in ("killed", "whole"):
+        directory = run(tmp_path, shards, "--ckpt_every", "2", *kept, steps=6, ckpt=name)
+        flags = [str(directory / word) if word.startswith("spider") else word for word in flags]
+        if name == "whole" and moment != "checkpoint.set_aside":
+            run(tmp_path, shards, *kept, *flags, steps=9, ckpt=name)
+        elif name == "killed":
+            for given in (flags, ()) if moment != "checkpoint.set_aside" else (flags,):
+                argv = run_flags(shards, directory, *kept, *given, steps=100_000)
+                process = start(processes, tmp_path, argv, slow=moment)
+                until_said(tmp_path, "SLEEPS" if moment else "step 8/")
+                process.kill()
+                process.join()
+                (tmp_path / "log").unlink()
+        run(tmp_path, shards, *kept, steps=9, ckpt=name)
+    assert_same_runs(tmp_path / "killed", tmp_path / "whole")
+    old = tmp_path / "killed" / "metrics.before-1.jsonl"
+    assert moment == "checkpoint.set_aside" or [line["step"] for line in map(json.loads, open(old))] == [*range(1, 7)]
+    assert not (tmp_path / "killed" / "started-over.json").exists()
+
+
+def test_a_run_from_a_checkpoint_that_is_gone_or_from_a_damaged_note_of_it_is_refused_with_the_remedy(tmp_path, shards,
+                                                                                                     capsys):
+    directory = run(tmp_path, shards, steps=2)
+    note = directory / "started-over.json"
+    for content in ('{"lineage": 1, "origin": "/nowhere/a.pt", "reset_steps": true}', "{}", "[", "null", "\xff",
+                    '{"lineage": -1, "origin": "a", "reset_steps": true}',
+                    '{"lineage": 1, "origin": "a\\u0000\\ud800", "reset_steps": false}'):
+        note.write_text(content, encoding="latin-1")
+        assert train.command_line(run_flags(shards, directory)) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert "started-over.json: " in said[-1] and "delete" in said[-1] and "Traceback" not in "".join(said)
+    note.write_text('{"lineage": 0, "origin": "/nowhere/a.pt", "reset_steps": true}')        # has saved since
+    run(tmp_path, shards)
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
