@@ -40,6 +40,7 @@ class Progress:
     """Where a run stands; saved with every checkpoint."""
     step: int = 0                         # optimizer steps done
     bytes_seen: int = 0                   # training bytes consumed, PAD included
+    epoch: int = 0                        # in which the last step began that was not skipped
     best_loss: float = math.inf           # lowest validation loss, nats per byte
     best_before_end: float | None = None  # the same without an evaluation that took place only since the run ended here
     average_loss: float | None = None     # of about the last 20 steps' losses
@@ -56,10 +57,11 @@ class Progress:
         """Steps whose line is in metrics.jsonl: all but one that is owed."""
         return self.step - (self.owed is not None)
 
-    def record(self, numbers: dict, bytes_seen: int) -> bool:
+    def record(self, numbers: dict, bytes_seen: int, epoch: int) -> bool:
         """Takes in a step that is done, whose line is owed until it is written; whether its loss is a spike."""
         self.step, self.bytes_seen, self.owed = self.step + 1, bytes_seen, dict(step=self.step + 1, **numbers)
         self.skipped = self.skipped + 1 if numbers["skipped"] else 0
+        self.epoch = self.epoch if self.skipped else epoch
         return not self.skipped and self.watch(numbers["loss"])
 
     def take_evaluation(self, loss: float, at_end: bool):

@@ -109,7 +109,7 @@ FLAGS = (
     Flag("optimizer", "auto", one_of("auto", "adamw", "adamw8bit", "muon"), "auto: muon (AdamW for the rest)"),
     Flag("lr", 3e-4, real(0, open_low=True), "peak learning rate (Muon's steps have AdamW's size)", "LR"),
     Flag("engram_lr_scale", 5.0, real(0), "learning rate of the Engram tables, times --lr"),
-    Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, at every epoch's start"),
+    Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as every epoch begins"),
     Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear decay"),
     Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up"),
     Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
@@ -515,8 +515,7 @@ def run_state(model: Spider, optimizers: Optimizers, progress: Progress, loader:
     """What a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed, step)."""
     return dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(),
                 cfg=dataclasses.asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
-                targets=loader.targets.tolist(), exploded=progress.exploded,
-                epoch=loader.epoch(progress.bytes_seen // args.seq_len), **dataclasses.asdict(progress))
+                targets=loader.targets.tolist(), exploded=progress.exploded, **dataclasses.asdict(progress))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -722,11 +721,12 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int) -> tuple[Tenso
     return sums, tokens
 
 
-def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, real: int, args) -> dict:
+def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, real: int, args,
+           empty_tables: bool = False) -> dict:
     """The update from accumulated gradients; returns the step's statistics, `real` bytes of which were not PAD.
 
     Waits once for the device, for all numbers, before the weights are touched: where loss or gradient is not finite
-    they stay as they are, and `skipped` is true.
+    they stay as they are, and `skipped` is true. `empty_tables`: the Engram tables lose all that they learned.
     """
     norm = nn.utils.clip_grad_norm_(optimizers.dense, args.grad_clip or math.inf)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
@@ -735,6 +735,8 @@ def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, 
     if not skipped:
         optimizers.step()
         model.update_expert_bias(tokens)
+        if empty_tables:
+            optimizers.parts["engram"].reset()
     optimizers.zero_grad()
     return dict(loss=nats, total_loss=loss, grad_norm=norm, bytes_per_segment=real / max(1, segments),
                 mean_loops=loops, expert_balance=balance, skipped=skipped)
@@ -861,6 +863,7 @@ def take_state(state: dict, home: RunDirectory, model: Spider, optimizers: Optim
     if changed:
         logger.warning(f"not the same run any more: {'; '.join(changed)}")
         progress.expect_other_losses()
+        progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // args.seq_len))  # of other data
 
 
 def start_wandb(args, closing: ExitStack):
@@ -887,20 +890,20 @@ class Feed:
         self.pool = closing.enter_context(ThreadPoolExecutor(1))
         self.upcoming = self.pool.submit(self._fetch, self.step, self.first)
 
-    def take(self) -> list[Batch]:
-        """The next step's batches; those of the one after it are begun."""
-        batches = self.upcoming.result()
+    def take(self) -> tuple[list[Batch], int]:
+        """The next step's batches, and the epoch that it begins in; those of the step after it are begun."""
+        fetched = self.upcoming.result()
         self.step, self.first = self.step + 1, self.first + self.args.micro_batch * self.ranks * self.args.grad_accum
         self.upcoming = self.pool.submit(self._fetch, self.step, self.first)
-        return batches
+        return fetched
 
-    def _fetch(self, step: int, first: int) -> list[Batch]:
+    def _fetch(self, step: int, first: int) -> tuple[list[Batch], int]:
         noise, out = step_seed(self.args.seed, step, "noise"), []
         for micro_step in range(self.args.grad_accum):
             ids, labels, _ = self.loader.micro_batch(first, micro_step, self.args.micro_batch, self.rank, self.ranks)
             noise_seed = noise + (micro_step * self.ranks + self.rank) * self.args.micro_batch
             out.append(Batch.of(ids, labels, noise_seed).to(self.device))
-        return out
+        return out, self.loader.epoch(first)
 
 
 def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
@@ -982,20 +985,19 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             # ---------------------------------------------------------------------------------------------------------
             step_start = time.perf_counter()
             first = progress.bytes_seen // args.seq_len
-            if args.engram_reset and first and loader.epoch(first) > loader.epoch(first - batch):
-                optimizers.parts["engram"].reset()
             model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
-            with leaving.droppable(STEP_PATIENCE):  # weights are as they were if it is dropped
-                batches = feed.take()
+            with leaving.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
+                batches, epoch = feed.take()
                 sums, tokens = accumulate(model, batches, loops_of_step(args, n_loops, progress.step))
             if leaving.drops():
                 break
             lr = args.lr * (factor := lr_factor(progress.step, horizon, args))
             optimizers.set_lr(args.lr, factor)
-            numbers = update(model, optimizers, sums, tokens, sum(part.real for part in batches), args)
+            numbers = update(model, optimizers, sums, tokens, sum(part.real for part in batches), args,
+                             empty_tables=args.engram_reset and epoch > progress.epoch)
             rate = batch * args.seq_len / (time.perf_counter() - step_start)
             # ---------------------------------------------------------------------------------------------------------
-            spike = progress.record(dict(lr=lr, tok_per_sec=rate, **numbers), (first + batch) * args.seq_len)
+            spike = progress.record(dict(lr=lr, tok_per_sec=rate, **numbers), (first + batch) * args.seq_len, epoch)
             remaining = leaving.seconds_left(progress.step)
             logger.info(progress_line(progress.owed, last_step, peak_memory(device), remaining))
             # Once in a while: a step to look at

@@ -83,6 +83,31 @@ def test_evaluating_sampling_and_saving_may_change_between_the_parts_of_a_run(tm
         assert_same(final_state(whole)[part], final_state(parts)[part])
 
 
+@pytest.mark.parametrize("before,after", (((3, 7), (1, 9)), ((2, 11), (4, 13)), ((2, 10), (3, 12))))
+def test_tables_are_emptied_once_an_epoch_also_where_the_micro_batch_changes(tmp_path, shards, monkeypatch, before,
+                                                                            after):
+    """Sequence 20 begins the second epoch; the third lies beyond."""
+    emptied, reset = [], train.RowwiseAdagrad.reset
+    monkeypatch.setattr(train.RowwiseAdagrad, "reset", lambda tables: (emptied.append(1), reset(tables)))
+    for micro_batch, steps in (before, after):
+        run(tmp_path, shards, "--engram_reset", "--eval_every", "0", "--micro_batch", str(micro_batch), steps=steps)
+    assert len(emptied) == 1
+
+
+def test_a_first_step_of_an_epoch_that_is_dropped_leaves_the_tables_as_they_were(tmp_path, shards, monkeypatch):
+    flags, accumulate, steps = ("--engram_reset", "--eval_every", "0"), train.accumulate, itertools.count(1)
+
+    def failing(*args):
+        if next(steps) == 11:
+            raise MemoryError
+        return accumulate(*args)
+    monkeypatch.setattr(train, "accumulate", failing)
+    assert train.command_line(run_flags(shards, tmp_path / "run", *flags, steps=15)) == 2
+    monkeypatch.undo()
+    assert_same(final_state(tmp_path / "run"), final_state(run(tmp_path, shards, *flags, steps=10, ckpt="whole")))
+    assert_same_runs(run(tmp_path, shards, *flags, steps=15), run(tmp_path, shards, *flags, steps=15, ckpt="whole"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ((), ("--precision", "fp8"), ("--moe_backend", "grouped")), ids=" ".join)
 def test_deterministic_runs_go_on_exactly_on_a_gpu(tmp_path, shards, flags):
