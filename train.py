@@ -855,8 +855,10 @@ def take_state(state: dict, home: RunDirectory, model: Spider, optimizers: Optim
     if home.reset_steps:
         return
     optimizers.load_state_dict(state["optimizer_state_dict"])
-    changed = [f"--{name} was {value}, is {getattr(args, name)}" for name, value in state.get("flags", {}).items()
-               if getattr(args, name, value) != value]
+    before = dict(n_loops=state.get("n_loops", progress.n_loops)) | state.get("flags", {})
+    now = dict(n_loops=progress.n_loops) | {name: getattr(args, name) for name in IDENTITY}
+    changed = [f"--{name} was {before[name]}, is {now[name]}" for name in sorted(before.keys() & now)
+               if before[name] != now[name]]
     targets = loader.targets.tolist()
     if state.get("targets", targets) != targets:
         changed.append(f"bytes to train on were {state['targets']}, are {targets}")

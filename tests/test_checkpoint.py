@@ -720,12 +720,14 @@ def test_a_line_of_metrics_that_a_kill_cut_short_is_dropped(tmp_path, shards):
     assert [line["step"] for line in metrics(directory)] == [1, 2, 3, 4]
 
 
-def test_loops_of_a_run_stay_its_own_when_it_goes_on(tmp_path, shards):
+def test_loops_of_a_run_stay_its_own_when_it_goes_on_and_others_are_named(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, "--n_loops", "3", steps=1)
     flags = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--ckpt_dir", str(directory),
              "--eval_every", "0", "--device", "cpu"]
     assert train.command_line([*flags, "--max_steps", "2", "--n_loops", "5"]) == 0
+    assert "--n_loops was 3, is 5" in capsys.readouterr().err
     assert train.command_line([*flags, "--max_steps", "3"]) == 0
+    assert "--n_loops" not in capsys.readouterr().err
     state = final_state(directory)
     assert state["step"] == 3 and state["n_loops"] == 5 and state["cfg"]["n_loops"] == 3
 
