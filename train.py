@@ -269,6 +269,12 @@ def keep_freed_memory():
             libc.mallopt(parameter, size)
 
 
+def start_log():
+    """Log lines go to stderr: the time and a printable line, whatever a file's name, a checkpoint or a model put in."""
+    logger.configure(handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}")],
+                     patcher=lambda record: record.update(message=data.one_line(record["message"])))
+
+
 # Modules with one of these in their name stay in high precision.
 NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "norm", "embed_tokens", "lm_head",
              "halt_predictor", "router")
@@ -611,7 +617,7 @@ def print_dry_run(model: Spider, n_loops: int, args, memory: dict[str, float], s
         print(f"  {field.name} = {getattr(c, field.name)}")
     print("flags")
     for flag in FLAGS:
-        print(f"  --{flag.name} = {getattr(args, flag.name)}")
+        print(data.one_line(f"  --{flag.name} = {getattr(args, flag.name)}"))
     table = model.parameter_table()
     total, active = (sum(column) for column in zip(*table.values()))
     print(f"\n{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
@@ -629,10 +635,11 @@ def print_dry_run(model: Spider, n_loops: int, args, memory: dict[str, float], s
           f"free on disk {free / 1e9:.1f} GB"
           + ("" if free > (args.keep_last + 1) * checkpoint else ": NOT ENOUGH"))
     if not sources:
-        print(f"data: {args.data_dir!r} does not exist yet: python data.py prepare INPUT --out {args.data_dir}")
+        print(data.one_line(f"data: {args.data_dir!r} does not exist yet: python data.py prepare INPUT --out "
+                            f"{args.data_dir}"))
     for source in sources:
-        print(f"data: {source.name} (weight {source.weight:.3g}): {len(source.train):,} training ids, "
-              f"{len(source.val):,} for validation; ids checked")
+        print(data.one_line(f"data: {source.name} (weight {source.weight:.3g}): {len(source.train):,} training ids, "
+                            f"{len(source.val):,} for validation; ids checked"))
     print(describe_fp8(model, args.fp8_experts))
 
 
@@ -910,8 +917,7 @@ class Feed:
 
 def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`."""
-    logger.remove()
-    logger.add(sys.stderr, format="{time:HH:mm:ss} {message}")
+    start_log()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Devices and ranks
@@ -1062,7 +1068,9 @@ def start_profiler(device: torch.device, directory: Path, closing: ExitStack):
     def write(finished):
         finished.export_chrome_trace(str(directory / "trace.json"))
         order = f"self_{device.type}_time_total"
-        logger.info("profile of steps 3 to 5:\n" + finished.key_averages().table(sort_by=order, row_limit=25))
+        table = finished.key_averages().table(sort_by=order, row_limit=25)
+        for line in ("profile of steps 3 to 5:", *table.split("\n")):
+            logger.info(line)
     profiler = profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
                        on_trace_ready=write)
     profiler.start()

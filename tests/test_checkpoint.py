@@ -633,6 +633,18 @@ def test_weights_that_are_no_weights_are_refused(tmp_path, trained, shards, dama
     assert "foreign.pt" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path, shards, capsys):
+    name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
+    run(tmp_path, shards, "--dry_run", ckpt=name)
+    directory = run(tmp_path, shards, "--sample_every", "9", ckpt=name, steps=2)
+    (directory / "spider-step2.pt").write_bytes(b"no checkpoint")
+    assert train.command_line(run_flags(shards, directory)) == 2
+    assert train.command_line(run_flags(tmp_path / name / name, directory, "--dry_run")) == 2
+    said = [line for part in capsys.readouterr() for line in part.split("\n")]
+    assert sum("99:99:99 forged" in line for line in said) > 4 and not any(line[:8] == "99:99:99" for line in said)
+    assert [line for line in said if not line.isprintable()] == []
+
+
 def test_another_vocabulary_is_refused(tmp_path, shards, capsys):
     argv = run_flags(shards, tmp_path / "run", "--set", SMALL + ",vocab_size=300", steps=1)
     assert train.command_line(argv) == 0
