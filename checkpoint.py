@@ -9,10 +9,13 @@ import json
 import math
 import mmap
 import os
+import pickletools
 import re
 import signal
 import threading
 import time
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +31,7 @@ from torch import Tensor
 
 import data
 import tokenizer
-from spider_model import Spider, SpiderConfig
+from spider_model import MAX_LOOPS, Spider, SpiderConfig
 
 
 class CheckpointError(Exception):
@@ -163,7 +166,7 @@ class CheckpointWriter:
         try:
             with data.durable(path, "wb", before_rename) as file:
                 write_checkpoint(file, state)
-                if path.exists() and path not in [old.path for old in self.kept]:
+                if os.path.lexists(path) and path not in [old.path for old in self.kept]:
                     set_aside(path, state["lineage"])  # of a run before this one, which started over or went back
         except OSError as fault:
             self.failed_at = time.monotonic()
@@ -236,28 +239,113 @@ def check_seal(path: Path):
             raise ValueError("cut off or altered: its checksum does not fit")
 
 
+# What a Spider checkpoint's pickle names: dicts, and plain tensors of these types. torch.load takes more, bytearray and
+# sparse tensors among it, which need as much memory and time as a number in the file asks for.
+NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch DoubleStorage", "torch FloatStorage",
+         "torch HalfStorage", "torch BFloat16Storage", "torch LongStorage", "torch ByteStorage"}
+MOST_VALUES, DEEPEST, LONGEST = 1 << 18, 16, 1 << 16    # values in a checkpoint, their depth, characters of a string
+
+
+def read_state(path: Path, sealed: bool) -> dict:
+    """Reads a checkpoint whose tensors stay in the file; nothing in it is executed, and nothing takes more memory to
+    read than the file has bytes. CheckpointError unless it is a regular file of plain values, as a run writes them;
+    `sealed`: and unaltered."""
+    with reading(path):
+        check_regular(path)
+        if sealed:
+            check_seal(path)
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            if any(record.compress_type for record in records) or sum(record.file_size for record in records) > size:
+                raise ValueError("its records are compressed, or lie over one another")
+            pickles = [record for record in records if record.filename.endswith(".pkl")]
+            if sum(record.file_size for record in pickles) > 128 * MOST_VALUES:
+                raise ValueError(f"more than {MOST_VALUES:,} values")
+            names = {name for record in pickles for opcode, name, _ in pickletools.genops(archive.read(record))
+                     if opcode.name == "GLOBAL"} - NAMES
+        if names:
+            raise ValueError(f"it names {min(names)[:99].replace(' ', '.')}, which no Spider checkpoint does")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        check_values(state, size)
+    check_state(path, state)
+    return state
+
+
+def check_regular(path: Path):
+    """ValueError where a path is that of a pipe, a device or a directory: to open one may take for ever."""
+    if not path.is_file():
+        path.stat()                       # where there is nothing, an error of its own
+        raise ValueError("it is no regular file")
+
+
+def check_values(state, size: int):
+    """ValueError unless all that a file of `size` bytes holds is plain (see is_plain): kernels trust its tensors."""
+    total, storages = 0, set()
+    for number, (place, value, inside) in enumerate(nodes(state)):
+        if number > MOST_VALUES or len(place) > DEEPEST:
+            raise ValueError(f"more than {MOST_VALUES:,} values, or more than {DEEPEST} inside one another")
+        fault = None if is_plain(value) else f"not a {type(value).__name__} as a run writes it"
+        if not fault and type(value) is Tensor and value.nbytes:
+            storage, total = value.untyped_storage().data_ptr(), total + value.nbytes
+            if storage in storages or total > size:
+                fault = "shares its storage with another tensor"
+            storages.add(storage)
+        if not fault and place[:1] == ("optimizer_state_dict",):
+            fault = optimizer_fault(place, value, inside)
+        if fault:
+            raise ValueError(f"{'.'.join(map(str, place))}: {fault}")
+
+
+def optimizer_fault(place: tuple, value, inside) -> str | None:
+    """What is wrong with a value of an optimizer's state: kernels take for granted of which type each tensor is, and
+    what is no tensor there counts steps."""
+    if type(value) is Tensor:
+        dtype = torch.uint8 if place[-1] in ("state1", "state2") and "qmap1" in inside else torch.float32
+        return None if value.dtype == dtype else f"{value.dtype}, not {dtype}"
+    of_parameter = place[2:3] == ("state",) and len(place) > 4 and not isinstance(value, dict)
+    return "no tensor" if of_parameter and not (place[-1] == "step" and is_count(value)) else None
+
+
+def nodes(value, place: tuple = (), inside=None):
+    """(place, value, what it is in) of a value and of all below it, at any depth."""
+    yield place, value, inside
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, part in parts:
+        yield from nodes(part, (*place, key), value)
+
+
+def is_plain(value) -> bool:
+    """Whether a value is of the kinds that a run writes: numbers and strings of sane size, dicts, lists and tuples, and
+    dense tensors in this process's memory, each in a storage as large as its shape."""
+    if type(value) is Tensor:
+        return (value.layout == torch.strided and value.device.type == "cpu" and value.is_contiguous()
+                and value.untyped_storage().nbytes() == value.nbytes)
+    if type(value) in (dict, OrderedDict):
+        return all(type(key) in (int, str) and is_plain(key) for key in value)
+    return (type(value) in (list, tuple, float, bool, type(None)) or type(value) is int and abs(value) < 1 << 63
+            or type(value) is str and len(value) < LONGEST)
+
+
 def load_checkpoint(path: Path, sealed: bool = True, mapped: bool = False) -> dict:
     """Reads a checkpoint, weights only: nothing in the file is executed. `mapped`: its tensors stay in the file.
 
     CheckpointError if it is none, or altered, or one whose `cfg` and weights make no Spider. `sealed` false: the
     checksum is not looked at, since it was before.
     """
+    state = read_state(path, sealed)
     with reading(path):
-        if sealed:
-            check_seal(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    check_plain_values(path, state)
-    with reading(path):
-        weights, config = state["model_state_dict"], SpiderConfig(**state["cfg"])
+        weights, config = dict(state["model_state_dict"]), SpiderConfig(**state["cfg"])
         if config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers > len(weights):
             raise ValueError("cfg has more layers than there are weights")
         with torch.device("meta"):
             expected = {name: likeness(tensor) for name, tensor in Spider(config).state_dict().items()}
-        found = {name: likeness(tensor) for name, tensor in weights.items() if is_plain(tensor)}
+        found = {name: likeness(tensor) for name, tensor in weights.items() if type(tensor) is Tensor}
         odd = sorted(str(name) for name in expected.keys() | weights.keys() if expected.get(name) != found.get(name))
     if odd:
         raise CheckpointError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}")
-    return state
+    state["model_state_dict"] = weights
+    return state if mapped else copied(state)
 
 
 @contextmanager
@@ -271,11 +359,6 @@ def reading(path: Path):
         unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
         reason = unsafe[0] if unsafe else str(fault).partition("\n")[0] or type(fault).__name__
         raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
-
-
-def is_plain(tensor) -> bool:
-    """Whether something is a dense tensor with values in this process's memory."""
-    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def likeness(tensor: Tensor) -> tuple:
@@ -304,14 +387,22 @@ KINDS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage"
              "best_before_end", "average_loss", "last_loss")}
          | {name: lambda value: isinstance(value, dict) for name in (
              "model_state_dict", "optimizer_state_dict", "cfg")}
-         | dict(n_loops=lambda value: is_count(value) and 1 <= value <= 4096, flags=is_flat,
-                owed=lambda value: value is None or is_flat(value) and "step" in value and all(
+         | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, flags=is_flat,
+                owed=lambda value: value is None or is_flat(value) and is_count(value.get("step")) and all(
                     type(part) in (int, float, bool) for part in value.values()),
                 exploded=lambda value: type(value) is bool,
                 targets=lambda value: isinstance(value, list) and all(map(is_count, value))))
 
 
-def check_plain_values(path: Path, state):
+def fits_field(value, default) -> bool:
+    """Whether a value of a checkpoint's cfg is of its field's kind, and no size that takes long only to look at."""
+    if type(default) is tuple:
+        return type(value) in (tuple, list) and all(fits_field(part, 0) for part in value)
+    return (type(value) is type(default) or type(default) is float and type(value) is int) and (
+        type(value) is not int or value < 1 << 32)
+
+
+def check_state(path: Path, state):
     """CheckpointError unless a state has what the contract names, and its plain values are as a run writes them."""
     state = state if isinstance(state, dict) else {}
     missing = {"model_state_dict", "optimizer_state_dict", "step", "cfg"} - state.keys()
@@ -320,14 +411,18 @@ def check_plain_values(path: Path, state):
     wrong = [name for name, fits in KINDS.items() if name in state and not fits(state[name])]
     if (state.get("average_loss") is None) != (state.get("last_loss") is None):
         wrong.append("average_loss")
+    if not wrong and state.get("owed") and not 0 < state["owed"]["step"] == state["step"]:
+        wrong.append("owed")
+    if not wrong:
+        wrong = [f"cfg.{f.name}" for f in fields(SpiderConfig)
+                 if f.name in state["cfg"] and not fits_field(state["cfg"][f.name], f.default)]
     if wrong:
         raise CheckpointError(f"{path}: {', '.join(wrong[:3])}: not what a Spider checkpoint has there")
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """Files named like checkpoints; not copies by hand such as spider-step100-best.pt, nor what was set aside."""
-    return [path for path in directory.glob("spider-step*.pt")
-            if re.fullmatch(r"spider-step[0-9]+", path.stem) and path.is_file()]
+    """What is named like a checkpoint; not copies by hand such as spider-step100-best.pt, nor what was set aside."""
+    return [path for path in directory.glob("spider-step*.pt") if re.fullmatch(r"spider-step[0-9]+", path.stem)]
 
 
 def find_checkpoints(directory: Path) -> list[Found]:
@@ -335,9 +430,7 @@ def find_checkpoints(directory: Path) -> list[Found]:
     found = []
     for path in checkpoint_paths(directory):
         with passed_over():
-            with reading(path):
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            check_plain_values(path, state)
+            state = read_state(path, sealed=False)
             if path.name != f"spider-step{state['step']}.pt":
                 raise CheckpointError(f"{path} is step {state['step']} under another name")
             found.append(Found(state.get("lineage", 0), state["step"], path, state.get("exploded", False)))
@@ -364,7 +457,7 @@ def set_aside(path: Path, lineage: int):
     for number in count(lineage):
         name = path.with_suffix(f".before-{number}{path.suffix}")
         try:
-            os.link(path, name)           # not renamed: a kill before it is replaced would leave none
+            os.link(path, name, follow_symlinks=False)  # not renamed: a kill before it is replaced would leave none
         except FileExistsError:
             if not (name.exists() and name.samefile(path)):
                 continue
@@ -494,6 +587,8 @@ class Metrics:
     def __init__(self, path: Path, step: int, went_past_end: bool = False):
         """Drops the lines behind `step`, which a resumed run writes again, and an evaluation that was due to the end
         of a run alone where it now goes on."""
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is no regular file: move it away")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         with data.durable(path) as file:
             for number, line in enumerate(lines, 1):

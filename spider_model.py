@@ -31,6 +31,7 @@ from tile_moe import Routing, fp8_grouped_product, grouped_product, moe_forward,
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 BOUNDARIES = ("learned", "whitespace", "every_third")
+MAX_LOOPS = 4096                          # of the core, in a flag as in a checkpoint
 
 
 @dataclass

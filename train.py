@@ -37,7 +37,7 @@ import data
 import tokenizer
 from checkpoint import (CheckpointError, Diverged, Leaving, Progress, RunDirectory, Stopped, StopSignals,
                         check_same_model, wants_memory)
-from spider_model import (PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
+from spider_model import (MAX_LOOPS, PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
                           document_cu_seqlens)
 from tile_moe import BACKENDS, BackendError, resolve_backend
 
@@ -59,14 +59,14 @@ class Flag:
     env: str | None = None
 
 
-def integer(low: int) -> Callable:
+def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
     def parse(text):
         try:
             value = int(text) if text.isdigit() else float(text)  # 10e9 is a whole number too
         except ValueError:
             value = math.nan
-        if not low <= value < 1 << 62 or value != int(value):
-            raise ValueError(f"a whole number of at least {low}")
+        if not low <= value <= high or value != int(value):
+            raise ValueError(f"a whole number of at least {low}" + f" and at most {high}" * (high < 1 << 61))
         return int(value)
     return parse
 
@@ -94,7 +94,7 @@ FLAGS = (
     # model
     Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
     Flag("set", None, str, "NAME=VALUE,... fields of SpiderConfig to change, e.g. boundaries=whitespace,lora_rank=0"),
-    Flag("n_loops", 6, integer(1), "loops of the recurrent core", "N_LOOPS"),
+    Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
     Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
     # data
     Flag("data_dir", "data", str, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),

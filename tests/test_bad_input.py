@@ -1,5 +1,6 @@
 """Bad input of every kind, thousands of cases: one line that names it, status 2, nothing written and nothing lost."""
 
+import copy
 import json
 import math
 import os
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, make_shards, run, run_flags
 
+import checkpoint
 import data
+import train
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 from train import FLAGS, UsageError, parse_args
 
@@ -603,6 +607,67 @@ def test_a_line_of_a_gigabyte_is_refused_in_bounded_memory(tmp_path):
     assert done.returncode == 2 and f"{tmp_path}/a.jsonl:2: a line of more than 268,435,456 bytes" in done.stderr
     assert done.stderr.count("\n") == 1 and os.listdir(tmp_path) == ["a.jsonl"]
     assert int(done.stdout) < 700_000                         # kB: the limit of a line, twice, and Python
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict:
+    """The state of a small run after three steps, the last of which owes its evaluation."""
+    root = tmp_path_factory.mktemp("trained")
+    path = run(root, make_shards(root / "data"), steps=3) / "spider-step3.pt"
+    state = torch.load(path)
+    return state | dict(owed=dict(step=3, loss=2.0, skipped=False, grad_norm=1.0, lr=0.1))
+
+
+def read_or_refused(path: Path, capsys) -> bool:
+    """Whether a checkpoint is read; fails unless what is said is printable, and a refusal names the file in a line."""
+    try:
+        checkpoint.load_checkpoint(path, sealed=False)
+        return True
+    except checkpoint.CheckpointError as fault:
+        assert data.one_line(fault).startswith(f"{path}") and len(str(fault)) < 70_000
+        assert checkpoint.find_checkpoints(path.parent) == []
+        return False
+
+
+def test_a_checkpoint_with_altered_bytes_is_read_or_refused_in_a_line(tmp_path, trained, capsys):
+    rng, path, read = random.Random(12), tmp_path / "spider-step3.pt", 0
+    torch.save(trained, path)
+    sound = path.read_bytes()
+    pickled = sound.index(b"PK", 4)                           # the plain values come first, the tensors' numbers behind
+    for case in range(400):
+        cut = rng.randrange(pickled) if case % 2 else rng.randrange(len(sound) - 8)
+        part = mutated(rng, sound[cut:cut + 40])
+        path.write_bytes(sound[:cut] + (part + bytes(40))[:40] + sound[cut + 40:] if case % 4 else mutated(rng, sound))
+        read += read_or_refused(path, capsys)
+    assert 50 < read < 350
+
+
+def test_a_checkpoint_with_any_value_altered_goes_on_or_is_refused_in_a_line(tmp_path, trained, capsys):
+    rng, path, read, refused = random.Random(13), tmp_path / "spider-step3.pt", 0, 0
+    shards = make_shards(tmp_path / "data")
+    places = [place for place, value, _ in checkpoint.nodes(trained) if place and place[0] != "model_state_dict"]
+    for case in range(240):
+        *above, last = rng.choice(places if case % 4 else [place for place in places if len(place) < 3])
+        state = inside = copy.copy(trained)
+        for name in above:
+            inside[name] = copy.copy(inside[name]) if not isinstance(inside[name], tuple) else list(inside[name])
+            inside = inside[name]
+        if rng.random() < 0.8:
+            inside[last] = rng.choice([*JUNK, math.nan, -math.inf, 10 ** 300, 1 << 62, (), torch.ones(3), "\x1b[2J"])
+        elif isinstance(inside, dict):
+            inside["no \x1b" if isinstance(last, str) else 99] = inside.pop(last)
+        torch.save(state, path)
+        if not read_or_refused(path, capsys):
+            refused += 1
+        elif (read := read + 1) < 25:
+            argv = run_flags(shards, tmp_path / "new", "--resume", str(path), steps=4)
+            status, said = train.command_line(argv), capsys.readouterr().err.splitlines()
+            assert status in (0, 2) and all(line.isprintable() for line in said), (above, last, inside, said)
+            shutil.rmtree(tmp_path / "new", ignore_errors=True)
+    assert refused > 60 and read > 25
 
 
 # ---------------------------------------------------------------------------------------------------------------------

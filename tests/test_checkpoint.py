@@ -1,5 +1,6 @@
 """An interrupted run ends like an undisturbed one; whatever befalls it, nothing is lost and it says what happened."""
 
+import copy
 import errno
 import itertools
 import json
@@ -11,6 +12,8 @@ import resource
 import signal
 import sys
 import time
+import zipfile
+from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +27,7 @@ import checkpoint
 import data
 import sample
 import train
-from checkpoint import CheckpointWriter, Metrics, Progress, find_checkpoints
+from checkpoint import CheckpointError, CheckpointWriter, Metrics, Progress, find_checkpoints
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact resumption
@@ -594,13 +597,28 @@ def test_metrics_of_earlier_runs_stay_however_often_one_starts_over(tmp_path, sh
     assert kept == [2, 2, 3]
 
 
-@pytest.mark.parametrize("optimizer,key", (
-    ("adamw", "exp_avg_sq"), ("adamw8bit", "state1"), ("muon", "momentum_buffer")))
-def test_optimizer_state_of_another_size_is_refused_before_a_kernel_reads_it(tmp_path, shards, capsys, optimizer, key):
-    directory = run(tmp_path, shards, "--optimizer", optimizer, steps=1)
-    state = final_state(directory)
-    states = state["optimizer_state_dict"][optimizer]["state"].values()
-    held = next(part for one in states for part in (one, *one.values()) if isinstance(part, dict) and key in part)
+def optimizer_states(state, optimizer, key) -> list[dict]:
+    """The dicts in a checkpoint that hold a key of an optimizer's state."""
+    return [part for one in state["optimizer_state_dict"][optimizer]["state"].values()
+            for part in (one, *one.values()) if isinstance(part, dict) and key in part]
+
+
+OPTIMIZERS = (("adamw", "exp_avg_sq"), ("adamw8bit", "state1"), ("muon", "momentum_buffer"))
+
+
+@pytest.fixture(scope="module")
+def trained_by(tmp_path_factory):
+    """States of checkpoints after one step, by optimizer."""
+    root = tmp_path_factory.mktemp("trained_by")
+    shards = make_shards(root / "data")
+    return {name: final_state(run(root, shards, "--optimizer", name, steps=1, ckpt=name)) for name, _ in OPTIMIZERS}
+
+
+@pytest.mark.parametrize("optimizer,key", OPTIMIZERS)
+def test_optimizer_state_of_another_size_is_refused_before_a_kernel_reads_it(tmp_path, trained_by, shards, capsys,
+                                                                             optimizer, key):
+    state = copy.deepcopy(trained_by[optimizer])
+    held = optimizer_states(state, optimizer, key)[0]
     whole = held[key]
     for change in (lambda t: t.flatten()[:2].clone(), lambda t: t[..., None]):
         held[key] = change(whole)
@@ -611,9 +629,154 @@ def test_optimizer_state_of_another_size_is_refused_before_a_kernel_reads_it(tmp
         assert "does not fit this model" in said and key in said
 
 
+class Rebuilt:
+    """Saved as what torch makes of a tensor's storage by any offset, shape and stride."""
+    def __init__(self, tensor, offset, shape, stride):
+        self.parts = tensor._typed_storage(), offset, tuple(shape), tuple(stride), False, OrderedDict()
+
+    def __reduce__(self):
+        return torch._utils._rebuild_tensor_v2, self.parts
+
+
+HOSTILE = dict(
+    stride_0=lambda t: Rebuilt(t.flatten()[:1].clone(), 0, (*t.shape, 2), (0,) * t.ndim + (0,)),
+    transposed=lambda t: torch.stack([torch.stack((t, t), -1)] * 2, -1).mT,
+    in_a_larger_storage=lambda t: torch.stack((t, t))[0],
+    behind_an_offset=lambda t: torch.stack((t, t))[1],
+    sparse=lambda t: t.to_sparse(), parameter=lambda t: torch.nn.Parameter(t.float()), meta=lambda t: t.to("meta"),
+    long=lambda t: t.long(), bool=lambda t: t.bool(), complex=lambda t: t.to(torch.complex64),
+    quantised=lambda t: torch.quantize_per_tensor(t.float(), 1, 0, torch.qint8),
+    list=lambda t: [1.0], fraction=lambda t: 1.5, below_0=lambda t: -1, huge=lambda t: 1 << 64, text=lambda t: "3",
+    nothing=lambda t: None)
+OTHER_PRECISION = dict(double=lambda t: t.double(), half=lambda t: t.half())
+
+
+@pytest.mark.parametrize("optimizer,key", (*OPTIMIZERS, ("engram", "sum"), ("adamw", "step"), ("adamw8bit", "state2"),
+                                           ("adamw8bit", "step"), ("adamw8bit", "absmax1")))
+def test_optimizer_state_that_is_no_plain_tensor_of_its_type_is_refused_by_name(tmp_path, trained_by, optimizer, key):
+    """Fused kernels write where such a tensor has no memory."""
+    state = copy.deepcopy(trained_by[optimizer if optimizer in trained_by else "muon"])
+    for held in optimizer_states(state, optimizer, key)[:2]:              # 8 bits, and what is too small for them
+        whole = held[key]
+        for name, hostile in (HOSTILE | OTHER_PRECISION).items():
+            held[key] = hostile(torch.as_tensor(whole, dtype=getattr(whole, "dtype", torch.float32)))
+            torch.save(state, tmp_path / "foreign.pt")
+            with pytest.raises(CheckpointError) as fault:
+                checkpoint.load_checkpoint(tmp_path / "foreign.pt")
+            said = str(fault.value).partition(": ")[2]
+            assert said.startswith(f"optimizer_state_dict.{optimizer}.state.") and f"{key}: " in said or (
+                said.startswith("it names ")), (name, said)
+        held[key] = whole
+    torch.save(state, tmp_path / "foreign.pt")
+    checkpoint.load_checkpoint(tmp_path / "foreign.pt")
+
+
+@pytest.mark.parametrize("name", ("lm_head.weight", "engram_input.table.multiplier"))
+def test_weights_that_are_no_plain_tensors_are_refused_by_name(tmp_path, trained, name):
+    for hostile, change in HOSTILE.items():
+        weights = dict(trained["model_state_dict"])
+        weights[name] = change(weights[name])
+        if hostile == "long" and name.endswith("multiplier"):
+            continue
+        torch.save(trained | dict(model_state_dict=weights), tmp_path / "foreign.pt")
+        with pytest.raises(CheckpointError, match=rf"{name}|it names "):
+            checkpoint.load_checkpoint(tmp_path / "foreign.pt")
+
+
+def test_tensors_that_share_memory_are_refused(tmp_path, trained):
+    weights, states = trained["model_state_dict"], trained["optimizer_state_dict"]["adamw"]["state"]
+    for one, key, other in ((states[0], "exp_avg_sq", states[0]["exp_avg"]), (weights, "core.dt", weights["core.B"]),
+                            (states[0], "step", states[1]["step"]), (states[0], "exp_avg", weights["null_segment"])):
+        whole, one[key] = one[key], other
+        torch.save(trained, tmp_path / "foreign.pt")
+        one[key] = whole
+        with pytest.raises(CheckpointError, match=r"_state_dict\.\S+: shares its storage"):
+            checkpoint.load_checkpoint(tmp_path / "foreign.pt")
+
+
+def test_what_takes_more_memory_or_time_than_its_file_has_bytes_is_refused(tmp_path, trained):
+    class Zeros:
+        def __reduce__(self):
+            return bytearray, (1 << 40,)
+    deep = wide = ()
+    for _ in range(60):
+        deep = [deep, deep]                                               # 2 ** 60 values in 60 lists
+    for _ in range(10):
+        wide = [wide] * 100
+    path, endless = tmp_path / "foreign.pt", []
+    endless.append(endless)
+    for extra, said in ((Zeros(), "it names "), (deep, "more than 16 inside"), (wide, "more than 262,144 values"),
+                        (endless, "inside one another"), ("x" * 70_000, "extra: not a str"), (10 ** 400, "not a int"),
+                        ({(1, 2): 3}, "extra: not a dict"), ({1, 2}, "it names"), (b"x", "it names")):
+        torch.save(trained | dict(extra=extra), path)
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load_checkpoint(path)
+    torch.save(trained, path)
+    with zipfile.ZipFile(path) as archive:
+        records = [(record, archive.read(record)) for record in archive.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for record, content in records:
+            archive.writestr(record.filename, content)
+    with pytest.raises(CheckpointError, match="records are compressed"):
+        checkpoint.load_checkpoint(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        for record, content in records:
+            archive.writestr(record.filename, content)
+        largest = max(archive.filelist, key=lambda record: record.file_size)
+        for number in range(9):                                           # names of the same bytes
+            archive.filelist.append(copy.copy(largest))
+            archive.filelist[-1].filename = f"archive/data/{1000 + number}"
+    with pytest.raises(CheckpointError, match="lie over one another"):
+        checkpoint.load_checkpoint(path)
+
+
+@pytest.mark.parametrize("make", (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)),
+                         ids=("pipe", "directory", "device"))
+def test_what_is_no_file_is_named_and_never_opened(tmp_path, shards, capsys, make):
+    directory = run(tmp_path, shards, "--ckpt_every", "1", steps=2)
+    odd = directory / "spider-step3.pt"
+    make(odd)
+    run(tmp_path, shards, steps=3)
+    assert f"passed over: {odd} is not a checkpoint that can be read safely: it is no reg" in capsys.readouterr().err
+    assert odd.is_file() and final_state(directory)["step"] == 3          # and what was there is set aside
+    [aside] = directory.glob("spider-step3.before-*.pt")
+    assert train.command_line(run_flags(shards, tmp_path / "new", "--resume", str(aside))) == 2
+    assert f"{aside} is not a checkpoint" in capsys.readouterr().err.splitlines()[-1]
+    (directory / "metrics.jsonl").unlink()
+    make(directory / "metrics.jsonl")
+    assert train.command_line(run_flags(shards, directory, steps=4)) == 2
+    assert "metrics.jsonl is no regular file: move it away" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_leads_outside_is_never_written_through(tmp_path, shards):
+    directory, outside = run(tmp_path, shards, "--ckpt_every", "1", steps=1), tmp_path / "outside"
+    outside.write_text('{"step": 1}\n')
+    (directory / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", "spider-step2.pt", "spider-step3.pt"):
+        (directory / name).symlink_to(outside if name < "spider-step3" else tmp_path / "gone")
+    run(tmp_path, shards, "--ckpt_every", "1", "--keep_last", "9", steps=3)
+    assert outside.read_text() == '{"step": 1}\n' and not (tmp_path / "gone").exists()
+    assert [line["step"] for line in metrics(directory)] == [1, 2, 3] and final_state(directory)["step"] == 3
+    assert len([path for path in directory.iterdir() if path.is_symlink()]) == 2          # set aside as they were
+
+
+def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path, shards, capsys):
+    name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
+    run(tmp_path, shards, "--dry_run", ckpt=name)
+    directory = run(tmp_path, shards, "--sample_every", "9", ckpt=name, steps=2)
+    (directory / "spider-step2.pt").write_bytes(b"no checkpoint")
+    assert train.command_line(run_flags(shards, directory)) == 2
+    assert train.command_line(run_flags(tmp_path / name / name, directory, "--dry_run")) == 2
+    said = [line for part in capsys.readouterr() for line in part.split("\n")]
+    assert sum("99:99:99 forged" in line for line in said) > 4 and not any(line[:8] == "99:99:99" for line in said)
+    assert [line for line in said if not line.isprintable()] == []
+
+
 @pytest.mark.parametrize("change", (
     dict(step="3"), dict(step=-1), dict(step=10 ** 60), dict(n_loops=0), dict(owed=5),
-    dict(owed=dict(step=3, loss="x")), dict(average_loss=1.0, last_loss=None), dict(flags=dict(lr=torch.ones(2))),
+    dict(owed=dict(step=1, loss="x")), dict(owed=dict(loss=1.0)), dict(owed=dict(step=2)), dict(owed=dict(step=True)),
+    dict(owed=dict(step=1, loss=10 ** 400)), dict(n_loops=4097), dict(flags=dict(seed=10 ** 400)),
+    dict(average_loss=1.0, last_loss=None), dict(flags=dict(lr=torch.ones(2))),
     dict(targets=[torch.ones(2)]), dict(best_loss=math.nan), dict(exploded="no"), dict(optimizer_state_dict=[]),
     dict(lineage=None)), ids=lambda change: next(iter(change)))
 def test_plain_values_that_no_run_writes_are_refused_by_name(tmp_path, trained, shards, change, capsys):
@@ -631,18 +794,6 @@ def test_weights_that_are_no_weights_are_refused(tmp_path, trained, shards, dama
     torch.save(trained | dict(model_state_dict=weights), tmp_path / "foreign.pt")
     assert train.command_line(run_flags(shards, tmp_path / "new", "--resume", str(tmp_path / "foreign.pt"))) == 2
     assert "foreign.pt" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path, shards, capsys):
-    name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
-    run(tmp_path, shards, "--dry_run", ckpt=name)
-    directory = run(tmp_path, shards, "--sample_every", "9", ckpt=name, steps=2)
-    (directory / "spider-step2.pt").write_bytes(b"no checkpoint")
-    assert train.command_line(run_flags(shards, directory)) == 2
-    assert train.command_line(run_flags(tmp_path / name / name, directory, "--dry_run")) == 2
-    said = [line for part in capsys.readouterr() for line in part.split("\n")]
-    assert sum("99:99:99 forged" in line for line in said) > 4 and not any(line[:8] == "99:99:99" for line in said)
-    assert [line for line in said if not line.isprintable()] == []
 
 
 def test_another_vocabulary_is_refused(tmp_path, shards, capsys):
@@ -700,7 +851,7 @@ def test_a_checkpoint_that_would_execute_something_is_refused_and_nothing_runs(t
             return open, (str(tmp_path / "harm"), "w")
     torch.save({"step": Harmful()}, tmp_path / "foreign.pt")
     assert train.command_line(["--resume", str(tmp_path / "foreign.pt"), "--data_dir", str(shards)]) == 2
-    assert not (tmp_path / "harm").exists() and "GLOBAL io.open was not" in capsys.readouterr().err
+    assert not (tmp_path / "harm").exists() and "it names io.open, which no" in capsys.readouterr().err
 
 
 def test_a_run_that_starts_over_or_goes_back_leaves_the_files_of_the_one_before(tmp_path, shards):
@@ -746,6 +897,8 @@ def test_loops_of_a_run_stay_its_own_when_it_goes_on_and_others_are_named(tmp_pa
 
 @pytest.mark.parametrize("change,complaint", (
     (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg"),
+    (dict(cfg={"engram_byte_rows": 10 ** 18}), "cfg.engram_byte_rows"), (dict(cfg={"act": 1}), "cfg.act"),
+    (dict(cfg={"engram_orders": [3, "4"]}), "cfg.engram_orders"), (dict(cfg={"n_heads": 2.0}), "cfg.n_heads"),
     (dict(model_state_dict={}), "more layers than there are weights")))
 def test_a_checkpoint_of_another_program_is_refused_with_the_difference(tmp_path, shards, change, complaint, capsys):
     directory = run(tmp_path, shards, steps=1)
