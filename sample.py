@@ -1,26 +1,40 @@
 """Talk to a checkpoint.
 
     python sample.py                                            # the newest checkpoint in checkpoints/ writes something
+    python sample.py checkpoints/shakespeare --prompt "ROMEO:"  # the newest good one of a directory
     python sample.py checkpoints/spider-step750.pt --prompt "ROMEO:" --bytes 500 --temperature 0.8 --top_k 40
+
+What the model writes is printed as text, whole characters as they come; control characters and bytes that are not UTF-8
+are printed as escapes such as \\x1b, into files and pipes too. --raw prints its bytes as they are.
 """
 
 import argparse
+import codecs
 import os
 import sys
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+import data
 from checkpoint import CheckpointError, find_checkpoints, load_checkpoint
-from spider_model import Spider, SpiderConfig
+from spider_model import MAX_LOOPS, Spider, SpiderConfig
 from tokenizer import BOS_ID
-from train import UsageError, integer, real, resolve_device, resolve_precision
+from train import Parser, UsageError, integer, real, resolve_device, resolve_precision, start_log
 
 
-def load_model(path: Path, device: torch.device) -> tuple[Spider, int]:
-    """A checkpoint's model in evaluation mode, in the hardware's fast precision (FP8 apart: it is for training), and
-    the loops that it was trained with."""
-    state = load_checkpoint(path)
+def load_model(name: str, device: torch.device) -> tuple[Spider, int]:
+    """The model of a checkpoint, or of the newest good one in a directory, in evaluation mode and in the hardware's
+    fast precision (FP8 apart: it is for training), and the loops that it was trained with."""
+    path, found = Path(name), None
+    if path.is_dir() or not path.exists():
+        found = find_checkpoints(path)
+        if not found:
+            raise UsageError(f"{name}: there is no checkpoint there that can be used; name another, or train first")
+        path = found[-1].path
+    state = load_checkpoint(path, sealed=not found, mapped=True)
     with torch.device("meta"):
         model = Spider(SpiderConfig(**state["cfg"]))
     model.to_empty(device=device).init_weights()
@@ -38,41 +52,54 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             except ValueError as wanted:
                 raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
         return convert
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", nargs="?", help="a file; without it the newest one in checkpoints/")
+    parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", default="checkpoints", help="a file, or a directory (checkpoints)")
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--bytes", type=checked(integer(1)), default=500, help="most bytes to write (500)")
     parser.add_argument("--temperature", type=checked(real(0)), default=0.8, help="0: always the likeliest byte (0.8)")
     parser.add_argument("--top_k", type=checked(integer(1)), help="draw from the k likeliest bytes only")
-    parser.add_argument("--n_loops", type=checked(integer(1)), help="loops of the core; without it as trained")
+    parser.add_argument("--n_loops", type=checked(integer(1, MAX_LOOPS)), help="loops of the core (as trained)")
     parser.add_argument("--seed", type=checked(integer(0)), default=0, help="of the draws (0)")
+    parser.add_argument("--raw", action="store_true", help="print bytes as they are, though a terminal may obey")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     return parser.parse_args(argv)
 
 
+def write(parts: Iterable[bytes], raw: bool):
+    """Bytes to standard output as they come: as they are, or as text in which only line breaks and tabs are obeyed."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        for part in parts:
+            if raw:
+                sys.stdout.buffer.write(part)
+            else:
+                print(*(c if c in "\n\t" else data.one_line(c) for c in decoder.decode(part)), sep="", end="")
+            sys.stdout.flush()
+    finally:
+        print(decoder.decode(b"", final=True), flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+    """Exit status: 0, also where nobody reads on; 2 with one line on stderr; 130 when interrupted."""
+    start_log()
     try:
+        args = parse_args(argv)
         device = resolve_device(args.device)
-        found = [] if args.checkpoint else find_checkpoints(Path("checkpoints"))
-        if not args.checkpoint and not found:
-            raise UsageError("there is no checkpoint in checkpoints/; name one, or train first")
-        model, n_loops = load_model(Path(args.checkpoint) if args.checkpoint else found[-1].path, device)
-    except (CheckpointError, UsageError) as fault:
-        print(f"sample.py: error: {fault}", file=sys.stderr)
-        return 2
-    generator = torch.Generator(device).manual_seed(args.seed)
-    prompt = os.fsencode(args.prompt)  # the bytes that were given, also where they are not UTF-8
-    sys.stdout.buffer.write(prompt)
-    try:
-        for byte in model.generate([BOS_ID, *prompt], args.bytes, args.temperature, args.top_k, generator,
-                                   n_loops=n_loops if args.n_loops is None else args.n_loops):
-            sys.stdout.buffer.write(bytes([byte]))
-            sys.stdout.buffer.flush()
-    except FloatingPointError as fault:
-        print(f"sample.py: error: {fault}", file=sys.stderr)
-        return 2
-    sys.stdout.buffer.write(b"\n")
+        model, n_loops = load_model(args.checkpoint, device)
+        prompt = os.fsencode(args.prompt)  # the bytes that were given, also where they are not UTF-8
+        generator = torch.Generator(device).manual_seed(args.seed)
+        written = model.generate([BOS_ID, *prompt], args.bytes, args.temperature, args.top_k, generator,
+                                 n_loops=n_loops if args.n_loops is None else args.n_loops)
+        write(chain([prompt], (bytes([byte]) for byte in written)), args.raw)
+    except KeyboardInterrupt:
+        return 130
+    except (CheckpointError, UsageError, FloatingPointError, OSError) as fault:
+        if isinstance(fault, OSError):    # of standard output: what is left to flush goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(fault, BrokenPipeError):
+            print(f"sample.py: error: {data.one_line(fault)}", file=sys.stderr)
+            return 2
     return 0
 
 

@@ -870,13 +870,13 @@ class Spider(nn.Module):
         """Yields up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; call it in evaluation mode.
 
         Each byte recomputes the last `context` ones. temperature 0 takes the likeliest byte, top_k the k likeliest.
-        FloatingPointError where a logit is no number.
+        FloatingPointError where a logit is no finite number.
         """
         device, ids = self.embed_tokens.device, list(ids)
         for _ in range(max_new_bytes):
             logits = self(torch.tensor([ids[-context:]], device=device), n_loops=n_loops).logits[0, -1].float()
-            if logits.isnan().any():
-                raise FloatingPointError("the model's logits are not numbers: its weights are ruined")
+            if not logits.isfinite().all():
+                raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
             logits[256:EOS_ID] = -math.inf                                                   # PAD, BOS
             logits[EOS_ID + 1:] = -math.inf                                                  # sentinels
             if top_k is not None:
@@ -884,8 +884,8 @@ class Spider(nn.Module):
             if temperature == 0:
                 chosen = int(logits.argmax())
             else:
-                chosen = int(torch.multinomial(((logits - logits.max()) / temperature).softmax(-1), 1,
-                                               generator=generator))
+                p = ((logits - logits.max()).double() / temperature).softmax(-1)  # any temperature above 0
+                chosen = int(torch.multinomial(p.float(), 1, generator=generator))
             if chosen == EOS_ID:
                 return
             ids.append(chosen)

@@ -73,7 +73,10 @@ def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
 
 def real(low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False) -> Callable:
     def parse(text):
-        value = float(text)
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError("a number") from None
         excluded = (open_low and value == low) or (open_high and value == high) or math.isinf(value)
         if excluded or not low <= value <= high:
             raise ValueError(f"a number {'above' if open_low else 'of at least'} {low:g}" + (
@@ -173,7 +176,6 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
         try:
             setattr(args, flag.name, flag.parse(text) if flag.parse else text)
         except ValueError as wanted:
-            wanted = "a number" if "could not convert" in str(wanted) else wanted
             raise UsageError(f"{source}: {text!r} is not {wanted}") from None
         args.given.add(flag.name)
     return args

@@ -28,6 +28,7 @@ import data
 import sample
 import train
 from checkpoint import CheckpointError, CheckpointWriter, Metrics, Progress, find_checkpoints
+from spider_model import MAX_LOOPS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact resumption
@@ -805,10 +806,11 @@ def test_another_vocabulary_is_refused(tmp_path, shards, capsys):
     assert train.command_line(argv) == 0
 
 
-def test_ruined_weights_are_said_not_sampled(tmp_path, shards, capsys):
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_ruined_weights_are_said_not_sampled(tmp_path, shards, capsys, value):
     directory = run(tmp_path, shards, steps=2)
     state = final_state(directory)
-    state["model_state_dict"]["lm_head.weight"].fill_(math.nan)
+    state["model_state_dict"]["lm_head.weight"][0, 0] = value
     torch.save(state, tmp_path / "ruined.pt")
     flags = ("--resume", str(tmp_path / "ruined.pt"), "--sample_every", "1")
     assert train.command_line(run_flags(shards, tmp_path / "new", *flags, steps=4)) == 0
@@ -881,6 +883,19 @@ def test_a_line_of_metrics_that_a_kill_cut_short_is_dropped(tmp_path, shards):
         file.write('{"step": 3, "lo')
     run(tmp_path, shards, steps=4)
     assert [line["step"] for line in metrics(directory)] == [1, 2, 3, 4]
+
+
+def test_the_most_loops_that_a_flag_takes_are_read_back(tmp_path, trained, capsys):
+    for n_loops, fits in ((MAX_LOOPS, True), (MAX_LOOPS + 1, False)):
+        torch.save(trained | dict(n_loops=n_loops), tmp_path / "spider-step1.pt")
+        assert bool(find_checkpoints(tmp_path)) == fits
+        argv = ["--n_loops", str(n_loops)]
+        for parse in (train.parse_args, sample.parse_args):
+            if fits:
+                assert parse(argv).n_loops == n_loops
+            else:
+                with pytest.raises(train.UsageError, match="at most 4096"):
+                    parse(argv)
 
 
 def test_loops_of_a_run_stay_its_own_when_it_goes_on_and_others_are_named(tmp_path, shards, capsys):
