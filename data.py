@@ -581,8 +581,8 @@ def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# prepare, reading: cutters plan pieces (size, (reader, path, ...)); readers of an open file yield (split, bytes, begins a
-# document, ends it). A packed file is one piece, its size that of the packed bytes.
+# prepare, reading: cutters plan pieces (size, (reader, path, ...)), of a packed file one with its size on disk;
+# readers of an open file yield (split, bytes, begins a document, ends it)
 
 class Input(NamedTuple):
     path: str
@@ -1027,7 +1027,7 @@ class ShardWriter:
 def write_unit(out: Path, unit: int, pieces: list, limit: int, report: Callable) -> list[dict]:
     """Writes train-UNIT.bin and val-UNIT.bin, as far as there is something for them; returns their metadata entries.
 
-    Behind `limit` bytes of text a split goes on in UNIT_00001 and so on. `report` gets the bytes of input that are done.
+    Behind `limit` bytes of text a split goes on in UNIT_00001, and so on. `report` is told of the input that is read.
     """
     writers, entries, left = dict(train=[], val=[]), [], 0
 

@@ -1025,6 +1025,20 @@ def test_a_fault_in_one_file_ends_the_reading_of_the_others(tmp_path, capsys):
     assert f"{tmp_path}/a.jsonl.gz:1: no object" in capsys.readouterr().err and not (tmp_path / "o").exists()
 
 
+def test_ctrl_c_ends_the_reading_of_packed_files_and_the_same_command_goes_on(tmp_path):
+    for name in ("a.txt.gz", "b.txt.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(bytes(1 << 20), 1) * 200)
+    command = [sys.executable, "data.py", "prepare", tmp_path, "--workers", "2", "--unit_mb", "0.00001", "--out"]
+    run, deadline = subprocess.Popen([*command, tmp_path / "o"], cwd=ROOT, stderr=subprocess.PIPE,
+                                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+                                     ), time.monotonic() + 60
+    while len(list(tmp_path.glob("o/.train*.tmp"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    assert b"interrupted; the same command again goes on" in run.communicate()[1] and run.returncode == 130
+    assert os.listdir(tmp_path / "o") == ["prepare.jsonl"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # verify, and the script itself
 
