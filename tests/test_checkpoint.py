@@ -646,7 +646,6 @@ HOSTILE = dict(
     behind_an_offset=lambda t: torch.stack((t, t))[1],
     sparse=lambda t: t.to_sparse(), parameter=lambda t: torch.nn.Parameter(t.float()), meta=lambda t: t.to("meta"),
     long=lambda t: t.long(), bool=lambda t: t.bool(), complex=lambda t: t.to(torch.complex64),
-    quantised=lambda t: torch.quantize_per_tensor(t.float(), 1, 0, torch.qint8),
     list=lambda t: [1.0], fraction=lambda t: 1.5, below_0=lambda t: -1, huge=lambda t: 1 << 64, text=lambda t: "3",
     nothing=lambda t: None)
 OTHER_PRECISION = dict(double=lambda t: t.double(), half=lambda t: t.half())
