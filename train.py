@@ -21,11 +21,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -892,21 +894,40 @@ def start_wandb(args, closing: ExitStack):
 
 
 class Feed:
-    """This rank's micro-batches, step after step; a thread works out those of a step during the one before it."""
+    """This rank's micro-batches, step after step; a thread works out those of a step during the one before it.
+
+    The thread is a daemon: where a disk holds it up, a signal and the end of the process do not wait for it.
+    """
 
     def __init__(self, loader: data.Loader, args, rank: int, ranks: int, device: torch.device, progress: Progress,
                  closing: ExitStack):
         self.loader, self.args, self.rank, self.ranks, self.device = loader, args, rank, ranks, device
-        self.step, self.first = progress.step, progress.bytes_seen // args.seq_len
-        self.pool = closing.enter_context(ThreadPoolExecutor(1))
-        self.upcoming = self.pool.submit(self._fetch, self.step, self.first)
+        self.first, self.steps = progress.bytes_seen // args.seq_len, count(progress.step)
+        self.wanted, self.fetched = SimpleQueue(), SimpleQueue()
+        self.thread = Thread(target=self._fetch_all, daemon=True)
+        self.thread.start()
+        self.wanted.put(True)
+        closing.callback(self.close)
 
     def take(self) -> tuple[list[Batch], int]:
         """The next step's batches, and the epoch that it begins in; those of the step after it are begun."""
-        fetched = self.upcoming.result()
-        self.step, self.first = self.step + 1, self.first + self.args.micro_batch * self.ranks * self.args.grad_accum
-        self.upcoming = self.pool.submit(self._fetch, self.step, self.first)
+        fetched = self.fetched.get()
+        if isinstance(fetched, BaseException):
+            raise fetched
+        self.wanted.put(True)
         return fetched
+
+    def close(self):
+        self.wanted.put(False)
+        self.thread.join(1.0)             # a thread that is well ends in order
+
+    def _fetch_all(self):
+        while self.wanted.get():
+            try:
+                self.fetched.put(self._fetch(next(self.steps), self.first))
+            except BaseException as fault:
+                self.fetched.put(fault)
+            self.first += self.args.micro_batch * self.ranks * self.args.grad_accum
 
     def _fetch(self, step: int, first: int) -> tuple[list[Batch], int]:
         noise, out = step_seed(self.args.seed, step, "noise"), []

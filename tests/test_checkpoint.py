@@ -304,6 +304,19 @@ def test_a_step_that_takes_too_long_is_dropped_at_a_signal_and_done_again(tmp_pa
     assert_same_runs(run(tmp_path, shards, steps=8), run(tmp_path, shards, steps=8, ckpt="whole"))
 
 
+def test_a_disk_that_stalls_holds_up_neither_a_signal_nor_the_end_of_the_process(tmp_path, shards, processes):
+    flags = ("--eval_every", "0")
+    run(tmp_path, shards, *flags, steps=3)
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", *flags, steps=8), slow="data.cut_rows",
+                    patience=1.0)
+    until_said(tmp_path, "SLEEPS")
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
+    assert_same_runs(run(tmp_path, shards, *flags, steps=8), run(tmp_path, shards, *flags, steps=8, ckpt="whole"))
+
+
 def test_a_signal_saves_also_where_nobody_reads_what_is_said(tmp_path, shards, processes):
     directory = tmp_path / "run"
     process = start(processes, tmp_path, run_flags(shards, directory, steps=300), deaf=True)
