@@ -448,7 +448,8 @@ def primes_below(limit: int, count: int) -> list[int]:
 
 class EngramTable(nn.Module):
     """One memory's rows: for each order n and head, row (XOR over k < n of byte_{t-k} * multiplier_k) mod a prime of
-    its own. The tables lie one after the other in `weight`; a row never used stays zero."""
+    its own. The tables lie one after the other in `weight`; a row never used stays zero. Gradients of lookups are not
+    in weight.grad but in `gathered`, until `forget`."""
 
     def __init__(self, orders: tuple[int, ...], heads: int, rows: int, dim: int):
         super().__init__()
@@ -458,6 +459,7 @@ class EngramTable(nn.Module):
         self.register_buffer("multiplier", torch.empty(max(orders), dtype=torch.int64))
         self.register_buffer("prime", torch.empty(len(orders), heads, dtype=torch.int64), persistent=False)
         self.register_buffer("offset", torch.empty(len(orders), heads, dtype=torch.int64), persistent=False)
+        self.forget()
 
     def init_hash(self, seed: int):
         """Odd 64-bit multipliers from `seed`, primes and offsets from the sizes; no random state is touched."""
@@ -479,8 +481,46 @@ class EngramTable(nn.Module):
         return torch.cat(found, dim=1)
 
     def forward(self, shifted: Tensor) -> Tensor:
-        """-> [rows, orders * heads, dim]; the gradient is sparse, of the rows looked up."""
-        return F.embedding(self.addresses(shifted), self.weight, sparse=True)
+        """-> [rows, orders * heads, dim]; its gradient goes to `gather`, weight.grad stays None."""
+        return _Lookup.apply(self.weight, self.addresses(shifted), self)
+
+    def gather(self, row: Tensor, grad: Tensor):
+        """Keeps what the optimizer needs of lookups: their rows [n], gradients [n, dim] and mean squares of these.
+
+        They are listed as they come and, once more than half as many as the table has rows, summed by row: a step's
+        memory is bounded by the table's, whatever the number of lookups and micro-steps. Merging equal rows before
+        their squares are taken, as torch does when it adds sparse gradients on a CPU, would lose the squares."""
+        self.lookups.append((row, grad, torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1])))
+        rows = len(self.weight)
+        if 2 * sum(len(row) for row, _, _ in self.lookups) > rows:
+            if self.sums is None:
+                self.sums = torch.arange(rows, device=row.device), torch.zeros_like(self.weight), grad.new_zeros(rows)
+            for row, grad, square in self.lookups:
+                self.sums[1].index_add_(0, row, grad)
+                self.sums[2].index_add_(0, row, square)
+            self.lookups.clear()
+
+    def gathered(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Rows [n], gradients [n, dim] and mean squares [n] since `forget`; a row may come several times."""
+        return self.lookups + [self.sums] * (self.sums is not None)
+
+    def forget(self):
+        self.lookups, self.sums = [], None
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table by address, [rows, tables] -> [rows, tables, dim]; the table gathers their gradients itself."""
+
+    @staticmethod
+    def forward(ctx, weight, address, table):
+        ctx.save_for_backward(address)
+        ctx.table = table
+        return F.embedding(address, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.table.gather(ctx.saved_tensors[0].flatten(), grad.flatten(0, 1))
+        return None, None, None
 
 
 class SegmentEngram(nn.Module):
@@ -722,6 +762,7 @@ class Spider(nn.Module):
                     module.w_down.normal_(std=(2 * depth * c.moe_intermediate_size) ** -0.5)
             elif isinstance(module, EngramTable):
                 module.weight.zero_()
+                module.forget()
                 module.init_hash(tables)
                 tables += 1
             elif isinstance(module, SegmentEngram):
@@ -851,6 +892,13 @@ class Spider(nn.Module):
         finally:
             for module in modules:
                 module.cast = None
+
+    def zero_grad(self, set_to_none: bool = True):
+        """Drops all gradients, those too that Engram tables have gathered."""
+        super().zero_grad(set_to_none)
+        for module in self.modules():
+            if isinstance(module, EngramTable):
+                module.forget()
 
     def set_backend(self, backend: str):
         """Which of tile_moe.BACKENDS computes the experts."""

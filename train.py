@@ -394,44 +394,49 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one accumulator per row, on the rows looked up only: a large table costs what is read of it.
+    """Adagrad with one accumulator per row of Engram tables, on the rows looked up only: a large table costs what is
+    read of it.
 
-    Takes the sparse gradients of embeddings [rows, dim], uncoalesced: a row's step is lr * sum(g) / sqrt(sum of
-    mean(g^2) over all lookups so far), sums over the step's lookups g of the row. It neither sorts nor synchronises.
+    A row's step is lr * sum(g) / sqrt(sum of mean(g^2) over all lookups so far), sums over the step's lookups g of the
+    row, however they are dealt out to micro-steps. It neither sorts nor synchronises.
     """
 
-    def __init__(self, params, lr: float):
-        super().__init__(params, dict(lr=lr))
+    def __init__(self, tables: list[EngramTable], lr: float):
+        self.tables = {table.weight: table for table in tables}
+        super().__init__([*self.tables], dict(lr=lr))
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if not self.state[p]:
+                gathered = self.tables[p].gathered()
+                if gathered and not self.state[p]:
                     self.state[p]["sum"] = p.new_zeros(len(p))
-                row, value, total = p.grad._indices()[0], p.grad._values(), self.state[p]["sum"]
-                total.index_add_(0, row, value.square().mean(1))
-                scale = -group["lr"] / (total.index_select(0, row).sqrt_() + 1e-10)
-                p.index_add_(0, row, value * scale[:, None])  # its alpha would make it ten times slower on a CPU
+                for row, _, square in gathered:
+                    self.state[p]["sum"].index_add_(0, row, square)
+                for row, grad, _ in gathered:
+                    scale = -group["lr"] / (self.state[p]["sum"].index_select(0, row).sqrt_() + 1e-10)
+                    p.index_add_(0, row, grad * scale[:, None])  # its alpha would make it ten times slower on a CPU
+
+    def zero_grad(self, set_to_none: bool = True):
+        for table in self.tables.values():
+            table.forget()
 
     @torch.no_grad()
     def reset(self):
         """Empties the tables and forgets their past."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.zero_()
-                self.state[p].clear()
+        for p in self.tables:
+            p.zero_()
+            self.state[p].clear()
 
 
 class Optimizers:
     """The optimizers of one model by name, stepped together; what belongs to which is decided here."""
 
     def __init__(self, model: Spider, name: str, args):
-        tables = [m.weight for m in model.modules() if isinstance(m, EngramTable)]
+        tables = [m for m in model.modules() if isinstance(m, EngramTable)]
         matrices = [p for key, p in model.named_parameters() if is_matrix(key, p)]
-        taken = {id(p) for p in tables + matrices}
+        taken = {id(p) for p in [table.weight for table in tables] + matrices}
         rest = [p for p in model.parameters() if id(p) not in taken]
         adam = [dict(params=[p for p in rest if p.ndim >= 2], weight_decay=args.weight_decay),
                 dict(params=[p for p in rest if p.ndim < 2], weight_decay=0.0)]

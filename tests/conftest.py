@@ -13,7 +13,7 @@ SHARED = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 
 from checkpoint import find_checkpoints  # noqa: E402
-from spider_model import Spider, SpiderConfig  # noqa: E402
+from spider_model import EngramTable, Spider, SpiderConfig  # noqa: E402
 from tokenizer import BOS_ID, EOS_ID  # noqa: E402
 from train import accumulate, command_line, update  # noqa: E402
 
@@ -51,6 +51,17 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
 def train_step(model: Spider, optimizers, batches: list, n_loops: int, args) -> dict:
     """A whole optimizer step; returns its statistics."""
     return update(model, optimizers, *accumulate(model, batches, n_loops), sum(batch.real for batch in batches), args)
+
+
+def gradients(model: Spider) -> dict:
+    """Gradients by parameter's name, None where there is none; of Engram tables the sums of what they gathered."""
+    found = {name: p.grad for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, EngramTable) and module.gathered():
+            found[f"{name}.weight"] = torch.zeros_like(module.weight)
+            for row, grad, _ in module.gathered():
+                found[f"{name}.weight"].index_add_(0, row, grad)
+    return found
 
 
 def text(rows: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -1,15 +1,17 @@
 """Schedules, optimizers, the step, FP8 and evaluation."""
 
+import copy
 import math
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, awake, final_state, metrics, run, small_config, text, train_step
+from conftest import assert_same, awake, final_state, gradients, metrics, run, small_config, text, train_step
 
 import data
 import train
+from spider_model import EngramTable
 from train import Batch, Muon, Optimizers, RowwiseAdagrad, lr_factor, orthogonalize, parse_args
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,19 +58,103 @@ def test_muon_treats_a_stack_as_its_matrices_and_follows_torchs_own():
     torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in others]), rtol=0, atol=2e-3)
 
 
+def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
+    """A table [rows, 3] of zeros whose bytes are its addresses, for a prime of rows, and its optimizer."""
+    table = EngramTable((1,), 1, rows, 3)
+    torch.nn.init.zeros_(table.weight)
+    table.addresses = lambda shifted: shifted.T
+    return table, RowwiseAdagrad([table], lr=0.5)
+
+
 def test_rowwise_adagrad_touches_looked_up_rows_only_and_scales_by_their_past():
-    table = torch.nn.Parameter(torch.zeros(5, 3))
-    optimizer = RowwiseAdagrad([table], lr=0.5)
+    table, optimizer = small_table()
     for expected in (0.5, 0.5 / 2 ** 0.5):
-        before = table.detach().clone()
-        torch.nn.functional.embedding(torch.tensor([2]), table, sparse=True).sum().mul(7).backward()
+        before = table.weight.detach().clone()
+        table(torch.tensor([[2]])).sum().mul(7).backward()
         optimizer.step()
         optimizer.zero_grad()
-        step = before - table.detach()
+        step = before - table.weight.detach()
         torch.testing.assert_close(step[2], torch.full((3,), expected))
         assert not step[[0, 1, 3, 4]].any()
     optimizer.reset()
-    assert not table.any() and not optimizer.state[table]
+    assert not table.weight.any() and not optimizer.state[table.weight]
+
+
+@pytest.mark.parametrize("rows", (5, 101), ids=("summed by row", "listed"))
+@pytest.mark.parametrize("parts", (1, 2, 4))
+def test_a_rows_past_is_the_sum_of_its_lookups_squares_not_the_square_of_their_sum(rows, parts):
+    """Two lookups of squares 2 make 4; merged before, as torch adds sparse gradients on a CPU, they would make 8."""
+    table, optimizer = small_table(rows)
+    for part in torch.tensor([[2, 4, 2, 0]]).chunk(parts, dim=1):
+        (table(part) * 2 ** 0.5).sum().backward()
+    optimizer.step()
+    total = torch.zeros(rows)
+    total[[0, 2, 4]] = torch.tensor([2.0, 4.0, 2.0])
+    torch.testing.assert_close(optimizer.state[table.weight]["sum"], total)
+    expected = torch.zeros(rows, 3)
+    expected[[0, 2, 4]] = torch.tensor([-0.5, -0.5 * 2 ** 0.5, -0.5])[:, None]  # lr * sum(g) / sqrt(sum)
+    torch.testing.assert_close(table.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("rows", (300, 30_000), ids=("summed by row", "listed"))
+def test_the_same_global_batch_moves_the_tables_alike_however_it_is_split(rows):
+    ids, labels = text(8, 32, seed=1), text(8, 32, seed=2)
+    args = parse_args(["--grad_clip", "0"])
+    results = []
+    for parts in (1, 2, 4):
+        model = awake(small_config(engram_byte_rows=rows, engram_rows=rows, aux_loss_weight=0.0, z_loss_weight=0.0,
+                                   ponder_weight=0.0), dtype=torch.float64)
+        model.set_backend("loop")         # grouped products have no float64
+        before = {key: p.detach().clone() for key, p in model.named_parameters() if key.endswith("table.weight")}
+        optimizers = Optimizers(model, "adamw", args)
+        optimizers.set_lr(0.01, 0.0)      # the tables alone move
+        size = 8 // parts
+        for step in range(2):
+            batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
+            train_step(model, optimizers, batches, 2, args)
+        moved = {key: p.detach() - before[key] for key, p in model.named_parameters() if key in before}
+        results.append((moved, [state["sum"] for state in optimizers.parts["engram"].state.values()]))
+    for moved, sums in results:
+        assert all(0.01 < table.abs().max() for table in moved.values())
+        assert all((table == 0).all(1).any() for table in moved.values())  # the untouched
+        for (key, table), past, expected_past in zip(moved.items(), sums, results[0][1]):
+            torch.testing.assert_close(table, results[0][0][key], rtol=1e-9, atol=1e-12, msg=key)
+            torch.testing.assert_close(past, expected_past, rtol=1e-9, atol=0)
+
+
+def test_tables_gather_no_more_than_their_rows_whatever_the_number_of_micro_steps():
+    table, _ = small_table(101)
+    for _ in range(50):
+        table(torch.arange(40)[None]).sum().backward()
+        assert sum(len(row) for row, _, _ in table.gathered()) <= 1.5 * 101 + 40
+
+
+def test_what_tables_gathered_ends_with_the_step_whichever_way_it_ends():
+    """A skipped step, the warm-up's zero_grad and a move through the meta device; a checkpoint never holds it."""
+    model = awake(small_config())
+    tables = [module for module in model.modules() if isinstance(module, EngramTable)]
+    keys, args = model.state_dict().keys(), parse_args([])
+    optimizers = Optimizers(model, "adamw", args)
+    batch = [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)]
+
+    def gather():
+        train.accumulate(model, batch, 2)
+        assert all(table.gathered() and table.weight.grad is None for table in tables)
+        assert model.state_dict().keys() == keys and not optimizers.parts["engram"].state
+    gather()
+    model.zero_grad()
+    assert not any(table.gathered() for table in tables)
+    gather()
+    other = copy.deepcopy(model)
+    optimizers.zero_grad()
+    assert not any(table.gathered() for table in tables)
+    gather()
+    model.prelude[0].ffn.down_proj.weight.data[0, 0] = math.nan
+    model.zero_grad()
+    assert train_step(model, optimizers, batch, 2, args)["skipped"]
+    assert not any(table.gathered() for table in tables) and not any(table.weight.isnan().any() for table in tables)
+    other.to("meta").to_empty(device="cpu").init_weights()
+    assert not any(table.gathered() for table in other.modules() if isinstance(table, EngramTable))
 
 
 @pytest.mark.parametrize("name", ("adamw", "adamw8bit", "muon"))
@@ -78,7 +164,7 @@ def test_every_parameter_is_trained_once_tables_at_five_times_the_rate_without_d
     owned = [p for part in optimizers.parts.values() for group in part.param_groups for p in group["params"]]
     assert sorted(map(id, owned)) == sorted(map(id, model.parameters()))
     optimizers.set_lr(0.01, 1.0)
-    tables = [id(m.weight) for m in model.modules() if isinstance(m, train.EngramTable)]
+    tables = [id(m.weight) for m in model.modules() if isinstance(m, EngramTable)]
     for part in optimizers.parts.values():
         for group in part.param_groups:
             for p in group["params"]:
@@ -208,7 +294,7 @@ def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(
     model.compute_dtype, model.gradient_checkpointing = torch.bfloat16, True
     if fp8:
         train.convert_to_fp8(model, torch.device("cpu"), experts)
-    ids, gradients, casts = text(2, 64), [], []
+    ids, grads, casts = text(2, 64), [], []
     for module in model.modules():
         if hasattr(module, "cast_weight"):
             monkeypatch.setattr(module, "cast_weight", lambda dtype, cast=module.cast_weight: casts.append(cast(dtype)))
@@ -217,10 +303,10 @@ def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(
         with scope():
             for noise_seed in range(2):
                 model(ids, ids, noise_seed=noise_seed).loss.backward()
-        gradients.append({name: p.grad.to_dense().clone() for name, p in model.named_parameters()})
+        grads.append({name: grad.clone() for name, grad in gradients(model).items()})
     assert len(casts) == sum(hasattr(module, "cast_weight") for module in model.modules())
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=0.03, atol=0.01 * float(gradient.abs().max()))
+    for name, gradient in grads[0].items():
+        torch.testing.assert_close(grads[1][name], gradient, rtol=0.03, atol=0.01 * float(gradient.abs().max()))
 
 
 def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
@@ -247,7 +333,7 @@ def test_the_warm_up_passes_change_nothing():
     before = {key: value.clone() for key, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
     train.warm_up(model, 2, 32, 2, torch.device("cpu"))
-    assert torch.equal(random_state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    assert torch.equal(random_state, torch.get_rng_state()) and set(gradients(model).values()) == {None}
     assert_same(before, dict(model.state_dict()))
 
 
