@@ -345,6 +345,8 @@ class Muon(torch.optim.Optimizer):
 
     torch.optim.Muon takes single matrices only; here a stack of experts, and all matrices of one shape, are one batch.
     The step has the size of AdamW's, 0.2 * sqrt(max(r, c)) times an orthogonal matrix (Moonlight, arXiv 2502.16982).
+    That size does not fade with the momentum, so what had no gradient stays as it is, weights and momentum: a parameter
+    without one, and in a stack each matrix of gradient zero (an idle expert, the adapter of a loop that did not run).
     """
 
     batch_elements = 1 << 26              # most elements stacked at a time
@@ -369,17 +371,24 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
-        grads = [p.grad for p in params]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        looking_ahead = torch._foreach_lerp(grads, buffers, momentum)                        # Nesterov
         rows, columns = params[0].shape[-2:]
+        weights = [p.view(-1, rows, columns) for p in params]                                # of n matrices together
+        buffers = [self.state[p]["momentum_buffer"].view(-1, rows, columns) for p in params]
+        grads = [p.grad.reshape(-1, rows, columns) for p in params]
+        fresh, kept, counts = 1 - momentum, 1 - lr * group["weight_decay"], [len(w) for w in weights]
+        stacked = sum(counts) > len(params)
+        if stacked:                       # 1 or 0 for each matrix, [n, 1, 1]: the host need not know
+            moved = torch.cat([torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True) for g in grads]) != 0
+            fresh, kept = (torch.where(moved, part, rest).to(weights[0].dtype).split(counts)
+                           for part, rest in ((fresh, 0.0), (kept, 1.0)))
+        torch._foreach_lerp_(buffers, grads, fresh)
+        looking_ahead = torch._foreach_lerp(grads, buffers, momentum)                        # Nesterov
         dtype = torch.bfloat16 if multiplies_bf16(params[0].device) else torch.float32
-        update = orthogonalize(torch.cat([g.reshape(-1, rows, columns) for g in looking_ahead]).to(dtype))
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        parts = update.to(params[0].dtype).split([p.numel() // (rows * columns) for p in params])
-        torch._foreach_add_(params, [u.view_as(p) for u, p in zip(parts, params)],
-                            alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
+        update = orthogonalize(torch.cat(looking_ahead).to(dtype)).to(grads[0].dtype)
+        if stacked:
+            update.mul_(moved)
+        torch._foreach_mul_(weights, kept)
+        torch._foreach_add_(weights, update.split(counts), alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -431,7 +440,11 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """The optimizers of one model by name, stepped together; what belongs to which is decided here."""
+    """The optimizers of one model by name, stepped together; what belongs to which is decided here.
+
+    A slice without gradient (of an expert, of a loop) goes on moving under AdamW, as it does in torch: by its momentum
+    while that fades, and by weight decay. Muon leaves it alone.
+    """
 
     def __init__(self, model: Spider, name: str, args):
         tables = [m for m in model.modules() if isinstance(m, EngramTable)]

@@ -58,6 +58,39 @@ def test_muon_treats_a_stack_as_its_matrices_and_follows_torchs_own():
     torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in others]), rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("backend,dtype", (("loop", "float32"), ("grouped", "float32"), ("grouped", "bfloat16")))
+def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(backend, dtype):
+    """Nor their momentum; what has a gradient beside them in the stack moves, and they do when they are needed."""
+    model = awake(small_config(n_loops=3))
+    model.set_backend(backend)
+    model.compute_dtype = getattr(torch, dtype)
+    optimizers = Optimizers(model, "muon", args := parse_args(["--weight_decay", "0.5"]))
+    optimizers.set_lr(0.01, 1.0)
+    batch = [Batch.of(text(4, 32, seed=1), text(4, 32, seed=2), 0)]
+    moe, core = model.core.layers[0].moe, model.core
+    idle = {"w_gate": (moe.w_gate, 1), "w_up": (moe.w_up, 1), "w_down": (moe.w_down, 1),
+            "lora_down": (core.lora_down, 2), "lora_up": (core.lora_up, 2)}
+
+    def slices() -> dict:
+        """(weight, momentum) of every matrix of the stacks."""
+        momentum = optimizers.parts["muon"].state
+        return {(name, i): (p[i].detach().clone(), momentum[p]["momentum_buffer"][i].clone())
+                for name, (p, _) in idle.items() for i in range(len(p))}
+    train_step(model, optimizers, batch, 3, args)
+    before = slices()
+    assert all(momentum.any() for _, momentum in before.values())
+    moe.expert_bias[1] = -100
+    for _ in range(2):
+        train_step(model, optimizers, batch, 2, args)
+    after = slices()
+    for (name, i), parts in before.items():
+        for part, now in zip(parts, after[name, i]):
+            assert torch.equal(part, now) == (i == idle[name][1]), (name, i)
+    moe.expert_bias[1] = 0
+    train_step(model, optimizers, batch, 3, args)
+    assert not any(torch.equal(after[key][0], weight) for key, (weight, _) in slices().items())
+
+
 def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
     """A table [rows, 3] of zeros whose bytes are its addresses, for a prime of rows, and its optimizer."""
     table = EngramTable((1,), 1, rows, 3)
