@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from tile_moe import Routing, fp8_grouped_product, grouped_product, moe_forward, route
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
-BOUNDARIES = ("learned", "whitespace", "every_third")
+BOUNDARIES = ("learned", "whitespace", "every_third", "every_byte")
 MAX_LOOPS = 4096                          # of the core, in a flag as in a checkpoint
 
 
@@ -40,7 +40,7 @@ class SpiderConfig:
     vocab_size: int = VOCAB_SIZE
     hidden_size: int = 2048
     n_prelude_layers: int = 2
-    n_recurrent_layers: int = 6
+    n_recurrent_layers: int = 6           # 0: no core, the byte layers alone, as a control arm
     n_coda_layers: int = 2
     n_loops: int = 6                      # loops trained with; beyond them the last one's adapter serves
     # attention (MLA)
@@ -61,7 +61,7 @@ class SpiderConfig:
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     # segments
-    boundaries: str = "learned"           # or, as control arms, whitespace and every_third
+    boundaries: str = "learned"           # or, as control arms, whitespace, every_third, every_byte
     boundary_prior: float = 0.3           # first rate of boundaries per byte
     boundary_loss_weight: float = 1.0
     boundary_alpha: float = 1 / 3         # boundaries per byte are kept between alpha - lambda * sigma and alpha
@@ -86,7 +86,8 @@ class SpiderConfig:
     def __post_init__(self):
         for name in ("engram_layers", "engram_orders", "engram_byte_orders"):  # lists, when read back from JSON
             setattr(self, name, tuple(getattr(self, name)))
-        may_be_zero = ("n_prelude_layers", "n_coda_layers", "n_routed_experts", "n_shared_experts", "lora_rank")
+        may_be_zero = ("n_prelude_layers", "n_recurrent_layers", "n_coda_layers", "n_routed_experts",
+                       "n_shared_experts", "lora_rank")
         for name, value in vars(self).items():
             low = 0 if name in may_be_zero or type(value) is float else 1
             if type(value) in (int, float) and not low <= value < math.inf:
@@ -102,7 +103,7 @@ class SpiderConfig:
                 (self.n_routed_experts + self.n_shared_experts > 0, "there must be a routed or a shared expert"),
                 (not self.n_routed_experts or self.n_experts_per_tok <= self.n_routed_experts,
                  "n_experts_per_tok must lie between 1 and n_routed_experts"),
-                (all(0 <= layer < self.n_recurrent_layers for layer in self.engram_layers),
+                (not self.n_recurrent_layers or all(0 <= i < self.n_recurrent_layers for i in self.engram_layers),
                  "engram_layers must lie between 0 and n_recurrent_layers - 1"),
                 (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders")):
             if not holds:
@@ -269,8 +270,37 @@ def _attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
     return out if regular else out.index_select(0, slot)
 
 
+@dataclass
+class Left:
+    """The segments that have not halted: rows that a loop computes. Of the others, what later segments read stays as
+    their last loop left it.
+
+    Where the host knows `index`, halted rows leave every product. Where it would have to wait for their number, all N
+    rows are computed, and `mask` says whose results count. With neither, nothing has halted.
+    """
+    index: Tensor | None = None           # int64 [n], ascending
+    mask: Tensor | None = None            # bool [N]
+
+    def pick(self, x: Tensor) -> Tensor:
+        """[N, ...] -> the rows that are computed, [n, ...]."""
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def spread(self, x: Tensor, rows: int) -> Tensor:
+        """[n, D] -> [rows, D], zero where nothing was computed."""
+        return x if self.index is None else x.new_zeros(rows, x.shape[1]).index_copy(0, self.index, x)
+
+    def merge(self, before: Tensor | None, x: Tensor) -> Tensor:
+        """[n, D] -> [N, D], what was there before where nothing was computed, or where it does not count."""
+        if self.index is not None:
+            return before.index_copy(0, self.index, x)
+        return x if self.mask is None else torch.where(self.mask[:, None], x, before)
+
+
+EVERY_ROW = Left()
+
+
 class MLA(nn.Module):
-    """Multi-head latent attention: [rows, D] -> [rows, D]. A cache would hold kv_a_proj's output only."""
+    """Multi-head latent attention; what later rows read of a row is its latent alone, kv_lora_rank + rope numbers."""
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
@@ -282,17 +312,22 @@ class MLA(nn.Module):
         self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim))
         self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
 
-    def forward(self, x: Tensor, packing: Packing) -> Tensor:
-        c, rows, heads = self.config, len(x), self.config.n_heads
-        q = self.q_b_proj(rms_norm(self.q_a_proj(x))).view(rows, heads, -1)                # [rows, H, nope + rope]
-        q_nope, q_rope = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
-        c_kv, k_rope = self.kv_a_proj(x).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
+    def forward(self, x: Tensor, packing: Packing, left: Left,
+                latent: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [n, D] of the rows that are left -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
+        given ones, of the loop before, stay for the others."""
+        c = self.config
+        latent = left.merge(latent, self.kv_a_proj(x))
+        rows, heads = len(latent), c.n_heads
+        q = left.spread(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
+        q_nope, q_rope = q.view(rows, heads, -1).split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
+        c_kv, k_rope = latent.split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         kv = self.kv_b_proj(rms_norm(c_kv)).view(rows, heads, -1)                          # [rows, H, nope + v]
         k_nope, v = kv.split((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
         rope = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), packing)                # [rows, H + 1, rope]
         q_rope, k_rope = rope[:, :heads], rope[:, heads:].expand(-1, heads, -1)
         qkv = torch.cat((q_nope, q_rope, k_nope, k_rope, v), dim=-1)
-        return self.o_proj(attend(qkv.view(rows, heads, 3, -1), packing))
+        return self.o_proj(left.pick(attend(qkv.view(rows, heads, 3, -1), packing))), latent
 
 
 class SwiGLU(nn.Module):
@@ -317,7 +352,7 @@ class Block(nn.Module):
         self.ffn = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
-        x = x + self.attention(rms_norm(x), packing)
+        x = x + self.attention(rms_norm(x), packing, EVERY_ROW)[0]
         return x + self.ffn(rms_norm(x))
 
 
@@ -543,13 +578,17 @@ class SegmentEngram(nn.Module):
         memory = self.table(shifted).flatten(1).to(dtype)
         return rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
 
-    def forward(self, h: Tensor, recalled: tuple[Tensor, Tensor], packing: Packing) -> Tensor:
-        key, value = recalled
+    def forward(self, h: Tensor, recalled: tuple[Tensor, Tensor], packing: Packing, left: Left,
+                before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """h [n, D] of the rows that are left -> the same, and what the convolution reads, [N, D]; `before`: the loop
+        before's, which stays for the others."""
+        key, value = (left.pick(part) for part in recalled)
         match = (rms_norm(h) * key).sum(-1, keepdim=True, dtype=torch.promote_types(h.dtype, torch.float32))
         match = match / h.shape[1] ** 0.5
-        gate = torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())              # [N, 1]
+        gate = torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())              # [n, 1]
         u = gate.to(h.dtype) * value
-        return h + u + F.silu(self.convolve(rms_norm(u, self.eps), packing.position))
+        read = left.merge(before, rms_norm(u, self.eps))
+        return h + u + F.silu(left.pick(self.convolve(read, packing.position))), read
 
     def convolve(self, u: Tensor, position: Tensor) -> Tensor:
         """Depthwise causal convolution over the segments of a document, u [N, D] -> [N, D]."""
@@ -583,8 +622,11 @@ class ByteEngram(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # The recurrent core
 
+Seen = tuple[Tensor | None, Tensor | None]  # of a core layer, [N, ...]: latents and what the convolution read
+
+
 class RecurrentBlock(nn.Module):
-    """A layer of the core at segment rate: memory where it has one, attention, experts; [N, D] -> [N, D]."""
+    """A layer of the core at segment rate: memory where it has one, attention, experts."""
 
     def __init__(self, config: SpiderConfig, has_engram: bool):
         super().__init__()
@@ -592,13 +634,16 @@ class RecurrentBlock(nn.Module):
         self.attention = MLA(config)
         self.moe = MoE(config)
 
-    def forward(self, x: Tensor, packing: Packing, share: Tensor, recalled: tuple[Tensor, Tensor] | None,
-                topk_idx: Tensor | None = None) -> tuple[Tensor, Routing]:
+    def forward(self, x: Tensor, packing: Packing, share: Tensor, recalled: tuple[Tensor, Tensor] | None, left: Left,
+                seen: Seen, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing, Seen]:
+        """x and share of the rows that are left, [n, D] and [n]; `seen` of the loop before, [N, ...]."""
+        latent, read = seen
         if self.engram is not None:
-            x = self.engram(x, recalled, packing)
-        x = x + self.attention(rms_norm(x), packing)
+            x, read = self.engram(x, recalled, packing, left, read)
+        y, latent = self.attention(rms_norm(x), packing, left, latent)
+        x = x + y
         y, routing = self.moe(rms_norm(x), share, topk_idx)
-        return x + y, routing
+        return x + y, routing, (latent, read)
 
 
 class RecurrentCore(nn.Module):
@@ -616,6 +661,8 @@ class RecurrentCore(nn.Module):
             self.lora_down = nn.Parameter(torch.empty(loops, d, config.lora_rank))
             self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
         self.halt_predictor = Linear(d, 1, bias=True) if config.act else None
+        self.out_proj = Linear(d, d)
+        self.halted_leave: bool | None = None  # whether halted rows leave the products; None: on a CPU
 
     def decay(self) -> Tensor:
         """A [D] = exp(-dt * exp(log_A)), inside (0, 1) in fp32 whatever is learned."""
@@ -635,46 +682,52 @@ class RecurrentCore(nn.Module):
             return y
         return y + rms_norm(y) @ self.lora_down[loop].to(y.dtype) @ self.lora_up[loop].to(y.dtype)
 
+    def halt(self, h: Tensor) -> Tensor:
+        """Halting probabilities [n] of states [n, D]; without ACT no segment halts before the last loop."""
+        if self.halt_predictor is None:
+            return self.loop_embedding.new_zeros(len(h))
+        return self.halt_predictor(rms_norm(h).to(self.halt_predictor.weight.dtype)).sigmoid().squeeze(1)
+
     def forward(self, z: Tensor, packing: Packing, shifted: Tensor, n_loops: int,
                 share: Tensor, recompute: bool) -> tuple[Tensor, CoreStats]:
         """z [N, D] pooled segments, shifted [K, N] their last bytes, share [N] 1 / segments, 0 for rows that fill up.
 
-        Returns the state that ACT reads out, [N, D], and statistics."""
-        e, h, routings = rms_norm(z), None, []
+        Returns what the bytes receive of each segment, [N, D], and statistics."""
+        e, h, visits = rms_norm(z), None, []
         recalled = [layer.engram and layer.engram.recall(shifted, z.dtype) for layer in self.layers]
-        halting = Halting(len(z), self.config.act_threshold, self.loop_embedding)
+        seen: list[Seen] = [(None, None)] * len(self.layers)
+        leave = not z.is_cuda if self.halted_leave is None else self.halted_leave
+        halting = Halting(share, self.config.act_threshold, leave)
         for t in range(n_loops):
-            loop = min(t, self.config.n_loops - 1)
-            y = self.inject(h, e, loop)
-            for layer, memory in zip(self.layers, recalled):
-                y, routing = visit(layer, y, packing, share, memory, recompute)
-                routings.append(routing)
+            loop, left, part = min(t, self.config.n_loops - 1), halting.left, halting.share.sum()
+            even = halting.share / part.clamp_min(1e-9)
+            y = self.inject(h, left.pick(e), loop)
+            for i, layer in enumerate(self.layers):
+                y, routing, seen[i] = visit(layer, y, packing, even, recalled[i], left, seen[i], recompute)
+                visits.append(torch.cat((torch.stack((routing.aux_loss, routing.z_loss)), routing.load)) * part)
             h = self.adapt(y, loop)
-            last = t == n_loops - 1
-            if self.halt_predictor is not None:
-                p = self.halt_predictor(rms_norm(h).to(self.halt_predictor.weight.dtype)).sigmoid().squeeze(1)
-            else:
-                p = halting.left.new_full((len(z),), float(last))
-            halting.add(h, p, last)
-        load, aux_loss, z_loss = (torch.stack([getattr(r, name) for r in routings])
-                                  for name in ("load", "aux_loss", "z_loss"))
-        return halting.output, CoreStats(aux_loss.mean(), z_loss.mean(), share @ halting.ponder, share @ halting.loops,
-                                         load.detach().view(n_loops, len(self.layers), -1).sum(0))
+            h = halting.add(h, self.halt(h), last=t == n_loops - 1)
+            if len(h) == 0:
+                break
+        totals = torch.stack(visits).view(-1, len(self.layers), visits[0].numel()).sum(0)      # [L, 2 + E]
+        aux_loss, z_loss = totals[:, :2].mean(0) / halting.loops
+        stats = CoreStats(aux_loss, z_loss, halting.ponder, halting.loops, totals[:, 2:].detach())
+        return self.out_proj(rms_norm(halting.output)), stats
 
 
-def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, recalled,
-          recompute: bool) -> tuple[Tensor, Routing]:
+def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, recalled, left: Left, seen: Seen,
+          recompute: bool) -> tuple[Tensor, Routing, Seen]:
     """One pass through a core layer, its activations recomputed in the backward pass if asked: with the routing of the
     first time, since a near-tie that falls the other way would corrupt the gradient. Both passes are one graph to
     torch.compile, which might otherwise keep different tensors for each."""
     if not recompute:
-        return layer(x, packing, share, recalled)
+        return layer(x, packing, share, recalled, left, seen)
     decided = [x.new_full((len(x), layer.moe.config.n_experts_per_tok), -1, dtype=torch.int64)]
 
     def run(x):
-        y, routing = layer(x, packing, share, recalled, decided[-1])
+        y, routing, later = layer(x, packing, share, recalled, left, seen, decided[-1])
         decided.append(routing.topk_idx)
-        return y, routing
+        return y, routing, later
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -682,25 +735,35 @@ class Halting:
     """ACT over the loops: weighs each segment's states by its halting probabilities (Graves, arXiv 1603.08983).
 
     Weight of a loop: p while the running sum stays below the threshold; on the loop that reaches it, and on the last
-    one, what remains to 1; then nothing.
+    one, what remains to 1. Then the segment has halted and leaves the core.
     """
 
-    def __init__(self, segments: int, threshold: float, like: Tensor):
-        self.threshold, self.output = threshold, 0
-        self.left = like.new_ones(segments)          # [N] 1 - sum of weights so far
-        self.running = like.new_ones(segments, dtype=torch.bool)
-        self.loops = like.new_zeros(segments)        # loops that each segment needed
-        self.ponder = like.new_zeros(segments)       # loops + remainder; the gradient is the remainder's
+    def __init__(self, share: Tensor, threshold: float, leave: bool):
+        self.threshold, self.leave, self.left = threshold, leave, EVERY_ROW
+        self.share, self.remaining = share, torch.ones_like(share)  # [n] of what is left: part of all, 1 - sum of weights
+        self.output: Tensor | None = None                           # [N, D]
+        self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
 
-    def add(self, h: Tensor, p: Tensor, last: bool):
-        """h [N, D] the state after a loop, p [N] its halting probability."""
-        stops = self.running if last else self.running & (1 - self.left + p >= self.threshold)
-        weight = torch.where(stops, self.left, torch.where(self.running, p, 0))
-        self.output = self.output + weight[:, None].to(h.dtype) * h
-        self.loops = self.loops + self.running.to(p.dtype)
-        self.ponder = self.ponder + self.running.to(p.dtype) + torch.where(stops, self.left, 0)
-        self.left = torch.where(stops, 0, self.left - weight)
-        self.running = self.running & ~stops
+    def add(self, h: Tensor, p: Tensor, last: bool) -> Tensor:
+        """Takes the states after a loop, h [n, D], and their halting probabilities p [n]; returns the states of the
+        segments that the next loop computes, none after the last."""
+        stops = torch.ones_like(p, dtype=torch.bool) if last else 1 - self.remaining + p >= self.threshold
+        weight = torch.where(stops, self.remaining, p)
+        part = weight[:, None].to(h.dtype) * h
+        index = self.left.index
+        self.output = part if self.output is None else (
+            self.output + part if index is None else self.output.index_add(0, index, part))
+        self.loops = self.loops + self.share.sum()
+        self.ponder = self.ponder + self.share.sum() + self.share @ torch.where(stops, self.remaining, 0)
+        goes_on = ~stops & (self.share > 0)
+        if last or not self.leave:
+            self.left = Left(mask=goes_on)
+            self.share, self.remaining = self.share * goes_on, torch.where(stops, 0, self.remaining - weight)
+            return h[:0] if last else h
+        stay = goes_on.nonzero().squeeze(1)
+        self.left = Left(stay if index is None else index.index_select(0, stay))
+        self.share, self.remaining = self.share.index_select(0, stay), (self.remaining - weight).index_select(0, stay)
+        return h.index_select(0, stay)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -719,12 +782,13 @@ class Spider(nn.Module):
         byte_memory = bool(c.engram_byte_orders)
         self.engram_input = ByteEngram(c, gated=False) if byte_memory else None
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude_layers))
-        if c.boundaries == "learned":
+        self.core = RecurrentCore(c) if c.n_recurrent_layers else None
+        if self.core is not None:
+            self.null_segment = nn.Parameter(torch.empty(c.hidden_size))
+        if self.core is not None and c.boundaries == "learned":
             width = c.hidden_size // 4
             self.boundary_predictor = nn.Sequential(Linear(c.hidden_size, width, bias=True), nn.GELU(),
                                                     Linear(width, 1, bias=True))
-        self.core = RecurrentCore(c)
-        self.null_segment = nn.Parameter(torch.empty(c.hidden_size))
         self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda_layers))
         self.engram_output = ByteEngram(c, gated=True) if byte_memory else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
@@ -742,6 +806,7 @@ class Spider(nn.Module):
             loop_embedding                      N(0, 0.02^2)
             log_A, dt, B                        such that A = 0.905 and the state's size stays that of e over n_loops
             lora_down, lora_up                  N(0, 1 / fan_in), 0
+            core.out_proj                       0: at the start the core adds nothing to the bytes
             null_segment, conv_weight           0
             Engram tables                       0; their hash constants from the table's place in the model
             expert_bias                         0
@@ -772,14 +837,16 @@ class Spider(nn.Module):
                 (module.o_proj if isinstance(module, MLA) else module.down_proj).weight.mul_((2 * depth) ** -0.5)
         self.embed_tokens.normal_()
         self.lm_head.weight.normal_(std=0.02)
-        self.null_segment.zero_()
-        if c.boundaries == "learned":
+        if self.core is not None:
+            self.null_segment.zero_()
+            self._init_core(self.core)
+        if self.core is not None and c.boundaries == "learned":
             self.boundary_predictor[2].bias.fill_(math.log(c.boundary_prior / (1 - c.boundary_prior)))
-        self._init_core(self.core)
 
     def _init_core(self, core: RecurrentCore):
         c, rate = self.config, 0.1
         core.loop_embedding.normal_(std=0.02)
+        core.out_proj.weight.zero_()
         if c.lti:
             a = math.exp(-rate)
             core.log_A.zero_()
@@ -815,7 +882,8 @@ class Spider(nn.Module):
         elif c.boundaries == "whitespace":
             b = torch.isin(ids, ids.new_tensor(list(b" \t\n\r"))).to(dtype)
         else:
-            b = (packing.position % 3 == 2).to(dtype)
+            every = 3 if c.boundaries == "every_third" else 1
+            b = (packing.position % every == every - 1).to(dtype)
         b = torch.where(ids == EOS_ID, 1, torch.where(ids == PAD_ID, 0, b))
         if c.boundaries != "learned":
             return b, b.new_zeros(())
@@ -823,6 +891,23 @@ class Spider(nn.Module):
         rate = b.view(input_ids.shape).sum(1) / real                                         # [B]
         low = c.boundary_alpha - c.boundary_lambda * c.boundary_sigma
         return b, ((rate - c.boundary_alpha).relu() + (low - rate).relu()).mean()
+
+    def recur(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int,
+              n_loops: int) -> tuple[Tensor, CoreStats]:
+        """Runs the core on pooled segments z [N, D] that end where b [M] is 1, no document longer than `longest`.
+
+        Its rows are filled up to few sizes, since kernels are made once per size; the surplus is a document apart."""
+        segments, device = len(z), z.device
+        rows = round_up(segments, max(1, min(longest, len(b) // 64)))
+        byte = torch.arange(len(b), device=device)
+        own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
+        last_byte = byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]                # of each segment
+        share = F.pad(self.embed_tokens.new_full((segments,), 1 / segments), (0, rows - segments))
+        cu_seqlens = F.pad(cu_seqlens, (0, int(rows > segments)), value=rows)
+        packing = Packing.build(cu_seqlens, rows, longest, self.config, self.compute_dtype)
+        z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)), packing, shifted.index_select(1, last_byte), n_loops,
+                             share, self.gradient_checkpointing and torch.is_grad_enabled())
+        return z[:segments], stats
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
                 noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
@@ -845,23 +930,15 @@ class Spider(nn.Module):
         for block in self.prelude:
             x = block(x, packing)
 
-        b, boundary_loss = self.boundaries(x, input_ids, packing, noise_seed)
-        z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
         none = self.embed_tokens.new_zeros(())
+        segments, boundary_loss = 0, none
         stats = CoreStats(none, none, none, none, none.new_zeros(c.n_recurrent_layers, c.n_routed_experts))
-        segments = len(z)
-        if segments:
-            rows = round_up(segments, max(1, min(length, len(ids) // 64)))  # few sizes: kernels are made once per size
-            byte = torch.arange(len(ids), device=ids.device)
-            own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
-            last_byte = byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]            # of each segment
-            share = F.pad(none.new_full((segments,), 1 / segments), (0, rows - segments))
-            cu_seqlens = F.pad(segment_cu_seqlens, (0, int(rows > segments)), value=rows)  # the rest, a document apart
-            z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)),
-                                 Packing.build(cu_seqlens, rows, length, c, self.compute_dtype),
-                                 shifted.index_select(1, last_byte), n_loops, share,
-                                 self.gradient_checkpointing and torch.is_grad_enabled())
-        x = x + unpool_segments(z[:segments], self.null_segment, b, packing.cu_seqlens, segment_cu_seqlens)
+        if self.core is not None:
+            b, boundary_loss = self.boundaries(x, input_ids, packing, noise_seed)
+            z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
+            if segments := len(z):
+                z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops)
+            x = x + unpool_segments(z, self.null_segment, b, packing.cu_seqlens, segment_cu_seqlens)
 
         for block in self.coda:
             x = block(x, packing)
@@ -902,14 +979,16 @@ class Spider(nn.Module):
 
     def set_backend(self, backend: str):
         """Which of tile_moe.BACKENDS computes the experts."""
-        for layer in self.core.layers:
-            layer.moe.backend = backend
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.backend = backend
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: Tensor):
         """Once per optimizer step: moves each expert's bias towards balance by the tokens [L, E] that it received in
         all loops, micro-steps and ranks."""
-        for layer, tokens in zip(self.core.layers, tokens_per_expert):
+        layers = () if self.core is None else self.core.layers
+        for layer, tokens in zip(layers, tokens_per_expert):
             layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
 
     @torch.no_grad()

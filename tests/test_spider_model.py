@@ -105,13 +105,15 @@ def check_pooling(lengths, kind):
 def check_halting():
     """Weights sum to 1, are p until the threshold, and what remains on the loop that reaches it."""
     p = torch.tensor([[0.2, 0.999, 0.5], [0.3, 0.5, 0.495], [0.1, 0.1, 0.9]]).T                # [segment, loop]
-    halting = Halting(3, 0.99, torch.zeros(1))
-    for loop in range(3):
-        halting.add(F.one_hot(torch.full((3,), loop), 3).float(), p[:, loop], loop == 2)
-    expected = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
-    torch.testing.assert_close(halting.output, expected)
-    torch.testing.assert_close(halting.loops, torch.tensor([3.0, 1.0, 2.0]))
-    torch.testing.assert_close(halting.ponder, torch.tensor([3.5, 2.0, 2.5]))
+    for leave in (True, False):
+        halting = Halting(torch.full((3,), 1 / 3), 0.99, leave)
+        for loop in range(3):
+            state = F.one_hot(torch.full((3,), loop), 3).float()
+            halting.add(halting.left.pick(state), halting.left.pick(p[:, loop]), loop == 2)
+        expected = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
+        torch.testing.assert_close(halting.output, expected)
+        torch.testing.assert_close(halting.loops, torch.tensor(2.0))
+        torch.testing.assert_close(halting.ponder, torch.tensor((3.5 + 2.0 + 2.5) / 3))
 
 
 def check_noise():
@@ -223,6 +225,7 @@ def test_the_decay_stays_inside_0_and_1_and_the_state_bounded_at_64_loops():
     states = []
     model.core.adapt, adapt = lambda y, loop: (states.append(adapt(y, loop)), states[-1])[1], model.core.adapt
     with torch.no_grad():
+        model.core.halt_predictor.bias.fill_(-30)                          # no segment halts before the last loop
         model.core.dt.fill_(-20)                                           # the slowest decay there is
         model(ids, n_loops=64, noise_seed=1)
     sizes = torch.stack([h.norm(dim=1).max() for h in states])
@@ -250,8 +253,61 @@ def test_act_weights_sum_to_one_and_one_loop_gives_the_first_state():
     model.core.register_forward_hook(lambda module, args, out: halting.update(out=out[0]))
     with torch.no_grad():
         out = model(text(2, 32), n_loops=1, noise_seed=0)
-    torch.testing.assert_close(halting["out"], states[0])
+    torch.testing.assert_close(halting["out"], model.core.out_proj(spider_model.rms_norm(states[0])))
     assert out.mean_loops == 1
+
+
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("cut", ({}, dict(n_routed_experts=0), dict(lti=False, lora_rank=0)), ids=str)
+def test_rows_that_leave_the_core_compute_what_masked_ones_do(cut, recompute):
+    """Also where all of a loop's segments have halted, and documents have halted as a whole."""
+    ids, labels, results = documents(30, 2, 70, 1, 25), text(1, 128, seed=9), []
+    for leave in (True, False):
+        model = awake(small_config(n_loops=5, n_recurrent_layers=3, engram_layers=(1, 2), **cut), dtype=torch.float64)
+        model.core.halted_leave, model.gradient_checkpointing = leave, recompute
+        model.set_backend("loop")         # grouped products know no float64
+        with torch.no_grad():
+            model.core.halt_predictor.weight.mul_(100)
+            model.core.halt_predictor.bias.fill_(0.5)
+        rows = []
+        model.core.layers[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+        out = model(ids, labels, noise_seed=3)
+        visited = rows.copy()             # recomputation comes later
+        out.loss.backward()
+        results.append((out, {name: p.grad for name, p in model.named_parameters()}, visited))
+    (leaving, gradients, rows), (masked, others, all_rows) = results
+    assert rows == sorted(rows, reverse=True) and rows[-1] < rows[0] == all_rows[0] and len(set(all_rows)) == 1
+    assert 1.2 < leaving.mean_loops < 4
+    for name, value in vars(leaving).items():
+        rtol = 1e-6 if name == "tokens_per_expert" else 1e-10  # counted in fp32
+        torch.testing.assert_close(value, vars(masked)[name], rtol=rtol, atol=1e-12, msg=name)
+    for name, grad in gradients.items():
+        if grad is not None or others[name] is not None:
+            torch.testing.assert_close(grad, others[name], rtol=1e-8, atol=1e-10, msg=name)  # the load is fp32
+
+
+def test_what_a_halted_segment_leaves_behind_stays_for_later_segments():
+    """With every segment halting at once but the last, more loops are those of the last one alone."""
+    model = awake(small_config(act_threshold=0.5)).eval()
+    ids = text(1, 24)
+    halts = {}
+    model.core.halt = lambda h: halts.setdefault(len(h), torch.cat((torch.ones(len(h) - 1), torch.zeros(1))))[:len(h)]
+    seen = []
+    model.core.layers[0].register_forward_hook(lambda module, args, out: seen.append(out[2]))
+    with torch.no_grad():
+        model(ids, n_loops=3)
+    first, *later = seen
+    last = int(halts[max(halts)].argmin())
+    for loop in later:
+        assert torch.equal(loop[0][:last], first[0][:last]) and not torch.equal(loop[0][last], first[0][last])
+
+
+def test_without_core_there_is_neither_segment_nor_loop():
+    model = awake(small_config(n_recurrent_layers=0))
+    out = model(ids := text(2, 32), ids, noise_seed=0)
+    out.loss.backward()
+    assert out.segments == 0 and out.mean_loops == 0 and out.loss == out.nats_per_byte
+    assert not any(name.startswith(("core", "null", "boundary")) for name, _ in model.named_parameters())
 
 
 def test_more_loops_than_trained_use_the_last_adapter():
@@ -411,7 +467,7 @@ def pool_across_documents(h, b, cu_seqlens):
 
 
 def wrong_remainder(self, h, p, last, original=Halting.add):
-    original(self, h, torch.where(torch.tensor(last), p, p), False)
+    return original(self, h, p, False)
 
 
 def noise_of_the_batch(seed, sequences, length, device):
