@@ -112,7 +112,8 @@ def trainer(b: Bench, rate: float | None = 3.3, **flags):
     for name, value in flags.items():
         argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     args = train.parse_args(argv + (["--set", b.args.set] if b.args.set else []), environ={})
-    config = train.model_config(args, b.device)
+    train.take_recipe(args, b.device)
+    config = train.model_config(args)
     with torch.device("meta"):
         model = Spider(config)
     precision = b.precision if args.precision == "auto" else args.precision

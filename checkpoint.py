@@ -31,7 +31,7 @@ from torch import Tensor
 
 import data
 import tokenizer
-from spider_model import MAX_LOOPS, Spider, SpiderConfig
+from spider_model import MAX_LOOPS, PRESETS, Spider, SpiderConfig
 
 
 class CheckpointError(Exception):
@@ -390,7 +390,7 @@ KINDS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage"
          | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, flags=is_flat,
                 owed=lambda value: value is None or is_flat(value) and is_count(value.get("step")) and all(
                     type(part) in (int, float, bool) for part in value.values()),
-                exploded=lambda value: type(value) is bool,
+                exploded=lambda value: type(value) is bool, recipe=lambda value: type(value) is str and value in PRESETS,
                 targets=lambda value: isinstance(value, list) and all(map(is_count, value))))
 
 

@@ -122,14 +122,14 @@ class SpiderConfig:
 
 PRESETS = {
     "1b": {},
-    "small": dict(hidden_size=768, n_recurrent_layers=4, n_heads=12, q_lora_rank=256, kv_lora_rank=128,
+    "small": dict(hidden_size=768, n_recurrent_layers=4, n_loops=2, n_heads=12, q_lora_rank=256, kv_lora_rank=128,
                   qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=1536, n_routed_experts=16,
                   moe_intermediate_size=256, engram_layers=(1, 3), engram_rows=12_000, engram_dim=32,
                   engram_byte_rows=24_000, engram_byte_dim=64),
-    "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=2, n_coda_layers=1, n_heads=2, q_lora_rank=64,
-                 kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=256,
-                 n_routed_experts=8, moe_intermediate_size=64, lora_rank=4, engram_layers=(1,), engram_heads=2,
-                 engram_rows=2_000, engram_dim=16, engram_byte_rows=16_384, engram_byte_dim=32),
+    "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=2, n_coda_layers=1, n_loops=1, n_heads=2,
+                 q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
+                 intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4, engram_layers=(1,),
+                 engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072, engram_byte_dim=32),
 }
 
 
@@ -953,7 +953,7 @@ class Spider(nn.Module):
             nats = nats / (targets != -100).sum().clamp_min(1)
             loss = (nats + c.boundary_loss_weight * boundary_loss + c.aux_loss_weight * stats.aux_loss
                     + c.z_loss_weight * stats.z_loss + c.ponder_weight * self.ponder_warmup * stats.ponder)
-        tokens = stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))
+        tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # they are whole
         return SpiderOutput(logits.view(sequences, length, -1), loss, nats, none + segments,
                             stats.mean_loops.detach(), tokens)
 

@@ -56,7 +56,7 @@ class Flag:
     """One setting of the command line; `parse` turns its text into a value or raises ValueError with what it wants."""
     name: str
     default: object
-    parse: Callable | None                # None: a switch, off by default
+    parse: Callable | None                # None: a switch; alone it means on, and `off` undoes a recipe's
     help: str
     env: str | None = None
 
@@ -95,6 +95,7 @@ def one_of(*choices: str) -> Callable:
     return parse
 
 
+# Defaults are the recipe of `1b`; RECIPES below has what is otherwise for the smaller models.
 FLAGS = (
     # model
     Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
@@ -109,11 +110,13 @@ FLAGS = (
     Flag("grad_accum", 1, integer(1), "micro-steps per optimizer step", "GRAD_ACCUM"),
     # horizon
     Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the schedule's horizon", "TARGET_TOKENS"),
+    Flag("target_flops", None, real(0, open_low=True), "the horizon as training FLOPs, in place of --target_tokens"),
+    Flag("target_param_data_ratio", None, real(0, open_low=True), "the same as bytes per parameter, tables left out"),
     Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens"),
     # optimizer
     Flag("optimizer", "auto", one_of("auto", "adamw", "adamw8bit", "muon"), "auto: muon (AdamW for the rest)"),
     Flag("lr", 3e-4, real(0, open_low=True), "peak learning rate (Muon's steps have AdamW's size)", "LR"),
-    Flag("engram_lr_scale", 5.0, real(0), "learning rate of the Engram tables, times --lr"),
+    Flag("engram_lr", 0.25, real(0), "learning rate of the Engram tables: the size of a row's first step"),
     Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as every epoch begins"),
     Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear decay"),
     Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up"),
@@ -150,6 +153,20 @@ FLAGS = (
 )
 
 
+# What a model trains with where neither flag nor environment says otherwise: measured, docs/learning.md. A batch is as
+# small as learning likes it, since one modest device does a small model's step in no time.
+RECIPES = {
+    "1b": {},
+    "small": dict(seq_len=1024, micro_batch=16, target_tokens=2_000_000_000, lr=1.5e-3, warmup_steps=100,
+                  engram_reset=True, ckpt_every=250, eval_every=1000, eval_tokens=524_288),
+    "tiny": dict(seq_len=1024, micro_batch=2, target_tokens=12_000_000, lr=6e-3, warmup_steps=40, engram_reset=True,
+                 no_gradient_checkpointing=True, ckpt_every=500, eval_every=1000, eval_tokens=262_144),
+}
+
+
+RECIPE_FLAGS = {name for recipe in RECIPES.values() for name in recipe}
+
+
 class Parser(data.Parser):
     def error(self, message):
         raise UsageError(data.one_line(message))
@@ -160,12 +177,12 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
     parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in FLAGS:
-        if flag.parse is None:
-            parser.add_argument(f"--{flag.name}", action="store_true", default=None, help=flag.help)
-        else:
-            text = flag.help + (f"; default {flag.default}" if flag.default is not None else "")
-            text += f"; environment {flag.env}" if flag.env else ""
-            parser.add_argument(f"--{flag.name}", metavar="X", help=text.replace("%", "%%"))
+        text = flag.help + (f"; default {flag.default}" if flag.default not in (None, False) else "")
+        text += "".join(f"; {name}: {'on' if recipe[flag.name] is True else recipe[flag.name]}"
+                        for name, recipe in RECIPES.items() if flag.name in recipe)
+        text += f"; environment {flag.env}" if flag.env else ""
+        switch = dict(nargs="?", const="on", metavar="on|off") if flag.parse is None else dict(metavar="X")
+        parser.add_argument(f"--{flag.name}", help=text.replace("%", "%%"), **switch)
     given = vars(parser.parse_args(argv))
     args = SimpleNamespace(given=set())
     for flag in FLAGS:
@@ -176,17 +193,39 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
             setattr(args, flag.name, flag.default)
             continue
         try:
-            setattr(args, flag.name, flag.parse(text) if flag.parse else text)
+            setattr(args, flag.name, flag.parse(text) if flag.parse else one_of("on", "off")(text) == "on")
         except ValueError as wanted:
             raise UsageError(f"{source}: {text!r} is not {wanted}") from None
         args.given.add(flag.name)
     return args
 
 
-def model_config(args, device: torch.device) -> SpiderConfig:
-    """The config that --model, --n_loops and --set ask for."""
-    name = ("1b" if device.type == "cuda" else "tiny") if args.model == "auto" else args.model
-    config = dataclasses.replace(SpiderConfig.preset(name), n_loops=args.n_loops)
+def take_recipe(args, device: torch.device, saved: str | None = None):
+    """Fills in what neither flag nor environment gave, from the recipe of --model, named in `args.recipe`: `auto` is
+    the one that a checkpoint was made with, else what suits the device."""
+    suits = "1b" if device.type == "cuda" else "tiny"
+    args.recipe = (saved or suits) if args.model == "auto" else args.model
+    for key, value in (dict(n_loops=SpiderConfig.preset(args.recipe).n_loops) | RECIPES[args.recipe]).items():
+        if key not in args.given:
+            setattr(args, key, value)
+
+
+def take_horizon(args, model: Spider, n_loops: int):
+    """Turns --target_flops or --target_param_data_ratio into --target_tokens; two of the three contradict each other."""
+    given = [name for name in ("target_tokens", "target_flops", "target_param_data_ratio") if name in args.given]
+    if len(given) > 1:
+        raise UsageError(f"--{given[1]}: the horizon is given by --{given[0]} already, by flag or environment; give one")
+    if args.target_flops:
+        args.target_tokens = math.ceil(args.target_flops / model.flops_per_byte(3.3, n_loops, args.seq_len))
+    elif args.target_param_data_ratio:
+        tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, EngramTable))
+        parameters = sum(p.numel() for p in model.parameters()) - tables
+        args.target_tokens = math.ceil(args.target_param_data_ratio * parameters)
+
+
+def model_config(args) -> SpiderConfig:
+    """The config of the recipe's preset with what --n_loops and --set ask for."""
+    config = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=args.n_loops)
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for setting in (args.set or "").split(",") if args.set else ():
         name, _, text = setting.partition("=")
@@ -467,13 +506,13 @@ class Optimizers:
             self.parts["adamw"] = torch.optim.AdamW(adam, fused=True, **settings)
         if tables:
             self.parts["engram"] = RowwiseAdagrad(tables, args.lr)
-        self.engram_lr_scale = args.engram_lr_scale
+        self.engram_lr = args.engram_lr
 
     def set_lr(self, peak: float, factor: float):
         """The schedule's factor of the peak for all but the tables, whose accumulators anneal them row by row."""
         for name, part in self.parts.items():
             for group in part.param_groups:
-                group["lr"] = peak * (self.engram_lr_scale if name == "engram" else factor)
+                group["lr"] = self.engram_lr if name == "engram" else peak * factor
 
     def step(self):
         for part in self.parts.values():
@@ -535,13 +574,13 @@ STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step 
 
 # What makes a run the same run: other values go on from the same weights, but as another run.
 IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "grad_accum", "lr", "schedule", "warmup_steps",
-            "target_tokens", "random_loops", "engram_reset", "engram_lr_scale", "weight_decay", "beta1", "beta2",
+            "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "beta1", "beta2",
             "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
 
 
 def run_state(model: Spider, optimizers: Optimizers, progress: Progress, loader: data.Loader, args) -> dict:
     """What a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed, step)."""
-    return dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(),
+    return dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(), recipe=args.recipe,
                 cfg=dataclasses.asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
                 targets=loader.targets.tolist(), exploded=progress.exploded, **dataclasses.asdict(progress))
 
@@ -839,9 +878,9 @@ def set_up(args, closing: ExitStack) -> tuple[torch.device, str]:
     return device, precision
 
 
-def config_of_run(args, device: torch.device, origin: Path | None, state: dict | None) -> tuple[SpiderConfig, int]:
+def config_of_run(args, origin: Path | None, state: dict | None) -> tuple[SpiderConfig, int]:
     """The model's config, that of the checkpoint `origin` where a run goes on from its `state`, and the loops."""
-    config = model_config(args, device)
+    config = model_config(args)
     if not state:
         return config, args.n_loops
     if state["cfg"].get("vocab_size") != config.vocab_size:
@@ -855,9 +894,9 @@ def config_of_run(args, device: torch.device, origin: Path | None, state: dict |
 
 def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device, precision: str, backend: str,
                         optimizer: str):
-    """A line for each choice, those of `auto` marked; they are what --dry_run prints first."""
-    config = dataclasses.replace(model.config, n_loops=6)
-    name = next((preset for preset in PRESETS if SpiderConfig.preset(preset) == config), "custom")
+    """A line for each choice, those of `auto` marked, and one for the recipe; they are what --dry_run prints first."""
+    sizes = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=model.config.n_loops)
+    name = args.recipe if model.config == sizes else f"{args.recipe}, changed"
     parameters = sum(p.numel() for p in model.parameters())
     say = print if args.dry_run else logger.info
     threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -865,6 +904,9 @@ def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device,
                           (f"device {device}, {threads}", args.device), (f"precision {precision}", args.precision),
                           (f"experts {backend}", args.moe_backend), (f"optimizer {optimizer}", args.optimizer)):
         say(choice + " (auto)" * (asked == "auto"))
+    parts = dict(n_loops=n_loops) | {flag.name: getattr(args, flag.name) for flag in FLAGS if flag.name in RECIPE_FLAGS}
+    taken = [f"--{key} {'on' if value is True else value}" for key, value in parts.items() if key not in args.given]
+    say(f"recipe of {args.recipe}: {' '.join(taken) or 'nothing is taken from it'}")
 
 
 def open_sources(args) -> list[data.Source]:
@@ -969,9 +1011,11 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     # What to go on from, and which model that makes
     home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, look_only=args.dry_run)
     state = home.load()
-    config, n_loops = config_of_run(args, device, home.origin, state)
+    take_recipe(args, device, state and state.get("recipe"))
+    config, n_loops = config_of_run(args, home.origin, state)
     with torch.device("meta"):
         model = Spider(config)
+    take_horizon(args, model, n_loops)
     backend = resolve_backend(args.moe_backend, device, config.hidden_size)
     optimizer = "muon" if args.optimizer == "auto" else args.optimizer
     say_what_was_chosen(args, model, n_loops, device, precision, backend, optimizer)
@@ -996,7 +1040,9 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     # Optimizer; both as the checkpoint had them
     optimizers = Optimizers(model, optimizer, args)
     if args.engram_reset and "engram" not in optimizers.parts:
-        raise UsageError("--engram_reset: this model has no Engram tables")
+        if "engram_reset" in args.given:
+            raise UsageError("--engram_reset: this model has no Engram tables")
+        args.engram_reset = False
     progress = home.progress(state, n_loops)
     if state:
         take_state(state, home, model, optimizers, progress, loader, args)

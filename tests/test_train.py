@@ -132,7 +132,7 @@ def test_a_rows_past_is_the_sum_of_its_lookups_squares_not_the_square_of_their_s
 @pytest.mark.parametrize("rows", (300, 30_000), ids=("summed by row", "listed"))
 def test_the_same_global_batch_moves_the_tables_alike_however_it_is_split(rows):
     ids, labels = text(8, 32, seed=1), text(8, 32, seed=2)
-    args = parse_args(["--grad_clip", "0"])
+    args = parse_args(["--grad_clip", "0", "--engram_lr", "0.05"])
     results = []
     for parts in (1, 2, 4):
         model = awake(small_config(engram_byte_rows=rows, engram_rows=rows, aux_loss_weight=0.0, z_loss_weight=0.0,
@@ -151,7 +151,7 @@ def test_the_same_global_batch_moves_the_tables_alike_however_it_is_split(rows):
         assert all(0.01 < table.abs().max() for table in moved.values())
         assert all((table == 0).all(1).any() for table in moved.values())  # the untouched
         for (key, table), past, expected_past in zip(moved.items(), sums, results[0][1]):
-            torch.testing.assert_close(table, results[0][0][key], rtol=1e-9, atol=1e-12, msg=key)
+            torch.testing.assert_close(table, results[0][0][key], rtol=1e-9, atol=1e-12, msg=lambda m: key + m)
             torch.testing.assert_close(past, expected_past, rtol=1e-9, atol=0)
 
 
@@ -191,7 +191,7 @@ def test_what_tables_gathered_ends_with_the_step_whichever_way_it_ends():
 
 
 @pytest.mark.parametrize("name", ("adamw", "adamw8bit", "muon"))
-def test_every_parameter_is_trained_once_tables_at_five_times_the_rate_without_decay(name):
+def test_every_parameter_is_trained_once_tables_at_a_rate_of_their_own_without_decay(name):
     model = awake(small_config())
     optimizers = Optimizers(model, name, parse_args([]))
     owned = [p for part in optimizers.parts.values() for group in part.param_groups for p in group["params"]]
@@ -201,7 +201,7 @@ def test_every_parameter_is_trained_once_tables_at_five_times_the_rate_without_d
     for part in optimizers.parts.values():
         for group in part.param_groups:
             for p in group["params"]:
-                assert group["lr"] == (0.05 if id(p) in tables else 0.01)
+                assert group["lr"] == (0.25 if id(p) in tables else 0.01)
                 assert not (group.get("weight_decay", 0) and (p.ndim < 2 or id(p) in tables))
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     ids = text(4, 64)
