@@ -209,21 +209,54 @@ class Packing:
     cu_seqlens: Tensor                    # int32 [documents + 1], rows before each document's first one
     document: Tensor                      # int64 [rows]
     position: Tensor                      # int64 [rows], row within its document
-    longest: int                          # an upper bound of rows in a document, tight on a CPU
+    longest: int                          # an upper bound of rows in a document
     cos: Tensor                           # [rows, 1, qk_rope_head_dim / 2]
     sin: Tensor
+    buckets: list[tuple[int, int]] | None  # (documents, rows each is filled up to) of each product; None: one kernel
+    slot: Tensor | None                   # int64 [rows], place of a row among the buckets' rows; None: its own
 
     @classmethod
     def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config: SpiderConfig, dtype: torch.dtype) -> "Packing":
-        """cu_seqlens int32 [documents + 1] of `rows` rows, no document longer than `bound`."""
+        """cu_seqlens int32 [documents + 1] of `rows` rows, no document longer than `bound`; dtype of attention."""
         device = cu_seqlens.device
         row = torch.arange(rows, device=device)
         document = torch.searchsorted(cu_seqlens[1:], row, right=True)
         position = row - cu_seqlens.index_select(0, document)
-        longest = bound if device.type == "cuda" else min(bound, round_up(int(cu_seqlens.diff().max()), 16))
+        buckets = slot = None
+        if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+            buckets, start = fill_up(cu_seqlens.diff(), bound)
+            slot = None if start is None else start.index_select(0, document) + position
         pairs = torch.arange(0, config.qk_rope_head_dim, 2, device=device) / config.qk_rope_head_dim
         angle = (position[:, None] * config.rope_theta ** -pairs)[:, None, :]
-        return cls(cu_seqlens, document, position, longest, angle.cos().to(dtype), angle.sin().to(dtype))
+        return cls(cu_seqlens, document, position, bound, angle.cos().to(dtype), angle.sin().to(dtype), buckets, slot)
+
+
+def fill_up(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], Tensor | None]:
+    """Sorts documents of lengths [documents] into buckets, each filled up to its longest one, whose rows are all
+    together at most twice the documents' own: what is multiplied grows with the rows, however lengths are mixed.
+
+    Returns (documents, length) of each bucket, the longest first, and int64 [documents], where each document starts;
+    None where that is where it starts already. Lengths are powers of two, from 16 on multiples of 16, or the bound:
+    kernels are made once per size. Waits for the device.
+    """
+    kinds, counts = (part.flip(0).tolist() for part in torch.unique(lengths[lengths > 0], return_counts=True))
+    buckets, shortest, rows = [], [], 0   # rows of the last bucket's documents
+    for kind, count in zip(kinds, counts):
+        if buckets and (buckets[-1][0] + count) * buckets[-1][1] <= 2 * (rows + kind * count):
+            buckets[-1], shortest[-1], rows = (buckets[-1][0] + count, buckets[-1][1]), kind, rows + kind * count
+        else:
+            size = 1 << (kind - 1).bit_length() if kind < 16 else round_up(kind, 16)
+            buckets.append((count, min(size, bound)))
+            shortest.append(kind)
+            rows = kind * count
+    if len(buckets) == 1 and rows == buckets[0][0] * buckets[0][1]:
+        return buckets, None
+    bucket = (lengths[:, None] < lengths.new_tensor(shortest)).sum(1)
+    size = lengths.new_tensor([size for _, size in buckets] + [0]).index_select(0, bucket).long()  # 0: of no rows
+    order = bucket.argsort(stable=True)
+    start = torch.empty_like(size)
+    start[order] = F.pad(size[order].cumsum(0), (1, -1))
+    return buckets, start
 
 
 def document_cu_seqlens(input_ids: Tensor) -> Tensor:
@@ -242,23 +275,24 @@ def rotate(x: Tensor, packing: Packing) -> Tensor:
 
 def attend(qkv: Tensor, packing: Packing) -> Tensor:
     """Causal attention inside each document: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
-    if qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16):
+    if packing.buckets is None:
         from torch.nn.attention.varlen import varlen_attn
         q, k, v = qkv.unbind(2)
         cu, longest = packing.cu_seqlens, packing.longest
         return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0)).flatten(1)
-    return _attend_padded(qkv, packing)
+    sizes = [documents * length for documents, length in packing.buckets]
+    if packing.slot is not None:
+        qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.slot, qkv)
+    parts = qkv.split(sizes) if len(sizes) > 1 else [qkv]
+    parts = [_attend_padded(part.unflatten(0, bucket)) for part, bucket in zip(parts, packing.buckets)]
+    out = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return out if packing.slot is None else out.index_select(0, packing.slot)
 
 
-def _attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
-    """The same with rows laid out as [documents, longest] for the product alone; behind the last row nothing looks."""
-    rows, heads, _, width = qkv.shape
-    documents, longest = len(packing.cu_seqlens) - 1, packing.longest
-    regular = documents * longest == rows
-    if not regular:
-        slot = packing.document * longest + packing.position
-        qkv = qkv.new_zeros(documents * longest, heads, 3, width).index_copy(0, slot, qkv)
-    q, k, v = qkv.view(documents, longest, heads, 3, width).permute(3, 0, 2, 1, 4)
+def _attend_padded(qkv: Tensor) -> Tensor:
+    """The same for qkv [documents, rows, H, 3, head_dim]; behind a document's last row nothing looks."""
+    documents, longest, heads, _, width = qkv.shape
+    q, k, v = qkv.permute(3, 0, 2, 1, 4)
     if qkv.dtype == torch.bfloat16 and longest <= 512:  # plain bf16 products: 3.5 times faster on a CPU than its SDPA
         q, k, v = (t.reshape(documents * heads, longest, width) for t in (q, k, v))
         hidden_future = torch.full((longest, longest), -math.inf, dtype=qkv.dtype, device=qkv.device).triu(1)
@@ -266,8 +300,7 @@ def _attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
         out = torch.bmm(score.softmax(-1), v).view(documents, heads, longest, width)
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    out = out.transpose(1, 2).reshape(documents * longest, heads * width)
-    return out if regular else out.index_select(0, slot)
+    return out.transpose(1, 2).reshape(documents * longest, heads * width)
 
 
 @dataclass

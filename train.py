@@ -629,24 +629,40 @@ def print_sample(model: Spider, step: int, n_loops: int, seed: int):
 # What a run would be: --dry_run and the start-up lines
 
 def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, dtype_bytes: int) -> dict[str, float]:
-    """Bytes by purpose; activations by counting what a layer keeps for its backward pass at 3.3 bytes per segment."""
+    """Bytes by purpose; activations by counting what a layer keeps for its backward pass at 3.3 bytes per segment.
+
+    Where attention has no kernel for documents (on a CPU, and in fp32), they are filled up to at most twice their rows:
+    how far is up to the data, so the bound is counted, apart."""
     c = model.config
     total = sum(p.numel() for p in model.parameters())
-    tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, EngramTable))
-    dense, matrices = total - tables, sum(p.numel() for n, p in model.named_parameters() if is_matrix(n, p))
+    tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
+    dense = total - sum(m.weight.numel() for m in tables.values())
+    matrices = sum(p.numel() for n, p in model.named_parameters() if is_matrix(n, p))
     state = {"adamw": 8 * dense, "adamw8bit": 2 * dense, "muon": 4 * matrices + 8 * (dense - matrices)}[optimizer]
     rows, segments = args.micro_batch * args.seq_len, args.micro_batch * args.seq_len / 3.3
-    attention = 4 * c.hidden_size + 2 * (c.q_lora_rank + c.kv_lora_rank) + 8 * c.n_heads * c.v_head_dim
+    heads = c.n_heads * c.v_head_dim
+    attention = 4 * c.hidden_size + 2 * (c.q_lora_rank + c.kv_lora_rank) + 8 * heads
     block = attention + 3 * c.hidden_size + 4 * c.intermediate_size
     expert = (c.n_experts_per_tok + c.n_shared_experts) * (2 * c.hidden_size + 4 * c.moe_intermediate_size)
     visit = attention + 3 * c.hidden_size + expert
-    visits = c.n_recurrent_layers * n_loops
+    visits, layers = c.n_recurrent_layers * n_loops, c.n_prelude_layers + c.n_coda_layers
     kept = visits * visit if args.no_gradient_checkpointing else visits * c.hidden_size + visit
-    width = sum(m.width for m in model.modules() if isinstance(m, EngramTable))
-    activations = rows * ((c.n_prelude_layers + c.n_coda_layers) * block + 2 * width) * dtype_bytes
+    width = sum(m.width for m in tables.values())
+    activations = rows * (layers * block + 2 * width) * dtype_bytes
     activations += segments * kept * dtype_bytes + rows * c.vocab_size * 12
-    return {"parameters": 4 * total, "gradients": 4 * dense, "optimizer": state + 4 * tables / max(1, c.engram_dim),
-            "weights cast to bf16": dtype_bytes % 4 * dense, "activations": activations}
+
+    filled, gathered = 0.0, 0.0
+    if dtype_bytes == 4 or resolve_device(args.device).type == "cpu":
+        for count, part in ((layers, 1), (visits if args.no_gradient_checkpointing else 1, 3.3)):
+            scores = 0 if dtype_bytes == 4 else 2 * c.n_heads * min(512, args.seq_len / part)
+            filled += count * rows / part * (4 * heads + scores) * dtype_bytes
+    for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
+        lookups = table.prime.numel() * (segments if name.startswith("core") else rows)
+        gathered += min(args.grad_accum * lookups, 1.5 * len(table.weight) + lookups) * (4 * table.weight.shape[1] + 12)
+    return {"parameters": 4 * total, "gradients": 4 * dense + gathered,
+            "optimizer": state + 4 * sum(len(table.weight) for table in tables.values()),
+            "weights cast to bf16": dtype_bytes % 4 * dense, "activations": activations,
+            "documents filled up, at most": filled}
 
 
 def check_space(path: str, memory: dict[str, float], copies: int):

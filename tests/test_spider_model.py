@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, awake, documents, gradients, small_config, text
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spider_model
 import tile_moe
 from spider_model import Halting, Spider, SpiderConfig, boundary_noise, pool_segments, unpool_segments
-from tokenizer import EOS_ID, PAD_ID
+from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
     "nothing": {}, "learned boundaries": dict(boundaries="whitespace"), "stride": dict(boundaries="every_third"),
@@ -135,6 +138,105 @@ def test_a_byte_changes_no_logit_before_it_and_no_other_document(cut, training):
 @EVERY_CUT
 def test_documents_packed_in_one_row_give_the_logits_that_they_give_apart(cut):
     check_packing(awake(small_config(**cut)))
+
+
+def document_starts(ids: list[list[int]]) -> list[int]:
+    """document_cu_seqlens byte by byte."""
+    flat = [(at == 0, row[at - 1], byte) for row in ids for at, byte in enumerate(row)]
+    return [i for i, (new, before, id) in enumerate(flat) if new or id == BOS_ID or before == EOS_ID] + [len(flat)]
+
+
+@given(st.integers(1, 5).flatmap(lambda rows: st.integers(1, 9).flatmap(lambda length: st.lists(st.lists(
+    st.sampled_from((65, PAD_ID, BOS_ID, EOS_ID)), min_size=length, max_size=length), min_size=rows, max_size=rows))))
+def test_documents_start_at_rows_at_bos_and_behind_eos_whatever_stands_between(ids):
+    """One-byte documents, rows of PAD alone, EOS in the middle, BOS without EOS."""
+    cu_seqlens = spider_model.document_cu_seqlens(torch.tensor(ids))
+    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == document_starts(ids)
+    packing = spider_model.Packing.build(cu_seqlens, cu_seqlens[-1], len(ids[0]), small_config(), torch.float32)
+    place = [(d, at) for d, length in enumerate(cu_seqlens.diff().tolist()) for at in range(length)]
+    assert list(zip(packing.document.tolist(), packing.position.tolist())) == place
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_rows_of_odd_ids_give_finite_gradients_and_no_segment_to_pad(training):
+    model = awake(small_config()).train(training)
+    mixed = [BOS_ID, 65, EOS_ID, EOS_ID, 66, BOS_ID, 67, BOS_ID, BOS_ID, EOS_ID, PAD_ID, PAD_ID]
+    ids = torch.tensor([[PAD_ID] * 12, [EOS_ID] * 12, [BOS_ID] * 12, mixed])
+    out = model(ids, ids, noise_seed=0)
+    out.loss.backward()
+    assert out.loss.isfinite() and out.segments >= 12 + 3 and model(ids[:1], noise_seed=0).segments == 0
+    assert all(grad is None or grad.isfinite().all() for grad in gradients(model).values())
+    with torch.no_grad():                                                  # each row as it is alone
+        torch.testing.assert_close(model.eval()(ids).logits, torch.cat([model(row[None]).logits for row in ids]),
+                                   rtol=0, atol=2e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention without a kernel for documents: on a CPU, and in fp32
+
+MIXED = ((1,), (5, 1, 1, 2, 0, 3), (16, 256, 0, 256) + (16,) * 20, (4,) * 100 + (130,) + (4,) * 100,
+         (600, 1, 30, 17, 0, 16, 200, 513), (1,) * 50, (96, 80, 70, 33))
+
+
+def attention(lengths, dtype) -> tuple[torch.Tensor, torch.Tensor, spider_model.Packing]:
+    """qkv [rows, 2, 3, 8] with a gradient, cu_seqlens and packing of documents of these lengths."""
+    cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    rows = int(cu_seqlens[-1])
+    qkv = torch.randn(rows, 2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    return qkv, cu_seqlens, spider_model.Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype)
+
+
+@pytest.mark.parametrize("dtype,atol", ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)),
+                         ids=("float64", "float32", "bfloat16"))
+@pytest.mark.parametrize("lengths", MIXED, ids=lambda lengths: f"{len(lengths)} documents up to {max(lengths)}")
+def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradient(lengths, dtype, atol):
+    qkv, cu_seqlens, packing = attention(lengths, dtype)
+    upstream = torch.randn(len(qkv), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = spider_model.attend(qkv, packing)
+    grad, = torch.autograd.grad(out, qkv, upstream)
+    alone = qkv.detach().double().requires_grad_()
+    expected = torch.cat([F.scaled_dot_product_attention(*part.permute(2, 1, 0, 3), is_causal=True).transpose(0, 1)
+                          for part in alone.split(cu_seqlens.diff().tolist())]).flatten(1)
+    expected_grad, = torch.autograd.grad(expected, alone, upstream.double())
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
+
+
+@given(st.lists(st.integers(0, 700) | st.integers(0, 5), min_size=1, max_size=60).filter(any))
+def test_documents_are_filled_up_to_twice_their_rows_at_most(lengths):
+    buckets, start = spider_model.fill_up(torch.tensor(lengths, dtype=torch.int32), max(lengths))
+    assert sum(count * size for count, size in buckets) <= 2 * sum(lengths)
+    assert sum(count * size ** 2 for count, size in buckets) <= 4 * sum(length ** 2 for length in lengths)
+    assert len(buckets) <= 1 + math.log2(max(lengths)) and sum(count for count, _ in buckets) == sum(map(bool, lengths))
+    if start is None:
+        assert buckets[0][0] * buckets[0][1] == sum(lengths)
+    else:
+        ends = sorted((int(at), int(at) + length) for at, length in zip(start, lengths) if length)
+        assert all(end <= at for (_, end), (at, _) in zip(ends, ends[1:]))
+
+
+class Made(TorchDispatchMode):
+    """Counts the elements that operations make inside it."""
+    elements = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if not operation.is_view:
+            self.elements += sum(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_many_short_documents_beside_a_long_one_cost_what_they_cost_apart(dtype):
+    """16,384 bytes, 3,584 documents of four of them: filled up to the longest, they would cost 640 times as much."""
+    short, long = (4,) * 1792, (2048,)
+
+    def cost(lengths):
+        with Made() as made:
+            qkv, _, packing = attention(lengths, dtype)
+            spider_model.attend(qkv, packing).sum().backward()
+        return made.elements
+    assert cost(short + long + short) < 3 * (cost(short + short) + cost(long))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 import copy
 import math
+import weakref
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from conftest import assert_same, awake, final_state, gradients, metrics, run, small_config, text, train_step
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import data
 import train
@@ -239,6 +242,43 @@ def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
     for other in results[1:]:
         for key in ("loss", "grad_norm", "bytes_per_segment", "expert_balance"):
             assert other[key] == pytest.approx(results[0][key], rel=1e-4), key
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors made inside it that are alive, and the most there were."""
+    live = peak = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        given, made = ({t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)}
+                       for tree in ((args, kwargs), out))
+        for storage in made - given:
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self.end, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def end(self, size: int):
+        self.live -= size
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+@pytest.mark.parametrize("lengths", ((256,), (129, 127)), ids=("whole rows", "halves"))
+@pytest.mark.parametrize("flags", ((), ("--no_gradient_checkpointing", "--grad_accum", "2")), ids=("less", "more"))
+def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_documents(lengths, flags, precision):
+    """Halves are the worst case, if one row is whole: all of them are filled up to its length."""
+    args = parse_args(["--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--device", "cpu", *flags])
+    with torch.device("meta"):
+        model = train.Spider(train.model_config(args, torch.device("cpu")))
+    said = train.estimate_memory(model, 2, args, "muon", 4 if precision == "fp32" else 2)
+    train.make_real(model, torch.device("cpu"), precision, "grouped", args)
+    ids = text(8, 256)
+    ends = torch.tensor(lengths * (256 // sum(lengths))).cumsum(0)
+    ids[1:, ends - 1] = train.tokenizer.EOS_ID
+    with Live() as memory:
+        train.accumulate(model, [Batch.of(ids, ids, 0)] * args.grad_accum, 2)
+    estimated = sum(said.values()) - said["parameters"] - said["optimizer"]
+    assert memory.peak < estimated < 2 * memory.peak
 
 
 def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
