@@ -12,6 +12,7 @@ the precision used.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ import torch
 import data
 import tile_moe
 import train
-from spider_model import Spider, pool_segments, unpool_segments
+from spider_model import PRESETS, Spider, pool_segments, unpool_segments
 
 SECTIONS = ("ceilings", "precisions", "backends", "rates", "sequences", "loops", "parts", "segments")
 
@@ -37,8 +38,20 @@ class Bench:
         self.gpu = self.device.type == "cuda"
         self.model = args.model or ("1b" if self.gpu else "tiny")
         self.seq_len, self.micro_batch = args.seq_len or 256, args.micro_batch or (112 if self.gpu else 8)
+        checked = self.flags()
+        train.model_config(checked)  # what train.py refuses is refused here, before anything is measured
+        self.seq_len, self.micro_batch = checked.seq_len, checked.micro_batch
         self.precision = train.resolve_precision("auto", self.device)
         self.results, self.source = {}, data.mock_source(0)
+
+    def flags(self, **others):
+        """Values of train.py's flags, these settings and others."""
+        argv = ["--model", self.model, f"--seq_len={self.seq_len}", f"--micro_batch={self.micro_batch}"]
+        for name, value in others.items():
+            argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        args = train.parse_args(argv + ([f"--set={self.args.set}"] if self.args.set else []), environ={})
+        train.take_recipe(args, self.device)
+        return args
 
     def wait(self):
         if self.gpu:
@@ -108,11 +121,7 @@ def matrix_rate(b: Bench, precision: str) -> float:
 
 def trainer(b: Bench, rate: float | None = 3.3, **flags):
     """A closure that does one optimizer step, and the model; `rate` sets the bytes per segment, None leaves them."""
-    argv = ["--model", b.model, "--seq_len", str(b.seq_len), "--micro_batch", str(b.micro_batch)]
-    for name, value in flags.items():
-        argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    args = train.parse_args(argv + (["--set", b.args.set] if b.args.set else []), environ={})
-    train.take_recipe(args, b.device)
+    args = b.flags(**flags)
     config = train.model_config(args)
     with torch.device("meta"):
         model = Spider(config)
@@ -339,23 +348,29 @@ def plot(b: Bench, path: Path):
     figure.savefig(path, dpi=120)
 
 
-def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="tiny, small or 1b (1b on a GPU, else tiny)")
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = train.Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(PRESETS), help="1b on a GPU, else tiny")
     parser.add_argument("--set", help="fields of SpiderConfig to change, as in train.py")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--seq_len", type=int, help="bytes per sequence (256)")
-    parser.add_argument("--micro_batch", type=int, help="sequences per step (112 on a GPU, else 8)")
+    parser.add_argument("--seq_len", help="bytes per sequence (256)")
+    parser.add_argument("--micro_batch", help="sequences per step (112 on a GPU, else 8)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, help="directory for bench-DEVICE.json and .png")
     args = parser.parse_args(argv)
     unknown = set(args.only.split(",")) - set(SECTIONS)
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(SECTIONS)}")
-    train.logger.remove()
-    if train.resolve_device(args.device).type == "cpu":
-        train.keep_freed_memory()
+    return args
+
+
+def measure_sections(args):
+    """Every section that was asked for: tables on stdout, and figures in --out."""
     b = Bench(args)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    if not b.gpu:
+        train.keep_freed_memory()
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
                             cwd=Path(__file__).parent).stdout.strip()
     machine = torch.cuda.get_device_name() if b.gpu else f"{processor()}, {torch.get_num_threads()} threads"
@@ -364,12 +379,28 @@ def main(argv: list[str] | None = None):
     for section in args.only.split(","):
         globals()[section](b)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         about = dict(machine=machine, torch=torch.__version__, commit=commit, command=sys.argv, model=b.model)
         path = args.out / f"bench-{b.device.type}.json"
         path.write_text(json.dumps(about | b.results, indent=1) + "\n")
         if "sequence lengths" in b.results:
             plot(b, path.with_suffix(".png"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0; 2 with one line on stderr for a bad flag or file."""
+    train.logger.remove()
+    try:
+        measure_sections(parse_args(argv))
+        return 0
+    except train.UsageError as fault:
+        line = str(fault)
+    except BrokenPipeError:               # of `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as fault:
+        line = f"{fault.filename}: {fault.strerror}"
+    print(f"bench.py: error: {data.one_line(line)}", file=sys.stderr)
+    return 2
 
 
 def processor() -> str:
@@ -382,4 +413,4 @@ def processor() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

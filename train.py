@@ -105,9 +105,9 @@ FLAGS = (
     # data
     Flag("data_dir", "data", str, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),
     Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
-    Flag("seq_len", 2048, integer(2), "bytes per sequence", "SEQ_LEN"),
-    Flag("micro_batch", 64, integer(1), "sequences per device per micro-step; lower: less memory", "MICRO_BATCH"),
-    Flag("grad_accum", 1, integer(1), "micro-steps per optimizer step", "GRAD_ACCUM"),
+    Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN"),
+    Flag("micro_batch", 64, integer(1, 1 << 20), "sequences a device takes at once; fewer: less memory", "MICRO_BATCH"),
+    Flag("grad_accum", 1, integer(1, 1 << 16), "micro-steps per optimizer step", "GRAD_ACCUM"),
     # horizon
     Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the schedule's horizon", "TARGET_TOKENS"),
     Flag("target_flops", None, real(0, open_low=True), "the horizon as training FLOPs, in place of --target_tokens"),
@@ -140,12 +140,12 @@ FLAGS = (
     # checkpoints
     Flag("ckpt_dir", "checkpoints", str, "where checkpoints and metrics.jsonl go"),
     Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY"),
-    Flag("keep_last", 2, integer(2), "checkpoints of this run to keep"),
+    Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
     Flag("resume", None, str, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
     Flag("reset_steps", False, None, "take the weights alone: fresh optimizer, step 0, data from the start"),
     # evaluation and logs
     Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none"),
-    Flag("eval_tokens", 1_048_576, integer(1), "validation bytes to evaluate on, always the same ones"),
+    Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones"),
     Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none"),
     Flag("run", None, str, "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
     Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
@@ -849,6 +849,10 @@ def command_line(argv: list[str] | None = None) -> int:
             args = parse_args(argv)
             with ExitStack() as closing:
                 main(args, stop, closing)
+            sys.stdout.flush()
+            return 0
+        except BrokenPipeError:           # of `--dry_run | head`: nobody reads on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except (UsageError, CheckpointError, data.DataError, BackendError) as fault:
             line = f"error: {fault}"

@@ -534,7 +534,7 @@ def test_a_resumed_run_keeps_nothing_of_its_checkpoint_mapped(tmp_path, shards, 
 
 
 def test_a_micro_batch_that_no_memory_holds_is_refused_at_start(tmp_path, shards, capsys):
-    assert train.command_line(run_flags(shards, tmp_path / "run", "--micro_batch", "100000000")) == 2
+    assert train.command_line(run_flags(shards, tmp_path / "run", "--micro_batch", "1e6")) == 2
     assert "--micro_batch: a step takes about" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+import bench
 import train
 from train import FLAGS, UsageError, parse_args
 
@@ -54,7 +55,9 @@ def test_a_flag_beats_the_environment_and_that_beats_the_default():
     ("seq_len", "1"), ("seq_len", "many"), ("seq_len", "2.5"), ("micro_batch", "0"), ("lr", "0"), ("lr", "-1"),
     ("lr", "nan"), ("lr", "inf"), ("precision", "fp16"), ("model", "2b"), ("moe_backend", "fast"),
     ("optimizer", "sgd"), ("keep_last", "1"), ("min_lr_fraction", "1.5"), ("beta1", "x"), ("schedule", ""),
-    ("target_tokens", "-3"), ("seed", "-1"), ("seed", "1e20"), ("beta1", "1"), ("momentum", "1"), ("max_steps", "nan")])
+    ("target_tokens", "-3"), ("seed", "-1"), ("seed", "1e20"), ("beta1", "1"), ("momentum", "1"), ("max_steps", "nan"),
+    ("grad_accum", "4e18"), ("micro_batch", "4e18"), ("seq_len", "4e18"), ("eval_tokens", "4e18"),
+    ("keep_last", "4e18")])
 def test_a_bad_value_of_a_flag_or_variable_is_named(name, text):
     with pytest.raises(UsageError, match=rf"^--{name}: "):
         parse_args([f"--{name}={text}"], environ={})
@@ -175,6 +178,26 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     assert abs(total / 996e6 - 1) < 0.005
     assert float(done.stdout.split("PEAK")[1]) < 0.8
     assert not list(tmp_path.iterdir())
+
+
+def test_nobody_reading_the_dry_run_any_more_is_no_fault(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, ROOT / "train.py", "--dry_run", "--mock_data", "--model", "tiny"],
+                          cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("flags,complaint", (
+    (["--set", "nonsense=1"], "not a field"), (["--seq_len", "4e18"], "--seq_len: '4e18' is not"),
+    (["--micro_batch=0"], "--micro_batch"), (["--model", "2b"], "2b"), (["--only", "x"], "--only: x"), (["--x"], "--x"),
+    (["--out", __file__], "File exists")))
+def test_what_the_benchmark_cannot_do_is_one_line_before_anything_is_measured(flags, complaint, capsys):
+    assert bench.main(["--device", "cpu", *flags]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("bench.py: error: ")
+    assert complaint in said.err
 
 
 def test_the_originals_commands_parse():
