@@ -983,7 +983,7 @@ class Feed:
                  closing: ExitStack):
         self.loader, self.args, self.rank, self.ranks, self.device = loader, args, rank, ranks, device
         self.first, self.steps = progress.bytes_seen // args.seq_len, count(progress.step)
-        self.wanted, self.fetched = SimpleQueue(), SimpleQueue()
+        self.wanted, self.fetched, self.closed = SimpleQueue(), SimpleQueue(), False
         self.thread = Thread(target=self._fetch_all, daemon=True)
         self.thread.start()
         self.wanted.put(True)
@@ -998,6 +998,7 @@ class Feed:
         return fetched
 
     def close(self):
+        self.closed = True
         self.wanted.put(False)
         self.thread.join(1.0)             # a thread that is well ends in order
 
@@ -1012,6 +1013,8 @@ class Feed:
     def _fetch(self, step: int, first: int) -> tuple[list[Batch], int]:
         noise, out = step_seed(self.args.seed, step, "noise"), []
         for micro_step in range(self.args.grad_accum):
+            if self.closed:
+                break
             ids, labels, _ = self.loader.micro_batch(first, micro_step, self.args.micro_batch, self.rank, self.ranks)
             noise_seed = noise + (micro_step * self.ranks + self.rank) * self.args.micro_batch
             out.append(Batch.of(ids, labels, noise_seed).to(self.device))
