@@ -51,6 +51,7 @@ class SpiderConfig:
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128                 # equals the query/key width: every attention kernel takes that
     rope_theta: float = 10000.0
+    byte_window: int = 0                  # bytes that prelude and coda look back on, their own included; 0: all
     # feed-forward and experts
     intermediate_size: int = 4096         # of the dense layers of prelude and coda
     n_routed_experts: int = 32            # 0: only the shared one, a dense feed-forward
@@ -87,7 +88,7 @@ class SpiderConfig:
         for name in ("engram_layers", "engram_orders", "engram_byte_orders"):  # lists, when read back from JSON
             setattr(self, name, tuple(getattr(self, name)))
         may_be_zero = ("n_prelude_layers", "n_recurrent_layers", "n_coda_layers", "n_routed_experts",
-                       "n_shared_experts", "lora_rank")
+                       "n_shared_experts", "lora_rank", "byte_window")
         for name, value in vars(self).items():
             low = 0 if name in may_be_zero or type(value) is float else 1
             if type(value) in (int, float) and not low <= value < math.inf:
@@ -128,7 +129,7 @@ PRESETS = {
                   engram_byte_rows=24_000, engram_byte_dim=64),
     "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=2, n_coda_layers=1, n_loops=1, n_heads=2,
                  q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
-                 intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4, engram_layers=(1,),
+                 byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4, engram_layers=(1,),
                  engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072, engram_byte_dim=32),
 }
 
@@ -214,9 +215,11 @@ class Packing:
     sin: Tensor
     buckets: list[tuple[int, int]] | None  # (documents, rows each is filled up to) of each product; None: one kernel
     slot: Tensor | None                   # int64 [rows], place of a row among the buckets' rows; None: its own
+    window: int                           # rows that a row looks back on, its own included; 0: all of its document
 
     @classmethod
-    def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config: SpiderConfig, dtype: torch.dtype) -> "Packing":
+    def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config: SpiderConfig, dtype: torch.dtype,
+              window: int = 0) -> "Packing":
         """cu_seqlens int32 [documents + 1] of `rows` rows, no document longer than `bound`; dtype of attention."""
         device = cu_seqlens.device
         row = torch.arange(rows, device=device)
@@ -228,7 +231,8 @@ class Packing:
             slot = None if start is None else start.index_select(0, document) + position
         pairs = torch.arange(0, config.qk_rope_head_dim, 2, device=device) / config.qk_rope_head_dim
         angle = (position[:, None] * config.rope_theta ** -pairs)[:, None, :]
-        return cls(cu_seqlens, document, position, bound, angle.cos().to(dtype), angle.sin().to(dtype), buckets, slot)
+        return cls(cu_seqlens, document, position, bound, angle.cos().to(dtype), angle.sin().to(dtype), buckets, slot,
+                   window)
 
 
 def fill_up(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], Tensor | None]:
@@ -279,28 +283,47 @@ def attend(qkv: Tensor, packing: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
         q, k, v = qkv.unbind(2)
         cu, longest = packing.cu_seqlens, packing.longest
-        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0)).flatten(1)
+        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
     sizes = [documents * length for documents, length in packing.buckets]
     if packing.slot is not None:
         qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.slot, qkv)
     parts = qkv.split(sizes) if len(sizes) > 1 else [qkv]
-    parts = [_attend_padded(part.unflatten(0, bucket)) for part, bucket in zip(parts, packing.buckets)]
+    parts = [_attend_padded(part.unflatten(0, bucket), packing.window).flatten(0, 1)
+             for part, bucket in zip(parts, packing.buckets)]
     out = torch.cat(parts) if len(parts) > 1 else parts[0]
     return out if packing.slot is None else out.index_select(0, packing.slot)
 
 
-def _attend_padded(qkv: Tensor) -> Tensor:
-    """The same for qkv [documents, rows, H, 3, head_dim]; behind a document's last row nothing looks."""
-    documents, longest, heads, _, width = qkv.shape
-    q, k, v = qkv.permute(3, 0, 2, 1, 4)
-    if qkv.dtype == torch.bfloat16 and longest <= 512:  # plain bf16 products: 3.5 times faster on a CPU than its SDPA
-        q, k, v = (t.reshape(documents * heads, longest, width) for t in (q, k, v))
-        hidden_future = torch.full((longest, longest), -math.inf, dtype=qkv.dtype, device=qkv.device).triu(1)
-        score = torch.baddbmm(hidden_future, q, k.transpose(1, 2), alpha=width ** -0.5)
-        out = torch.bmm(score.softmax(-1), v).view(documents, heads, longest, width)
+def _attend_padded(qkv: Tensor, window: int) -> Tensor:
+    """The same for qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H * head_dim]; behind a document's last
+    row nothing looks. Under a window, blocks of as many rows look at themselves and at the block before."""
+    documents, longest = qkv.shape[:2]
+    if not 0 < window < longest:
+        return _attend_block(*qkv.unbind(3), longest)
+    blocks = F.pad(qkv, (0, 0, 0, 0, 0, 0, 0, -longest % window)).unflatten(1, (-1, window))
+    first = _attend_block(*blocks[:, 0].unbind(3), window)
+    q, k, v = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2).flatten(0, 1).unbind(3)
+    rest = _attend_block(q[:, window:], k, v, window)
+    return torch.cat((first, rest.unflatten(0, (documents, -1)).flatten(1, 2)), dim=1)[:, :longest]
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """The last n of m rows look at up to `window` rows: q [B, n, H, head_dim], k, v [B, m, H, head_dim] -> [B, n, H *
+    head_dim]."""
+    batch, n, heads, width = q.shape
+    m = k.shape[1]
+    hidden = torch.full((n, m), -math.inf, dtype=q.dtype, device=q.device)
+    hidden = hidden.triu(m - n + 1) + hidden.tril(m - n - window) if m > n else hidden.triu(1)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if q.dtype == torch.bfloat16 and n <= 512:  # plain bf16 products: 3.5 times faster on a CPU than its SDPA
+        q, k, v = (t.reshape(batch * heads, -1, width) for t in (q, k, v))
+        score = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=width ** -0.5)
+        out = torch.bmm(score.softmax(-1), v).view(batch, heads, n, width)
+    elif m > n:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return out.transpose(1, 2).reshape(documents * longest, heads * width)
+    return out.transpose(1, 2).reshape(batch, n, heads * width)
 
 
 @dataclass
@@ -773,7 +796,7 @@ class Halting:
 
     def __init__(self, share: Tensor, threshold: float, leave: bool):
         self.threshold, self.leave, self.left = threshold, leave, EVERY_ROW
-        self.share, self.remaining = share, torch.ones_like(share)  # [n] of what is left: part of all, 1 - sum of weights
+        self.share, self.remaining = share, torch.ones_like(share)  # [n] of the rows left: part of all, 1 - weights
         self.output: Tensor | None = None                           # [N, D]
         self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
 
@@ -954,7 +977,7 @@ class Spider(nn.Module):
         n_loops = c.n_loops if n_loops is None else n_loops
         ids = input_ids.reshape(-1)
         cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
-        packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype)
+        packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
         shifted = shifted_bytes(ids, packing.position, max((1,) + c.engram_orders + c.engram_byte_orders))
 
         x = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)                       # [M, D]
@@ -1084,8 +1107,10 @@ class Spider(nn.Module):
                 once = ".engram.key_proj" in name or ".engram.value_proj" in name
                 size *= rate * (1 if once else n_loops)
             products += size
-        attention = 2 * width * seq_len * ((c.n_prelude_layers + c.n_coda_layers) / 2
-                                           + c.n_recurrent_layers * n_loops * rate * rate / 2)
+        window = min(c.byte_window or seq_len, seq_len)
+        seen = window - window * window / (2 * seq_len)                                      # bytes, on average
+        attention = 2 * width * (seen * (c.n_prelude_layers + c.n_coda_layers)
+                                 + c.n_recurrent_layers * n_loops * rate * rate * seq_len / 2)
         return 6 * products + 3 * 2 * attention
 
 

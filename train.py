@@ -654,7 +654,8 @@ def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, dtype_byt
     filled, gathered = 0.0, 0.0
     if dtype_bytes == 4 or resolve_device(args.device).type == "cpu":
         for count, part in ((layers, 1), (visits if args.no_gradient_checkpointing else 1, 3.3)):
-            scores = 0 if dtype_bytes == 4 else 2 * c.n_heads * min(512, args.seq_len / part)
+            window = 2 * c.byte_window if part == 1 else 0
+            scores = 0 if dtype_bytes == 4 else 2 * c.n_heads * min(window or 512, args.seq_len / part)
             filled += count * rows / part * (4 * heads + scores) * dtype_bytes
     for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
         lookups = table.prime.numel() * (segments if name.startswith("core") else rows)

@@ -20,7 +20,8 @@ CUTS = {
     "nothing": {}, "learned boundaries": dict(boundaries="whitespace"), "stride": dict(boundaries="every_third"),
     "segment engram": dict(engram_layers=()), "byte engram": dict(engram_byte_orders=()), "lora": dict(lora_rank=0),
     "lti": dict(lti=False), "act": dict(act=False), "experts": dict(n_routed_experts=0, n_shared_experts=3),
-    "shared expert": dict(n_shared_experts=0), "loops": dict(n_loops=1),
+    "shared expert": dict(n_shared_experts=0), "loops": dict(n_loops=1), "core": dict(n_recurrent_layers=0),
+    "all but a window": dict(byte_window=5), "pooling": dict(boundaries="every_byte"),
 }
 EVERY_CUT = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
 
@@ -178,25 +179,32 @@ MIXED = ((1,), (5, 1, 1, 2, 0, 3), (16, 256, 0, 256) + (16,) * 20, (4,) * 100 + 
          (600, 1, 30, 17, 0, 16, 200, 513), (1,) * 50, (96, 80, 70, 33))
 
 
-def attention(lengths, dtype) -> tuple[torch.Tensor, torch.Tensor, spider_model.Packing]:
+def attention(lengths, dtype, window=0) -> tuple[torch.Tensor, torch.Tensor, spider_model.Packing]:
     """qkv [rows, 2, 3, 8] with a gradient, cu_seqlens and packing of documents of these lengths."""
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     rows = int(cu_seqlens[-1])
     qkv = torch.randn(rows, 2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-    return qkv, cu_seqlens, spider_model.Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype)
+    return qkv, cu_seqlens, spider_model.Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype, window)
+
+
+def attend_alone(part, window):
+    """One document's rows [n, 2, 3, 8], each looking back on `window` of them, by a mask over all of them."""
+    ahead = torch.arange(len(part)) - torch.arange(len(part))[:, None]
+    mask = (ahead <= 0) & (ahead > -(window or len(part)))
+    return F.scaled_dot_product_attention(*part.permute(2, 1, 0, 3), attn_mask=mask).transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype,atol", ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)),
                          ids=("float64", "float32", "bfloat16"))
+@pytest.mark.parametrize("window", (0, 1, 16, 24))
 @pytest.mark.parametrize("lengths", MIXED, ids=lambda lengths: f"{len(lengths)} documents up to {max(lengths)}")
-def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradient(lengths, dtype, atol):
-    qkv, cu_seqlens, packing = attention(lengths, dtype)
+def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradient(lengths, window, dtype, atol):
+    qkv, cu_seqlens, packing = attention(lengths, dtype, window)
     upstream = torch.randn(len(qkv), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     out = spider_model.attend(qkv, packing)
     grad, = torch.autograd.grad(out, qkv, upstream)
     alone = qkv.detach().double().requires_grad_()
-    expected = torch.cat([F.scaled_dot_product_attention(*part.permute(2, 1, 0, 3), is_causal=True).transpose(0, 1)
-                          for part in alone.split(cu_seqlens.diff().tolist())]).flatten(1)
+    expected = torch.cat([attend_alone(part, window) for part in alone.split(cu_seqlens.diff().tolist())]).flatten(1)
     expected_grad, = torch.autograd.grad(expected, alone, upstream.double())
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
