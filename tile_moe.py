@@ -159,22 +159,25 @@ class Routing:
     """One router's decision on N tokens, and what it costs."""
     topk_idx: Tensor          # [N, k] int64
     topk_weights: Tensor      # [N, k] fp32, each row sums to 1
-    load: Tensor              # [E] fp32, f_e = tokens of an expert relative to an even share
-    aux_loss: Tensor          # sum_e f_e P_e, P_e the mean probability: 1 when balanced
-    z_loss: Tensor            # mean squared log-partition of the scores
+    load: Tensor | None       # [E] fp32, f_e = tokens of an expert relative to an even share
+    aux_loss: Tensor | None         # sum_e f_e P_e, P_e the mean probability: 1 when balanced
+    z_loss: Tensor | None     # mean squared log-partition of the scores
 
 
-def route(score: Tensor, expert_bias: Tensor, k: int, share: Tensor, backend: str,
+def route(score: Tensor, expert_bias: Tensor, k: int, share: Tensor | None, backend: str,
           topk_idx: Tensor | None = None) -> Routing:
     """Softmax over the scores [N, E]; selection by probability + expert_bias [E], weights from the probabilities alone.
 
-    share [N] is each token's part in the means: 1 / tokens, or 0 for a row that only fills up. A given topk_idx [N, k],
+    share [N] is each token's part in the means: 1 / tokens, or 0 for a row that only fills up; without it there are
+    none. A given topk_idx [N, k],
     the decision of an earlier pass, is kept whatever the scores say now (recomputation); -1 in it is undecided.
     """
     ops, prob = operations(backend), score.softmax(-1)
     chosen = ops.topk_gate(prob.detach() + expert_bias, k)
     topk_idx = chosen if topk_idx is None else torch.where(topk_idx < 0, chosen, topk_idx)
     weights = _Normalize.apply(prob.gather(1, topk_idx), ops)
+    if share is None:
+        return Routing(topk_idx, weights, None, None, None)
     counted = topk_idx.masked_fill((share == 0)[:, None], -1)
     load = ops.aux_fi(counted, len(expert_bias), k) * (len(share) * share.max())  # aux_fi divides by all rows
     return Routing(topk_idx, weights, load, (load * (share @ prob)).sum(), share @ score.logsumexp(-1).square())
@@ -236,6 +239,8 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
     w_up is None where w_gate holds both side by side, [E, D, 2F]: `grouped` and `tile` then need not join them.
     product is one of the two above. Returns y [N, D]. Differentiable in x, topk_weights and the three weights.
     """
+    if len(x) == 1 and not (x.is_cuda or torch.is_grad_enabled()):
+        return _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down)
     if backend == "loop":
         w_gate, w_up = w_gate.chunk(2, dim=-1) if w_up is None else (w_gate, w_up)
         return _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product)
@@ -246,14 +251,21 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
 def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
     multiply = torch.matmul if product is grouped_product else partial(_multiply_group, product)
     y = torch.zeros_like(x)
-    for expert in range(len(w_gate)):
+    for expert in topk_idx.unique().tolist():
         token, slot = (topk_idx == expert).nonzero(as_tuple=True)
-        if len(token) == 0:  # Float8Linear fails on an input without rows
-            continue
         rows = x[token]
         hidden = F.silu(multiply(rows, w_gate[expert])) * multiply(rows, w_up[expert])
         weight = topk_weights[token, slot].to(x.dtype)
         y = y.index_add(0, token, multiply(hidden, w_down[expert]) * weight[:, None])
+    return y
+
+
+def _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down):
+    """A token alone, as decoding brings it to a CPU: nothing is sorted, experts' weights are read where they lie."""
+    y = 0
+    for expert, weight in zip(topk_idx[0].tolist(), topk_weights.to(x.dtype).unbind(1)):
+        gate, up = (x @ w_gate[expert]).chunk(2, dim=-1) if w_up is None else (x @ w_gate[expert], x @ w_up[expert])
+        y = y + (F.silu(gate) * up) @ w_down[expert] * weight
     return y
 
 

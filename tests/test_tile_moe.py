@@ -76,6 +76,19 @@ def test_gate_and_up_weights_side_by_side_change_nothing(backend):
         torch.testing.assert_close(together, separate)
 
 
+@pytest.mark.parametrize("joined", (False, True))
+@pytest.mark.parametrize("dtype,tolerance", ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)))
+def test_a_token_alone_equals_the_dense_reference(joined, dtype, tolerance):
+    topk_idx = routing("uneven")
+    x, topk_weights, w_gate, w_up, w_down = (t.detach() for t in inputs(dtype))
+    expected = dense_reference(x, topk_idx, topk_weights, w_gate, w_up, w_down)
+    gate_up = (torch.cat((w_gate, w_up), dim=-1), None) if joined else (w_gate, w_up)
+    with torch.no_grad():
+        y = torch.cat([moe_forward(x[i:i + 1], topk_idx[i:i + 1], topk_weights[i:i + 1], *gate_up, w_down, "grouped")
+                       for i in range(N)])
+    assert y.dtype == dtype and (y.double() - expected).norm() <= tolerance * expected.norm()
+
+
 @KINDS
 @pytest.mark.parametrize("backend", ("loop", "grouped"))
 def test_experts_in_emulated_fp8_follow_the_reference_within_its_rounding(backend, kind):
