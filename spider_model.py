@@ -19,8 +19,11 @@ Parameters are fp32 (the type that they were given); products run in `Spider.com
 """
 
 import math
+import operator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -174,8 +177,13 @@ class Linear(nn.Linear):
             self.cast = self.weight.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.cast is None or self.cast.dtype != x.dtype else self.cast
-        return F.linear(x, weight.to(x.dtype), self.bias)
+        return F.linear(x, weight_of(self, x.dtype), self.bias)
+
+
+def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """A Linear's weight in the type of a product: its cast, where there is one."""
+    cast = linear.cast
+    return cast if cast is not None and cast.dtype == dtype else linear.weight.to(dtype)
 
 
 class _RMSNormCPU(torch.autograd.Function):
@@ -197,7 +205,9 @@ class _RMSNormCPU(torch.autograd.Function):
 
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension; no weights, the Linear that follows has them."""
-    return F.rms_norm(x, x.shape[-1:], eps=eps) if x.is_cuda else _RMSNormCPU.apply(x, eps)
+    if x.is_cuda or not torch.is_grad_enabled():
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return _RMSNormCPU.apply(x, eps)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -209,30 +219,32 @@ class Packing:
     """Which document each packed row belongs to, and what attention needs to know of that."""
     cu_seqlens: Tensor                    # int32 [documents + 1], rows before each document's first one
     document: Tensor                      # int64 [rows]
-    position: Tensor                      # int64 [rows], row within its document
+    position: Tensor                      # int64 [rows], row within its document, earlier steps' rows included
     longest: int                          # an upper bound of rows in a document
-    cos: Tensor                           # [rows, 1, qk_rope_head_dim / 2]
-    sin: Tensor
+    cos: Tensor                           # [rows, 1, qk_rope_head_dim], of both halves
+    sin: Tensor                           # the same, negative in the first half
     buckets: list[tuple[int, int]] | None  # (documents, rows each is filled up to) of each product; None: one kernel
     slot: Tensor | None                   # int64 [rows], place of a row among the buckets' rows; None: its own
     window: int                           # rows that a row looks back on, its own included; 0: all of its document
 
     @classmethod
     def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config: SpiderConfig, dtype: torch.dtype,
-              window: int = 0) -> "Packing":
-        """cu_seqlens int32 [documents + 1] of `rows` rows, no document longer than `bound`; dtype of attention."""
+              window: int = 0, before: Tensor | None = None) -> "Packing":
+        """cu_seqlens int32 [documents + 1] of `rows` rows, no document longer than `bound`; dtype of attention; before
+        [documents]: the rows that earlier steps of decoding brought."""
         device = cu_seqlens.device
         row = torch.arange(rows, device=device)
         document = torch.searchsorted(cu_seqlens[1:], row, right=True)
-        position = row - cu_seqlens.index_select(0, document)
+        position = row - (cu_seqlens if before is None else cu_seqlens[:-1] - before).index_select(0, document)
         buckets = slot = None
-        if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        if before is None and (device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16)):
             buckets, start = fill_up(cu_seqlens.diff(), bound)
             slot = None if start is None else start.index_select(0, document) + position
         pairs = torch.arange(0, config.qk_rope_head_dim, 2, device=device) / config.qk_rope_head_dim
         angle = (position[:, None] * config.rope_theta ** -pairs)[:, None, :]
-        return cls(cu_seqlens, document, position, bound, angle.cos().to(dtype), angle.sin().to(dtype), buckets, slot,
-                   window)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        return cls(cu_seqlens, document, position, bound, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), buckets,
+                   slot, window)
 
 
 def fill_up(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], Tensor | None]:
@@ -263,18 +275,23 @@ def fill_up(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], Tensor 
     return buckets, start
 
 
-def document_cu_seqlens(input_ids: Tensor) -> Tensor:
-    """Where documents start in [B, T]: at each row's start, at BOS and behind EOS; int32 [documents + 1]."""
+def document_starts(input_ids: Tensor) -> Tensor:
+    """Whether a document starts at a byte of [B, T]: at BOS and behind EOS; bool [B, T]."""
     starts = input_ids == BOS_ID
-    starts[:, 0] = True
     starts[:, 1:] |= input_ids[:, :-1] == EOS_ID
+    return starts
+
+
+def document_cu_seqlens(input_ids: Tensor) -> Tensor:
+    """Where documents start in [B, T], each row's start included; int32 [documents + 1]."""
+    starts = document_starts(input_ids)
+    starts[:, 0] = True
     return F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=input_ids.numel()).to(torch.int32)
 
 
 def rotate(x: Tensor, packing: Packing) -> Tensor:
     """Rotary embedding of [rows, H, qk_rope_head_dim] by position in the document."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * packing.cos - b * packing.sin, a * packing.sin + b * packing.cos), dim=-1)
+    return x * packing.cos + x.roll(x.shape[-1] // 2, -1) * packing.sin
 
 
 def attend(qkv: Tensor, packing: Packing) -> Tensor:
@@ -355,6 +372,75 @@ class Left:
 EVERY_ROW = Left()
 
 
+class Cache:
+    """What layers read of earlier steps' rows while a step runs: `held` [layers, loops, documents, places, width], a
+    document's row p in place p % places. What a loop puts there stands for later loops until they put something.
+
+    before [documents]: a document's rows of earlier steps. window: how many rows a row sees, itself included; 0: all.
+    There are places for twice as many rows as are seen, so that they are seldom moved.
+    """
+
+    def __init__(self, held: Tensor, packing: Packing, before: Tensor, window: int = 0):
+        last = before + packing.cu_seqlens.diff() - 1                                        # [documents]
+        rows = int(last.max()) + 1                                                           # host synchronisation
+        need = min(rows, window + packing.longest - 1) if window else rows
+        if not need <= held.shape[3] <= max(16, 4 * need):
+            place = torch.arange(2 * need, device=held.device)
+            kept = before[:, None] - 1 - (before[:, None] - 1 - place) % len(place)          # the row to lie there
+            held = held[:, :, torch.arange(len(before), device=held.device)[:, None], kept % held.shape[3]]
+        self.held, self.packing, self.layer, self.loop = held, packing, 0, 0
+        self.place = packing.document * held.shape[3] + packing.position % held.shape[3]     # [N]
+        self.read, self.hidden = min(rows, held.shape[3]), None                              # places; which a row skips
+        if window or len(before) * packing.longest > 1:
+            place = torch.arange(self.read, device=held.device)
+            lies = (last[:, None] - (last[:, None] - place) % held.shape[3])[:, None]        # [documents, 1, read]
+            row = (before[:, None] + torch.arange(packing.longest, device=held.device))[:, :, None]
+            self.hidden = (lies < 0) | (lies > row)                                      # [documents, longest, read]
+            if window:
+                self.hidden |= lies <= row - window
+            self.slot = packing.document * packing.longest + packing.position - before.index_select(0, packing.document)
+
+    def of(self, layer: int, loop: int = 0) -> "Cache":
+        """The part of it that a layer reads and writes in a loop."""
+        part = copy(self)
+        part.layer, part.loop = layer, loop
+        return part
+
+    def put(self, x: Tensor) -> Tensor:
+        """Keeps the step's rows [N, width]; returns all that the loop holds, [documents, places, width]."""
+        held = self.held[self.layer, self.loop:]
+        held.flatten(1, 2).index_copy_(1, self.place, x.expand(len(held), -1, -1))
+        return held[0]
+
+    def look_back(self, distances: list[int]) -> "Cache":
+        """Settles what `put_and_look_back` returns: the rows so many rows before the step's."""
+        position = self.packing.position - torch.tensor(distances, device=self.held.device)[:, None]
+        places = self.held.shape[3]
+        self.back = (self.packing.document * places + position % places).flatten()
+        self.there = (position >= 0)[:, :, None]
+        return self
+
+    def put_and_look_back(self, x: Tensor) -> Tensor:
+        """Keeps the step's rows [N, width]; returns [distances, N, width], zero before a document's start."""
+        back = self.put(x).flatten(0, 1).index_select(0, self.back).view(-1, *x.shape)
+        return torch.where(self.there, back, 0)
+
+    def attend(self, q: Tensor, x: Tensor, scale: float, value_width: int) -> Tensor:
+        """Attention of the step's rows to themselves, x [N, width], and all that are held, for every head: q
+        [N, H, width] -> [N, H, value_width]. Values are the first numbers of keys."""
+        documents, longest, (rows, heads, width) = len(self.packing.cu_seqlens) - 1, self.packing.longest, q.shape
+        held = self.put(x)[:, :self.read]
+        regular = documents * longest == rows
+        if not regular:
+            q = q.new_zeros(documents * longest, heads, width).index_copy(0, self.slot, q)
+        q = q.reshape(documents, longest * heads, width)
+        score = torch.baddbmm(q.new_zeros(()), q, held.mT, beta=0, alpha=scale)
+        if self.hidden is not None:
+            score.view(documents, longest, heads, -1).masked_fill_(self.hidden[:, :, None], -math.inf)
+        out = torch.bmm(score.softmax(-1), held[..., :value_width]).view(documents * longest, heads, value_width)
+        return out if regular else out.index_select(0, self.slot)
+
+
 class MLA(nn.Module):
     """Multi-head latent attention; what later rows read of a row is its latent alone, kv_lora_rank + rope numbers."""
 
@@ -368,22 +454,36 @@ class MLA(nn.Module):
         self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim))
         self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
 
-    def forward(self, x: Tensor, packing: Packing, left: Left,
-                latent: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, packing: Packing, left: Left, latent: Tensor | None = None,
+                cache: Cache | None = None) -> tuple[Tensor, Tensor]:
         """x [n, D] of the rows that are left -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
-        given ones, of the loop before, stay for the others."""
+        given ones, of the loop before, stay for the others. A cache holds earlier latents, normed and rotated."""
         c = self.config
         latent = left.merge(latent, self.kv_a_proj(x))
         rows, heads = len(latent), c.n_heads
         q = left.spread(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
-        q_nope, q_rope = q.view(rows, heads, -1).split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
-        c_kv, k_rope = latent.split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
-        kv = self.kv_b_proj(rms_norm(c_kv)).view(rows, heads, -1)                          # [rows, H, nope + v]
-        k_nope, v = kv.split((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
+        q_nope, q_rope = q.view(rows, heads, -1).split_with_sizes((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
+        c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
+        c_kv = rms_norm(c_kv)
         rope = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), packing)                # [rows, H + 1, rope]
-        q_rope, k_rope = rope[:, :heads], rope[:, heads:].expand(-1, heads, -1)
-        qkv = torch.cat((q_nope, q_rope, k_nope, k_rope, v), dim=-1)
+        q_rope, k_rope = rope[:, :heads], rope[:, heads:]
+        if cache is not None:
+            return self.o_proj(left.pick(self.absorbed(q_nope, q_rope, c_kv, k_rope, cache))), latent
+        kv = self.kv_b_proj(c_kv).view(rows, heads, -1)                                    # [rows, H, nope + v]
+        k_nope, v = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
+        qkv = torch.cat((q_nope, q_rope, k_nope, k_rope.expand(-1, heads, -1), v), dim=-1)
         return self.o_proj(left.pick(attend(qkv.view(rows, heads, 3, -1), packing))), latent
+
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
+        """The same attention over latents alone, [rows, H * v_head_dim]: keys and values are never made of them, since
+        q (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times that of c."""
+        c = self.config
+        weight = weight_of(self.kv_b_proj, c_kv.dtype).view(c.n_heads, -1, c.kv_lora_rank)   # [H, nope + v, c_kv]
+        w_uk, w_uv = weight.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+        q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_rope), dim=-1)
+        held = torch.cat((c_kv, k_rope[:, 0]), dim=-1)
+        out = cache.attend(q, held, c.v_head_dim ** -0.5, c.kv_lora_rank)                    # [rows, H, c_kv]
+        return torch.bmm(out.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
 
 
 class SwiGLU(nn.Module):
@@ -407,8 +507,8 @@ class Block(nn.Module):
         self.attention = MLA(config)
         self.ffn = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, packing: Packing) -> Tensor:
-        x = x + self.attention(rms_norm(x), packing, EVERY_ROW)[0]
+    def forward(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        x = x + self.attention(rms_norm(x), packing, EVERY_ROW, cache=cache)[0]
         return x + self.ffn(rms_norm(x))
 
 
@@ -443,10 +543,10 @@ class MoE(nn.Module):
     def cast_weight(self, dtype: torch.dtype):
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
 
-    def forward(self, x: Tensor, share: Tensor, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """share [N], see tile_moe.route; a given topk_idx [N, k] is the routing of an earlier pass."""
+    def forward(self, x: Tensor, share: Tensor | None, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """share [N] or None, see tile_moe.route; a given topk_idx [N, k] is the routing of an earlier pass."""
         if not self.config.n_routed_experts:
-            zero = share.new_zeros(())
+            zero = self.expert_bias.new_zeros(())
             return self.shared(x), Routing(topk_idx, topk_idx, self.expert_bias, zero, zero)
         score = self.router(x.to(self.router.weight.dtype))                                  # [N, E]
         routing = route(score, self.expert_bias, self.config.n_experts_per_tok, share, self.backend, topk_idx)
@@ -484,28 +584,44 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
     document's last boundary belong to no segment. The gradient to b runs through w_t = 1 + c_t - stopgrad(c_t), c_t the
     number of boundaries before t in the document (FlexiTokens, arXiv 2507.12720).
     """
+    z, total, segment_cu_seqlens = sum_segments(h, b, cu_seqlens)
+    segments = len(z) + 1 - len(cu_seqlens)
+    return (z[:segments] / total[:segments]).to(h.dtype), segment_cu_seqlens
+
+
+def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
+                 begun: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same before the division: sums [N + documents, D], weights [N + documents, 1] and segment_cu_seqlens. Behind
+    the finished segments stands what each document has begun; so it comes in again, [documents, D] and [documents, 1],
+    where the document goes on."""
     document, finished = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
     segments = int(segment_cu_seqlens[-1])                                                   # host synchronisation
     own = finished - b.detach().round().long()                                               # [M], segment of each byte
-    own = torch.where(own < segment_cu_seqlens.index_select(0, document + 1), own, segments)
+    own = torch.where(own < segment_cu_seqlens.index_select(0, document + 1), own, segments + document)
     before = b.cumsum(0) - b
     before = before - before.index_select(0, cu_seqlens.index_select(0, document))           # c_t
     weight = 1 + before - before.detach()
-    total = weight.new_zeros(segments + 1).index_add(0, own, weight)[:segments, None]
-    z = weight.new_zeros(segments + 1, h.shape[1]).index_add(0, own, weight[:, None] * h)[:segments]
-    return (z / total).to(h.dtype), segment_cu_seqlens.to(torch.int32)
+    rows = segments + len(cu_seqlens) - 1
+    total = weight.new_zeros(rows, 1).index_add(0, own, weight[:, None])
+    z = weight.new_zeros(rows, h.shape[1]).index_add(0, own, weight[:, None] * h)
+    if begun is not None:
+        first = own.index_select(0, cu_seqlens[:-1])
+        z, total = z.index_add(0, first, begun[0]), total.index_add(0, first, begun[1])
+    return z, total, segment_cu_seqlens.to(torch.int32)
 
 
 def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor) -> Tensor:
     """Hands each byte the last segment of its document finished at or before it: causal with nothing to shift.
 
-    z [N, D], null [D] for bytes before a document's first boundary, b [M], cu_seqlens and segment_cu_seqlens int32
-    [documents + 1]. Returns [M, D]; no gradient reaches b.
+    z [N, D], null [D] for bytes before a document's first boundary, or one for each document, [documents, D]; b [M],
+    cu_seqlens and segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; no gradient reaches b.
     """
     document, finished = _documents_and_segments(b, cu_seqlens)
-    own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished, 0)  # 0: null
-    return torch.cat((null[None].to(z.dtype), z)).index_select(0, own)
+    null = null.view(-1, z.shape[1])
+    own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished + len(null) - 1,
+                      document.clamp_max(len(null) - 1))
+    return torch.cat((null.to(z.dtype), z)).index_select(0, own)
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -563,13 +679,9 @@ class EngramTable(nn.Module):
 
     def addresses(self, shifted: Tensor) -> Tensor:
         """shifted [at least max(orders), rows] -> rows of `weight` int64 [rows, orders * heads]."""
-        key, found = torch.zeros_like(shifted[0]), []
-        for k in range(max(self.orders)):
-            key = key ^ (shifted[k] * self.multiplier[k])
-            if k + 1 in self.orders:
-                i = len(found)
-                found.append(key[:, None].remainder(self.prime[i]) + self.offset[i])
-        return torch.cat(found, dim=1)
+        keys = list(accumulate((shifted[:len(self.multiplier)] * self.multiplier[:, None]).unbind(), operator.xor))
+        key = torch.stack([keys[order - 1] for order in self.orders], dim=1)                 # [rows, orders]
+        return (key[:, :, None].remainder(self.prime) + self.offset).flatten(1)
 
     def forward(self, shifted: Tensor) -> Tensor:
         """-> [rows, orders * heads, dim]; its gradient goes to `gather`, weight.grad stays None."""
@@ -623,11 +735,16 @@ class SegmentEngram(nn.Module):
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
-        self.dilation = len(config.engram_orders)
+        self.back = self.taps(config)
         self.table = EngramTable(config.engram_orders, config.engram_heads, config.engram_rows, config.engram_dim)
         self.key_proj = Linear(self.table.width, config.hidden_size)
         self.value_proj = Linear(self.table.width, config.hidden_size)
         self.conv_weight = nn.Parameter(torch.empty(self.kernel_size, config.hidden_size))
+
+    @classmethod
+    def taps(cls, config: SpiderConfig) -> list[int]:
+        """How many segments back the convolution looks, beside the segment itself."""
+        return [tap * len(config.engram_orders) for tap in range(1, cls.kernel_size)]
 
     def recall(self, shifted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Key (normed) and value, each [N, D], of segments that end with the bytes `shifted` [K, N]; for all loops."""
@@ -635,25 +752,25 @@ class SegmentEngram(nn.Module):
         return rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
 
     def forward(self, h: Tensor, recalled: tuple[Tensor, Tensor], packing: Packing, left: Left,
-                before: Tensor | None) -> tuple[Tensor, Tensor]:
+                before: Tensor | None, cache: Cache | None = None) -> tuple[Tensor, Tensor]:
         """h [n, D] of the rows that are left -> the same, and what the convolution reads, [N, D]; `before`: the loop
-        before's, which stays for the others."""
+        before's, which stays for the others. A cache holds what it read of earlier steps."""
         key, value = (left.pick(part) for part in recalled)
         match = (rms_norm(h) * key).sum(-1, keepdim=True, dtype=torch.promote_types(h.dtype, torch.float32))
         match = match / h.shape[1] ** 0.5
         gate = torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())              # [n, 1]
         u = gate.to(h.dtype) * value
         read = left.merge(before, rms_norm(u, self.eps))
-        return h + u + F.silu(left.pick(self.convolve(read, packing.position))), read
+        return h + u + F.silu(left.pick(self.convolve(read, packing.position, cache))), read
 
-    def convolve(self, u: Tensor, position: Tensor) -> Tensor:
+    def convolve(self, u: Tensor, position: Tensor, cache: Cache | None = None) -> Tensor:
         """Depthwise causal convolution over the segments of a document, u [N, D] -> [N, D]."""
-        weight = self.conv_weight.to(u.dtype)
-        out = u * weight[0]
-        for tap in range(1, self.kernel_size):
-            back = tap * self.dilation
-            shifted = F.pad(u, (0, 0, back, 0))[:len(u)]
-            out = out + torch.where((position >= back)[:, None], shifted, 0) * weight[tap]
+        first, *weights = self.conv_weight.to(u.dtype)
+        out = u * first
+        earlier = cache.put_and_look_back(u) if cache is not None else (
+            torch.where((position >= back)[:, None], F.pad(u, (0, 0, back, 0))[:len(u)], 0) for back in self.back)
+        for weight, x in zip(weights, earlier):
+            out = out + x * weight
         return out
 
 
@@ -679,6 +796,7 @@ class ByteEngram(nn.Module):
 # The recurrent core
 
 Seen = tuple[Tensor | None, Tensor | None]  # of a core layer, [N, ...]: latents and what the convolution read
+Past = tuple[Cache | None, Cache | None]    # the same of earlier steps, when decoding
 
 
 class RecurrentBlock(nn.Module):
@@ -691,12 +809,12 @@ class RecurrentBlock(nn.Module):
         self.moe = MoE(config)
 
     def forward(self, x: Tensor, packing: Packing, share: Tensor, recalled: tuple[Tensor, Tensor] | None, left: Left,
-                seen: Seen, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing, Seen]:
+                seen: Seen, past: Past, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing, Seen]:
         """x and share of the rows that are left, [n, D] and [n]; `seen` of the loop before, [N, ...]."""
         latent, read = seen
         if self.engram is not None:
-            x, read = self.engram(x, recalled, packing, left, read)
-        y, latent = self.attention(rms_norm(x), packing, left, latent)
+            x, read = self.engram(x, recalled, packing, left, read, past[1])
+        y, latent = self.attention(rms_norm(x), packing, left, latent, past[0])
         x = x + y
         y, routing = self.moe(rms_norm(x), share, topk_idx)
         return x + y, routing, (latent, read)
@@ -725,11 +843,11 @@ class RecurrentCore(nn.Module):
         rate = F.softplus(self.dt) * self.log_A.clamp(-15, 15).exp()
         return torch.exp(-rate.clamp(1e-4, 15))
 
-    def inject(self, h: Tensor | None, e: Tensor, loop: int) -> Tensor:
+    def inject(self, h: Tensor | None, e: Tensor, loop: int, decay: Tensor | None) -> Tensor:
         """A h + B e + loop_embedding, in fp32; h is None before the first loop."""
         v = (self.B * e if self.config.lti else e) + self.loop_embedding[loop]
         if h is not None:
-            v = v + (self.decay() * h if self.config.lti else h)
+            v = v + (decay * h if self.config.lti else h)
         return v.to(e.dtype)
 
     def adapt(self, y: Tensor, loop: int) -> Tensor:
@@ -744,44 +862,54 @@ class RecurrentCore(nn.Module):
             return self.loop_embedding.new_zeros(len(h))
         return self.halt_predictor(rms_norm(h).to(self.halt_predictor.weight.dtype)).sigmoid().squeeze(1)
 
-    def forward(self, z: Tensor, packing: Packing, shifted: Tensor, n_loops: int,
-                share: Tensor, recompute: bool) -> tuple[Tensor, CoreStats]:
-        """z [N, D] pooled segments, shifted [K, N] their last bytes, share [N] 1 / segments, 0 for rows that fill up.
+    def forward(self, z: Tensor, packing: Packing, shifted: Tensor, n_loops: int, share: Tensor, recompute: bool,
+                past: Past = (None, None)) -> tuple[Tensor, CoreStats | None]:
+        """z [N, D] pooled segments, shifted [K, N] their last bytes, share [N] 1 / segments, 0 for rows that fill up;
+        past: when decoding, what layers hold of earlier segments.
 
-        Returns what the bytes receive of each segment, [N, D], and statistics."""
+        Returns what the bytes receive of each segment, [N, D], and statistics, None when decoding."""
         e, h, visits = rms_norm(z), None, []
         recalled = [layer.engram and layer.engram.recall(shifted, z.dtype) for layer in self.layers]
         seen: list[Seen] = [(None, None)] * len(self.layers)
-        leave = not z.is_cuda if self.halted_leave is None else self.halted_leave
-        halting = Halting(share, self.config.act_threshold, leave)
+        counted = past[0] is None
+        leave = not (z.is_cuda and counted) if self.halted_leave is None else self.halted_leave
+        halting, decay = Halting(share, self.config.act_threshold, leave), self.decay() if self.config.lti else None
         for t in range(n_loops):
-            loop, left, part = min(t, self.config.n_loops - 1), halting.left, halting.share.sum()
-            even = halting.share / part.clamp_min(1e-9)
-            y = self.inject(h, left.pick(e), loop)
+            loop, left, even = min(t, self.config.n_loops - 1), halting.left, None
+            if counted:
+                part = halting.share.sum()
+                even = halting.share / part.clamp_min(1e-9)
+            y = self.inject(h, left.pick(e), loop, decay)
             for i, layer in enumerate(self.layers):
-                y, routing, seen[i] = visit(layer, y, packing, even, recalled[i], left, seen[i], recompute)
-                visits.append(torch.cat((torch.stack((routing.aux_loss, routing.z_loss)), routing.load)) * part)
+                earlier = past if past[0] is None else (
+                    past[0].of(i, t), past[1].of(sum(j < i for j in self.config.engram_layers), t))
+                y, routing, seen[i] = visit(layer, y, packing, even, recalled[i], left, seen[i], earlier, recompute)
+                if counted:
+                    visits.append(torch.cat((torch.stack((routing.aux_loss, routing.z_loss)), routing.load)) * part)
             h = self.adapt(y, loop)
             h = halting.add(h, self.halt(h), last=t == n_loops - 1)
             if len(h) == 0:
                 break
+        output = self.out_proj(rms_norm(halting.output))
+        if not counted:
+            return output, None
         totals = torch.stack(visits).view(-1, len(self.layers), visits[0].numel()).sum(0)      # [L, 2 + E]
         aux_loss, z_loss = totals[:, :2].mean(0) / halting.loops
         stats = CoreStats(aux_loss, z_loss, halting.ponder, halting.loops, totals[:, 2:].detach())
-        return self.out_proj(rms_norm(halting.output)), stats
+        return output, stats
 
 
 def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, recalled, left: Left, seen: Seen,
-          recompute: bool) -> tuple[Tensor, Routing, Seen]:
+          past: Past, recompute: bool) -> tuple[Tensor, Routing, Seen]:
     """One pass through a core layer, its activations recomputed in the backward pass if asked: with the routing of the
     first time, since a near-tie that falls the other way would corrupt the gradient. Both passes are one graph to
     torch.compile, which might otherwise keep different tensors for each."""
     if not recompute:
-        return layer(x, packing, share, recalled, left, seen)
+        return layer(x, packing, share, recalled, left, seen, past)
     decided = [x.new_full((len(x), layer.moe.config.n_experts_per_tok), -1, dtype=torch.int64)]
 
     def run(x):
-        y, routing, later = layer(x, packing, share, recalled, left, seen, decided[-1])
+        y, routing, later = layer(x, packing, share, recalled, left, seen, past, decided[-1])
         decided.append(routing.topk_idx)
         return y, routing, later
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
@@ -817,6 +945,9 @@ class Halting:
             self.share, self.remaining = self.share * goes_on, torch.where(stops, 0, self.remaining - weight)
             return h[:0] if last else h
         stay = goes_on.nonzero().squeeze(1)
+        if len(stay) == len(h):
+            self.remaining = self.remaining - weight
+            return h
         self.left = Left(stay if index is None else index.index_select(0, stay))
         self.share, self.remaining = self.share.index_select(0, stay), (self.remaining - weight).index_select(0, stay)
         return h.index_select(0, stay)
@@ -824,6 +955,42 @@ class Halting:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The whole model
+
+PIECE = 256                               # bytes a row that one pass of decoding takes, which bounds its memory
+
+
+@dataclass
+class DecodingState:
+    """What a model knows of what each row has read: tensors and plain values, so that vars(state.copy()) can be saved,
+    and DecodingState(**saved) goes on. It is of the device and compute_dtype of the model that made it. C is the width
+    of a latent; places double as they fill up."""
+    n_loops: int
+    last_bytes: Tensor                    # int64 [rows, longest_order]
+    position: Tensor                      # int64 [rows], bytes of the document so far
+    segments: Tensor                      # int64 [rows], finished segments of it
+    summed: Tensor                        # float64 [rows], boundary probabilities over it
+    begun: Tensor                         # [rows, D], sum of the bytes behind the last boundary
+    begun_bytes: Tensor                   # [rows, 1], their number
+    handed: Tensor                        # [rows, D], what bytes receive of the last finished segment
+    byte_latents: Tensor                  # [prelude and coda layers, 1, rows, places, C], normed and rotated
+    segment_latents: Tensor               # [L, n_loops, rows, places, C]: as each segment's last loop left them
+    convolved: Tensor                     # [Engram layers of the core, n_loops, rows, places, D]: what they convolve
+
+    def copy(self, rows: list[int] | None = None) -> "DecodingState":
+        """A state of its own of all rows, or of the named ones, as often as they are named."""
+        def pick(x):
+            if not isinstance(x, Tensor) or rows is None:
+                return x.clone() if isinstance(x, Tensor) else x
+            return x.index_select(2 if x.ndim == 5 else 0, torch.tensor(rows, device=x.device))
+        return DecodingState(**{name: pick(x) for name, x in vars(self).items()})
+
+    def start_documents(self, rows: Tensor, null: Tensor | None):
+        """Forgets what the rows, bool [rows], have read: nothing looks behind a document's start."""
+        for x in (self.position, self.segments, self.summed, self.begun, self.begun_bytes):
+            x.masked_fill_(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
+        if null is not None:
+            self.handed = torch.where(rows[:, None], null.to(self.handed.dtype), self.handed)
+
 
 class Spider(nn.Module):
     """The model; see the head of the file for its parts and `model.md`'s notation for its shapes."""
@@ -834,6 +1001,7 @@ class Spider(nn.Module):
         self.compute_dtype = torch.float32       # type of products and activations; parameters keep theirs
         self.gradient_checkpointing = False      # recompute core layers in the backward pass
         self.ponder_warmup = 1.0                 # factor on ponder_weight, set by the trainer
+        self.longest_order = max((1,) + c.engram_orders + c.engram_byte_orders)
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         byte_memory = bool(c.engram_byte_orders)
         self.engram_input = ByteEngram(c, gated=False) if byte_memory else None
@@ -915,14 +1083,15 @@ class Spider(nn.Module):
             core.halt_predictor.weight.normal_(std=0.02)
             core.halt_predictor.bias.fill_(-3)
 
-    def boundaries(self, x: Tensor, input_ids: Tensor, packing: Packing,
-                   noise_seed: int | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Where segments end: b [M] fp32 (0 or 1 in value) and the boundary loss. EOS always ends one, PAD never.
+    def boundaries(self, x: Tensor, input_ids: Tensor, packing: Packing, noise_seed: int | Tensor | None,
+                   summed: Tensor | None = None) -> Tensor:
+        """Where segments end: b [M] fp32 (0 or 1 in value). EOS always ends one, PAD never.
 
         A byte ends a segment where the sum of p over the document, plus an offset, passes a whole number: systematic
         sampling, in which each byte is cut with probability p as in independent draws, but segments are even. The
         offset is drawn once a document when training, 0.5 otherwise, so that evaluation cuts as often as training.
-        The gradient goes straight through to p.
+        The gradient goes straight through to p. summed [documents] float64: when decoding, the sum of p over earlier
+        steps; it goes on.
         """
         c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
         if c.boundaries == "learned":
@@ -931,39 +1100,73 @@ class Spider(nn.Module):
             total = p.detach().double().cumsum(0)
             before = F.pad(total, (1, -1))
             offset = 0.5 - before.index_select(0, start)
+            if summed is not None:
+                offset = offset + summed.index_select(0, packing.document)
+                summed.index_add_(0, packing.document, p.double())
             if self.training:
                 offset = offset - 0.5 + boundary_noise(noise_seed, *input_ids.shape, ids.device).flatten()[start]
             b = ((total + offset).floor() > (before + offset).floor()).to(dtype)
-            b = b + (p - p.detach()).nan_to_num(0)  # a count, whatever diverges
+            if p.requires_grad:
+                b = b + (p - p.detach()).nan_to_num(0)  # a count, whatever diverges
         elif c.boundaries == "whitespace":
             b = torch.isin(ids, ids.new_tensor(list(b" \t\n\r"))).to(dtype)
         else:
             every = 3 if c.boundaries == "every_third" else 1
             b = (packing.position % every == every - 1).to(dtype)
-        b = torch.where(ids == EOS_ID, 1, torch.where(ids == PAD_ID, 0, b))
+        return torch.where(ids == EOS_ID, 1, torch.where(ids == PAD_ID, 0, b))
+
+    def boundary_loss(self, b: Tensor, input_ids: Tensor) -> Tensor:
+        """By how much each sequence's boundaries per byte miss the band between alpha - lambda * sigma and alpha."""
+        c = self.config
         if c.boundaries != "learned":
-            return b, b.new_zeros(())
+            return b.new_zeros(())
         real = (input_ids != PAD_ID).sum(1).clamp_min(1)
         rate = b.view(input_ids.shape).sum(1) / real                                         # [B]
         low = c.boundary_alpha - c.boundary_lambda * c.boundary_sigma
-        return b, ((rate - c.boundary_alpha).relu() + (low - rate).relu()).mean()
+        return ((rate - c.boundary_alpha).relu() + (low - rate).relu()).mean()
 
-    def recur(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int,
-              n_loops: int) -> tuple[Tensor, CoreStats]:
+    def recur(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
+              state: "DecodingState | None" = None) -> tuple[Tensor, CoreStats]:
         """Runs the core on pooled segments z [N, D] that end where b [M] is 1, no document longer than `longest`.
 
-        Its rows are filled up to few sizes, since kernels are made once per size; the surplus is a document apart."""
+        Its rows are filled up to few sizes, since kernels are made once per size; the surplus is a document apart.
+        When decoding there is none, and `state` goes on."""
         segments, device = len(z), z.device
-        rows = round_up(segments, max(1, min(longest, len(b) // 64)))
+        rows = segments if state is not None else round_up(segments, max(1, min(longest, len(b) // 64)))
         byte = torch.arange(len(b), device=device)
         own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
         last_byte = byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]                # of each segment
         share = F.pad(self.embed_tokens.new_full((segments,), 1 / segments), (0, rows - segments))
         cu_seqlens = F.pad(cu_seqlens, (0, int(rows > segments)), value=rows)
-        packing = Packing.build(cu_seqlens, rows, longest, self.config, self.compute_dtype)
+        before = None if state is None else state.segments
+        packing = Packing.build(cu_seqlens, rows, longest, self.config, self.compute_dtype, 0, before)
+        past, taps = (None, None), SegmentEngram.taps(self.config)
+        if state is not None:
+            past = (Cache(state.segment_latents, packing, before),
+                    Cache(state.convolved, packing, before, taps[-1] + 1).look_back(taps))
         z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)), packing, shifted.index_select(1, last_byte), n_loops,
-                             share, self.gradient_checkpointing and torch.is_grad_enabled())
+                             share, self.gradient_checkpointing and torch.is_grad_enabled(), past)
+        if state is not None:
+            state.segment_latents, state.convolved = (cache.held for cache in past)
+            state.segments = before + cu_seqlens.diff()
         return z[:segments], stats
+
+    def before_core(self, ids: Tensor, packing: Packing, shifted: Tensor, cache: Cache | None = None) -> Tensor:
+        """Embedding, byte memory and prelude: ids [M] -> [M, D]."""
+        x = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)
+        if self.engram_input is not None:
+            x = x + self.engram_input(x, shifted)
+        for i, block in enumerate(self.prelude):
+            x = block(x, packing, cache and cache.of(i))
+        return x
+
+    def after_core(self, x: Tensor, packing: Packing, shifted: Tensor, cache: Cache | None = None) -> Tensor:
+        """Coda, byte memory and head: [M, D] -> logits [M, vocab_size]."""
+        for i, block in enumerate(self.coda, len(self.prelude)):
+            x = block(x, packing, cache and cache.of(i))
+        if self.engram_output is not None:
+            x = x + self.engram_output(x, shifted)
+        return self.lm_head(rms_norm(x)).to(self.embed_tokens.dtype)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
                 noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
@@ -978,29 +1181,19 @@ class Spider(nn.Module):
         ids = input_ids.reshape(-1)
         cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
         packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
-        shifted = shifted_bytes(ids, packing.position, max((1,) + c.engram_orders + c.engram_byte_orders))
-
-        x = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)                       # [M, D]
-        if self.engram_input is not None:
-            x = x + self.engram_input(x, shifted)
-        for block in self.prelude:
-            x = block(x, packing)
-
+        shifted = shifted_bytes(ids, packing.position, self.longest_order)
+        x = self.before_core(ids, packing, shifted)                                          # [M, D]
         none = self.embed_tokens.new_zeros(())
         segments, boundary_loss = 0, none
         stats = CoreStats(none, none, none, none, none.new_zeros(c.n_recurrent_layers, c.n_routed_experts))
         if self.core is not None:
-            b, boundary_loss = self.boundaries(x, input_ids, packing, noise_seed)
+            b = self.boundaries(x, input_ids, packing, noise_seed)
+            boundary_loss = self.boundary_loss(b, input_ids)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             if segments := len(z):
                 z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops)
             x = x + unpool_segments(z, self.null_segment, b, packing.cu_seqlens, segment_cu_seqlens)
-
-        for block in self.coda:
-            x = block(x, packing)
-        if self.engram_output is not None:
-            x = x + self.engram_output(x, shifted)
-        logits = self.lm_head(rms_norm(x)).to(self.embed_tokens.dtype)                     # [M, vocab_size]
+        logits = self.after_core(x, packing, shifted)                                        # [M, vocab_size]
 
         loss = nats = None
         if labels is not None:
@@ -1047,32 +1240,92 @@ class Spider(nn.Module):
         for layer, tokens in zip(layers, tokens_per_expert):
             layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
 
-    @torch.no_grad()
-    def generate(self, ids: list[int], max_new_bytes: int, temperature: float = 1.0, top_k: int | None = None,
-                 generator: torch.Generator | None = None, context: int = 2048, n_loops: int | None = None):
-        """Yields up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; call it in evaluation mode.
+    def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
+        """The state of `rows` rows that have read nothing yet; n_loops, or the config's."""
+        c, weight = self.config, self.embed_tokens
+        n_loops, latent = c.n_loops if n_loops is None else n_loops, c.kv_lora_rank + c.qk_rope_head_dim
+        held = weight.new_zeros(0, dtype=self.compute_dtype)
+        count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+        null = held.new_zeros(c.hidden_size) if self.core is None else self.null_segment.detach().to(held.dtype)
+        return DecodingState(
+            n_loops=n_loops, last_bytes=count.new_full((rows, self.longest_order), PAD_ID), position=count,
+            segments=count.clone(), summed=count.double(), begun=weight.new_zeros(rows, c.hidden_size),
+            begun_bytes=weight.new_zeros(rows, 1), handed=null.repeat(rows, 1),
+            byte_latents=held.new_zeros(c.n_prelude_layers + c.n_coda_layers, 1, rows, 1, latent),
+            segment_latents=held.new_zeros(c.n_recurrent_layers, n_loops, rows, 1, latent),
+            convolved=held.new_zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size))
 
-        Each byte recomputes the last `context` ones. temperature 0 takes the likeliest byte, top_k the k likeliest.
-        FloatingPointError where a logit is no finite number.
-        """
-        device, ids = self.embed_tokens.device, list(ids)
-        for _ in range(max_new_bytes):
-            logits = self(torch.tensor([ids[-context:]], device=device), n_loops=n_loops).logits[0, -1].float()
-            if not logits.isfinite().all():
-                raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
-            logits[256:EOS_ID] = -math.inf                                                   # PAD, BOS
-            logits[EOS_ID + 1:] = -math.inf                                                  # sentinels
-            if top_k is not None:
-                logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -math.inf
-            if temperature == 0:
-                chosen = int(logits.argmax())
-            else:
-                p = ((logits - logits.max()).double() / temperature).softmax(-1)  # any temperature above 0
-                chosen = int(torch.multinomial(p.float(), 1, generator=generator))
-            if chosen == EOS_ID:
-                return
-            ids.append(chosen)
-            yield chosen
+    @torch.no_grad()
+    def step(self, input_ids: Tensor, state: DecodingState) -> Tensor:
+        """Feeds input_ids [rows, n] int64 to a state, which goes on: logits [rows, n, vocab_size], fp32, those of
+        `forward` in evaluation mode over all that the rows have read. The core runs where a segment ends, for all that
+        end here together. Inside `cast_weights_once` weights are cast for many steps at once.
+
+        RuntimeError in training mode, whose segments are drawn."""
+        if self.training:
+            raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
+        rows, n = input_ids.shape
+        starts = document_starts(torch.cat((state.last_bytes[:, -1:], input_ids), dim=1))[:, 1:]
+        ends = {*range(PIECE, n, PIECE), *(starts[:, 1:].any(0).nonzero().flatten() + 1).tolist()} if n > 1 else ()
+        if ends:                          # a pass reads one document a row
+            return torch.cat([self.step(part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)], dim=1)
+        with torch.inference_mode():      # a tenth faster
+            if starts[:, 0].any():
+                state.start_documents(starts[:, 0], None if self.core is None else self.null_segment)
+
+            ids, device, kept = input_ids.reshape(-1), input_ids.device, self.longest_order
+            cu_seqlens = torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=device)
+            packing = Packing.build(cu_seqlens, rows * n, n, self.config, self.compute_dtype, 0, state.position)
+            known = torch.cat((state.last_bytes, input_ids), dim=1)
+            position = F.pad(packing.position.view(rows, n), (kept, 0)).flatten()
+            shifted = shifted_bytes(known.flatten(), position, kept).view(kept, rows, -1)[:, :, kept:].flatten(1)
+            cache = Cache(state.byte_latents, packing, state.position, self.config.byte_window)
+            x = self.before_core(ids, packing, shifted, cache)
+            if self.core is not None:
+                b = self.boundaries(x, input_ids, packing, None, state.summed)
+                z, total, segment_cu_seqlens = sum_segments(x, b, cu_seqlens, (state.begun, state.begun_bytes))
+                z, state.begun = z.tensor_split((-rows,))
+                total, state.begun_bytes = total.tensor_split((-rows,))
+                z = (z / total).to(x.dtype)
+                if len(z):
+                    longest = int(segment_cu_seqlens.diff().max())
+                    z, _ = self.recur(z, b, segment_cu_seqlens, shifted, longest, state.n_loops, state)
+                handed = unpool_segments(z, state.handed, b, cu_seqlens, segment_cu_seqlens)
+                state.handed = handed.view(rows, n, -1)[:, -1]
+                x = x + handed
+            logits = self.after_core(x, packing, shifted, cache)
+            state.byte_latents, state.position, state.last_bytes = cache.held, state.position + n, known[:, -kept:]
+        return logits.view(rows, n, -1).clone()  # an ordinary tensor again
+
+    @torch.no_grad()
+    def go_on(self, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
+              top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None):
+        """Yields up to max_new_bytes times what each row writes next, a list of ids (0-255), None once it has ended.
+
+        logits [rows, vocab_size] are those of the last byte that the state has read; what is yielded has been read as
+        well when the next is asked for. See `draw` for the rest. Weights must not change before it ends.
+        FloatingPointError where a logit is no finite number."""
+        ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        with self.cast_weights_once():
+            for written in range(max_new_bytes):
+                if written:
+                    logits = self.step(chosen[:, None], state)[:, -1]
+                if not logits.isfinite().all():
+                    raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
+                chosen = torch.where(ended, PAD_ID, draw(logits, temperature, top_k, top_p, generator))
+                ended |= chosen == EOS_ID
+                if ended.all():
+                    return
+                yield [byte if byte < 256 else None for byte in chosen.tolist()]
+
+    def generate(self, ids: list[int], max_new_bytes: int, temperature: float = 1.0, top_k: int | None = None,
+                 generator: torch.Generator | None = None, n_loops: int | None = None, top_p: float | None = None):
+        """Yields up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; see `go_on`."""
+        state = self.decoding_state(n_loops=n_loops)
+        with self.cast_weights_once():
+            logits = self.step(torch.tensor([ids], device=self.embed_tokens.device), state)[:, -1]
+        for (byte,) in self.go_on(logits, state, max_new_bytes, temperature, top_k, top_p, generator):
+            yield byte
 
     # -----------------------------------------------------------------------------------------------------------------
     # Sizes and costs, from the config alone: FP8 conversion would hide Linears from a count of modules
@@ -1112,6 +1365,24 @@ class Spider(nn.Module):
         attention = 2 * width * (seen * (c.n_prelude_layers + c.n_coda_layers)
                                  + c.n_recurrent_layers * n_loops * rate * rate * seq_len / 2)
         return 6 * products + 3 * 2 * attention
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None,
+         generator: torch.Generator | None) -> Tensor:
+    """Draws a byte or EOS for each row of logits [rows, vocab_size] -> int64 [rows]. temperature 0 takes the likeliest;
+    top_k leaves the k likeliest, top_p the likeliest ones that together have the probability p."""
+    logits = logits.float().clone()
+    logits[:, 256:EOS_ID] = -math.inf                                                        # PAD, BOS
+    logits[:, EOS_ID + 1:] = -math.inf                                                       # sentinels
+    if temperature == 0:
+        return logits.argmax(1)
+    logits = (logits - logits.amax(1, keepdim=True)).double() / temperature                  # any temperature above 0
+    ordered, order = logits.softmax(1).float().sort(descending=True)
+    if top_k is not None:
+        ordered[:, top_k:] = 0
+    if top_p is not None:
+        ordered[(ordered.cumsum(1) - ordered) / ordered.sum(1, keepdim=True) >= top_p] = 0
+    return order.gather(1, torch.multinomial(ordered, 1, generator=generator)).squeeze(1)
 
 
 def component_of(name: str) -> str:
