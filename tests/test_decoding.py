@@ -169,7 +169,7 @@ def test_a_cache_with_a_window_holds_it_alone_and_hides_the_rest(window, parts):
     held, before = torch.zeros(1, 1, 2, 1, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     for rows in ([5, 0], *([n, n] for n in parts)):
         cu_seqlens = torch.tensor([0, rows[0], sum(rows)], dtype=torch.int32)
-        packing = Packing.build(cu_seqlens, sum(rows), max(rows), small_config(), torch.float64, before)
+        packing = Packing.build(cu_seqlens, sum(rows), max(rows), small_config(), torch.float64, 0, before)
         at = packing.document, packing.position
         cache = Cache(held, packing, before, window)
         for d, p, y in zip(*(t.tolist() for t in at), cache.attend(q[at], x[at], 0.7, 3)):
