@@ -22,7 +22,8 @@ import math
 import operator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -41,7 +42,7 @@ MAX_LOOPS = 4096                          # of the core, in a flag as in a check
 class SpiderConfig:
     """Every size of the model; plain values, saved in the checkpoint. The defaults are `1b`."""
     vocab_size: int = VOCAB_SIZE
-    hidden_size: int = 2048
+    hidden_size: int = 2048               # multiples of 16, as those of experts: grouped products take no others
     n_prelude_layers: int = 2
     n_recurrent_layers: int = 6           # 0: no core, the byte layers alone, as a control arm
     n_coda_layers: int = 2
@@ -52,7 +53,7 @@ class SpiderConfig:
     kv_lora_rank: int = 320
     qk_nope_head_dim: int = 64
     qk_rope_head_dim: int = 64
-    v_head_dim: int = 128                 # equals the query/key width: every attention kernel takes that
+    v_head_dim: int = 128                 # the query/key width, a multiple of 8: every attention kernel takes that
     rope_theta: float = 10000.0
     byte_window: int = 0                  # bytes that prelude and coda look back on, their own included; 0: all
     # feed-forward and experts
@@ -88,23 +89,27 @@ class SpiderConfig:
     engram_byte_dim: int = 128
 
     def __post_init__(self):
-        for name in ("engram_layers", "engram_orders", "engram_byte_orders"):  # lists, when read back from JSON
-            setattr(self, name, tuple(getattr(self, name)))
-        may_be_zero = ("n_prelude_layers", "n_recurrent_layers", "n_coda_layers", "n_routed_experts",
-                       "n_shared_experts", "lora_rank", "byte_window")
-        for name, value in vars(self).items():
-            low = 0 if name in may_be_zero or type(value) is float else 1
-            if type(value) in (int, float) and not low <= value < math.inf:
-                raise ValueError(f"{name} must be at least {low} and finite, not {value}")
+        for f in fields(self):
+            value, kind = getattr(self, f.name), type(f.default)
+            if kind is tuple and type(value) is list:                      # when read back from JSON
+                setattr(self, f.name, value := tuple(value))
+            if type(value) not in ((int, float) if kind is float else (kind,)) or (
+                    kind is tuple and any(type(part) is not int for part in value)):
+                raise ValueError(f"{f.name} must be of type {'tuple of int' if kind is tuple else kind.__name__}")
+            low, high = RANGES.get(f.name, (value, value))
+            if not low <= value <= high:
+                raise ValueError(f"{f.name} must be at least {low} and at most {high}")
         for holds, rule in (
-                (self.vocab_size >= VOCAB_SIZE, f"vocab_size must be at least {VOCAB_SIZE}"),
+                (self.hidden_size % 16 == 0, "hidden_size must be a multiple of 16"),
+                (self.moe_intermediate_size % 16 == 0, "moe_intermediate_size must be a multiple of 16"),
                 (self.qk_nope_head_dim + self.qk_rope_head_dim == self.v_head_dim,
                  "qk_nope_head_dim + qk_rope_head_dim must equal v_head_dim"),
+                (self.v_head_dim % 8 == 0, "v_head_dim must be a multiple of 8"),
                 (self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
-                (self.rope_theta > 0, "rope_theta must be above 0"),
                 (self.boundaries in BOUNDARIES, f"boundaries must be one of {', '.join(BOUNDARIES)}"),
                 (0 < self.boundary_prior < 1, "boundary_prior must lie between 0 and 1"),
-                (self.n_routed_experts + self.n_shared_experts > 0, "there must be a routed or a shared expert"),
+                (self.n_routed_experts + self.n_shared_experts > 0,
+                 "n_routed_experts, n_shared_experts: there must be a routed or a shared expert"),
                 (not self.n_routed_experts or self.n_experts_per_tok <= self.n_routed_experts,
                  "n_experts_per_tok must lie between 1 and n_routed_experts"),
                 (not self.n_recurrent_layers or all(0 <= i < self.n_recurrent_layers for i in self.engram_layers),
@@ -112,17 +117,33 @@ class SpiderConfig:
                 (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders")):
             if not holds:
                 raise ValueError(rule)
-        for orders, tables, rows in ((self.engram_orders, self.engram_heads, self.engram_rows),
-                                     (self.engram_byte_orders, 1, self.engram_byte_rows)):
-            if list(orders) != sorted(set(orders)) or any(order < 1 for order in orders):
-                raise ValueError("engram orders must be ascending numbers of bytes from 1 on")
-            primes_below(rows, len(orders) * tables)
+        for name, tables in (("engram", self.engram_heads), ("engram_byte", 1)):
+            orders, rows = getattr(self, f"{name}_orders"), getattr(self, f"{name}_rows")
+            if list(orders) != sorted(set(orders)) or not all(1 <= order <= 32 for order in orders):
+                raise ValueError(f"{name}_orders must be ascending numbers of bytes from 1 to 32")
+            if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
+                raise ValueError(f"{name}_rows must be larger: {len(orders) * tables} tables need as many primes below it")
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
         """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M), each with every component."""
         return cls(**PRESETS[name])
 
+
+# What each number may be: beyond it nothing sensible lies, and what is built of it would take for ever or overflow.
+RANGES = {
+    "vocab_size": (VOCAB_SIZE, 1 << 16), "hidden_size": (1, 1 << 16), "n_prelude_layers": (0, 256),
+    "n_recurrent_layers": (0, 256), "n_coda_layers": (0, 256), "n_loops": (1, MAX_LOOPS), "n_heads": (1, 1024),
+    "q_lora_rank": (1, 1 << 16), "kv_lora_rank": (1, 1 << 16), "qk_nope_head_dim": (1, 256),
+    "qk_rope_head_dim": (1, 256), "v_head_dim": (1, 256), "rope_theta": (1, 1e12), "byte_window": (0, 1 << 16),
+    "intermediate_size": (1, 1 << 18),
+    "n_routed_experts": (0, 4096), "n_shared_experts": (0, 256), "n_experts_per_tok": (1, 256),
+    "moe_intermediate_size": (1, 1 << 18), "expert_bias_rate": (0, 1), "aux_loss_weight": (0, 1e6),
+    "z_loss_weight": (0, 1e6), "boundary_prior": (0, 1), "boundary_loss_weight": (0, 1e6), "boundary_alpha": (0, 1),
+    "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "lora_rank": (0, 4096), "act_threshold": (0, 1),
+    "ponder_weight": (0, 1e6), "engram_heads": (1, 16), "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),
+    "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096),
+}
 
 PRESETS = {
     "1b": {},
@@ -332,7 +353,7 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     hidden = torch.full((n, m), -math.inf, dtype=q.dtype, device=q.device)
     hidden = hidden.triu(m - n + 1) + hidden.tril(m - n - window) if m > n else hidden.triu(1)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if q.dtype == torch.bfloat16 and n <= 512:  # plain bf16 products: 3.5 times faster on a CPU than its SDPA
+    if q.dtype == torch.bfloat16 and n <= 512:  # there a CPU's plain products are faster than its SDPA in bf16
         q, k, v = (t.reshape(batch * heads, -1, width) for t in (q, k, v))
         score = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=width ** -0.5)
         out = torch.bmm(score.softmax(-1), v).view(batch, heads, n, width)
@@ -640,17 +661,16 @@ def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:
     return torch.where(position >= back, ids[(row - back).clamp_min(0)], PAD_ID)
 
 
-def primes_below(limit: int, count: int) -> list[int]:
-    """The `count` largest primes not above `limit`, descending; fewer are an error."""
+@cache
+def primes_below(limit: int, count: int) -> tuple[int, ...]:
+    """The `count` largest primes not above `limit`, descending; all of them where there are fewer."""
     found = []
     for n in range(limit, 1, -1):
-        if all(n % d for d in range(2, math.isqrt(n) + 1)):
+        if len(found) == count:
+            break
+        if n == 2 or n % 2 and all(n % d for d in range(3, math.isqrt(n) + 1, 2)):
             found.append(n)
-            if len(found) == count:
-                return found
-    if count:
-        raise ValueError(f"there are no {count} primes up to {limit}: more engram rows are needed")
-    return found
+    return tuple(found)
 
 
 class EngramTable(nn.Module):

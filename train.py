@@ -225,7 +225,10 @@ def take_horizon(args, model: Spider, n_loops: int):
 
 def model_config(args) -> SpiderConfig:
     """The config of the recipe's preset with what --n_loops and --set ask for."""
-    config = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=args.n_loops)
+    try:
+        config = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=args.n_loops)
+    except ValueError as fault:
+        raise UsageError(f"--n_loops: {fault}") from None
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for setting in (args.set or "").split(",") if args.set else ():
         name, _, text = setting.partition("=")

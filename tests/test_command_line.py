@@ -72,12 +72,19 @@ def test_a_bad_value_of_a_flag_or_variable_is_named(name, text):
     ("engram_layers=1+x", "whole numbers"), ("boundaries=random", "one of learned"), ("v_head_dim=7", "must equal"),
     ("n_experts_per_tok=99", "between 1 and"), ("hidden_size=-3", "at least 1"), ("engram_rows=5", "primes"),
     ("engram_orders=", "need engram_orders"), ("engram_byte_orders=0", "ascending"), ("engram_orders=3+3", "ascending"),
-    ("engram_layers=-1", "between 0"), ("boundary_prior=0", "between 0 and 1"), ("rope_theta=nan", "at least 0"),
+    ("engram_layers=-1", "between 0"), ("boundary_prior=0", "between 0 and 1"), ("rope_theta=nan", "at least 1"),
     ("n_routed_experts=0,n_shared_experts=0", "shared expert"), ("vocab_size=100", "at least 272"),
+    ("hidden_size=3", "multiple of 16"), ("hidden_size=65", "multiple of 16"), ("hidden_size=1e15", "takes int"),
+    ("engram_byte_rows=1" + "0" * 18, "at most"), ("n_recurrent_layers=1000000000", "at most"),
     ("n_loops=2", "--n_loops")])
 def test_a_bad_model_setting_is_named(setting, complaint, capsys):
     line = refused(["--mock_data", "--model", "tiny", "--set", setting], capsys)
     assert "--set" in line and complaint in line
+
+
+def test_more_loops_than_a_model_takes_are_named(capsys):
+    line = refused(["--mock_data", "--n_loops", "4e18"], capsys)
+    assert "--n_loops: n_loops must be at least 1 and at most 4096" in line
 
 
 def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():

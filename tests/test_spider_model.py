@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, awake, documents, gradients, small_config, text
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -472,6 +472,47 @@ def test_every_parameter_receives_a_gradient_on_real_text():
         assert grad.isfinite().all() and grad.abs().sum() > 0, name
     for layer in model.core.layers:
         assert (layer.moe.w_down.grad.abs().sum((1, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("preset", spider_model.PRESETS)
+def test_every_number_of_the_config_has_a_range_that_its_presets_lie_inside(preset):
+    config = SpiderConfig.preset(preset)
+    numbers = {f.name for f in dataclasses.fields(config) if type(f.default) in (int, float)}
+    assert spider_model.RANGES.keys() == numbers
+    for name in numbers:
+        twice = 2 * type(getattr(config, name))(spider_model.RANGES[name][1])
+        for beyond in (twice, -1, math.nan, math.inf, 10 ** 5000, "1", None, True):
+            with pytest.raises(ValueError, match=f"^{name} must be "):
+                dataclasses.replace(config, **{name: beyond})
+
+
+@st.composite
+def configs(draw) -> dict:
+    """A few fields of small_config changed, to sense and nonsense."""
+    whole = st.sampled_from((0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 32, 48, 64, 65, -1, 10 ** 9, 10 ** 18, 4 * 10 ** 18))
+    kinds = {int: whole, float: st.floats(0, 1.5) | st.floats(), bool: st.booleans(), tuple: st.lists(
+        whole | st.integers(0, 8), max_size=4), str: st.sampled_from(spider_model.BOUNDARIES)}
+    names = draw(st.lists(st.sampled_from(dataclasses.fields(SpiderConfig)), min_size=1, max_size=4))
+    return {f.name: draw(kinds[type(f.default)]) for f in names}
+
+
+@settings(deadline=None, max_examples=150)
+@given(configs())
+def test_a_config_is_refused_by_the_name_of_a_field_or_makes_a_model_that_trains(changes):
+    try:
+        config = small_config(**changes)
+    except ValueError as fault:
+        assert any(f.name in str(fault) for f in dataclasses.fields(SpiderConfig)) and len(str(fault)) < 200
+        return
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Spider(config).parameters())
+    if parameters * config.n_loops * config.n_recurrent_layers < 4e6:
+        for dtype in (torch.float32, torch.bfloat16):
+            model, ids = Spider(config), text(2, 24)
+            model.compute_dtype = dtype
+            loss = model(ids, ids, noise_seed=0).loss
+            loss.backward()
+            assert loss.isfinite() and all(g is None or g.isfinite().all() for g in gradients(model).values())
 
 
 @pytest.mark.parametrize("cut", ("engram_input", "engram_output", "segment engram", "prelude", "core", "coda", "lora",
