@@ -122,7 +122,7 @@ class SpiderConfig:
             if list(orders) != sorted(set(orders)) or not all(1 <= order <= 32 for order in orders):
                 raise ValueError(f"{name}_orders must be ascending numbers of bytes from 1 to 32")
             if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
-                raise ValueError(f"{name}_rows must be larger: {len(orders) * tables} tables need as many primes below it")
+                raise ValueError(f"{name}_rows must be larger: {len(orders) * tables} tables need primes below it")
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":

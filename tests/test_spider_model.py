@@ -147,6 +147,7 @@ def document_starts(ids: list[list[int]]) -> list[int]:
     return [i for i, (new, before, id) in enumerate(flat) if new or id == BOS_ID or before == EOS_ID] + [len(flat)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5).flatmap(lambda rows: st.integers(1, 9).flatmap(lambda length: st.lists(st.lists(
     st.sampled_from((65, PAD_ID, BOS_ID, EOS_ID)), min_size=length, max_size=length), min_size=rows, max_size=rows))))
 def test_documents_start_at_rows_at_bos_and_behind_eos_whatever_stands_between(ids):
@@ -210,6 +211,7 @@ def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradie
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 700) | st.integers(0, 5), min_size=1, max_size=60).filter(any))
 def test_documents_are_filled_up_to_twice_their_rows_at_most(lengths):
     buckets, start = spider_model.fill_up(torch.tensor(lengths, dtype=torch.int32), max(lengths))
