@@ -52,6 +52,7 @@ class Progress:
     lowest_average: float = math.inf
     skipped: int = 0                      # steps in a row, up to now, that were not finite
     owed: dict | None = None              # numbers of the last step where its evaluation was cut short
+    wandb: dict | None = None             # name and id of the run there
     n_loops: int = 1                      # loops that the run trains with, perhaps more than the model was made for
     lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
 
@@ -62,7 +63,8 @@ class Progress:
 
     def record(self, numbers: dict, bytes_seen: int, epoch: int) -> bool:
         """Takes in a step that is done, whose line is owed until it is written; whether its loss is a spike."""
-        self.step, self.bytes_seen, self.owed = self.step + 1, bytes_seen, dict(step=self.step + 1, **numbers)
+        self.step, self.bytes_seen = self.step + 1, bytes_seen
+        self.owed = dict(step=self.step, bytes_seen=bytes_seen, epoch=epoch, **numbers)
         self.skipped = self.skipped + 1 if numbers["skipped"] else 0
         self.epoch = self.epoch if self.skipped else epoch
         return not self.skipped and self.watch(numbers["loss"])
@@ -390,7 +392,10 @@ KINDS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage"
          | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, flags=is_flat,
                 owed=lambda value: value is None or is_flat(value) and is_count(value.get("step")) and all(
                     type(part) in (int, float, bool) for part in value.values()),
-                exploded=lambda value: type(value) is bool, recipe=lambda value: type(value) is str and value in PRESETS,
+                exploded=lambda value: type(value) is bool,
+                recipe=lambda value: type(value) is str and value in PRESETS,
+                wandb=lambda value: value is None or is_flat(value) and all(
+                    type(value.get(name)) is str for name in ("name", "id")),
                 targets=lambda value: isinstance(value, list) and all(map(is_count, value))))
 
 
@@ -547,6 +552,7 @@ class RunDirectory:
         names = [f.name for f in fields(Progress) if state and not self.reset_steps and f.name in state]
         progress = Progress(**{name: state[name] for name in names})
         progress.n_loops, progress.lineage = n_loops, self.lineage
+        progress.wandb = None if self.starts_over else progress.wandb
         self.kept = [one for one in self.found if one.lineage == progress.lineage]
         return progress
 

@@ -153,8 +153,9 @@ PRESETS = {
                   engram_byte_rows=24_000, engram_byte_dim=64),
     "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=2, n_coda_layers=1, n_loops=1, n_heads=2,
                  q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
-                 byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4, engram_layers=(1,),
-                 engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072, engram_byte_dim=32),
+                 byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4,
+                 engram_layers=(1,), engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072,
+                 engram_byte_dim=32),
 }
 
 
@@ -177,6 +178,10 @@ class SpiderOutput:
     segments: Tensor                      # number of segments, all sequences together
     mean_loops: Tensor
     tokens_per_expert: Tensor             # [L, E] fp32, over all loops
+    parts: Tensor | None = None           # [4] what LOSS_PARTS add to nats_per_byte in the loss
+
+
+LOSS_PARTS = "boundary_loss", "aux_loss", "z_loss", "ponder_loss"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,8 +269,8 @@ class Packing:
         pairs = torch.arange(0, config.qk_rope_head_dim, 2, device=device) / config.qk_rope_head_dim
         angle = (position[:, None] * config.rope_theta ** -pairs)[:, None, :]
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        return cls(cu_seqlens, document, position, bound, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), buckets,
-                   slot, window)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cls(cu_seqlens, document, position, bound, cos, sin, buckets, slot, window)
 
 
 def fill_up(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], Tensor | None]:
@@ -1215,16 +1220,17 @@ class Spider(nn.Module):
             x = x + unpool_segments(z, self.null_segment, b, packing.cu_seqlens, segment_cu_seqlens)
         logits = self.after_core(x, packing, shifted)                                        # [M, vocab_size]
 
-        loss = nats = None
+        loss = nats = parts = None
         if labels is not None:
             targets = labels.reshape(-1)
             nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
             nats = nats / (targets != -100).sum().clamp_min(1)
-            loss = (nats + c.boundary_loss_weight * boundary_loss + c.aux_loss_weight * stats.aux_loss
-                    + c.z_loss_weight * stats.z_loss + c.ponder_weight * self.ponder_warmup * stats.ponder)
+            parts = (c.boundary_loss_weight * boundary_loss, c.aux_loss_weight * stats.aux_loss,
+                     c.z_loss_weight * stats.z_loss, c.ponder_weight * self.ponder_warmup * stats.ponder)
+            loss, parts = sum(parts, nats), torch.stack(parts).detach()
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # they are whole
         return SpiderOutput(logits.view(sequences, length, -1), loss, nats, none + segments,
-                            stats.mean_loops.detach(), tokens)
+                            stats.mean_loops.detach(), tokens, parts)
 
     @contextmanager
     def cast_weights_once(self):

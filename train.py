@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import dataclasses
 import hashlib
+import logging
 import math
 import os
 import re
@@ -20,10 +21,12 @@ import shlex
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,7 +42,7 @@ import data
 import tokenizer
 from checkpoint import (CheckpointError, Diverged, Leaving, Progress, RunDirectory, Stopped, StopSignals,
                         check_same_model, wants_memory)
-from spider_model import (MAX_LOOPS, PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
+from spider_model import (LOSS_PARTS, MAX_LOOPS, PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
                           document_cu_seqlens)
 from tile_moe import BACKENDS, BackendError, resolve_backend
 
@@ -92,6 +95,7 @@ def one_of(*choices: str) -> Callable:
         if text not in choices:
             raise ValueError(f"one of {', '.join(choices)}")
         return text
+    parse.choices = choices               # --help shows them
     return parse
 
 
@@ -173,7 +177,10 @@ class Parser(data.Parser):
 
 
 def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
-    """Values of all flags by name, and `given`, the names set by flag or environment. A bad one is a UsageError."""
+    """Values of all flags by name; `given`, the names set by flag or environment, and what the `environment` says.
+
+    A bad value of either is a UsageError.
+    """
     parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in FLAGS:
@@ -181,14 +188,17 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
         text += "".join(f"; {name}: {'on' if recipe[flag.name] is True else recipe[flag.name]}"
                         for name, recipe in RECIPES.items() if flag.name in recipe)
         text += f"; environment {flag.env}" if flag.env else ""
-        switch = dict(nargs="?", const="on", metavar="on|off") if flag.parse is None else dict(metavar="X")
-        parser.add_argument(f"--{flag.name}", help=text.replace("%", "%%"), **switch)
+        choices = ("on", "off") if flag.parse is None else getattr(flag.parse, "choices", None)
+        switch = dict(nargs="?", const="on") if flag.parse is None else {}
+        parser.add_argument(f"--{flag.name}", metavar="{" + ",".join(choices) + "}" if choices else "X",
+                            help=text.replace("%", "%%"), **switch)
     given = vars(parser.parse_args(argv))
-    args = SimpleNamespace(given=set())
+    args = SimpleNamespace(given=set(), environment=[])
     for flag in FLAGS:
         text, source = given[flag.name], f"--{flag.name}"
         if text is None and flag.env and environ.get(flag.env):
             text, source = environ[flag.env], flag.env
+            args.environment.append(f"{source}={text}")
         if text is None:
             setattr(args, flag.name, flag.default)
             continue
@@ -211,10 +221,10 @@ def take_recipe(args, device: torch.device, saved: str | None = None):
 
 
 def take_horizon(args, model: Spider, n_loops: int):
-    """Turns --target_flops or --target_param_data_ratio into --target_tokens; two of the three contradict each other."""
+    """Turns --target_flops or --target_param_data_ratio into --target_tokens; two of the three are one too many."""
     given = [name for name in ("target_tokens", "target_flops", "target_param_data_ratio") if name in args.given]
     if len(given) > 1:
-        raise UsageError(f"--{given[1]}: the horizon is given by --{given[0]} already, by flag or environment; give one")
+        raise UsageError(f"--{given[1]}: --{given[0]} gives the horizon already, by flag or environment; give one")
     if args.target_flops:
         args.target_tokens = math.ceil(args.target_flops / model.flops_per_byte(3.3, n_loops, args.seq_len))
     elif args.target_param_data_ratio:
@@ -306,6 +316,20 @@ def resolve_precision(name: str, device: torch.device) -> str:
     return name if name != "auto" else "fp8" if fp8 else "bf16" if multiplies_bf16(device) else "fp32"
 
 
+@lru_cache
+def product_rate(device: torch.device) -> float:
+    """FLOP/s of a bf16 product here, the best of three; of an fp32 one on a CPU that has no others."""
+    n, best = 8192 if device.type == "cuda" else 1024, math.inf
+    dtype = torch.bfloat16 if multiplies_bf16(device) else torch.float32
+    x = torch.empty(n, n, device=device).normal_(generator=torch.Generator(device).manual_seed(0)).to(dtype)
+    for _ in range(4):                    # the first one sets up
+        start = time.perf_counter()
+        y = x @ x
+        float(y[0, 0])                    # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * n ** 3 / best
+
+
 def keep_freed_memory():
     """Has glibc keep what tensors free for the next ones: handed back, it is faulted in again page by page."""
     trim_threshold, top_pad, mmap_max = -1, -2, -4
@@ -319,6 +343,18 @@ def start_log():
     """Log lines go to stderr: the time and a printable line, whatever a file's name, a checkpoint or a model put in."""
     logger.configure(handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}")],
                      patcher=lambda record: record.update(message=data.one_line(record["message"])))
+
+
+@contextmanager
+def quiet():
+    """Inside, libraries that are imported do not tell which of their own parts they lack."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 # Modules with one of these in their name stay in high precision.
@@ -337,10 +373,11 @@ def convert_to_fp8(model: Spider, device: torch.device, experts: bool):
     Weights are cast once per optimizer step (Spider.cast_weights_once), and evaluation multiplies without FP8.
     torchao's own axiswise recipe clashes with recomputation. `experts`: the stacked weights of the experts as well.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import GemmInputRole
+    with quiet():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import GemmInputRole
 
     class FP8Linear(Float8Linear):
         """torchao's, whose product takes a weight that was cast before."""
@@ -503,7 +540,8 @@ class Optimizers:
             adam[0]["params"] += matrices
         settings = dict(lr=args.lr, betas=(args.beta1, args.beta2))
         if name == "adamw8bit":
-            import bitsandbytes
+            with quiet():
+                import bitsandbytes
             self.parts["adamw8bit"] = bitsandbytes.optim.AdamW8bit(adam, **settings)
         else:
             self.parts["adamw"] = torch.optim.AdamW(adam, fused=True, **settings)
@@ -794,8 +832,8 @@ class Batch:
 def accumulate(model: Spider, batches: list[Batch], n_loops: int) -> tuple[Tensor, Tensor]:
     """Forward and backward over the micro-steps of a step, which leaves gradients and changes nothing else.
 
-    Returns sums over the micro-steps: fp32 [4] of nats, loss, segments and loops, and tokens per expert [L, E]. Waits
-    for the device once a micro-step, for the number of segments.
+    Returns sums over the micro-steps: fp32 [8] of nats, loss, segments, loops and the loss's other parts, and tokens
+    per expert [L, E]. Waits for the device once a micro-step, for the number of segments.
     """
     sums, tokens, targets = 0, 0, max(1, sum(batch.targets for batch in batches))
     with model.cast_weights_once():
@@ -804,7 +842,8 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int) -> tuple[Tenso
             nats = out.nats_per_byte * (batch.targets / targets)  # bytes count alike, however many others are PAD
             loss = nats + (out.loss - out.nats_per_byte) / len(batches)
             loss.backward()
-            sums = sums + torch.stack((nats.detach(), loss.detach(), out.segments, out.mean_loops / len(batches)))
+            sums = sums + torch.cat((torch.stack((
+                nats.detach(), loss.detach(), out.segments, out.mean_loops / len(batches))), out.parts / len(batches)))
             tokens = tokens + out.tokens_per_expert
     return sums, tokens
 
@@ -818,7 +857,7 @@ def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, 
     """
     norm = nn.utils.clip_grad_norm_(optimizers.dense, args.grad_clip or math.inf)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
-    nats, loss, segments, loops, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
+    nats, loss, segments, loops, *parts, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
     skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not skipped:
         optimizers.step()
@@ -827,7 +866,7 @@ def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, 
             optimizers.parts["engram"].reset()
     optimizers.zero_grad()
     return dict(loss=nats, total_loss=loss, grad_norm=norm, bytes_per_segment=real / max(1, segments),
-                mean_loops=loops, expert_balance=balance, skipped=skipped)
+                mean_loops=loops, expert_balance=balance, skipped=skipped, **dict(zip(LOSS_PARTS, parts)))
 
 
 def out_of_memory(fault: Exception, args) -> str | None:
@@ -931,6 +970,8 @@ def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device,
     parts = dict(n_loops=n_loops) | {flag.name: getattr(args, flag.name) for flag in FLAGS if flag.name in RECIPE_FLAGS}
     taken = [f"--{key} {'on' if value is True else value}" for key, value in parts.items() if key not in args.given]
     say(f"recipe of {args.recipe}: {' '.join(taken) or 'nothing is taken from it'}")
+    if args.environment:
+        say(data.one_line(f"from the environment: {' '.join(args.environment)}"))
 
 
 def open_sources(args) -> list[data.Source]:
@@ -963,16 +1004,18 @@ def take_state(state: dict, home: RunDirectory, model: Spider, optimizers: Optim
         progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // args.seq_len))  # of other data
 
 
-def start_wandb(args, closing: ExitStack):
-    """The wandb run that --run names, or None."""
+def start_wandb(args, progress: Progress, closing: ExitStack):
+    """The wandb run that --run names, or None; a checkpoint of the same name says which one to go on with."""
     if not args.run:
         return None
-    import wandb
+    before = progress.wandb if progress.wandb and progress.wandb["name"] == args.run else {}
     settings = {flag.name: getattr(args, flag.name) for flag in FLAGS}
     try:
-        run = wandb.init(project="spider", name=args.run, config=settings)
-    except Exception as fault:            # of its settings, its network, its service
+        import wandb
+        run = wandb.init(project="spider", name=args.run, id=before.get("id"), resume="allow", config=settings)
+    except Exception as fault:            # of its installation, its settings, its network, its service
         raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
+    progress.wandb = dict(name=args.run, id=run.id)
     closing.callback(run.finish)
     return run
 
@@ -1081,13 +1124,14 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     bytes_left = max(0, args.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / (batch * args.seq_len))
     last_step = args.max_steps or horizon
-    cost = model.flops_per_byte(3.3, n_loops, args.seq_len) / 1e9
-    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {cost:.2g} GFLOP per byte at 3.3 bytes "
-                f"per segment; checkpoints in {home.path}")
+    flops_per_byte = lru_cache(lambda loops, rate: model.flops_per_byte(rate, loops, args.seq_len))
+    ceiling = product_rate(device)
+    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, 3.3) / 1e9:.2g} "
+                f"GFLOP per byte at 3.3 bytes per segment; checkpoints in {home.path}")
     home.remove_leftovers()
     check_space(args.ckpt_dir, memory, copies=2 if len(home.kept) < args.keep_last else 1)
     metrics_file, writer = home.open(progress, last_step, args.keep_last)
-    tracker = start_wandb(args, closing)
+    tracker = start_wandb(args, progress, closing)
     profiler = start_profiler(device, home.path, closing) if args.profile else None
     if progress.written >= last_step:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
@@ -1110,7 +1154,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
             with leaving.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
                 batches, epoch = feed.take()
-                sums, tokens = accumulate(model, batches, loops_of_step(args, n_loops, progress.step))
+                sums, tokens = accumulate(model, batches, loops := loops_of_step(args, n_loops, progress.step))
             if leaving.drops():
                 break
             lr = args.lr * (factor := lr_factor(progress.step, horizon, args))
@@ -1119,9 +1163,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
                              empty_tables=args.engram_reset and epoch > progress.epoch)
             rate = batch * args.seq_len / (time.perf_counter() - step_start)
             # ---------------------------------------------------------------------------------------------------------
-            spike = progress.record(dict(lr=lr, tok_per_sec=rate, **numbers), (first + batch) * args.seq_len, epoch)
-            remaining = leaving.seconds_left(progress.step)
-            logger.info(progress_line(progress.owed, last_step, peak_memory(device), remaining))
+            mfu = rate * flops_per_byte(loops, round(max(1.0, numbers["bytes_per_segment"]), 2)) / ceiling
+            numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=peak_memory(device), time=time.time())
+            spike = progress.record(numbers, (first + batch) * args.seq_len, epoch)
+            logger.info(progress_line(progress.owed, last_step, leaving.seconds_left(progress.step), device))
             # Once in a while: a step to look at
             if progress.skipped or spike:
                 logger.warning(odd_step_line(progress, first, batch, args))
@@ -1156,13 +1201,15 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     leaving.report(progress, how_to_go_on(args))
 
 
-def progress_line(metrics: dict, last_step: int, memory: float, remaining: float) -> str:
-    """The step's numbers for people; `remaining` in seconds, memory in GB."""
+def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:
+    """The step's numbers for people; `remaining` in seconds."""
     bpb = metrics["loss"] / math.log(2)
     return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {bpb:.4f} | "
             f"lr {metrics['lr']:.2e} | norm {metrics['grad_norm']:.3f} | {metrics['tok_per_sec']:,.0f} bytes/s | "
-            f"{metrics['bytes_per_segment']:.2f} bytes/segment | {metrics['mean_loops']:.2f} loops | "
-            f"balance {metrics['expert_balance']:.2f} | {memory:.2f} GB | ETA {timedelta(seconds=round(remaining))}")
+            + f"MFU {metrics['bf16_mfu']:.1%} | " * (device.type == "cuda")
+            + f"{metrics['bytes_per_segment']:.2f} bytes/segment | {metrics['mean_loops']:.2f} loops | "
+            f"balance {metrics['expert_balance']:.2f} | {metrics['memory']:.2f} GB | "
+            f"ETA {timedelta(seconds=round(remaining))}")
 
 
 def odd_step_line(progress: Progress, first: int, batch: int, args) -> str:

@@ -45,6 +45,15 @@ def test_names_defaults_and_variables_of_the_original_are_kept():
                                                          "data_dir", "target_tokens", "ckpt_every")}
 
 
+def test_help_shows_every_choice_of_every_flag(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    said = capsys.readouterr().out
+    for choices in ("{auto,1b,small,tiny}", "{auto,adamw,adamw8bit,muon}", "{cosine,wsd}", "{auto,cpu,cuda}",
+                    "{auto,fp8,bf16,fp32}", "{auto,loop,grouped,tile}"):
+        assert choices in said
+
+
 def test_a_flag_beats_the_environment_and_that_beats_the_default():
     assert parse_args([], environ={"SEQ_LEN": "512", "TARGET_TOKENS": "5e6"}).seq_len == 512
     args = parse_args(["--seq_len", "128"], environ={"SEQ_LEN": "512", "LR": ""})
@@ -156,8 +165,14 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 21))
-    for key in ("loss", "grad_norm", "lr", "tok_per_sec", "bytes_per_segment", "mean_loops"):
+    parts = ("boundary_loss", "aux_loss", "z_loss", "ponder_loss")
+    for key in ("loss", "grad_norm", "lr", "tok_per_sec", "bytes_per_segment", "mean_loops", "time", "bytes_seen",
+                "epoch", "memory", "bf16_mfu", *parts):
         assert all(isinstance(line[key], (int, float)) for line in lines), key
+    for line in lines:
+        assert line["total_loss"] == pytest.approx(line["loss"] + sum(line[part] for part in parts), rel=1e-5)
+        assert line["bytes_seen"] == line["step"] * 256 and 0 < line["bf16_mfu"] < 1 and 0.1 < line["memory"] < 10
+    assert sorted(line["time"] for line in lines) == [line["time"] for line in lines] and lines[0]["time"] > 1.7e9
     assert "val_bpb" in lines[-1] and lines[-1]["loss"] < lines[0]["loss"] - 0.5
     assert (tmp_path / "checkpoints" / "spider-step20.pt").exists()
     for said in ("model tiny", "precision", "experts grouped", "optimizer muon", "step 20/20", "bytes/s",
@@ -215,13 +230,27 @@ def test_the_originals_commands_parse():
         assert parse_args(line.split(), environ={}).given == named
 
 
+def test_what_libraries_lack_is_not_told_and_what_the_environment_says_is(tmp_path):
+    done = command("--mock_data", "--max_steps", "1", "--micro_batch", "2", "--eval_every", "0", "--precision", "fp8",
+                   "--optimizer", "adamw8bit", cwd=tmp_path, SEQ_LEN="64", N_LOOPS="1")
+    assert done.returncode == 0, done.stderr
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in done.stderr.splitlines()), done.stderr
+    assert "from the environment: N_LOOPS=1 SEQ_LEN=64" in done.stderr
+
+
 def test_wandb_is_used_only_with_a_run_name_and_works_offline(tmp_path):
     base = ("--mock_data", "--max_steps", "2", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0")
     assert command(*base, "--ckpt_dir", "a", cwd=tmp_path).returncode == 0
     assert not (tmp_path / "wandb").exists()
     done = command(*base, "--ckpt_dir", "b", "--run", "smoke", cwd=tmp_path, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    for flags in (("--run", "smoke", "--max_steps", "3"), ("--run", "other", "--max_steps", "4"),
+                  ("--run", "other", "--max_steps", "5", "--resume", str(tmp_path / "b" / "spider-step3.pt"))):
+        done = command(*base, "--ckpt_dir", "b", *flags, cwd=tmp_path, WANDB_MODE="offline")
+        assert done.returncode == 0, done.stderr
+    smoke, again, other, back = sorted((tmp_path / "wandb").glob("offline-run-*"), key=os.path.getmtime)
+    names = [path.name.rpartition("-")[2] for path in (smoke, again, other, back)]
+    assert names[0] == names[1] and len({*names}) == 3     # the name goes on, unless it is another or the run goes back
 
 
 def test_the_profiler_leaves_a_trace(tmp_path):
