@@ -235,10 +235,7 @@ def take_horizon(args, model: Spider, n_loops: int):
 
 def model_config(args) -> SpiderConfig:
     """The config of the recipe's preset with what --n_loops and --set ask for."""
-    try:
-        config = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=args.n_loops)
-    except ValueError as fault:
-        raise UsageError(f"--n_loops: {fault}") from None
+    config = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=args.n_loops)
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for setting in (args.set or "").split(",") if args.set else ():
         name, _, text = setting.partition("=")
@@ -697,7 +694,8 @@ def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, dtype_byt
         for count, part in ((layers, 1), (visits if args.no_gradient_checkpointing else 1, 3.3)):
             window = 2 * c.byte_window if part == 1 else 0
             scores = 0 if dtype_bytes == 4 else 2 * c.n_heads * min(window or 512, args.seq_len / part)
-            filled += count * rows / part * (4 * heads + scores) * dtype_bytes
+            copies = 10 if window else 4   # of a head's numbers: under a window every block lies there twice
+            filled += count * rows / part * (copies * heads + scores) * dtype_bytes
     for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
         lookups = table.prime.numel() * (segments if name.startswith("core") else rows)
         gathered += min(args.grad_accum * lookups, 1.5 * len(table.weight) + lookups) * (4 * table.weight.shape[1] + 12)

@@ -264,12 +264,13 @@ class Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize("lengths", ((256,), (129, 127)), ids=("whole rows", "halves"))
-@pytest.mark.parametrize("flags", ((), ("--no_gradient_checkpointing", "--grad_accum", "2")), ids=("less", "more"))
+@pytest.mark.parametrize("flags", (("--no_gradient_checkpointing", "off"), ("--grad_accum", "2")), ids=("less", "more"))
 def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_documents(lengths, flags, precision):
     """Halves are the worst case, if one row is whole: all of them are filled up to its length."""
     args = parse_args(["--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--device", "cpu", *flags])
+    train.take_recipe(args, torch.device("cpu"))
     with torch.device("meta"):
-        model = train.Spider(train.model_config(args, torch.device("cpu")))
+        model = train.Spider(train.model_config(args))
     said = train.estimate_memory(model, 2, args, "muon", 4 if precision == "fp32" else 2)
     train.make_real(model, torch.device("cpu"), precision, "grouped", args)
     ids = text(8, 256)
@@ -439,3 +440,44 @@ def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path):
     line, = metrics(directory)
     assert 4 < line["loss"] < 8 and math.isfinite(line["grad_norm"])
     assert train.peak_memory(torch.device("cpu")) < 24
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recipes and horizons
+
+def test_flag_then_environment_then_recipe_and_a_flag_undoes_a_recipes_switch():
+    args = parse_args(["--model", "tiny", "--lr", "0.1", "--engram_reset", "off"], environ={"SEQ_LEN": "64", "LR": "9"})
+    train.take_recipe(args, torch.device("cpu"))
+    assert (args.lr, args.seq_len, args.engram_reset, args.no_gradient_checkpointing) == (0.1, 64, False, True)
+    assert (args.micro_batch, args.n_loops) == (train.RECIPES["tiny"]["micro_batch"], 1)
+
+
+def test_the_1b_recipe_has_the_originals_numbers_and_auto_takes_what_suits_or_what_a_checkpoint_had():
+    args = parse_args([], environ={})
+    train.take_recipe(args, torch.device("cuda"))
+    assert args.recipe == "1b" and (args.seq_len, args.micro_batch, args.grad_accum, args.n_loops, args.lr,
+                                    args.target_tokens, args.ckpt_every) == (2048, 64, 1, 6, 3e-4, 10 ** 10, 50)
+    for saved, recipe in ((None, "tiny"), ("small", "small")):
+        train.take_recipe(args := parse_args([], environ={}), torch.device("cpu"), saved)
+        assert args.recipe == recipe and args.lr == train.RECIPES[recipe]["lr"]
+
+
+def test_every_recipe_names_flags_and_values_that_they_take():
+    flags = {flag.name: flag for flag in train.FLAGS}
+    for recipe in train.RECIPES.values():
+        for name, value in recipe.items():
+            parse = flags[name].parse
+            assert value is True if parse is None else parse(str(value)) == value
+
+
+def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_them():
+    with torch.device("meta"):
+        model = train.Spider(small_config())
+    dense = sum(p.numel() for key, p in model.named_parameters() if not key.endswith("table.weight"))
+    for argv, expected in ((["--target_tokens", "77"], 77),
+                           (["--target_param_data_ratio", "2.5"], math.ceil(2.5 * dense)),
+                           (["--target_flops", "1e9"], math.ceil(1e9 / model.flops_per_byte(3.3, 2, 64)))):
+        train.take_horizon(args := parse_args([*argv, "--seq_len", "64"], environ={}), model, 2)
+        assert args.target_tokens == expected
+    with pytest.raises(train.UsageError, match="--target_flops: --target_tokens gives the horizon already"):
+        train.take_horizon(parse_args(["--target_flops", "1"], environ={"TARGET_TOKENS": "5"}), model, 2)
