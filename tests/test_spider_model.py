@@ -498,7 +498,7 @@ def configs(draw) -> dict:
     return {f.name: draw(kinds[type(f.default)]) for f in names}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(configs())
 def test_a_config_is_refused_by_the_name_of_a_field_or_makes_a_model_that_trains(changes):
     try:
