@@ -85,7 +85,7 @@ class SpiderConfig:
     engram_rows: int = 29_000             # rows of each hash's table, about (the next free prime below)
     engram_dim: int = 64                  # width of a row
     engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
-    engram_byte_rows: int = 52_000
+    engram_byte_rows: int = 50_000
     engram_byte_dim: int = 128
 
     def __post_init__(self):
