@@ -11,6 +11,7 @@ import mmap
 import os
 import pickletools
 import re
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -477,6 +478,19 @@ def locked(directory: Path):
     return data.locked(directory, busy, logger.warning)
 
 
+# What makes a run the same run: other values go on from the same weights, but as another run.
+IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "grad_accum", "lr", "schedule", "warmup_steps",
+            "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "beta1", "beta2",
+            "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
+
+
+def run_state(model: Spider, optimizers, progress: Progress, loader: data.Loader, args) -> dict:
+    """What a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed, step)."""
+    return dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(), recipe=args.recipe,
+                cfg=asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
+                targets=loader.targets.tolist(), exploded=progress.exploded, **asdict(progress))
+
+
 class StartedOver(NamedTuple):
     """What a run that started over or went back began with; see RunDirectory."""
     lineage: int
@@ -513,7 +527,7 @@ class RunDirectory:
         self.is_locked = path.is_dir() and not look_only
         if self.is_locked:
             closing.enter_context(locked(path))
-        self.found, self.kept = find_checkpoints(path), []
+        self.found = find_checkpoints(path)
         if checkpoint_paths(path) and not self.found and not resume:
             raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {path} can be used: put back a good one, "
                                   f"name one by --resume, or use another directory")
@@ -547,22 +561,47 @@ class RunDirectory:
             logger.warning(f"{self.origin}: the loss had exploded before it{back}")
         return state
 
-    def progress(self, state: dict | None, n_loops: int) -> Progress:
-        """Where a run stands that goes on from a state; `kept` are then its checkpoints."""
+    def restore(self, state: dict | None, model: Spider, optimizers, n_loops: int, loader: data.Loader,
+                args) -> Progress:
+        """Fills model and optimizers from a state, and says what of the run changed since; where the run stands."""
         names = [f.name for f in fields(Progress) if state and not self.reset_steps and f.name in state]
         progress = Progress(**{name: state[name] for name in names})
         progress.n_loops, progress.lineage = n_loops, self.lineage
         progress.wandb = None if self.starts_over else progress.wandb
-        self.kept = [one for one in self.found if one.lineage == progress.lineage]
+        if not state:
+            return progress
+        model.load_state_dict(state["model_state_dict"])
+        logger.info(f"{'weights of' if self.reset_steps else 'goes on from'} {self.origin} (step {state['step']})")
+        if self.reset_steps:
+            return progress
+        optimizers.load_state_dict(state["optimizer_state_dict"])
+        before = dict(n_loops=state.get("n_loops", n_loops)) | state.get("flags", {})
+        now = dict(n_loops=n_loops) | {name: getattr(args, name) for name in IDENTITY}
+        changed = [f"--{name} was {before[name]}, is {now[name]}" for name in sorted(before.keys() & now)
+                   if before[name] != now[name]]
+        targets = loader.targets.tolist()
+        if state.get("targets", targets) != targets:
+            changed.append(f"bytes to train on were {state['targets']}, are {targets}")
+        if changed:
+            logger.warning(f"not the same run any more: {'; '.join(changed)}")
+            progress.expect_other_losses()
+            progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // args.seq_len))  # of other data
         return progress
 
-    def remove_leftovers(self):
-        """Deletes what a run that was killed while it saved has left."""
-        for leftover in self.path.glob(".spider-step*.tmp"):
-            leftover.unlink()
+    def open(self, progress: Progress, last_step: int, keep_last: int,
+             size: float) -> tuple["Metrics", CheckpointWriter]:
+        """Makes the directory, if need be; its metrics.jsonl, up to where the run stands, and its writer.
 
-    def open(self, progress: Progress, last_step: int, keep_last: int) -> tuple["Metrics", CheckpointWriter]:
-        """Makes the directory, if need be; its metrics.jsonl, up to where the run stands, and its writer."""
+        CheckpointError where checkpoints of `size` bytes do not fit: two, or one where it replaces the oldest.
+        """
+        for leftover in self.path.glob(".spider-step*.tmp"):     # of a run that was killed while it saved
+            leftover.unlink()
+        kept = [one for one in self.found if one.lineage == progress.lineage]
+        copies, free = 2 if len(kept) < keep_last else 1, shutil.disk_usage(existing_parent(self.path)).free
+        if free < copies * size:
+            raise CheckpointError(f"--ckpt_dir: {self.path} has {free / 1e9:.3g} GB free, {copies} "
+                                  f"checkpoint{'s' * (copies > 1)} of {size / 1e9:.3g} GB must fit: make room, or use "
+                                  f"another")
         if not self.is_locked:
             self.path.mkdir(parents=True, exist_ok=True)
             self.closing.enter_context(locked(self.path))
@@ -573,8 +612,13 @@ class RunDirectory:
             with data.durable(self.path / STARTED_OVER) as file:
                 json.dump(StartedOver(progress.lineage, str(self.origin.resolve()), self.reset_steps)._asdict(), file)
         metrics = Metrics(lines, -1 if self.starts_over else progress.written, progress.goes_past_end(last_step))
-        writer = CheckpointWriter(self.path, self.kept, keep_last, progress.written)
+        writer = CheckpointWriter(self.path, kept, keep_last, progress.written)
         return self.closing.enter_context(metrics), self.closing.enter_context(writer)
+
+
+def existing_parent(path: str | Path) -> Path:
+    """The nearest directory above a path that exists."""
+    return next(p for p in (Path(path).absolute(), *Path(path).absolute().parents) if p.is_dir())
 
 
 def check_same_model(path: Path, saved: dict, asked: SpiderConfig):

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 import data
 import tokenizer
 from checkpoint import (CheckpointError, Diverged, Leaving, Progress, RunDirectory, Stopped, StopSignals,
-                        check_same_model, wants_memory)
+                        check_same_model, existing_parent, run_state, wants_memory)
 from spider_model import (LOSS_PARTS, MAX_LOOPS, PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
                           document_cu_seqlens)
 from tile_moe import BACKENDS, BackendError, resolve_backend
@@ -605,25 +605,6 @@ def is_matrix(name: str, p: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
-
-
-# What makes a run the same run: other values go on from the same weights, but as another run.
-IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "grad_accum", "lr", "schedule", "warmup_steps",
-            "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "beta1", "beta2",
-            "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
-
-
-def run_state(model: Spider, optimizers: Optimizers, progress: Progress, loader: data.Loader, args) -> dict:
-    """What a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed, step)."""
-    return dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(), recipe=args.recipe,
-                cfg=dataclasses.asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
-                targets=loader.targets.tolist(), exploded=progress.exploded, **dataclasses.asdict(progress))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Evaluation and samples
 
 EVAL_BYTES = 8192                         # least bytes to evaluate at a time
@@ -705,14 +686,6 @@ def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, dtype_byt
             "documents filled up, at most": filled}
 
 
-def check_space(path: str, memory: dict[str, float], copies: int):
-    """UsageError where the disk has no room for so many checkpoints; a resumed run replaces its own."""
-    size, free = checkpoint_size(memory), shutil.disk_usage(existing_parent(path)).free
-    if free < copies * size:
-        raise UsageError(f"--ckpt_dir: {path} has {free / 1e9:.3g} GB free, {copies} checkpoint{'s' * (copies > 1)} of "
-                         f"{size / 1e9:.3g} GB must fit: make room, or use another")
-
-
 def check_memory(needed: float, device: torch.device):
     """UsageError where a CPU's memory is sure not to suffice: the kernel would kill the run without a word."""
     here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -758,11 +731,6 @@ def print_dry_run(model: Spider, n_loops: int, args, memory: dict[str, float], s
         print(data.one_line(f"data: {source.name} (weight {source.weight:.3g}): {len(source.train):,} training ids, "
                             f"{len(source.val):,} for validation; ids checked"))
     print(describe_fp8(model, args.fp8_experts))
-
-
-def existing_parent(path: str) -> Path:
-    """The nearest directory above a path that exists."""
-    return next(p for p in (Path(path).absolute(), *Path(path).absolute().parents) if p.is_dir())
 
 
 def peak_memory(device: torch.device) -> float:
@@ -881,6 +849,9 @@ def out_of_memory(fault: Exception, args) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
+STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
+
+
 def command_line(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence; 128 and
     the signal's number where one ended the run in order."""
@@ -979,27 +950,6 @@ def open_sources(args) -> list[data.Source]:
     sources = [data.mock_source(args.seed)] if args.mock_data else data.open_data(args.data_dir)
     data.check(sources)
     return sources
-
-
-def take_state(state: dict, home: RunDirectory, model: Spider, optimizers: Optimizers, progress: Progress,
-               loader: data.Loader, args):
-    """Fills model and optimizers from a checkpoint's state, and says what of the run's identity changed since."""
-    model.load_state_dict(state["model_state_dict"])
-    logger.info(f"{'weights of' if home.reset_steps else 'goes on from'} {home.origin} (step {state['step']})")
-    if home.reset_steps:
-        return
-    optimizers.load_state_dict(state["optimizer_state_dict"])
-    before = dict(n_loops=state.get("n_loops", progress.n_loops)) | state.get("flags", {})
-    now = dict(n_loops=progress.n_loops) | {name: getattr(args, name) for name in IDENTITY}
-    changed = [f"--{name} was {before[name]}, is {now[name]}" for name in sorted(before.keys() & now)
-               if before[name] != now[name]]
-    targets = loader.targets.tolist()
-    if state.get("targets", targets) != targets:
-        changed.append(f"bytes to train on were {state['targets']}, are {targets}")
-    if changed:
-        logger.warning(f"not the same run any more: {'; '.join(changed)}")
-        progress.expect_other_losses()
-        progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // args.seq_len))  # of other data
 
 
 def start_wandb(args, progress: Progress, closing: ExitStack):
@@ -1111,9 +1061,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         if "engram_reset" in args.given:
             raise UsageError("--engram_reset: this model has no Engram tables")
         args.engram_reset = False
-    progress = home.progress(state, n_loops)
-    if state:
-        take_state(state, home, model, optimizers, progress, loader, args)
+    progress = home.restore(state, model, optimizers, n_loops, loader, args)
     del state
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -1126,9 +1074,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     ceiling = product_rate(device)
     logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, 3.3) / 1e9:.2g} "
                 f"GFLOP per byte at 3.3 bytes per segment; checkpoints in {home.path}")
-    home.remove_leftovers()
-    check_space(args.ckpt_dir, memory, copies=2 if len(home.kept) < args.keep_last else 1)
-    metrics_file, writer = home.open(progress, last_step, args.keep_last)
+    metrics_file, writer = home.open(progress, last_step, args.keep_last, checkpoint_size(memory))
     tracker = start_wandb(args, progress, closing)
     profiler = start_profiler(device, home.path, closing) if args.profile else None
     if progress.written >= last_step:
