@@ -936,7 +936,7 @@ class Progress:
             if now - self.shown < (0.1 if self.terminal else 5) and not complete:
                 return
             self.shown, rate = now, max(1, self.done) / max(1e-3, now - self.begun)
-            line = f"{self.what}: {self.done / 1e6:,.1f} MB at {rate / 1e6:,.0f} MB/s"
+            line = f"{self.what}: {self.done / 1e6:,.1f} MB at {rate / 1e6:,.3g} MB/s"
             if self.total:
                 part = self.done / self.total
                 line += f" [{'#' * int(30 * part):30}] {part:4.0%}, {(self.total - self.done) / rate:,.0f} s left"

@@ -54,7 +54,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         return convert
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default="checkpoints", help="a file, or a directory (checkpoints)")
-    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--prompt", default="", help="text to go on from; without it, from a line's end")
     parser.add_argument("--bytes", type=checked(integer(1)), default=500, help="most bytes to write (500)")
     parser.add_argument("--temperature", type=checked(real(0)), default=0.8, help="0: always the likeliest byte (0.8)")
     parser.add_argument("--top_k", type=checked(integer(1)), help="draw from the k likeliest bytes only")
@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         model, n_loops = load_model(args.checkpoint, device)
         prompt = os.fsencode(args.prompt)  # the bytes that were given, also where they are not UTF-8
         generator = torch.Generator(device).manual_seed(args.seed)
-        written = model.generate([BOS_ID, *prompt], args.bytes, args.temperature, args.top_k, generator,
+        start = [BOS_ID, *prompt] if prompt else list(b"\n")  # BOS stands once in a text that is one document
+        written = model.generate(start, args.bytes, args.temperature, args.top_k, generator,
                                  n_loops=n_loops if args.n_loops is None else args.n_loops)
         write(chain([prompt], (bytes([byte]) for byte in written)), args.raw)
     except KeyboardInterrupt:

@@ -151,14 +151,15 @@ FLAGS = (
     Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none"),
     Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones"),
     Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none"),
+    Flag("sample_prompt", None, str, "what printed samples go on from; without it, the beginning of held-out text"),
     Flag("run", None, str, "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
     Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
     Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
 )
 
 
-# What a model trains with where neither flag nor environment says otherwise. That of tiny is measured (docs/learning.md);
-# small has its rates scaled down by width, and is not.
+# What a model trains with where neither flag nor environment says otherwise. That of tiny is measured, docs/learning.md;
+# that of small has its rates scaled down by width, and is not.
 RECIPES = {
     "1b": {},
     "small": dict(seq_len=1024, micro_batch=8, target_tokens=80_000_000, lr=1.5e-3, warmup_steps=100, engram_reset=True,
@@ -613,6 +614,8 @@ EVAL_BYTES = 8192                         # least bytes to evaluate at a time
 @torch.no_grad()
 def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loops: int, device) -> dict:
     """Cross-entropy on the fixed validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
+    logger.info(f"evaluates on {rows[0].numel():,} bytes")
+    progress = data.Progress("evaluates", rows[0].numel()) if sys.stderr.isatty() else None
     model.eval()
     nats, count, real, segments = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(4))
     with model.cast_weights_once():
@@ -624,6 +627,8 @@ def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loo
             count += counted
             real += (ids != tokenizer.PAD_ID).sum()
             segments += out.segments
+            if progress:
+                progress.add(ids.numel())
     model.train()
     loss, rate = float(nats / count), float(real / segments.clamp_min(1))
     bpb = loss / math.log(2)
@@ -631,14 +636,26 @@ def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loo
     return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=rate)
 
 
-def print_sample(model: Spider, step: int, n_loops: int, seed: int):
-    """Logs 200 bytes that the model writes by itself; the generator is a function of (seed, step)."""
-    generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(seed, step, "sample"))
+SAMPLE_START = 64                         # bytes of held-out text that a sample without prompt goes on from
+
+
+def print_sample(model: Spider, step: int, n_loops: int, args, held_out: Tensor | None):
+    """Logs 200 bytes that the model writes; the generator is a function of (--seed, step).
+
+    They go on from --sample_prompt, or from the beginning of held-out text (ids): where a text file is one document,
+    BOS stands once in all of the data, and what follows it was never learned."""
+    if args.sample_prompt is not None or held_out is None:
+        prompt, start = [tokenizer.BOS_ID, *os.fsencode(args.sample_prompt or "")], args.sample_prompt or ""
+    else:
+        prompt = held_out[:SAMPLE_START].tolist()
+        start = f"(held-out text) {tokenizer.decode(prompt)}"
+    logger.info("samples 200 bytes")
+    generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(args.seed, step, "sample"))
     model.eval()
-    with torch.no_grad(), model.cast_weights_once():
+    with torch.no_grad():
         try:
-            text = tokenizer.decode(list(model.generate([tokenizer.BOS_ID], 200, generator=generator, n_loops=n_loops)))
-            logger.info(f"step {step} writes: {text!r}")
+            text = tokenizer.decode(list(model.generate(prompt, 200, generator=generator, n_loops=n_loops)))
+            logger.info(f"step {step} goes on from {start!r}: {text!r}")
         except FloatingPointError as fault:
             logger.warning(f"step {step} writes nothing: {fault}")
     model.train()
@@ -1125,7 +1142,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
                 if evaluates:
                     metrics = metrics | evaluate(model, validation, eval_rows, n_loops, device)
                 if samples:
-                    print_sample(model, progress.step, n_loops, args.seed)
+                    print_sample(model, progress.step, n_loops, args, validation and validation[0][0])
             if leaving.drops():
                 break
         if evaluates:

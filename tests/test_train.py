@@ -481,3 +481,18 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
         assert args.target_tokens == expected
     with pytest.raises(train.UsageError, match="--target_flops: --target_tokens gives the horizon already"):
         train.take_horizon(parse_args(["--target_flops", "1"], environ={"TARGET_TOKENS": "5"}), model, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run says of evaluations and samples
+
+def test_evaluations_and_samples_are_announced_and_samples_go_on_from_a_prompt_or_held_out_text(tmp_path, shards,
+                                                                                                capsys):
+    for flags, start in (((), "(held-out text) "), (("--sample_prompt", "abc"), "abc"), (("--eval_every", "0"), "")):
+        run(tmp_path, shards, "--sample_every", "2", *flags, steps=2, ckpt=f"run{len(flags)}{start}".strip())
+        said = capsys.readouterr().err
+        assert f"step 2 goes on from '{start}" in said and "samples 200 bytes" in said
+        assert ("evaluates on" in said) == ("--eval_every" not in flags)
+    held_out = np.fromfile(shards / "val-0.bin", "<u2")[:10].tolist()
+    run(tmp_path, shards, "--sample_every", "1", steps=1, ckpt="one")
+    assert repr(train.tokenizer.decode(held_out))[1:-1] in capsys.readouterr().err
