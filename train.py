@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import dataclasses
 import hashlib
+import json
 import logging
 import math
 import os
@@ -158,8 +159,8 @@ FLAGS = (
 )
 
 
-# What a model trains with where neither flag nor environment says otherwise. That of tiny is measured, docs/learning.md;
-# that of small has its rates scaled down by width, and is not.
+# What a model trains with where neither flag nor environment says otherwise. docs/learning.md measures that of tiny;
+# that of small has its rates scaled down by width, and is not measured.
 RECIPES = {
     "1b": {},
     "small": dict(seq_len=1024, micro_batch=8, target_tokens=80_000_000, lr=1.5e-3, warmup_steps=100, engram_reset=True,
@@ -167,9 +168,6 @@ RECIPES = {
     "tiny": dict(seq_len=1024, micro_batch=2, target_tokens=12_000_000, lr=6e-3, warmup_steps=40, engram_reset=True,
                  no_gradient_checkpointing=True, ckpt_every=500, eval_every=1000, eval_tokens=262_144),
 }
-
-
-RECIPE_FLAGS = {name for recipe in RECIPES.values() for name in recipe}
 
 
 class Parser(data.Parser):
@@ -716,8 +714,57 @@ def checkpoint_size(memory: dict[str, float]) -> float:
     return memory["parameters"] + memory["optimizer"]
 
 
-def print_dry_run(model: Spider, n_loops: int, args, memory: dict[str, float], sources):
-    """--dry_run: configuration, parameters by component, cost, memory, disk, data, FP8; nothing is allocated."""
+MOST_EPOCHS = 20                          # of a horizon, before it is a warning
+ASSUMED_SHARE = 0.2                       # of the machine's matrix rate that a step reaches, where nothing was measured
+
+
+def epochs_over(loader: data.Loader, target_tokens: int) -> float:
+    """Times that a horizon in bytes reads the data, of a mixture the source that is read most often."""
+    return max(target_tokens * loader.counts / loader.counts.sum() / loader.targets)
+
+
+def horizon_warnings(args, loader: data.Loader, horizon: int) -> list[str]:
+    """A line each for a `horizon` of steps that does not suit the data, or the steps that --max_steps leaves of it."""
+    warnings, epochs, end = [], epochs_over(loader, args.target_tokens), args.max_steps - 1
+    if epochs > MOST_EPOCHS:
+        warnings.append(f"--target_tokens {args.target_tokens:,} reads the data {epochs:,.0f} times over, which learns "
+                        f"it by heart: at most {int(args.target_tokens * MOST_EPOCHS / epochs):,}, or more data")
+    high = end < args.warmup_steps or lr_factor(end, horizon, args) > 2 * args.min_lr_fraction
+    if 0 < args.max_steps < horizon and high:
+        warnings.append(f"--max_steps {args.max_steps:,} ends the run at {lr_factor(end, horizon, args):.0%} of the "
+                        f"peak rate, which falls over {horizon:,} steps: --target_tokens "
+                        f"{args.max_steps * args.target_tokens // horizon} in its place would end at a better loss")
+    return warnings
+
+
+def expected_rate(args, device: torch.device, flops_per_byte: float) -> tuple[float, str]:
+    """Bytes/s, and where that comes from: the last steps of a run in --ckpt_dir, else the machine's matrix rate."""
+    path = Path(args.ckpt_dir) / "metrics.jsonl"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        rates = [json.loads(line)["tok_per_sec"] for line in path.read_text().splitlines()[-100:]]
+        return float(np.median(rates)), f"measured by the run in {args.ckpt_dir}"
+    return ASSUMED_SHARE * product_rate(device) / flops_per_byte, (
+        f"estimated, {ASSUMED_SHARE:.0%} of this machine's rate of products")
+
+
+def print_outlook(args, device: torch.device, loader: data.Loader | None, memory: float, flops_per_byte: float):
+    """Steps, passes over the data and hours of a run, and whether it fits into this machine."""
+    step = args.micro_batch * args.grad_accum * args.seq_len
+    horizon = math.ceil(args.target_tokens / step)
+    steps = min(args.max_steps or horizon, horizon)
+    rate, origin = expected_rate(args, device, flops_per_byte)
+    passes = "" if loader is None else f"{epochs_over(loader, steps * step):.3g} times over the data, "
+    print(data.one_line(f"run: {steps:,} steps of {step:,} bytes, {passes}{steps * step / rate / 3600:.3g} hours at "
+                        f"{rate:,.0f} bytes/s ({origin})"))
+    here = (torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    print(f"this machine has {here / 1e9:.0f} GB for it" + ": NOT ENOUGH" * (memory > here))
+    for warning in () if loader is None else horizon_warnings(args, loader, horizon):
+        print(f"warning: {warning}")
+
+
+def print_dry_run(model: Spider, n_loops: int, args, memory: dict[str, float], sources, loader, device: torch.device):
+    """--dry_run: configuration, parameters by component, cost, memory, time, disk, data, FP8; allocates no weight."""
     c = model.config
     print("configuration")
     for field in dataclasses.fields(c):
@@ -736,6 +783,7 @@ def print_dry_run(model: Spider, n_loops: int, args, memory: dict[str, float], s
         f"{cost / 1e9:.3g} G at {rate} bytes per segment" for rate, cost in flops.items()))
     print(f"\nmemory, estimated: {sum(memory.values()) / 1e9:.1f} GB ("
           + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()) + ")")
+    print_outlook(args, device, loader, sum(memory.values()), flops[3.3])
     checkpoint = checkpoint_size(memory)
     free = shutil.disk_usage(existing_parent(args.ckpt_dir)).free
     print(f"checkpoint: {checkpoint / 1e9:.2f} GB, written from a copy in host memory, {args.keep_last + 1} at a time; "
@@ -953,8 +1001,8 @@ def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device,
                           (f"device {device}, {threads}", args.device), (f"precision {precision}", args.precision),
                           (f"experts {backend}", args.moe_backend), (f"optimizer {optimizer}", args.optimizer)):
         say(choice + " (auto)" * (asked == "auto"))
-    parts = dict(n_loops=n_loops) | {flag.name: getattr(args, flag.name) for flag in FLAGS if flag.name in RECIPE_FLAGS}
-    taken = [f"--{key} {'on' if value is True else value}" for key, value in parts.items() if key not in args.given]
+    taken = [f"--{name} {'on' if value is True else value}"
+             for name, value in RECIPES[args.recipe].items() if name not in args.given]
     say(f"recipe of {args.recipe}: {' '.join(taken) or 'nothing is taken from it'}")
     if args.environment:
         say(data.one_line(f"from the environment: {' '.join(args.environment)}"))
@@ -1061,7 +1109,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     loader = data.Loader(sources, args.seq_len, args.seed) if sources else None
     memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
     if args.dry_run:
-        return print_dry_run(model, n_loops, args, memory, sources)
+        return print_dry_run(model, n_loops, args, memory, sources, loader, device)
     validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
     eval_rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # at a time: without gradients there is room for more
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
@@ -1091,6 +1139,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     ceiling = product_rate(device)
     logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, 3.3) / 1e9:.2g} "
                 f"GFLOP per byte at 3.3 bytes per segment; checkpoints in {home.path}")
+    for warning in horizon_warnings(args, loader, horizon):
+        logger.warning(warning)
     metrics_file, writer = home.open(progress, last_step, args.keep_last, checkpoint_size(memory))
     tracker = start_wandb(args, progress, closing)
     profiler = start_profiler(device, home.path, closing) if args.profile else None

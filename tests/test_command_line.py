@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run, run_flags
 
 import bench
 import train
@@ -292,3 +292,21 @@ def test_compiled_layers_train_like_the_others(tmp_path):
         lines = (tmp_path / f"run{len(flags)}" / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
+
+
+@pytest.mark.parametrize("dry", (True, False))
+def test_a_horizon_that_does_not_suit_the_data_or_the_steps_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
+    """40 passes over 494 bytes, and a stop while the rate is at its peak; nothing where both suit."""
+    for flags, warned in ((("--target_tokens", "20000"), ("40 times over", "at most", "--max_steps 2 ends the run")),
+                          (("--target_tokens", "128"), ())):
+        argv = run_flags(shards, tmp_path / f"run{len(warned)}", *flags, *["--dry_run"] * dry, steps=2)
+        assert train.command_line(argv) == 0
+        said = "".join(capsys.readouterr())
+        assert all(words in said for words in warned) and ("times over, which" in said) == bool(warned)
+        assert not dry or re.search(r"run: 2 steps of 64 bytes, 0.259 times over the data, \S+ hours at", said)
+
+
+def test_the_dry_run_goes_by_the_rate_that_a_run_there_had(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, steps=3)
+    assert train.command_line(run_flags(shards, directory, "--dry_run")) == 0
+    assert f"measured by the run in {directory}" in capsys.readouterr().out
