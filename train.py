@@ -122,7 +122,7 @@ FLAGS = (
     Flag("optimizer", "auto", one_of("auto", "adamw", "adamw8bit", "muon"), "auto: muon (AdamW for the rest)"),
     Flag("lr", 3e-4, real(0, open_low=True), "peak learning rate (Muon's steps have AdamW's size)", "LR"),
     Flag("engram_lr", 0.25, real(0), "learning rate of the Engram tables: the size of a row's first step"),
-    Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as every epoch begins"),
+    Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as an epoch begins"),
     Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear decay"),
     Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up"),
     Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
@@ -723,6 +723,12 @@ def epochs_over(loader: data.Loader, target_tokens: int) -> float:
     return max(target_tokens * loader.counts / loader.counts.sum() / loader.targets)
 
 
+def empties_tables(args, loader: data.Loader, first: int) -> bool:
+    """Whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will be
+    read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
+    return args.engram_reset and epochs_over(loader, args.target_tokens - first * args.seq_len) >= 0.5
+
+
 def horizon_warnings(args, loader: data.Loader, horizon: int) -> list[str]:
     """A line each for a `horizon` of steps that does not suit the data, or the steps that --max_steps leaves of it."""
     warnings, epochs, end = [], epochs_over(loader, args.target_tokens), args.max_steps - 1
@@ -1171,7 +1177,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             lr = args.lr * (factor := lr_factor(progress.step, horizon, args))
             optimizers.set_lr(args.lr, factor)
             numbers = update(model, optimizers, sums, tokens, sum(part.real for part in batches), args,
-                             empty_tables=args.engram_reset and epoch > progress.epoch)
+                             empty_tables=epoch > progress.epoch and empties_tables(args, loader, first))
             rate = batch * args.seq_len / (time.perf_counter() - step_start)
             # ---------------------------------------------------------------------------------------------------------
             mfu = rate * flops_per_byte(loops, round(max(1.0, numbers["bytes_per_segment"]), 2)) / ceiling

@@ -496,3 +496,14 @@ def test_evaluations_and_samples_are_announced_and_samples_go_on_from_a_prompt_o
     held_out = np.fromfile(shards / "val-0.bin", "<u2")[:10].tolist()
     run(tmp_path, shards, "--sample_every", "1", steps=1, ckpt="one")
     assert repr(train.tokenizer.decode(held_out))[1:-1] in capsys.readouterr().err
+
+
+def test_tables_are_not_emptied_where_less_than_half_a_pass_is_left():
+    loader = data.Loader([data.mock_source(0)], 100, 0)
+    targets = int(loader.targets[0])
+    for passes, emptied in ((1.3, []), (1.6, [1]), (3.4, [1, 2]), (3.6, [1, 2, 3])):
+        args = parse_args(["--engram_reset", "--seq_len", "100", "--target_tokens", str(int(passes * targets))])
+        starts = [epoch for epoch in (1, 2, 3) if epoch < passes and
+                  train.empties_tables(args, loader, epoch * int(loader.windows[0]))]
+        assert starts == emptied
+    assert not train.empties_tables(parse_args(["--target_tokens", str(9 * targets)]), loader, int(loader.windows[0]))
