@@ -346,7 +346,9 @@ def load_checkpoint(path: Path, sealed: bool = True, mapped: bool = False) -> di
         found = {name: likeness(tensor) for name, tensor in weights.items() if type(tensor) is Tensor}
         odd = sorted(str(name) for name in expected.keys() | weights.keys() if expected.get(name) != found.get(name))
     if odd:
-        raise CheckpointError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}")
+        older = not any(name in weights for name in odd)
+        raise CheckpointError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}"
+                              + " (they are missing: an earlier version's model had none)" * older)
     state["model_state_dict"] = weights
     return state if mapped else copied(state)
 
@@ -760,6 +762,7 @@ class Leaving:
         self.stop, self.writer, self.max_skipped = stop, writer, max_skipped
         self.start, self.last_step = start, last_step
         self.cut_short, self.fault, self.began = False, None, time.perf_counter()
+        self.pauses, self.paused = 0, 0.0  # evaluations and samples so far, seconds of them
         stop.seconds = None               # from here on a signal stops in order
 
     @contextmanager
@@ -775,6 +778,14 @@ class Leaving:
             if not isinstance(fault, data.DataError) and not wants_memory(fault):
                 raise
             self.cut_short, self.fault = True, fault
+
+    @contextmanager
+    def pause(self, works: int):
+        """The same at once, for so many evaluations or samples, whose time `seconds_left` goes by."""
+        began = time.perf_counter()
+        with self.droppable(0):
+            yield
+        self.pauses, self.paused = self.pauses + works, self.paused + time.perf_counter() - began
 
     def agreed(self) -> int:
         """0: go on; 1: leave after this step; 2: work was cut short, leave now. Of several ranks the largest counts."""
@@ -793,9 +804,10 @@ class Leaving:
                            + "".join(f", {one.path}" for one in self.writer.kept[-2:-1]))
         return not self.agreed() and progress.written < self.last_step
 
-    def seconds_left(self, step: int) -> float:
-        """Until the last step, at the pace so far."""
-        return min((self.last_step - step) * (time.perf_counter() - self.began) / (step - self.start), 1e9)
+    def seconds_left(self, step: int, pauses: int) -> float:
+        """Until the end, at the pace so far: steps, and so many pauses to evaluate or sample."""
+        pace = (time.perf_counter() - self.began - self.paused) / (step - self.start)
+        return min((self.last_step - step) * pace + pauses * self.paused / max(1, self.pauses), 1e9)
 
     def report(self, progress: Progress, how_to_go_on: str):
         """Raises what made the run leave, now that all is saved that can be; says so where it was the end."""

@@ -152,7 +152,7 @@ FLAGS = (
     Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none"),
     Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones"),
     Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none"),
-    Flag("sample_prompt", None, str, "what printed samples go on from; without it, the beginning of held-out text"),
+    Flag("sample_prompt", None, str, "what samples go on from; without it held-out text, where there is evaluation"),
     Flag("run", None, str, "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
     Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
     Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
@@ -163,10 +163,11 @@ FLAGS = (
 # that of small has its rates scaled down by width, and is not measured.
 RECIPES = {
     "1b": {},
-    "small": dict(seq_len=1024, micro_batch=8, target_tokens=80_000_000, lr=1.5e-3, warmup_steps=100, engram_reset=True,
-                  ckpt_every=250, eval_every=1000, eval_tokens=524_288),
-    "tiny": dict(seq_len=1024, micro_batch=2, target_tokens=12_000_000, lr=6e-3, warmup_steps=40, engram_reset=True,
-                 no_gradient_checkpointing=True, ckpt_every=500, eval_every=1000, eval_tokens=262_144),
+    "small": dict(n_loops=2, seq_len=1024, micro_batch=8, target_tokens=80_000_000, lr=1.5e-3, warmup_steps=100,
+                  engram_reset=True, ckpt_every=250, eval_every=1000, eval_tokens=524_288),
+    "tiny": dict(n_loops=1, seq_len=1024, micro_batch=2, target_tokens=12_000_000, lr=6e-3, warmup_steps=40,
+                 engram_reset=True, no_gradient_checkpointing=True, ckpt_every=500, eval_every=1000,
+                 eval_tokens=262_144),
 }
 
 
@@ -214,7 +215,7 @@ def take_recipe(args, device: torch.device, saved: str | None = None):
     the one that a checkpoint was made with, else what suits the device."""
     suits = "1b" if device.type == "cuda" else "tiny"
     args.recipe = (saved or suits) if args.model == "auto" else args.model
-    for key, value in (dict(n_loops=SpiderConfig.preset(args.recipe).n_loops) | RECIPES[args.recipe]).items():
+    for key, value in RECIPES[args.recipe].items():
         if key not in args.given:
             setattr(args, key, value)
 
@@ -230,6 +231,8 @@ def take_horizon(args, model: Spider, n_loops: int):
         tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, EngramTable))
         parameters = sum(p.numel() for p in model.parameters()) - tables
         args.target_tokens = math.ceil(args.target_param_data_ratio * parameters)
+    if args.target_tokens >= 1 << 62:
+        raise UsageError(f"--{given[0]}: a horizon of {args.target_tokens:.0e} bytes: at most {1 << 62:.0e}")
 
 
 def model_config(args) -> SpiderConfig:
@@ -451,7 +454,7 @@ class Muon(torch.optim.Optimizer):
         buffers = [self.state[p]["momentum_buffer"].view(-1, rows, columns) for p in params]
         grads = [p.grad.reshape(-1, rows, columns) for p in params]
         fresh, kept, counts = 1 - momentum, 1 - lr * group["weight_decay"], [len(w) for w in weights]
-        stacked = sum(counts) > len(params)
+        stacked = any(p.ndim > 2 for p in params)
         if stacked:                       # 1 or 0 for each matrix, [n, 1, 1]: the host need not know
             moved = torch.cat([torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True) for g in grads]) != 0
             fresh, kept = (torch.where(moved, part, rest).to(weights[0].dtype).split(counts)
@@ -640,10 +643,13 @@ SAMPLE_START = 64                         # bytes of held-out text that a sample
 def print_sample(model: Spider, step: int, n_loops: int, args, held_out: Tensor | None):
     """Logs 200 bytes that the model writes; the generator is a function of (--seed, step).
 
-    They go on from --sample_prompt, or from the beginning of held-out text (ids): where a text file is one document,
-    BOS stands once in all of the data, and what follows it was never learned."""
-    if args.sample_prompt is not None or held_out is None:
-        prompt, start = [tokenizer.BOS_ID, *os.fsencode(args.sample_prompt or "")], args.sample_prompt or ""
+    They go on from --sample_prompt, or from the beginning of held-out text (ids), or from a line's end: where a text
+    file is one document, BOS stands once in all of the data, and what follows it was never learned."""
+    if args.sample_prompt:
+        prompt, start = [tokenizer.BOS_ID, *os.fsencode(args.sample_prompt)], args.sample_prompt
+    elif held_out is None:
+        prompt = start = "\n"
+        prompt = list(prompt.encode())
     else:
         prompt = held_out[:SAMPLE_START].tolist()
         start = f"(held-out text) {tokenizer.decode(prompt)}"
@@ -746,9 +752,11 @@ def horizon_warnings(args, loader: data.Loader, horizon: int) -> list[str]:
 def expected_rate(args, device: torch.device, flops_per_byte: float) -> tuple[float, str]:
     """Bytes/s, and where that comes from: the last steps of a run in --ckpt_dir, else the machine's matrix rate."""
     path = Path(args.ckpt_dir) / "metrics.jsonl"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        rates = [json.loads(line)["tok_per_sec"] for line in path.read_text().splitlines()[-100:]]
-        return float(np.median(rates)), f"measured by the run in {args.ckpt_dir}"
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        lines = path.read_text().splitlines()[-100:] if path.is_file() else []
+        rates = [float(json.loads(line)["tok_per_sec"]) for line in lines]
+        if rates and all(1e-3 < rate < 1e15 for rate in rates):
+            return float(np.median(rates)), f"measured by the run in {args.ckpt_dir}"
     return ASSUMED_SHARE * product_rate(device) / flops_per_byte, (
         f"estimated, {ASSUMED_SHARE:.0%} of this machine's rate of products")
 
@@ -757,7 +765,7 @@ def print_outlook(args, device: torch.device, loader: data.Loader | None, memory
     """Steps, passes over the data and hours of a run, and whether it fits into this machine."""
     step = args.micro_batch * args.grad_accum * args.seq_len
     horizon = math.ceil(args.target_tokens / step)
-    steps = min(args.max_steps or horizon, horizon)
+    steps = args.max_steps or horizon     # from the start
     rate, origin = expected_rate(args, device, flops_per_byte)
     passes = "" if loader is None else f"{epochs_over(loader, steps * step):.3g} times over the data, "
     print(data.one_line(f"run: {steps:,} steps of {step:,} bytes, {passes}{steps * step / rate / 3600:.3g} hours at "
@@ -1105,6 +1113,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     with torch.device("meta"):
         model = Spider(config)
     take_horizon(args, model, n_loops)
+    if args.engram_reset and not any(isinstance(module, EngramTable) for module in model.modules()):
+        if "engram_reset" in args.given:
+            raise UsageError("--engram_reset: this model has no Engram tables")
+        args.engram_reset = False         # the recipe's
     backend = resolve_backend(args.moe_backend, device, config.hidden_size)
     optimizer = "muon" if args.optimizer == "auto" else args.optimizer
     say_what_was_chosen(args, model, n_loops, device, precision, backend, optimizer)
@@ -1128,10 +1140,6 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     # -----------------------------------------------------------------------------------------------------------------
     # Optimizer; both as the checkpoint had them
     optimizers = Optimizers(model, optimizer, args)
-    if args.engram_reset and "engram" not in optimizers.parts:
-        if "engram_reset" in args.given:
-            raise UsageError("--engram_reset: this model has no Engram tables")
-        args.engram_reset = False
     progress = home.restore(state, model, optimizers, n_loops, loader, args)
     del state
 
@@ -1183,7 +1191,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             mfu = rate * flops_per_byte(loops, round(max(1.0, numbers["bytes_per_segment"]), 2)) / ceiling
             numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=peak_memory(device), time=time.time())
             spike = progress.record(numbers, (first + batch) * args.seq_len, epoch)
-            logger.info(progress_line(progress.owed, last_step, leaving.seconds_left(progress.step), device))
+            remaining = leaving.seconds_left(progress.step, pauses_left(args, progress.step, last_step))
+            logger.info(progress_line(progress.owed, last_step, remaining, device))
             # Once in a while: a step to look at
             if progress.skipped or spike:
                 logger.warning(odd_step_line(progress, first, batch, args))
@@ -1194,7 +1203,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
                               for every in (args.eval_every, args.sample_every))
         # Once in a while: evaluate and sample; the step's line is owed until that is done
         if evaluates or samples:
-            with leaving.droppable(0):
+            with leaving.pause(bool(evaluates) + bool(samples)):
                 if evaluates:
                     metrics = metrics | evaluate(model, validation, eval_rows, n_loops, device)
                 if samples:
@@ -1216,6 +1225,12 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     if not writer.holds(progress.step):
         save()
     leaving.report(progress, how_to_go_on(args))
+
+
+def pauses_left(args, step: int, last_step: int) -> int:
+    """Evaluations and samples that a run still makes from a step on, its own and those of the end included."""
+    return sum(last_step // every - (step - 1) // every + (last_step % every > 0)
+               for every in (args.eval_every, args.sample_every) if every)
 
 
 def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:

@@ -4,6 +4,7 @@ import copy
 import math
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import data
 import train
+from checkpoint import Leaving
 from spider_model import EngramTable
 from train import Batch, Muon, Optimizers, RowwiseAdagrad, lr_factor, orthogonalize, parse_args
 
@@ -479,6 +481,9 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
                            (["--target_flops", "1e9"], math.ceil(1e9 / model.flops_per_byte(3.3, 2, 64)))):
         train.take_horizon(args := parse_args([*argv, "--seq_len", "64"], environ={}), model, 2)
         assert args.target_tokens == expected
+    for name in ("target_flops", "target_param_data_ratio"):
+        with pytest.raises(train.UsageError, match=f"--{name}: a horizon of .* bytes: at most"):
+            train.take_horizon(parse_args([f"--{name}", "1e300"], environ={}), model, 2)
     with pytest.raises(train.UsageError, match="--target_flops: --target_tokens gives the horizon already"):
         train.take_horizon(parse_args(["--target_flops", "1"], environ={"TARGET_TOKENS": "5"}), model, 2)
 
@@ -488,8 +493,8 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
 
 def test_evaluations_and_samples_are_announced_and_samples_go_on_from_a_prompt_or_held_out_text(tmp_path, shards,
                                                                                                 capsys):
-    for flags, start in (((), "(held-out text) "), (("--sample_prompt", "abc"), "abc"), (("--eval_every", "0"), "")):
-        run(tmp_path, shards, "--sample_every", "2", *flags, steps=2, ckpt=f"run{len(flags)}{start}".strip())
+    for flags, start in (((), "(held-out text) "), (("--sample_prompt", "abc"), "abc"), (("--eval_every", "0"), "\\n")):
+        run(tmp_path, shards, "--sample_every", "2", *flags, steps=2, ckpt="run" + "".join(flags))
         said = capsys.readouterr().err
         assert f"step 2 goes on from '{start}" in said and "samples 200 bytes" in said
         assert ("evaluates on" in said) == ("--eval_every" not in flags)
@@ -507,3 +512,21 @@ def test_tables_are_not_emptied_where_less_than_half_a_pass_is_left():
                   train.empties_tables(args, loader, epoch * int(loader.windows[0]))]
         assert starts == emptied
     assert not train.empties_tables(parse_args(["--target_tokens", str(9 * targets)]), loader, int(loader.windows[0]))
+
+
+def test_the_time_left_counts_evaluations_and_samples_to_come():
+    args = parse_args(["--eval_every", "4", "--sample_every", "10"])
+    assert [train.pauses_left(args, step, 10) for step in (1, 3, 4, 8, 10)] == [4, 4, 4, 3, 2]
+    leaving = Leaving(SimpleNamespace(asked=None, patience=lambda seconds: nullcontext()), None, 0, 10, 1)
+    with leaving.pause(2):
+        leaving.began -= 7.0              # seconds that went by
+    leaving.paused = 6.0                  # of which the pause took so many
+    assert leaving.seconds_left(1, 4) == pytest.approx(9 * 1.0 + 4 * 3.0, abs=0.5)
+
+
+@pytest.mark.parametrize("lines", ("", "[" * 200_000, '{"tok_per_sec": 0}', '{"tok_per_sec": 1e-320}', '{"a": 1}', "3"))
+def test_a_rate_that_no_run_had_is_not_gone_by(tmp_path, lines):
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    args = parse_args(["--ckpt_dir", str(tmp_path)])
+    rate, origin = train.expected_rate(args, torch.device("cpu"), 1e6)
+    assert 0 < rate < math.inf and origin.startswith("estimated")
