@@ -1016,7 +1016,8 @@ def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device,
                           (f"experts {backend}", args.moe_backend), (f"optimizer {optimizer}", args.optimizer)):
         say(choice + " (auto)" * (asked == "auto"))
     taken = [f"--{name} {'on' if value is True else value}"
-             for name, value in RECIPES[args.recipe].items() if name not in args.given]
+             for name, value in RECIPES[args.recipe].items() if name not in args.given
+             and (name != "n_loops" or value == n_loops)]  # else they are the checkpoint's
     say(f"recipe of {args.recipe}: {' '.join(taken) or 'nothing is taken from it'}")
     if args.environment:
         say(data.one_line(f"from the environment: {' '.join(args.environment)}"))
