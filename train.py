@@ -772,7 +772,7 @@ def print_outlook(args, device: torch.device, loader: data.Loader | None, memory
                         f"{rate:,.0f} bytes/s ({origin})"))
     here = (torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    print(f"this machine has {here / 1e9:.0f} GB for it" + ": NOT ENOUGH" * (memory > here))
+    print(f"this machine has {here / 1e9:.0f} GB for it: {'NOT ENOUGH' if memory > here else 'enough'}")
     for warning in () if loader is None else horizon_warnings(args, loader, horizon):
         print(f"warning: {warning}")
 
