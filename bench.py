@@ -3,14 +3,19 @@
     python bench.py                                   # everything that suits the machine, minutes on a GPU or a CPU
     python bench.py --only ceilings,backends          # some of it
     python bench.py --model tiny --only loops --set engram_byte_rows=131072
+    python bench.py --model 1b --only traffic         # several ranks on paper: what they send, and how long it takes
+    torchrun --standalone --nproc_per_node 4 bench.py --model tiny --only traffic --device cpu       # counted
+    python bench.py --rehearse h200                   # a step on a GPU that is not there; see rehearsal.py
 
-Prints Markdown tables and writes bench-DEVICE.json and bench-DEVICE.png to --out. Each measurement is a median over
+Prints Markdown tables and writes bench-DEVICE.json and bench-DEVICE.png to --out, after every section. On a GPU the
+steps that --rehearse has bounds for come first, and last the figures that missed theirs by more than 1.5 times. Each measurement is a median over
 repetitions; what is compared alternates in one process, since machines drift. tok_per_sec counts bytes; bf16_mfu is
 the model's FLOPs (recomputation not counted) against the bf16 matrix rate measured here, `of ceiling` against that of
 the precision used.
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -18,44 +23,82 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import torch
 
+import cost
 import data
+import distributed
+import files
+import optim
+import rehearsal
 import tile_moe
 import train
-from spider_model import PRESETS, Spider, pool_segments, unpool_segments
+from spider_model import PRESETS, RECOMPUTE, Spider, pool_segments, unpool_segments
 
-SECTIONS = ("ceilings", "precisions", "backends", "rates", "sequences", "loops", "parts", "segments")
+# In this order: a run that is cut off after five minutes still has what matters most.
+SECTIONS = ("ceilings", "headline", "parts", "precisions", "backends", "segments", "rates", "sequences", "loops",
+            "decoding", "traffic", "compiled")
 
 
 class Bench:
     """The machine, the settings, and what was measured so far."""
 
-    def __init__(self, args):
-        self.args, self.device = args, train.resolve_device(args.device)
+    def __init__(self, args, world: distributed.World):
+        self.args, self.device = args, world.place(train.resolve_device(args.device))
         self.gpu = self.device.type == "cuda"
         self.model = args.model or ("1b" if self.gpu else "tiny")
         self.seq_len, self.micro_batch = args.seq_len or 256, args.micro_batch or (112 if self.gpu else 8)
         checked = self.flags()
         train.model_config(checked)  # what train.py refuses is refused here, before anything is measured
         self.seq_len, self.micro_batch = checked.seq_len, checked.micro_batch
-        self.precision = train.resolve_precision("auto", self.device)
-        self.results, self.source = {}, data.mock_source(0)
+        self.compiles = train.resolve_compile("auto", self.device)[0]
+        self.precision = train.resolve_precision("auto", self.device, compiles=False)[0]
+        self.fp8 = train.resolve_precision("auto", self.device, compiles=True)[0] == "fp8"
+        self.results, self.source, self.world = {}, data.mock_source(0), world
+        self.card = rehearsal.card_of(torch.cuda.get_device_name()) if self.gpu else None
+        self.about = {}
+
+    def keep(self):
+        """Writes what was measured so far to --out."""
+        if self.args.out and self.world.leads:
+            path = self.args.out / f"bench-{self.device.type}.json"
+            path.with_suffix(".tmp").write_text(json.dumps(self.about | self.results, indent=1) + "\n")
+            path.with_suffix(".tmp").replace(path)
 
     def flags(self, **others):
         """Values of train.py's flags, these settings and others."""
-        argv = ["--model", self.model, f"--seq_len={self.seq_len}", f"--micro_batch={self.micro_batch}"]
+        argv = ["--model", self.model, f"--seq_len={self.seq_len}", f"--micro_batch={self.micro_batch}", "--lr=0.001",
+                "--compile=off"]          # what compiles says so
         for name, value in others.items():
             argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         args = train.parse_args(argv + ([f"--set={self.args.set}"] if self.args.set else []), environ={})
         train.take_recipe(args, self.device)
         return args
 
+    def start_afresh(self):
+        """Before another model: the memory of the one before is free, and not counted."""
+        if self.gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
     def wait(self):
         if self.gpu:
             torch.cuda.synchronize()
+
+    def spent(self, function) -> float:
+        """Seconds of a call; of CPU time where one thread does it all, to which other processes add little."""
+        alone = not self.gpu and torch.get_num_threads() == 1
+        clock = time.process_time if alone else time.perf_counter
+        self.wait()
+        start = clock()
+        function()
+        self.wait()
+        return clock() - start
 
     def seconds(self, function, at_least: float = 0.3) -> float:
         """Median time of a call, after two for warming up."""
@@ -63,19 +106,21 @@ class Bench:
             function()
         times, begun = [], time.perf_counter()
         while len(times) < 5 or time.perf_counter() - begun < at_least:
-            self.wait()
-            start = time.perf_counter()
-            function()
-            self.wait()
-            times.append(time.perf_counter() - start)
+            times.append(self.spent(function))
         return statistics.median(times)
 
     def table(self, name: str, rows: list[dict]):
         self.results[name] = rows
-        keys = list(dict.fromkeys(key for row in rows for key in row))
+        print_rows(name, rows)
+
+
+def print_rows(name: str, rows: list[dict], head: bool = True):
+    """A table of Markdown; without `head` more rows of the one before."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    if head:
         print(f"\n### {name}\n\n| {' | '.join(keys)} |\n|{'---|' * len(keys)}")
-        for row in rows:
-            print(f"| {' | '.join(show(row.get(key)) for key in keys)} |", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(show(row.get(key)) for key in keys)} |", flush=True)
 
 
 def show(value) -> str:
@@ -91,12 +136,12 @@ def ceilings(b: Bench):
     """Matrix products and copies as large as fit: what nothing can exceed."""
     n, rows = 8192 if b.gpu else 2048, []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        if dtype == torch.bfloat16 and not train.multiplies_bf16(b.device):
+        if dtype == torch.bfloat16 and not optim.multiplies_bf16(b.device):
             continue
         x, w = (torch.randn(n, n, device=b.device).to(dtype) for _ in range(2))
         rows.append({"what": f"{name} product, {n} cubed", "rate": 2 * n ** 3 / b.seconds(lambda: x @ w) / 1e12,
                      "unit": "TFLOP/s"})
-    if b.precision == "fp8":
+    if b.fp8:
         one = torch.ones((), device=b.device)
         x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).t()
         t = b.seconds(lambda: torch._scaled_mm(x8, w8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
@@ -108,12 +153,83 @@ def ceilings(b: Bench):
     b.table("ceilings", rows)
 
 
+def copy_rate(b: Bench) -> float:
+    """Measured bytes/s of a large copy, read and written."""
+    if "ceilings" not in b.results:
+        ceilings(b)
+    return next(row["rate"] * 1e9 for row in b.results["ceilings"] if row["unit"] == "GB/s")
+
+
 def matrix_rate(b: Bench, precision: str) -> float:
     """Measured FLOP/s of a large product; of bf16 where the machine has it, for every other name."""
     if "ceilings" not in b.results:
         ceilings(b)
     rates = {row["what"].split()[0]: row["rate"] * 1e12 for row in b.results["ceilings"]}
     return rates.get(precision, rates.get("bf16", rates["fp32"]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps that are rehearsed, measured
+
+def headline(b: Bench):
+    """Every step of the rehearsal's table: time, memory; of the first also its kernels and the host's time. Elsewhere
+    than on a GPU those of them that suit, in the precision that does."""
+    rows = []
+    for name, flags in rehearsal.SETTINGS.items():
+        if flags["precision"] == "fp8" and not b.fp8 or "seq_len" in flags and not b.gpu:
+            continue
+        if not b.gpu:
+            name, flags = name.replace("bf16", b.precision), flags | dict(precision=b.precision)
+        b.start_afresh()
+        try:
+            step = trainer(b, **flags)[0]
+            rate, entry = step()["bytes_per_segment"], (step, [], None)
+            measure(b, entry, 2)
+            entry[1].clear()
+            measure(b, entry, 5)
+        except torch.cuda.OutOfMemoryError:
+            rows.append({"step": name, "ms": "out of memory"})
+            continue
+        seconds = statistics.median(entry[1])
+        rows.append({"step": name, "ms": seconds * 1e3, "bytes/s": step.bytes / seconds, "bytes/segment": rate,
+                     "bf16_mfu": step.flops(rate) * step.bytes / seconds / matrix_rate(b, "bf16")})
+        if b.gpu:
+            rows[-1]["peak GB"] = cost.peak_memory(b.device)
+        if len(rows) == 1:
+            rows[0] |= {"kernels": kernels(step)} if b.gpu else {}
+            rows[0]["host, ms"] = host_time(b)
+        del step, entry
+        print_rows("headline", rows[-1:], head=len(rows) == 1)
+        b.results["headline"] = rows
+        b.keep()
+
+
+def kernels(step) -> int:
+    """Kernels, copies and fills that a step has the GPU do."""
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
+
+
+def host_time(b: Bench) -> float:
+    """Milliseconds of a step of 1b's layers and loops with next to nothing in them: Python, dispatcher, launches."""
+    precision = "bf16" if optim.multiplies_bf16(b.device) else "fp32"
+    step = trainer(b, model="1b", set=rehearsal.HOST_SIZES, seq_len=16, micro_batch=2, precision=precision,
+                   recompute="core")[0]
+    step()
+    return statistics.median(b.spent(step) for _ in range(5)) * 1e3
+
+
+def bounds(b: Bench, found: dict):
+    """The figures of `headline` beside what was rehearsed of this card: the last table is where to look."""
+    rows, missed = rehearsal.against_bounds(b.results["headline"], found)
+    b.table("measured and rehearsed", rows)
+    b.results["missed"] = missed
+    if missed:
+        return b.table(f"missed its bound by more than {rehearsal.MISS} times", missed)
+    print(f"\nnothing missed its bound by more than {rehearsal.MISS} times")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,22 +242,30 @@ def trainer(b: Bench, rate: float | None = 3.3, **flags):
     with torch.device("meta"):
         model = Spider(config)
     precision = b.precision if args.precision == "auto" else args.precision
-    backend = tile_moe.resolve_backend(args.moe_backend, b.device, config.hidden_size)
+    if args.compile == "on":
+        torch._dynamo.reset()  # else graphs of the variants before count against the few that are kept
+    backend = tile_moe.resolve_backend(args.moe_backend, b.device, config,
+                                       torch.float32 if precision == "fp32" else torch.bfloat16)
+    optimizer = "muon" if args.optimizer == "auto" else args.optimizer
+    train.take_recompute(args, model, args.n_loops, optimizer, precision, b.device)
     train.make_real(model, b.device, precision, backend, args)
     if rate is not None:
         with torch.no_grad():
             model.boundary_predictor[2].weight.zero_()
             model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -torch.tensor(rate - 1.0).log().item())
-    optimizers = train.Optimizers(model, "muon" if args.optimizer == "auto" else args.optimizer, args)
+    optimizers = optim.Optimizers(model, optimizer, args)
     optimizers.set_lr(0.0, 0.0)  # the boundaries stay where they were put
     loader, count = data.Loader([b.source], args.seq_len, 0), [0]
 
     def step():
-        ids, labels, _ = loader.micro_batch(count[0] * args.micro_batch, 0, args.micro_batch)
-        count[0] += 1
-        batch = train.Batch.of(ids, labels, count[0] << 20).to(b.device)
-        return train.update(model, optimizers, *train.accumulate(model, [batch], args.n_loops), batch.real, args)
-    step.bytes = args.micro_batch * args.seq_len
+        batches = []
+        for _ in range(args.grad_accum):
+            ids, labels, _ = loader.micro_batch(count[0] * args.micro_batch, 0, args.micro_batch)
+            count[0] += 1
+            batches.append(train.Batch.of(ids, labels, count[0] << 20).to(b.device))
+        sums, tokens = train.accumulate(model, batches, args.n_loops)
+        return train.update(model, optimizers, sums, tokens, sum(batch.real for batch in batches), args)
+    step.bytes = args.micro_batch * args.seq_len * args.grad_accum
     step.flops = lambda measured: model.flops_per_byte(measured, args.n_loops, args.seq_len)
     step.precision = precision
     return step, model
@@ -151,9 +275,7 @@ def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int =
     """Throughput of variants of the training step, in turn where memory allows (CPU), else one after the other."""
     rows, built = [], {}
     for label, flags in variants:
-        if b.gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        b.start_afresh()
         try:
             step = trainer(b, **flags)[0]
             built[label] = step, [], [step() for _ in range(3)][-1]["bytes_per_segment"]
@@ -187,28 +309,33 @@ def row_of(b: Bench, label: str, step, times: list[float], bytes_per_segment: fl
            "slowest/fastest step": max(times) / min(times), "bf16_mfu": flops / matrix_rate(b, "bf16"),
            "of ceiling": flops / matrix_rate(b, step.precision)}
     if b.gpu:
-        row["peak GB"] = train.peak_memory(b.device)
+        row["peak GB"] = cost.peak_memory(b.device)
     return row
 
 
 def precisions(b: Bench):
-    names = ["fp32"] + ["bf16"] * train.multiplies_bf16(b.device) + ["fp8"] * (b.precision == "fp8")
+    names = ["fp32"] + ["bf16"] * optim.multiplies_bf16(b.device) + ["fp8"] * b.fp8
     variants = [(name, dict(precision=name)) for name in names]
-    if b.precision == "fp8":
+    if b.fp8:
         variants.append(("fp8, experts too", dict(precision="fp8", fp8_experts=True)))
-    if b.gpu:
-        variants += [(f"{names[-1]}, compiled", dict(precision=names[-1], compile=True))]
-    variants.append((f"{names[-1]}, no recomputation", dict(precision=names[-1], no_gradient_checkpointing=True)))
+    variants += [(f"{names[-1]}, recompute {what}", dict(precision=names[-1], recompute=what)) for what in RECOMPUTE]
     compare(b, "precisions", variants)
 
 
+def compiled(b: Bench):
+    """The last section, for its minutes."""
+    if b.compiles:
+        compare(b, "compiled", [(f"{name}, compiled", dict(precision=name, compile="on"))
+                                for name in ["bf16"] + ["fp8"] * b.fp8])
+
+
 def backends(b: Bench):
-    names = [name for name in tile_moe.BACKENDS if name != "tile" or tile_moe.resolve_backend(
-        "auto", b.device, train.SpiderConfig.preset(b.model).hidden_size) == "tile"]
-    compare(b, "backends", [(name, dict(moe_backend=name)) for name in names])
     config = train.SpiderConfig.preset(b.model)
-    tokens = int(b.micro_batch * b.seq_len / 3.3)
     dtype = torch.float32 if b.precision == "fp32" else torch.bfloat16
+    names = [name for name in tile_moe.BACKENDS if name != "tile"
+             or tile_moe.resolve_backend("auto", b.device, config, dtype) == "tile"]
+    compare(b, "backends", [(name, dict(moe_backend=name)) for name in names])
+    tokens = int(b.micro_batch * b.seq_len / 3.3)
     shapes = ((config.n_routed_experts, config.hidden_size, config.moe_intermediate_size),) * 2
     shapes += ((config.n_routed_experts, config.moe_intermediate_size, config.hidden_size),)
     weights = [torch.randn(s, device=b.device, dtype=dtype, requires_grad=True) for s in shapes]
@@ -246,7 +373,8 @@ def loops(b: Bench):
 # Inside a step
 
 def parts(b: Bench):
-    """Time of a step by part: the forward pass by module, synchronised around each; then backward, clip, optimizers."""
+    """Time of a step by part, not compiled: the forward pass by module, synchronised around each; then backward, clip,
+    optimizers."""
     step, model = trainer(b)
     spent, starts = {}, []
 
@@ -269,10 +397,10 @@ def parts(b: Bench):
             "forward, all": (model,)}.items():
         for module in modules:
             handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after(name))]
-    model.gradient_checkpointing = False  # its second forward pass would be counted here
+    model.recompute = "nothing"           # its second forward pass would be counted here
     model.update_expert_bias = timed(b, spent, "expert bias", model.update_expert_bias)
     torch.Tensor.backward, original = timed(b, spent, "backward", torch.Tensor.backward), torch.Tensor.backward
-    train.Optimizers.step, optimize = timed(b, spent, "optimizers", train.Optimizers.step), train.Optimizers.step
+    optim.Optimizers.step, optimize = timed(b, spent, "optimizers", optim.Optimizers.step), optim.Optimizers.step
     try:
         for _ in range(3):
             step()
@@ -283,7 +411,7 @@ def parts(b: Bench):
             step()
         whole = time.perf_counter() - start
     finally:
-        torch.Tensor.backward, train.Optimizers.step = original, optimize
+        torch.Tensor.backward, optim.Optimizers.step = original, optimize
     named = sum(seconds for name, seconds in spent.items() if name.startswith("forward:"))
     spent["forward: the rest"] = spent["forward, all"] - named
     named = sum(seconds for name, seconds in spent.items() if not name.startswith("forward:"))
@@ -329,6 +457,152 @@ def segments(b: Bench):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024):
+    """Time of a byte that one row writes behind texts of several lengths, beside the full pass over 1,024 bytes that it
+    stands for, in turn, on a CPU in fp32; fresh weights, so that no segment halts early. The floor: weights multiplied
+    (of experts the chosen ones, of the core once a visit) and latents read, at the measured rate of a copy."""
+    args, rows = b.flags(), []
+    torch.manual_seed(0)
+    model = Spider(train.model_config(args)).to(b.device).eval()
+    model.compute_dtype = torch.bfloat16 if b.gpu and optim.multiplies_bf16(b.device) else torch.float32
+    c, size = model.config, torch.finfo(model.compute_dtype).bits // 8
+    latent = size * (c.kv_lora_rank + c.qk_rope_head_dim)
+    with model.cast_weights_once(), torch.no_grad():
+        for n_loops in dict.fromkeys((args.n_loops, 6)):
+            ids, entries = torch.randint(32, 127, (1, 4096 + steps), device=b.device), []
+            for written in (64, 512, 1024, 4096):
+                state = model.decoding_state(n_loops=n_loops)
+                model.step(ids[:, :written], state)
+                entries.append((written, state, [], written / max(1, int(state.segments))))
+            full = []
+            for _ in range(rounds):
+                full.append(b.spent(lambda: model(ids[:, :recomputed], n_loops=n_loops)))
+                for written, state, times, _ in entries:
+                    state = state.copy()
+                    times.append(b.spent(lambda: [model.step(ids[:, written + i:written + i + 1], state)
+                                                  for i in range(steps)]) / steps)
+            full = statistics.median(full)
+            for written, _, times, rate in entries:
+                cached = latent * ((c.n_prelude_layers + c.n_coda_layers) * min(c.byte_window or written, written)
+                                   + c.n_recurrent_layers * n_loops / rate * written / rate)
+                floor = (size * model.flops_per_byte(rate, n_loops, 1) / 6 + cached) / copy_rate(b)
+                step = statistics.median(times)
+                rows.append({"loops": n_loops, "bytes before": written, "bytes/segment": rate, "a byte, ms": step * 1e3,
+                             "slowest/fastest": max(times) / min(times),
+                             f"recomputing {recomputed:,} bytes, ms": full * 1e3, "times as fast": full / step,
+                             "floor, ms": floor * 1e3, "share of floor": floor / step})
+    b.table("decoding", rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+NEAR, FAR, LATENCY = 450e9, 50e9, 5e-6   # bytes/s of a rank within a node and beyond it, s of a message: assumptions
+PAPER_STEP = 4 * 112 * 256               # bytes of text a rank does in a step, the original's
+
+
+def expected(model: Spider, replicas: int, shards: int, grad_accum: int, width: int) -> tuple[float, float, int]:
+    """Bytes that a rank sends in a step under Muon within its replica and beyond, and messages one after the other;
+    width: bytes of a number of Muon's products. The model's `compute_dtype` says what weights are gathered as."""
+    ranks, near, far, hops = replicas * shards, 0.0, 0.0, 0
+    tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, train.EngramTable)}
+    halved = {id(p) for p in train.halved_weights(model) if len(p) % shards == 0}
+    groups = len(model.prelude) + len(model.coda) + (model.core is not None) + 1
+    for name, p in model.named_parameters():
+        if name in tables:
+            far += 2 * (ranks - 1) / ranks * 4 * (p.numel() + len(p))
+            hops += 2 * 2 * (ranks - 1)
+            continue
+        gathers = 2 if grad_accum == 1 and name.split(".")[0] in ("prelude", "core", "coda") else 1
+        own = -(-len(p) // shards) * (p.numel() // len(p))  # elements of a shard, filled up
+        near += own * (shards - 1) * ((2 if id(p) in halved else 4) * gathers + 4)
+        far += 2 * (replicas - 1) / replicas * 4 * own
+        if optim.is_matrix(name, p):
+            near += (p.ndim == 2) * 2 * width * p.numel() / ranks * (shards - 1) / shards
+            far += (replicas - 1) * width * p.numel() / ranks
+    hops += (shards - 1) * (groups * (3 if grad_accum == 1 else 2) + 2) + (replicas - 1) * (2 * groups + 1)
+    return near, far, hops + 2 * (ranks - 1)
+
+
+def traffic(b: Bench):
+    """What a rank sends in an optimizer step: counted where there are several, by the formula otherwise."""
+    world = b.world
+    if world.ranks > 1:
+        layouts = [shards for shards in range(1, world.ranks + 1) if world.ranks % shards == 0]
+        return b.table("traffic, counted", [counted(b, world, shards, grad_accum, precision) for shards in layouts
+                                            for grad_accum in (1, 3) for precision in ("fp32", "bf16")[:shards]])
+    with torch.device("meta"):
+        model = Spider(train.model_config(b.flags()))
+    model.compute_dtype = torch.bfloat16
+    rows = []
+    for ranks, shards in ((8, 1), (8, 8), (64, 1), (64, 8), (64, 64), (1024, 8), (1024, 64)):
+        near, far, hops = expected(model, ranks // shards, shards, 4, 2)
+        if ranks <= 8:                    # all in one node
+            near, far = near + far, 0.0
+        elif shards > 8:
+            near, far = 0.0, near + far
+        seconds = near / NEAR + far / FAR + hops * LATENCY
+        rows.append({"ranks": ranks, "shards": shards, "GB near": near / 1e9, "GB far": far / 1e9, "messages": hops,
+                     "ms": 1e3 * seconds, "break-even, bytes/s of a rank": PAPER_STEP / seconds})
+    b.table("traffic, on paper", rows)
+
+
+def counted(b: Bench, world: distributed.World, shards: int, grad_accum: int, precision: str) -> dict:
+    """Bytes of the second of two steps of this rank, beside the formula."""
+    world.arrange(shards)
+    args = b.flags(grad_accum=grad_accum, precision=precision, device=b.device.type)
+    with torch.device("meta"):
+        model = Spider(train.model_config(args))
+    model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    near, far, _ = expected(model, world.replicas, shards, grad_accum, 2 if optim.multiplies_bf16(b.device) else 4)
+    train.make_real(model, b.device, precision, "grouped", args, world)
+    optimizers = optim.Optimizers(model, "muon", args, world)
+    loader = data.Loader([b.source], args.seq_len, 0)
+    for step in range(2):
+        batches = [train.Batch.of(*loader.micro_batch(0, i, args.micro_batch, world.rank, world.ranks)[:2], step).to(
+            b.device) for i in range(grad_accum)]
+        with distributed.Traffic() as counter:
+            sums, tokens = train.accumulate(model, batches, args.n_loops, None, world)
+            train.update(model, optimizers, sums, tokens, batches[0].real, args)
+    return {"replicas": world.replicas, "shards": shards, "micro-steps": grad_accum, "precision": precision,
+            "collectives": counter.calls, "MB sent": counter.sent / 1e6, "by the formula": (near + far) / 1e6}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A device that is not there
+
+def rehearse(args) -> dict[str, list[dict]]:
+    """The tables of a step on the card of --rehearse, each line as soon as it is known."""
+    if reason := rehearsal.obstacle():
+        raise rehearsal.RehearsalError(f"--rehearse: {reason}")
+    card = rehearsal.CARDS[args.rehearse]
+    print(f"{card.name}, rehearsed without it: products {card.bf16 / 1e12:.0f} (bf16), {card.fp8 / 1e12:.0f} (FP8), "
+          f"{card.fp32 / 1e12:.0f} (TF32) TFLOP/s, memory {card.bandwidth / 1e12:.2f} TB/s, {card.memory / 1e9:.0f} "
+          f"GB; no kernel below {rehearsal.FLOOR * 1e6:g} us, {rehearsal.LAUNCH * 1e6:g} us of the host each.\n"
+          f"{card.source}\ntorch {torch.__version__}; commit {commit()}", flush=True)
+    common = [f"--{name}={value}" for name in ("model", "set", "seq_len", "micro_batch")
+              if (value := getattr(args, name)) is not None]
+    settings = {name: flags_of(flags) for name, flags in rehearsal.SETTINGS.items()}
+    if args.flags is not None:
+        settings = {args.flags: args.flags.split()}
+    found, rows = {}, []
+    for name, flags in settings.items():
+        found[name] = rehearsal.in_child(args.rehearse, common + flags)
+        rows.append(rehearsal.row_of(card, name, found[name]))
+        print_rows("steps", rows[-1:], head=len(rows) == 1)
+    tables = {"steps": rows} | rehearsal.details(found)
+    for name, rows in list(tables.items())[1:]:
+        print_rows(name, rows)
+    here = Bench(argparse.Namespace(**vars(args) | dict(device="cpu", model="1b", set=None)), distributed.World({}))
+    tables["host"] = [{"host": "Python, dispatcher and autograd of a bf16 step, CPU time here", "ms": host_time(here)}]
+    print_rows("host", tables["host"])
+    print(rehearsal.BLIND)
+    return tables
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
 def plot(b: Bench, path: Path):
@@ -357,50 +631,94 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro_batch", help="sequences per step (112 on a GPU, else 8)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, help="directory for bench-DEVICE.json and .png")
+    parser.add_argument("--rehearse", choices=tuple(rehearsal.CARDS), help="what a step would cost on a card")
+    parser.add_argument("--minutes", type=float, help="begin no section when so many are nearly over; on a GPU 10")
+    parser.add_argument("--flags", help="with --rehearse: train.py's flags of the one step to rehearse")
     args = parser.parse_args(argv)
+    if args.flags is not None and not args.rehearse:
+        parser.error("--flags: it goes with --rehearse CARD")
     unknown = set(args.only.split(",")) - set(SECTIONS)
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(SECTIONS)}")
     return args
 
 
-def measure_sections(args):
+def measure_sections(args, world: distributed.World):
     """Every section that was asked for: tables on stdout, and figures in --out."""
-    b = Bench(args)
-    if args.out:
+    b = Bench(args, world)
+    world.join(b.device, 1, distributed.FIRST_STEP)
+    if args.out and world.leads:
         args.out.mkdir(parents=True, exist_ok=True)
     if not b.gpu:
         train.keep_freed_memory()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
-                            cwd=Path(__file__).parent).stdout.strip()
     machine = torch.cuda.get_device_name() if b.gpu else f"{processor()}, {torch.get_num_threads()} threads"
-    print(f"{machine}; torch {torch.__version__}; commit {commit}; model {b.model}, {b.precision}, micro-batch "
+    print(f"{machine}; torch {torch.__version__}; commit {commit()}; model {b.model}, {b.precision}, micro-batch "
           f"{b.micro_batch}, sequence {b.seq_len}")
-    for section in args.only.split(","):
-        globals()[section](b)
-    if args.out:
-        about = dict(machine=machine, torch=torch.__version__, commit=commit, command=sys.argv, model=b.model)
-        path = args.out / f"bench-{b.device.type}.json"
-        path.write_text(json.dumps(about | b.results, indent=1) + "\n")
-        if "sequence lengths" in b.results:
-            plot(b, path.with_suffix(".png"))
+    b.about = dict(machine=machine, torch=torch.__version__, commit=commit(), command=sys.argv, model=b.model)
+    begun, limit = time.monotonic(), 10 if args.minutes is None and b.gpu else args.minutes
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
+        rehearsed = rehearsed_beside(b, args, pool)
+        for section in args.only.split(","):
+            if limit is not None and time.monotonic() - begun > 50 * limit:  # a sixth of it is left for the bounds
+                print(f"\n{section}: not measured, {limit} minutes are nearly over (--minutes)")
+                continue
+            globals()[section](b)
+            b.keep()
+        if rehearsed:
+            bounds(b, {name: one.result() for name, one in rehearsed.items()})
+            b.keep()
+    if args.out and world.leads and "sequence lengths" in b.results:
+        plot(b, args.out / f"bench-{b.device.type}.png")
+
+
+def rehearsed_beside(b: Bench, args, pool: ThreadPoolExecutor) -> dict:
+    """The rehearsals of what `headline` measures on this card, begun in other processes; where there are none, {}."""
+    if "headline" not in args.only.split(",") or not b.gpu:
+        return {}
+    reason = rehearsal.obstacle() or (None if b.card else f"{torch.cuda.get_device_name()} is none of its cards")
+    if reason:
+        print(f"no bounds: {reason}")
+        return {}
+    common = [f"--model={b.model}"] + [f"--set={args.set}"] * bool(args.set)
+    return {name: pool.submit(rehearsal.in_child, b.card, common + flags_of(flags))
+            for name, flags in rehearsal.SETTINGS.items()}
+
+
+def flags_of(flags: dict) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with one line on stderr for a bad flag or file."""
     train.logger.remove()
     try:
-        measure_sections(parse_args(argv))
+        args, world = parse_args(argv), distributed.World()
+        if args.rehearse:
+            tables = rehearse(args)
+            if args.out:
+                args.out.mkdir(parents=True, exist_ok=True)
+                about = dict(card=args.rehearse, torch=torch.__version__, commit=commit(), command=sys.argv)
+                (args.out / f"rehearsal-{args.rehearse}.json").write_text(json.dumps(about | tables, indent=1) + "\n")
+            return 0
+        if world.ranks > 1 and args.only != "traffic":
+            raise train.UsageError("several ranks measure --only traffic: start one process for the rest")
+        with world, nullcontext() if world.leads else redirect_stdout(None):
+            measure_sections(args, world)
         return 0
-    except train.UsageError as fault:
+    except (train.UsageError, distributed.WorldError, rehearsal.RehearsalError) as fault:
         line = str(fault)
     except BrokenPipeError:               # of `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as fault:
         line = f"{fault.filename}: {fault.strerror}"
-    print(f"bench.py: error: {data.one_line(line)}", file=sys.stderr)
+    print(f"bench.py: error: {files.one_line(line)}", file=sys.stderr)
     return 2
+
+
+def commit() -> str:
+    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
+                          cwd=Path(__file__).parent).stdout.strip()
 
 
 def processor() -> str:

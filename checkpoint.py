@@ -1,10 +1,15 @@
 """What survives a kill: checkpoints that are whole or not there, metrics.jsonl beside them; and how a run is left.
 
+    python checkpoint.py convert SRC DST  # spider-step100.pt into a directory of parts, or such a directory into a file
+
 A checkpoint is torch.save's archive of tensors and plain values, read by `torch.load(weights_only=True)` and nothing
-else. Its end holds the SHA-256 of the rest, so that an altered byte is noticed. A thread of its own writes it.
+else. Its end holds the SHA-256 of the rest, so that an altered byte is noticed. A thread of its own writes it. In parts
+(--sharded_checkpoints, see sharded.py) it is a directory of such archives, a file of them for each rank that wrote.
 """
 
+import ctypes
 import hashlib
+import io
 import json
 import math
 import mmap
@@ -13,14 +18,15 @@ import pickletools
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +35,12 @@ from typing import NamedTuple
 import torch
 from loguru import logger
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import data
+import files
 import tokenizer
+from distributed import LeftByPeer, Rows, Share, Stored, World, is_loss
 from spider_model import MAX_LOOPS, PRESETS, Spider, SpiderConfig
 
 
@@ -123,12 +132,18 @@ class CheckpointWriter:
 
     A file under its final name is whole and durable. What fails (a full disk) is said and tried again; the older files
     stay. `kept` are this run's checkpoints: the newest `keep_last` of them, and the newest two that had not exploded:
-    two, since the update after the last such loss may be the one that ruined the weights.
+    two, since the update after the last such loss may be the one that ruined the weights. Of several ranks the first
+    one writes, and the others send it their rows; or, `in_parts`, each writes its share, the first one the rest.
     """
     retry_after = 60.0                    # seconds from a failure to the next try
 
-    def __init__(self, directory: Path, kept: list[Found], keep_last: int, step: int = 0):
-        self.directory, self.kept, self.keep_last = directory, kept, keep_last
+    def __init__(self, directory: Path, kept: list[Found], keep_last: int, step: int = 0, world: World | None = None,
+                 in_parts: bool = False):
+        self.directory, self.kept, self.keep_last, self.in_parts = directory, kept, keep_last, in_parts
+        self.world = World() if world is None else world
+        self.group = self.world.group_beside() if in_parts else None
+        if in_parts:
+            import sharded  # noqa: F401  # takes a second, which is not to be one of the loop's
         self.step = step                  # of the newest state; that of the run's start is there already
         self.thread, self.copy = ThreadPoolExecutor(1), None
         self.writing: Future | None = None
@@ -141,9 +156,17 @@ class CheckpointWriter:
         self.thread.shutdown()
 
     def save(self, state: dict, before_rename: Callable):
-        """Copies a state and starts to write it, once the write before it is done."""
+        """Copies a state and starts to write it, once the write before it is done. Every rank calls it."""
+        if not self.world.leads and not self.in_parts:
+            for _, value, _ in nodes(state):
+                if isinstance(value, Rows):
+                    value.gathered()
+            self.step = state["step"]
+            return
         began = time.perf_counter()
         self.wait()
+        if self.in_parts:
+            state = tree_map_only((Tensor, Rows), self.world.share, state)
         self.copy = copied(state, self.copy)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()      # the copies have arrived
@@ -157,40 +180,65 @@ class CheckpointWriter:
         return self.failed_at is None
 
     def holds(self, step: int) -> bool:
-        """Waits for the write under way; whether the state of a step is saved."""
-        return self.wait() and self.step == step
+        """Waits for the write under way; whether the state of a step is saved. Every rank calls it."""
+        if not self.world.leads:
+            self.wait()                   # for its own part
+        return self.world.lead(lambda: self.wait() and self.step == step)
 
     def retry_is_due(self) -> bool:
         return self.failed_at is not None and time.monotonic() > self.failed_at + self.retry_after
 
     def _write(self, state: dict, before_rename: Callable, in_loop: float):
         began = time.perf_counter()
-        path = self.directory / f"spider-step{state['step']}.pt"
+        path = self.directory / f"spider-step{state['step']}{'' if self.in_parts else '.pt'}"
+
+        def make_room():
+            before_rename()
+            if os.path.lexists(path) and path not in [old.path for old in self.kept]:
+                set_aside(path, state["lineage"])  # of a run before this one, which started over or went back
         try:
-            with data.durable(path, "wb", before_rename) as file:
-                write_checkpoint(file, state)
-                if os.path.lexists(path) and path not in [old.path for old in self.kept]:
-                    set_aside(path, state["lineage"])  # of a run before this one, which started over or went back
+            write_durably(path, state, make_room, self.in_parts, self.group)
         except OSError as fault:
             self.failed_at = time.monotonic()
-            logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; training goes on, the older ones "
-                         f"stay as they are, and it is tried again")
+            if self.world.leads:
+                logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; training goes on, the older "
+                             f"ones stay as they are, and it is tried again")
+            return
+        if not self.world.leads:
             return
         logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms of the loop, {time.perf_counter() - began:.1f} s beside it")
-        self.kept[:] = [old for old in self.kept if old.path != path] + [
+        replaced = [old for old in self.kept if old.step == state["step"] and old.path != path]  # in the other form
+        self.kept[:] = [old for old in self.kept if old.step != state["step"]] + [
             Found(state["lineage"], state["step"], path, state["exploded"])]
         sound = [old for old in self.kept if not old.exploded][-2:]
         pruned = [old for old in self.kept[:-self.keep_last] if old not in sound]
         self.kept[:] = [old for old in self.kept if old not in pruned]
-        for needless in (self.directory / STARTED_OVER, *(old.path for old in pruned)):
+        for needless in (self.directory / STARTED_OVER, *(old.path for old in pruned + replaced)):
             try:
-                needless.unlink(missing_ok=True)
+                remove(needless)
             except OSError as fault:
                 logger.warning(f"{needless} stays: {fault.strerror}")
 
 
+def write_durably(path: Path, state: dict, before_rename: Callable, in_parts: bool, group=None):
+    """Writes a state in either form, whole or not at all. In parts every rank of the `group` calls it, with Shares for
+    tensors, and `before_rename` is called on the first one; OSError on all where one of them fails."""
+    if in_parts:
+        import sharded                    # which writes by what is here
+        sharded.save(path, state, before_rename, group)
+        return
+    with files.durable(path, "wb", before_rename) as file:
+        write_checkpoint(file, state)
+
+
 def copied(value, into=None):
     """A copy in host memory of a nested state, into the tensors of an earlier copy where they fit."""
+    if isinstance(value, Rows):
+        return value.gathered(into)
+    if isinstance(value, Share):
+        return replace(value, rows=copied(value.rows, into.rows if isinstance(into, Share) else None))
+    if isinstance(value, Stored):
+        return value.rows()
     if isinstance(value, Tensor):
         fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
         out = into if fits else torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
@@ -208,22 +256,32 @@ SEAL = b"spider sha256:"
 PLAIN_END = b"PK\5\6", b"\0\0"          # the 22 bytes that end an archive without a comment, begin and end so
 
 
+class Digested:
+    """A binary file whose SHA-256 is worked out while it is written."""
+
+    def __init__(self, file):
+        self.file, self.sha256, self.fault = file, hashlib.sha256(), None
+
+    def write(self, part) -> int:
+        self.sha256.update(part)
+        try:
+            return self.file.write(part)
+        except OSError as fault:          # which torch.save would hide
+            self.fault = fault
+            raise
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
+
+
 def write_checkpoint(file, state: dict):
     """Writes a state and its seal to a binary file; OSError where the file cannot take it."""
-    sha256, faults = hashlib.sha256(), []
-
-    def write(part) -> int:
-        sha256.update(part)
-        try:
-            return file.write(part)
-        except OSError as fault:          # which torch.save would hide
-            faults.append(fault)
-            raise
+    out = Digested(file)
     try:
-        torch.save(state, SimpleNamespace(write=write, flush=file.flush))
+        torch.save(state, out)
     except RuntimeError:
-        raise faults[0] if faults else OSError("torch.save failed") from None
-    comment = SEAL + sha256.hexdigest().encode()
+        raise out.fault or OSError("torch.save failed") from None
+    comment = SEAL + out.sha256.hexdigest().encode()
     file.seek(-2, os.SEEK_CUR)            # the length of the comment, 0 so far
     file.write(len(comment).to_bytes(2, "little") + comment)
 
@@ -251,28 +309,39 @@ MOST_VALUES, DEEPEST, LONGEST = 1 << 18, 16, 1 << 16    # values in a checkpoint
 
 def read_state(path: Path, sealed: bool) -> dict:
     """Reads a checkpoint whose tensors stay in the file; nothing in it is executed, and nothing takes more memory to
-    read than the file has bytes. CheckpointError unless it is a regular file of plain values, as a run writes them;
-    `sealed`: and unaltered."""
+    read than the file has bytes. CheckpointError unless it is a regular file of plain values, as a run writes them, or
+    such a directory of parts; `sealed`: and unaltered."""
     with reading(path):
-        check_regular(path)
+        file = path / PLAIN if is_in_parts(path) else path
+        check_regular(file)
         if sealed:
-            check_seal(path)
-        size = path.stat().st_size
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            if any(record.compress_type for record in records) or sum(record.file_size for record in records) > size:
-                raise ValueError("its records are compressed, or lie over one another")
-            pickles = [record for record in records if record.filename.endswith(".pkl")]
-            if sum(record.file_size for record in pickles) > 128 * MOST_VALUES:
-                raise ValueError(f"more than {MOST_VALUES:,} values")
-            names = {name for record in pickles for opcode, name, _ in pickletools.genops(archive.read(record))
-                     if opcode.name == "GLOBAL"} - NAMES
-        if names:
-            raise ValueError(f"it names {min(names)[:99].replace(' ', '.')}, which no Spider checkpoint does")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        check_values(state, size)
+            check_seal(file)
+        state = read_archive(file, file.stat().st_size)
+        if file is not path:
+            state = with_pieces(path, state, sealed)
     check_state(path, state)
     return state
+
+
+def read_archive(file: Path | io.BytesIO, size: int):
+    """What torch.save wrote, tensors and plain values; of a path, its tensors stay in the file. Nothing of it is
+    executed. ValueError unless the `size` bytes are as a run writes them."""
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        if any(record.compress_type for record in records) or sum(record.file_size for record in records) > size:
+            raise ValueError("its records are compressed, or lie over one another")
+        pickles = [record for record in records if record.filename.endswith(".pkl")]
+        if sum(record.file_size for record in pickles) > 128 * MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES:,} values")
+        names = {name for record in pickles for opcode, name, _ in pickletools.genops(archive.read(record))
+                 if opcode.name == "GLOBAL"} - NAMES
+    if names:
+        raise ValueError(f"it names {min(names)[:99].replace(' ', '.')}, which no Spider checkpoint does")
+    if not (mapped := isinstance(file, Path)):
+        file.seek(0)
+    value = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    check_values(value, size)
+    return value
 
 
 def check_regular(path: Path):
@@ -330,20 +399,136 @@ def is_plain(value) -> bool:
             or type(value) is str and len(value) < LONGEST)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# In parts: a directory that sharded.py wrote. Of its .metadata, a pickle that torch.distributed.checkpoint would read,
+# only the checksum is looked at here: where each tensor's rows lie stands in state.pt as well.
+
+PLAIN = "state.pt"                        # a state with empty tensors, and where their rows are: sealed, it seals all
+PART = re.compile("__[0-9]+_[0-9]+[.]distcp|[.]metadata")
+
+
+def is_in_parts(path: Path) -> bool:
+    return (path / PLAIN).is_file()
+
+
+@dataclass
+class Pieces(Stored):
+    """A tensor in the files of a checkpoint in parts."""
+    directory: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[str, int, int, int, int]]  # file, offset, length, first row, rows, in the order of rows
+
+    def rows(self, first: int = 0, end: int | None = None) -> Tensor:
+        """Some rows, in host memory; CheckpointError where they are not as a run writes them."""
+        end = (self.shape or (1,))[0] if end is None else end
+        if len(self.pieces) == 1 and (0, end - first) == (first, self.pieces[0][4]):
+            return self._read(*self.pieces[0])
+        out = torch.empty((end - first, *self.shape[1:]) if self.shape else (), dtype=self.dtype)
+        for piece in self.pieces:
+            begin, count = piece[3:]
+            low, high = max(first, begin), min(end, begin + count)
+            if low < high:
+                part = self._read(*piece)
+                (out[low - first:high - first] if self.shape else out).copy_(
+                    part[low - begin:high - begin] if self.shape else part)
+        return out
+
+    def _read(self, name: str, offset: int, length: int, first: int, count: int) -> Tensor:
+        path = self.directory / name
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist here: every rank reads a checkpoint in parts, which has to "
+                                  f"lie on a disk that all of them share")
+        with reading(path):
+            with open(path, "rb") as file:
+                file.seek(offset)
+                part = read_archive(io.BytesIO(file.read(length)), length)
+            if type(part) is not Tensor or part.dtype != self.dtype or part.shape != (
+                    (count, *self.shape[1:]) if self.shape else ()):
+                raise ValueError(f"at {offset} there is another tensor than {PLAIN} says")
+        return part
+
+
+def with_pieces(path: Path, state, sealed: bool) -> dict:
+    """A state as it was before its tensors were laid down in parts; ValueError unless each has all of its rows there,
+    once, and, `sealed`, all files are as they were written."""
+    sums, table = state.pop("files", None), state.pop("parts", None)
+    if not (is_flat(sums) and all(PART.fullmatch(name) and type(sums[name]) is str for name in sums)
+            and isinstance(table, dict)):
+        raise ValueError(f"{PLAIN} does not list its files as a run does")
+    for name in sums:
+        if not (path / name).is_file():
+            raise ValueError(f"{name} is missing, or no regular file")
+    if sealed:
+        with ThreadPoolExecutor(8) as threads:
+            for name, sha256 in zip(sums, threads.map(lambda name: sha256_of(path / name), sums)):
+                if sha256 != sums[name]:
+                    raise ValueError(f"{name} is cut off or altered: its checksum does not fit")
+    names = list(sums)
+    sizes = {name: (path / name).stat().st_size for name in names}
+    lengths = 0
+
+    def pieces(place: tuple, value):
+        nonlocal lengths
+        name = ".".join(map(str, place))
+        if isinstance(value, dict):
+            return {key: pieces((*place, key), part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(pieces((*place, i), part) for i, part in enumerate(value))
+        if not isinstance(value, Tensor):
+            return value
+        if name not in table:
+            raise ValueError(f"{name}: its rows are missing")
+        entry = table.pop(name)
+        shape, rows = tuple(entry["shape"]), entry["pieces"].tolist()
+        if not all(map(is_count, shape)) or math.prod(max(1, n) for n in shape) >= 1 << 60:
+            raise ValueError(f"{name}: no shape of a tensor")
+        found, end, row = [], 0, math.prod(shape[1:]) * value.itemsize
+        for file, offset, length, first, count in rows:
+            lengths += length
+            if first != end or min(file, offset, count) < 0 or count * row > length or (
+                    offset + length > sizes[names[file]]):
+                raise ValueError(f"{name}: its pieces overlap, or rows are missing")
+            found.append((names[file], offset, length, first, count))
+            end += count
+        if not found or end != (shape or (1,))[0]:
+            raise ValueError(f"{name}: rows are missing")
+        return Pieces(path, shape, value.dtype, found)
+    state = pieces((), state)
+    if lengths > sum(sizes.values()):
+        raise ValueError("its pieces lie over one another")
+    return state
+
+
+def whole(state):
+    """A state with tensors where it had them in parts; others stay where they are."""
+    return tree_map_only(Stored, lambda value: value.rows(), state)
+
+
+def sha256_of(path: Path) -> str:
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            sha256.update(part)
+    return sha256.hexdigest()
+
+
 def load_checkpoint(path: Path, sealed: bool = True, mapped: bool = False) -> dict:
-    """Reads a checkpoint, weights only: nothing in the file is executed. `mapped`: its tensors stay in the file.
+    """Reads a checkpoint, weights only: nothing in the file is executed. `mapped`: its tensors stay in the file, those
+    of one in parts as Stored.
 
     CheckpointError if it is none, or altered, or one whose `cfg` and weights make no Spider. `sealed` false: the
-    checksum is not looked at, since it was before.
+    checksum is not looked at, since it was before. What sample.py exported is read as well; it has weights alone.
     """
-    state = read_state(path, sealed)
+    import export                         # which reads by what is here
+    state = export.read_export(path) if export.is_export(path) else read_state(path, sealed)
     with reading(path):
         weights, config = dict(state["model_state_dict"]), SpiderConfig(**state["cfg"])
         if config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers > len(weights):
             raise ValueError("cfg has more layers than there are weights")
         with torch.device("meta"):
             expected = {name: likeness(tensor) for name, tensor in Spider(config).state_dict().items()}
-        found = {name: likeness(tensor) for name, tensor in weights.items() if type(tensor) is Tensor}
+        found = {name: likeness(tensor) for name, tensor in weights.items() if isinstance(tensor, (Tensor, Stored))}
         odd = sorted(str(name) for name in expected.keys() | weights.keys() if expected.get(name) != found.get(name))
     if odd:
         older = not any(name in weights for name in odd)
@@ -366,9 +551,9 @@ def reading(path: Path):
         raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
 
 
-def likeness(tensor: Tensor) -> tuple:
+def likeness(tensor: Tensor | Stored) -> tuple:
     """What a weight of a checkpoint has in common with the model's; its precision may differ."""
-    return tuple(tensor.shape), tensor.is_floating_point()
+    return tuple(tensor.shape), tensor.dtype.is_floating_point
 
 
 def is_count(value) -> bool:
@@ -410,10 +595,13 @@ def fits_field(value, default) -> bool:
         type(value) is not int or value < 1 << 32)
 
 
-def check_state(path: Path, state):
+REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
+
+
+def check_state(path: Path, state, required: set[str] = REQUIRED):
     """CheckpointError unless a state has what the contract names, and its plain values are as a run writes them."""
     state = state if isinstance(state, dict) else {}
-    missing = {"model_state_dict", "optimizer_state_dict", "step", "cfg"} - state.keys()
+    missing = required - state.keys()
     if missing:
         raise CheckpointError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
     wrong = [name for name, fits in KINDS.items() if name in state and not fits(state[name])]
@@ -430,7 +618,7 @@ def check_state(path: Path, state):
 
 def checkpoint_paths(directory: Path) -> list[Path]:
     """What is named like a checkpoint; not copies by hand such as spider-step100-best.pt, nor what was set aside."""
-    return [path for path in directory.glob("spider-step*.pt") if re.fullmatch(r"spider-step[0-9]+", path.stem)]
+    return [path for path in directory.glob("spider-step*") if re.fullmatch("spider-step[0-9]+([.]pt)?", path.name)]
 
 
 def find_checkpoints(directory: Path) -> list[Found]:
@@ -439,7 +627,7 @@ def find_checkpoints(directory: Path) -> list[Found]:
     for path in checkpoint_paths(directory):
         with passed_over():
             state = read_state(path, sealed=False)
-            if path.name != f"spider-step{state['step']}.pt":
+            if path.stem != f"spider-step{state['step']}":
                 raise CheckpointError(f"{path} is step {state['step']} under another name")
             found.append(Found(state.get("lineage", 0), state["step"], path, state.get("exploded", False)))
     found.sort()
@@ -465,31 +653,70 @@ def set_aside(path: Path, lineage: int):
     for number in count(lineage):
         name = path.with_suffix(f".before-{number}{path.suffix}")
         try:
-            os.link(path, name, follow_symlinks=False)  # not renamed: a kill before it is replaced would leave none
+            link(path, name)              # not renamed: a kill before it is replaced would leave none
         except FileExistsError:
-            if not (name.exists() and name.samefile(path)):
+            one, other = (part / PLAIN if is_in_parts(part) else part for part in (name, path))
+            if not (one.exists() and one.samefile(other)):
                 continue
         except OSError:                   # a file system without links
             os.rename(path, name)
         return
 
 
+def link(path: Path, name: Path):
+    """Gives a checkpoint a second name, in parts each of its files; FileExistsError where it is taken."""
+    if path.suffix or path.is_symlink() or not is_in_parts(path):
+        os.link(path, name, follow_symlinks=False)
+        return
+    if os.path.lexists(name):
+        raise FileExistsError(name)
+    temporary = name.with_name(f".{name.name}.tmp")
+    remove(temporary)
+    shutil.copytree(path, temporary, copy_function=os.link)
+    os.rename(temporary, name)
+
+
+def remove(path: Path):
+    """Deletes a file, or a directory, which a kill in the midst of it leaves under the name of a temporary one."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    temporary = path if path.name.startswith(".") else path.with_name(f".{path.name}.tmp")
+    os.rename(path, temporary)
+    shutil.rmtree(temporary)
+
+
+def put_directory_in_place(temporary: Path, path: Path):
+    """Gives a directory its name; one that has it is replaced in one step, where the file system can do that."""
+    if os.path.lexists(path):
+        call = getattr(ctypes.CDLL(None), "renameat2", None)
+        here, exchange = -100, 2          # AT_FDCWD, RENAME_EXCHANGE
+        old = temporary
+        if call is None or call(here, os.fsencode(temporary), here, os.fsencode(path), exchange):
+            old = path.with_name(f".{path.name}.old.tmp")
+            os.rename(path, old)          # a kill here leaves the checkpoints before it
+            os.rename(temporary, path)
+        remove(old)
+        return
+    os.rename(temporary, path)
+
+
 def locked(directory: Path):
     """A context in which no other run works in a directory."""
     busy = CheckpointError(f"--ckpt_dir: another run works in {directory}: wait for it, or use another")
-    return data.locked(directory, busy, logger.warning)
+    return files.locked(directory, busy, logger.warning)
 
 
 # What makes a run the same run: other values go on from the same weights, but as another run.
-IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "grad_accum", "lr", "schedule", "warmup_steps",
+IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
             "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "beta1", "beta2",
             "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
 
 
-def run_state(model: Spider, optimizers, progress: Progress, loader: data.Loader, args) -> dict:
+def run_state(model: Spider, optimizers, progress: Progress, loader: data.Loader, args, world: World) -> dict:
     """What a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed, step)."""
-    return dict(model_state_dict=model.state_dict(), optimizer_state_dict=optimizers.state_dict(), recipe=args.recipe,
-                cfg=asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
+    return dict(model_state_dict=world.state_of(model), optimizer_state_dict=optimizers.state_dict(),
+                recipe=args.recipe, cfg=asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
                 targets=loader.targets.tolist(), exploded=progress.exploded, **asdict(progress))
 
 
@@ -522,41 +749,58 @@ class RunDirectory:
     A run that starts over (--reset_steps) or goes back (--resume of another checkpoint than the newest) is one of its
     own, of the next `lineage`: it leaves the files of those before it. What it began with stands in started-over.json
     until it has saved, so that it is this run that goes on if it is killed before.
+
+    Of several ranks the first one alone looks into it, reads and writes, and tells the others what it found.
     """
 
-    def __init__(self, path: Path, resume: str | None, reset_steps: bool, closing: ExitStack, look_only: bool = False):
-        self.path, self.closing = path, closing
+    def __init__(self, path: Path, resume: str | None, reset_steps: bool, closing: ExitStack, look_only: bool = False,
+                 world: World | None = None):
+        self.path, self.closing, self.is_locked = path, closing, False
+        self.world = World() if world is None else world
+        self.found, self.origin, self.begins_again, self.reset_steps, self.starts_over, self.lineage = self.world.lead(
+            lambda: self._look(resume, reset_steps, look_only))
+
+    def _look(self, resume: str | None, reset_steps: bool, look_only: bool) -> tuple:
+        """Locks the directory where it is there, and settles what the run goes on from."""
+        from export import is_export      # which reads by what is here
+        path, closing = self.path, self.closing
         self.is_locked = path.is_dir() and not look_only
         if self.is_locked:
             closing.enter_context(locked(path))
-        self.found = find_checkpoints(path)
-        if checkpoint_paths(path) and not self.found and not resume:
+        found = find_checkpoints(path)
+        if checkpoint_paths(path) and not found and not resume:
             raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {path} can be used: put back a good one, "
                                   f"name one by --resume, or use another directory")
-        newest, begun = self.found[-1] if self.found else None, read_started_over(path / STARTED_OVER)
+        newest, begun = found[-1] if found else None, read_started_over(path / STARTED_OVER)
         if begun and newest and newest.lineage >= begun.lineage:
             begun = None                  # it has saved
         origin = resume or (begun.origin if begun else newest.path if newest else None)
         if reset_steps and origin is None:
             raise CheckpointError(f"--reset_steps: no checkpoint in {path} to take weights from; name one by --resume")
-        self.origin = None if origin is None else Path(origin)
-        self.begins_again = begun is not None and not resume and not reset_steps
-        self.reset_steps = begun.reset_steps if self.begins_again else reset_steps
-        self.starts_over = origin is not None and (
-            reset_steps or begun is not None or newest is None or self.origin.resolve() != newest.path.resolve())
+        origin = None if origin is None else Path(origin)
+        if origin is not None and origin.is_dir() and not is_export(origin) and not is_in_parts(origin):
+            raise CheckpointError(f"--resume: {origin} is not a checkpoint: it is a directory, and no export; "
+                                  f"name one in it")
+        begins_again = begun is not None and not resume and not reset_steps
+        starts_over = origin is not None and (
+            reset_steps or begun is not None or newest is None or origin.resolve() != newest.path.resolve())
         past = max((one.lineage for one in (newest, begun) if one), default=0)
-        self.lineage = past + (self.starts_over and not self.begins_again)
+        return (found, origin, begins_again, begun.reset_steps if begins_again else reset_steps, starts_over,
+                past + (starts_over and not begins_again))
 
     def load(self) -> dict | None:
-        """The state to go on from; None: there is none."""
-        if self.origin is None:
-            return None
+        """The state to go on from; None: there is none. Of several ranks the first has its tensors, in the file."""
+        return None if self.origin is None else self.world.lead(self._load)
+
+    def _load(self) -> dict:
         if self.begins_again:
             if not self.origin.exists():
                 raise CheckpointError(f"{self.path / STARTED_OVER}: a run began from {self.origin}, which is gone: put "
                                       f"it back, or delete this file to go on with the run before")
             logger.info(f"the run that began from {self.origin} had saved nothing yet: it begins again")
-        state = load_checkpoint(self.origin, sealed=self.starts_over)
+        state = load_checkpoint(self.origin, sealed=self.starts_over, mapped=self.world.ranks > 1)
+        if not self.reset_steps and "optimizer_state_dict" not in state:
+            raise CheckpointError(f"--resume: {self.origin} has weights alone: --reset_steps starts a run with them")
         if state.get("exploded"):
             sound = [one.path for one in self.found if not one.exploded]
             back = f"; --resume {sound[-1]} goes back" if sound else ""
@@ -572,7 +816,7 @@ class RunDirectory:
         progress.wandb = None if self.starts_over else progress.wandb
         if not state:
             return progress
-        model.load_state_dict(state["model_state_dict"])
+        self.world.load(model, state["model_state_dict"])
         logger.info(f"{'weights of' if self.reset_steps else 'goes on from'} {self.origin} (step {state['step']})")
         if self.reset_steps:
             return progress
@@ -590,14 +834,22 @@ class RunDirectory:
             progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // args.seq_len))  # of other data
         return progress
 
-    def open(self, progress: Progress, last_step: int, keep_last: int,
-             size: float) -> tuple["Metrics", CheckpointWriter]:
+    def open(self, progress: Progress, last_step: int, keep_last: int, size: float,
+             in_parts: bool = False) -> tuple["Metrics", CheckpointWriter]:
         """Makes the directory, if need be; its metrics.jsonl, up to where the run stands, and its writer.
 
         CheckpointError where checkpoints of `size` bytes do not fit: two, or one where it replaces the oldest.
         """
+        went_past_end = progress.goes_past_end(last_step)
+        self.metrics = SimpleNamespace(write=lambda numbers: None, sync=None)  # of ranks that write nothing
+        kept = self.world.lead(lambda: self._make(progress, went_past_end, keep_last, size))
+        writer = CheckpointWriter(self.path, kept, keep_last, progress.written, self.world, in_parts)
+        return self.metrics, self.closing.enter_context(writer)
+
+    def _make(self, progress: Progress, went_past_end: bool, keep_last: int, size: float) -> list[Found]:
+        """What `open` does to files; the run's checkpoints so far."""
         for leftover in self.path.glob(".spider-step*.tmp"):     # of a run that was killed while it saved
-            leftover.unlink()
+            remove(leftover)
         kept = [one for one in self.found if one.lineage == progress.lineage]
         copies, free = 2 if len(kept) < keep_last else 1, shutil.disk_usage(existing_parent(self.path)).free
         if free < copies * size:
@@ -611,11 +863,11 @@ class RunDirectory:
         if self.starts_over and not self.begins_again:
             if lines.exists():
                 set_aside(lines, progress.lineage)
-            with data.durable(self.path / STARTED_OVER) as file:
+            with files.durable(self.path / STARTED_OVER) as file:
                 json.dump(StartedOver(progress.lineage, str(self.origin.resolve()), self.reset_steps)._asdict(), file)
-        metrics = Metrics(lines, -1 if self.starts_over else progress.written, progress.goes_past_end(last_step))
-        writer = CheckpointWriter(self.path, kept, keep_last, progress.written)
-        return self.closing.enter_context(metrics), self.closing.enter_context(writer)
+        metrics = Metrics(lines, -1 if self.starts_over else progress.written, went_past_end)
+        self.metrics = self.closing.enter_context(metrics)
+        return kept
 
 
 def existing_parent(path: str | Path) -> Path:
@@ -642,7 +894,7 @@ class Metrics:
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{path} is no regular file: move it away")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        with data.durable(path) as file:
+        with files.durable(path) as file:
             for number, line in enumerate(lines, 1):
                 try:
                     numbers = json.loads(line)
@@ -653,7 +905,7 @@ class Metrics:
                 except (ValueError, TypeError, KeyError, RecursionError):
                     logger.warning(f"{path}: line {number} is left out, it was cut off or altered")
         self.path, self.pending, self.complete, self.lock = path, b"", True, threading.Lock()
-        self.file = data.open_own(path, "ab", 0)
+        self.file = files.open_own(path, "ab", 0)
 
     def write(self, numbers: dict):
         """Numbers that are not finite become null."""
@@ -688,6 +940,9 @@ class Metrics:
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals, and every way out of the loop
 
+STOPS = signal.SIGTERM, signal.SIGINT
+
+
 class Stopped(BaseException):
     """A signal asked for the end. No Exception: no library shall take it for a fault of its own."""
 
@@ -695,12 +950,14 @@ class Stopped(BaseException):
 class StopSignals:
     """Lets SIGTERM and SIGINT end a run in order; a second one ends the process at once.
 
-    A signal sets `asked`. Where `seconds` is a number it also raises Stopped, so many seconds later.
+    A signal sets `asked`. Where `seconds` is a number it also raises Stopped, so many seconds later. To a rank of
+    several, torchrun may repeat what a terminal or Slurm sent to all: within REPEATED seconds it is the same signal.
     """
 
-    def __init__(self):
+    def __init__(self, world: World | None = None):
+        self.world = World() if world is None else world
         self.asked: signal.Signals | None = None
-        self.seconds: float | None = 0.0
+        self.asked_at, self.seconds = 0.0, 0.0
 
     def __enter__(self):
         handlers = {signal.SIGTERM: self._ask, signal.SIGINT: self._ask, signal.SIGALRM: self._time_is_up}
@@ -718,20 +975,22 @@ class StopSignals:
         """Inside, a signal raises Stopped after so many seconds; one that came before does so at once."""
         self.seconds = seconds
         try:
-            if self.asked:
-                raise Stopped
+            if self.asked:                # raised here, it would leave the context without a body to skip
+                signal.setitimer(signal.ITIMER_REAL, 1e-3, 1.0)
             yield
         finally:
             self.seconds = None
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _ask(self, number: int, _):
+        if self.asked and self.world.ranks > 1 and time.monotonic() < self.asked_at + REPEATED:
+            return
         if self.asked:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.asked = signal.Signals(number)
+        self.asked, self.asked_at = signal.Signals(number), time.monotonic()
         with suppress(OSError):           # stderr may be gone; the logger may be busy
-            os.write(2, f"{self.asked.name}: stops in order; once more: at once\n".encode())
+            os.write(2, f"{self.asked.name}: stops in order; once more: at once\n".encode() * self.world.leads)
         if self.seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, self.seconds or 1.0, 1.0)  # again, should a library swallow it
         if self.seconds == 0:
@@ -740,6 +999,9 @@ class StopSignals:
     def _time_is_up(self, *_):
         if self.seconds is not None:
             raise Stopped("stopped before the first step; the same command goes on")
+
+
+REPEATED = 5.0
 
 
 class Diverged(Exception):
@@ -755,11 +1017,20 @@ class Leaving:
     """Every way out of the loop, decided in one place: signal, bad data, want of memory, divergence, the end.
 
     What cuts work short is noted where it happens and acted upon only as `agreed` tells. One process decides alone;
-    several will agree there, by an all-reduce with the step's statistics: one that leaves alone hangs the others.
+    several know of each other's signals by the sums of each step and of each round of an evaluation, and one that
+    cannot begin a step takes the others with it: one that leaves alone hangs them. Work in which ranks wait for each
+    other is not cut short. Where want of memory or the loss of a rank ends it in its midst, they cannot agree on any
+    thing, but nothing has changed since the step before: the first rank saves that by itself, unless others have rows
+    of it.
     """
 
-    def __init__(self, stop: StopSignals, writer: CheckpointWriter, start: int, last_step: int, max_skipped: int):
+    def __init__(self, stop: StopSignals, writer: CheckpointWriter, start: int, last_step: int, max_skipped: int,
+                 world: World | None = None):
         self.stop, self.writer, self.max_skipped = stop, writer, max_skipped
+        self.world = World() if world is None else world
+        self.world.ballot |= {number.name: lambda number=number: stop.asked == number for number in STOPS}
+        self.world.ballot["retry"] = lambda: writer.retry_is_due()
+        self.world.heed = self._heed
         self.start, self.last_step = start, last_step
         self.cut_short, self.fault, self.began = False, None, time.perf_counter()
         self.pauses, self.paused = 0, 0.0  # evaluations and samples so far, seconds of them
@@ -770,12 +1041,14 @@ class Leaving:
         """Inside is work that counts only when it is done; a signal, so many seconds later, cuts it short, as bad data
         and want of memory do."""
         try:
-            with self.stop.patience(seconds):
+            with self.stop.patience(seconds) if self.world.ranks == 1 else nullcontext():
                 yield
         except Stopped:
             self.cut_short = True
-        except (data.DataError, MemoryError, RuntimeError) as fault:
-            if not isinstance(fault, data.DataError) and not wants_memory(fault):
+        except (data.DataError, LeftByPeer, MemoryError, RuntimeError) as fault:
+            ends_work = not isinstance(fault, (data.DataError, LeftByPeer))
+            saves = self.world.ranks == 1 or not self.writer.in_parts  # of whose checkpoints others write their parts
+            if ends_work and not ((wants_memory(fault) or is_loss(fault)) and saves and self.world.goes_alone()):
                 raise
             self.cut_short, self.fault = True, fault
 
@@ -788,8 +1061,21 @@ class Leaving:
         self.pauses, self.paused = self.pauses + works, self.paused + time.perf_counter() - began
 
     def agreed(self) -> int:
-        """0: go on; 1: leave after this step; 2: work was cut short, leave now. Of several ranks the largest counts."""
-        return 2 if self.cut_short else 1 if self.stop.asked else 0
+        """0: go on; 1: leave after this step; 2: work was cut short, leave now. The same on every rank."""
+        return 2 if self.cut_short else 1 if self.asked else 0
+
+    @property
+    def asked(self) -> signal.Signals | None:
+        """The signal that any rank was sent, as far as all know of it."""
+        return next((number for number in STOPS if self.world.heard(number.name)), None)
+
+    def _heed(self):
+        if self.asked:
+            raise Stopped
+
+    def retry_is_due(self) -> bool:
+        """Whether a checkpoint that could not be written is to be tried again."""
+        return self.world.heard("retry")
 
     def drops(self) -> bool:
         """Whether work was cut short, of which nothing may come then."""
@@ -816,8 +1102,55 @@ class Leaving:
         if not self.writer.holds(progress.step):
             raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {self.writer.directory}, "
                                   f"older checkpoints are as they were: make room, and {how_to_go_on}")
-        if self.stop.asked:
+        if self.asked:
+            self.stop.asked = self.asked  # of another rank
             raise Stopped(f"stopped after step {progress.step}, all of it is in {self.writer.directory}; "
                           f"{how_to_go_on}")
         logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
                     f"{progress.best_loss:.4f}, {time.perf_counter() - self.began:.0f} s")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From one form into the other
+
+def convert(source: Path, target: Path):
+    """Writes a checkpoint again: into parts, or, where the name ends in .pt, into one file. It needs no other process,
+    and of memory at most a whole state. CheckpointError where there is none, or something at `target` already."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already: name another")
+    state, in_parts = load_checkpoint(source, mapped=True), target.suffix != ".pt"
+    if "optimizer_state_dict" not in state:
+        raise CheckpointError(f"{source} has weights alone: train.py --resume --reset_steps takes it as it is")
+    state = whole(state)
+    if in_parts:
+        state = tree_map_only(Tensor, World({}).share, state)
+    try:
+        write_durably(target, state, lambda: None, in_parts)
+    except OSError as fault:
+        raise CheckpointError(f"{target}: {fault.strerror or fault}") from None
+    print(files.one_line(f"{target}: step {state['step']}, as {source} has it"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0; 2 with a line on stderr; 130 when interrupted, with nothing written."""
+    parser = data.Parser(description=__doc__.partition("\n")[0])
+    command = parser.add_subparsers(required=True, metavar="{convert}").add_parser(
+        "convert", help="write a checkpoint in the other form: DST.pt is one file, any other DST a directory of parts")
+    command.add_argument("source", metavar="SRC", type=Path)
+    command.add_argument("target", metavar="DST", type=Path)
+    status = 2
+    try:
+        args = parser.parse_args(argv)
+        convert(args.source, args.target)
+        return 0
+    except (CheckpointError, data.DataError) as fault:
+        line = str(fault)
+    except KeyboardInterrupt:
+        line, status = "interrupted; nothing was written", 130
+    print(f"checkpoint.py: error: {files.one_line(line)}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    from checkpoint import main as run    # under the name by which the other files know it, and its errors
+    sys.exit(run())

@@ -1,47 +1,333 @@
-"""Talk to a checkpoint.
+"""Talk to a checkpoint, measure it, look inside, hand it over.
 
-    python sample.py                                            # the newest checkpoint in checkpoints/ writes something
+    python sample.py                                            # the newest one in checkpoints/: a dialogue
     python sample.py checkpoints/shakespeare --prompt "ROMEO:"  # the newest good one of a directory
-    python sample.py checkpoints/spider-step750.pt --prompt "ROMEO:" --bytes 500 --temperature 0.8 --top_k 40
+    python sample.py checkpoints/spider-step750.pt --prompt "ROMEO:" --bytes 500 --top_k 40 --samples 3
+    head -c 2000 play.txt | python sample.py checkpoints/shakespeare --bytes 200
+    python sample.py checkpoints/shakespeare --show play.txt    # what it makes of a text: segments, loops, surprise
+    python sample.py checkpoints/shakespeare --export DIR       # for Hugging Face's libraries; see export.py
+    python sample.py checkpoints/a checkpoints/b --eval data held-out.txt --n_loops 1,2,4 --json figures.json
 
-What the model writes is printed as text, whole characters as they come; control characters and bytes that are not UTF-8
-are printed as escapes such as \\x1b, into files and pipes too. --raw prints its bytes as they are.
+Without --prompt the model goes on from standard input, byte for byte. In a terminal that is a dialogue: it goes on from
+each line that is typed, and knows all that was said and written before. An empty line lets it go on where it stopped, a
+backslash at a line's end takes in the line break and another line; Ctrl-C stops it, Ctrl-D ends.
+
+What the model writes is printed as text, whole characters as they come: control characters as escapes such as \\x1b,
+bytes that are not UTF-8 as U+FFFD, into files and pipes too. --raw prints its bytes as they are.
+
+--eval prints bits per byte. A directory of shards is evaluated as training does, on its validation part: the run's
+val_bpb, in which EOS and BOS count. Of a file all bytes are predicted, the first one of a document from BOS, and bytes
+alone count: JSON lines (.jsonl) and parquet rows are a document each, a .bin shard has those that are marked in it, any
+other file is one, and .gz and .zst are unpacked. Each byte is predicted from the half of --seq_len bytes before it, or
+more, or all that its document has there: windows of that length move on by half of it.
 """
 
 import argparse
 import codecs
+import json
+import math
 import os
+import signal
 import sys
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
+from loguru import logger
+from torch import Tensor
 
 import data
-from checkpoint import CheckpointError, find_checkpoints, load_checkpoint
-from spider_model import MAX_LOOPS, Spider, SpiderConfig
-from tokenizer import BOS_ID
-from train import Parser, UsageError, integer, multiplies_bf16, real, resolve_device, start_log
+import files
+import look
+import prepare
+from checkpoint import CheckpointError, find_checkpoints, is_in_parts, load_checkpoint, whole
+from export import export, is_export
+from spider_model import MAX_LOOPS, DecodingState, Spider, SpiderConfig
+from tokenizer import BOS_ID, EOS_ID
+from train import (EVAL_BYTES, FLAGS, RECIPES, Parser, UsageError, cross_entropy, evaluate, integer, keep_freed_memory,
+                   multiplies_bf16, real, resolve_device, start_log)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
 
 
-def load_model(name: str, device: torch.device) -> tuple[Spider, int]:
-    """The model of a checkpoint, or of the newest good one in a directory, in evaluation mode and in the precision
-    that is fast a byte at a time: bf16 on a GPU, fp32 on a CPU; and the loops that it was trained with."""
+def read_checkpoint(name: str) -> tuple[Path, dict]:
+    """The path and content of a checkpoint, or of the newest good one in a directory; tensors stay in the file.
+    UsageError, CheckpointError where there is none."""
     path, found = Path(name), None
-    if path.is_dir() or not path.exists():
+    if not is_export(path) and not is_in_parts(path) and (path.is_dir() or not path.exists()):
         found = find_checkpoints(path)
         if not found:
             raise UsageError(f"{name}: there is no checkpoint there that can be used; name another, or train first")
         path = found[-1].path
     state = load_checkpoint(path, sealed=not found, mapped=True)
+    state["model_state_dict"] = whole(state["model_state_dict"])
+    return path, state
+
+
+def model_of(state: dict, device: torch.device, dtype: torch.dtype) -> Spider:
+    """The model of a checkpoint's content in evaluation mode, with products of a type."""
     with torch.device("meta"):
         model = Spider(SpiderConfig(**state["cfg"]))
     model.to_empty(device=device).init_weights()
     model.load_state_dict(state["model_state_dict"])
-    on_gpu = device.type == "cuda"        # on a CPU a byte at a time is several times faster in fp32
-    model.compute_dtype = torch.bfloat16 if on_gpu and multiplies_bf16(device) else torch.float32
-    return model.eval(), state.get("n_loops", model.config.n_loops)
+    model.compute_dtype = dtype
+    return model.eval()
+
+
+def trained_loops(state: dict) -> int:
+    return state.get("n_loops", SpiderConfig(**state["cfg"]).n_loops)
+
+
+def flag_of(state: dict, name: str) -> int:
+    """What the run that wrote a checkpoint had for a flag, or its recipe has, where the checkpoint does not say."""
+    flag = next(flag for flag in FLAGS if flag.name == name)
+    value = RECIPES[state.get("recipe", "1b")].get(name, flag.default)
+    value = str(state.get("flags", {}).get(name, value))
+    try:
+        return flag.parse(value)
+    except ValueError as wanted:
+        raise CheckpointError(f"{name} of the checkpoint's run: {value!r} is not {wanted}") from None
+
+
+def load_model(name: str, device: torch.device) -> tuple[Spider, int]:
+    """A checkpoint's model in the precision that is fast a byte at a time, bf16 on a GPU, fp32 on a CPU; and the loops
+    that it was trained with."""
+    state = read_checkpoint(name)[1]
+    bf16 = device.type == "cuda" and multiplies_bf16(device)  # on a CPU one row takes several times as long in bf16
+    return model_of(state, device, torch.bfloat16 if bf16 else torch.float32), trained_loops(state)
+
+
+def only_one(args: argparse.Namespace) -> str:
+    if len(args.checkpoint) > 1:
+        raise UsageError(f"{args.checkpoint[1]}: only --eval takes several checkpoints")
+    return args.checkpoint[0]
+
+
+def load_one(args: argparse.Namespace, device: torch.device) -> tuple[Spider, int]:
+    """The model of the only checkpoint named, and the loops to run it with."""
+    name = only_one(args)
+    if args.n_loops and len(args.n_loops) > 1:
+        raise UsageError("--n_loops: only --eval takes several numbers")
+    model, n_loops = load_model(name, device)
+    return model, n_loops if args.n_loops is None else args.n_loops[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Talking
+
+def prompt_of(args: argparse.Namespace) -> bytes | None:
+    """What is to be gone on from: the bytes that were given, also where they are not UTF-8; None: a dialogue."""
+    if args.prompt is not None:
+        return os.fsencode(args.prompt)
+    if sys.stdin is None:                 # closed
+        return b""
+    if os.isatty(0):
+        return None if sys.stdout.isatty() else b""
+    with open(0, "rb", closefd=False) as stdin:
+        return stdin.read()
+
+
+def beginning(prompt: bytes) -> list[int]:
+    """Ids of a prompt; of none a line's end: BOS stands once in a text that is one document."""
+    return [BOS_ID, *prompt] if prompt else list(b"\n")
+
+
+def read(model: Spider, state: DecodingState, ids: list[int]) -> Tensor:
+    """Has the state's one row read ids; the logits of what comes next, [1, vocab_size]."""
+    with model.cast_weights_once():
+        return model.step(torch.tensor([ids], device=model.embed_tokens.device), state)[:, -1]
+
+
+def write(parts: Iterable[bytes], raw: bool):
+    """Bytes to standard output as they come: as they are, or as text in which only line breaks and tabs are obeyed."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        for part in parts:
+            if raw:
+                sys.stdout.buffer.write(part)
+            else:
+                print(*(c if c in "\n\t" else files.one_line(c) for c in decoder.decode(part)), sep="", end="")
+            sys.stdout.flush()
+    finally:
+        print(decoder.decode(b"", final=True), flush=True)
+
+
+def complete(model: Spider, state: DecodingState, prompt: bytes, go_on: Callable, args: argparse.Namespace):
+    """Writes --samples texts that go on from a prompt, drawn together: the first as it comes, the others behind it."""
+    logits, texts = read(model, state, beginning(prompt)), [bytearray() for _ in range(args.samples)]
+
+    def first() -> Iterator[bytes]:
+        yield prompt
+        rows = state if args.samples == 1 else state.copy([0] * args.samples)
+        for column in go_on(logits.expand(args.samples, -1), rows):
+            for text, byte in zip(texts, column):
+                text += bytes([byte] if byte is not None else ())
+            yield bytes(column[:1] if column[0] is not None else ())
+    for number, text in enumerate(texts, 1):
+        if args.samples > 1:
+            print(f"--- {number} of {args.samples}", flush=True)
+        write(first() if number == 1 else [prompt, bytes(text)], args.raw)
+
+
+def converse(model: Spider, state: DecodingState, go_on: Callable, args: argparse.Namespace):
+    """A dialogue: lines from the terminal and what the model writes behind them, one text that the state goes on with.
+    What is said begins on a line of its own; behind the model's EOS it begins a document."""
+    with suppress(ImportError):
+        import readline  # noqa: F401     # lines can be edited then
+    sys.stdin.reconfigure(errors="surrogateescape")
+    unread = None                         # what the state has yet to read of the turn before
+    while (said := ask()) is not None:
+        said = os.fsencode(said)
+        if unread is None:
+            ids = beginning(said)
+        else:
+            ids = unread + list(b"\n" if said and unread not in ([EOS_ID, BOS_ID], [ord("\n")]) else b"") + list(said)
+        logits, written = read(model, state, ids), []
+
+        def turn() -> Iterator[bytes]:
+            for byte, in go_on(logits, state):
+                written.append(byte)
+                yield bytes([byte])
+                if asked:
+                    return
+        with interrupts_that_wait() as asked:
+            write(turn(), args.raw)
+        ended = len(written) < args.bytes and not asked
+        unread = [EOS_ID, BOS_ID] if ended else written[-1:]
+
+
+def ask() -> str | None:
+    """The lines of a turn, without the last one's break; None at the end of input."""
+    try:
+        text = input("> ")
+        while text.endswith("\\"):
+            text = text[:-1] + "\n" + input("  ")
+        return text
+    except EOFError:
+        print()
+    except KeyboardInterrupt:
+        print()
+        raise
+
+
+@contextmanager
+def interrupts_that_wait() -> Iterator[list]:
+    """Inside, Ctrl-C only fills the list: a state of which half is a byte ahead would be of no use."""
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def talk(args: argparse.Namespace, device: torch.device):
+    prompt = prompt_of(args)
+    if prompt is None and args.samples > 1:
+        raise UsageError("--samples: a dialogue has one voice; give a --prompt")
+    model, n_loops = load_one(args, device)
+    state, generator = model.decoding_state(n_loops=n_loops), torch.Generator(device)
+    generator.manual_seed(args.seed)
+
+    def go_on(logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
+        return model.go_on(logits, state, args.bytes, args.temperature, args.top_k, args.top_p, generator)
+    if prompt is None:
+        converse(model, state, go_on, args)
+    else:
+        complete(model, state, prompt, go_on, args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+def windows(stream: data.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
+    """Batches (ids, labels) [n, seq_len] in which every byte of a stream but the first id is a label once, and the
+    number of ids in all of them. Windows overlap by half, and what lies in two counts in the first."""
+    last, stride = len(stream) - 1, max(1, seq_len // 2)
+    starts = np.arange(0, max(1, last - seq_len + stride), stride)
+
+    def batches():
+        for start in np.split(starts, range(batch, len(starts), batch)):
+            ids, labels = data.cut_rows(stream, start, np.minimum(start + seq_len, last), seq_len)
+            labels[torch.from_numpy(start > 0), :seq_len - stride] = -100
+            yield ids, labels.masked_fill_(labels > 255, -100)
+    return batches(), len(starts) * seq_len
+
+
+def score(model: Spider, file: str, text: data.Stream | list[data.Source], seq_len: int, eval_tokens: int, batch: int,
+          n_loops: int, device: torch.device) -> tuple[int, float]:
+    """Bytes that were predicted and bits for each; of a prepared directory's sources, the trainer's own figure.
+
+    DataError where there is no byte to predict, FloatingPointError where a loss is no finite number."""
+    if isinstance(text, list):
+        rows = data.validation_rows(text, seq_len, eval_tokens)
+        count, bits = int((rows[1] != -100).sum()), evaluate(model, rows, batch, n_loops, device)["val_bpb"]
+    else:
+        batches, size = windows(text, min(seq_len, max(2, len(text) - 1)), batch) if len(text) > 1 else ((), 0)
+        nats, count, rate = cross_entropy(model, batches, size, n_loops, device)
+        bits = nats / math.log(2)
+        logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {n_loops}, {rate:.2f} bytes per segment")
+    if not count:
+        raise data.DataError(f"{file}: no byte in there")
+    if not math.isfinite(bits):
+        raise FloatingPointError("the model's loss is not a finite number: its weights are ruined")
+    return count, bits
+
+
+def measure(args: argparse.Namespace, device: torch.device):
+    """--eval: bits per byte of each text under each checkpoint and number of loops, as a table and as --json."""
+    texts, found = {}, []
+    if args.json and not Path(args.json).parent.is_dir():                # known before minutes of work, not behind them
+        raise UsageError(f"--json: {args.json}: No such file or directory: make its directory first")
+    for file in args.eval:
+        texts[file] = data.open_data(file) if os.path.isdir(file) else prepare.read_stream(file, args.field)
+        if isinstance(texts[file], list):
+            data.check(texts[file])
+    bf16 = args.precision == "bf16" or args.precision == "auto" and multiplies_bf16(device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    for name in args.checkpoint:
+        path, state = read_checkpoint(name)
+        model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32)
+        seq_len = args.seq_len or flag_of(state, "seq_len")
+        for file, text in texts.items():
+            for n_loops in args.n_loops or [trained_loops(state)]:
+                count, bits = score(model, file, text, seq_len, flag_of(state, "eval_tokens"),
+                                    args.batch or max(1, EVAL_BYTES // seq_len), n_loops, device)
+                found.append(dict(checkpoint=str(path), file=file, bytes=count, n_loops=n_loops, bits_per_byte=bits,
+                                  seq_len=seq_len, precision="bf16" if bf16 else "fp32"))
+    print_table(found)
+    if args.json:
+        with files.naming(args.json), files.durable(Path(args.json)) as out:
+            out.write(json.dumps(found, indent=1) + "\n")
+
+
+def print_table(found: list[dict]):
+    """Bits per byte, a line for each checkpoint and text, a column for each number of loops."""
+    loops = list(dict.fromkeys(entry["n_loops"] for entry in found))
+    lines = [["checkpoint", "file", "bytes", *(f"{n} loop{'s' * (n > 1)}" for n in loops)]]
+    for checkpoint, file, count in dict.fromkeys(
+            (entry["checkpoint"], entry["file"], entry["bytes"]) for entry in found):
+        bits = {entry["n_loops"]: f"{entry['bits_per_byte']:.4f}" for entry in found
+                if (entry["checkpoint"], entry["file"]) == (checkpoint, file)}
+        lines.append([files.one_line(checkpoint), files.one_line(file), f"{count:,}",
+                      *(bits.get(n, "") for n in loops)])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    with files.reader_may_leave():
+        for line in lines:
+            print("  ".join(part.ljust(width) if i < 2 else part.rjust(width)
+                            for i, (part, width) in enumerate(zip(line, widths))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+def each(parse: Callable) -> Callable:
+    return lambda text: [parse(part) for part in text.split(",")]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -53,31 +339,41 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                 raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
         return convert
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", nargs="?", default="checkpoints", help="a file, or a directory (checkpoints)")
-    parser.add_argument("--prompt", default="", help="text to go on from; without it, from a line's end")
-    parser.add_argument("--bytes", type=checked(integer(1)), default=500, help="most bytes to write (500)")
-    parser.add_argument("--temperature", type=checked(real(0)), default=0.8, help="0: always the likeliest byte (0.8)")
-    parser.add_argument("--top_k", type=checked(integer(1)), help="draw from the k likeliest bytes only")
-    parser.add_argument("--n_loops", type=checked(integer(1, MAX_LOOPS)), help="loops of the core (as trained)")
-    parser.add_argument("--seed", type=checked(integer(0)), default=0, help="of the draws (0)")
-    parser.add_argument("--raw", action="store_true", help="print bytes as they are, though a terminal may obey")
+    parser.add_argument("checkpoint", nargs="*", help="a file, or a directory (checkpoints)")
+    parser.add_argument("--n_loops", type=checked(each(integer(1, MAX_LOOPS))), metavar="N,...",
+                        help="loops of the core (as trained); several for --eval")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    return parser.parse_args(argv)
-
-
-def write(parts: Iterable[bytes], raw: bool):
-    """Bytes to standard output as they come: as they are, or as text in which only line breaks and tabs are obeyed."""
-    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        for part in parts:
-            if raw:
-                sys.stdout.buffer.write(part)
-            else:
-                print(*(c if c in "\n\t" else data.one_line(c) for c in decoder.decode(part)), sep="", end="")
-            sys.stdout.flush()
-    finally:
-        print(decoder.decode(b"", final=True), flush=True)
+    group = parser.add_argument_group("talking")
+    group.add_argument("--prompt", help="text to go on from; without it standard input, in a terminal a dialogue")
+    group.add_argument("--bytes", type=checked(integer(1)), default=500, help="most bytes to write (500)")
+    group.add_argument("--temperature", type=checked(real(0)), default=0.8, help="0: always the likeliest byte (0.8)")
+    group.add_argument("--top_k", type=checked(integer(1)), help="draw from the k likeliest bytes only")
+    group.add_argument("--top_p", type=checked(real(0, 1, open_low=True)),
+                       help="draw from the likeliest bytes only that together have the probability p")
+    group.add_argument("--samples", type=checked(integer(1, 1 << 16)), default=1, help="texts of one prompt (1)")
+    group.add_argument("--seed", type=checked(integer(0)), default=0, help="of the draws (0)")
+    group.add_argument("--raw", action="store_true", help="print bytes as they are, though a terminal may obey")
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--eval", nargs="+", metavar="FILE", help="texts, or directories of shards; several CHECKPOINTs")
+    group.add_argument("--json", metavar="OUT", help="the figures into a file, too")
+    group.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
+    group.add_argument("--seq_len", type=checked(integer(2, 1 << 24)), help="bytes that the model sees (as trained)")
+    group.add_argument("--batch", type=checked(integer(1, 1 << 20)),
+                       help=f"sequences at a time ({EVAL_BYTES:,} bytes); changes no figure")
+    group.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"),
+                       help="of the products; auto: bf16 where the hardware has it, as in training")
+    group = parser.add_argument_group("looking inside")
+    group.add_argument("--show", metavar="FILE|TEXT", help="show how the model reads a text, here and in a page: a "
+                       f"file, - (stdin) or the text itself; of it the first {look.LONGEST} bytes")
+    group.add_argument("--html", metavar="OUT", help="where --show writes the page (look.html beside the checkpoint)")
+    group = parser.add_argument_group("handing over")
+    group.add_argument("--export", metavar="DIR", help="write what Hugging Face's libraries load into a new directory")
+    args = parser.parse_args(argv)
+    args.checkpoint = args.checkpoint or ["checkpoints"]
+    for flag, goes_with in (("json", "eval"), ("html", "show")):
+        if getattr(args, flag) is not None and getattr(args, goes_with) is None:
+            raise UsageError(f"--{flag} goes with --{goes_with}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,21 +381,23 @@ def main(argv: list[str] | None = None) -> int:
     start_log()
     try:
         args = parse_args(argv)
+        if args.export is not None:
+            export(*read_checkpoint(only_one(args)), args.export)
+            return 0
         device = resolve_device(args.device)
-        model, n_loops = load_model(args.checkpoint, device)
-        prompt = os.fsencode(args.prompt)  # the bytes that were given, also where they are not UTF-8
-        generator = torch.Generator(device).manual_seed(args.seed)
-        start = [BOS_ID, *prompt] if prompt else list(b"\n")  # BOS stands once in a text that is one document
-        written = model.generate(start, args.bytes, args.temperature, args.top_k, generator,
-                                 n_loops=n_loops if args.n_loops is None else args.n_loops)
-        write(chain([prompt], (bytes([byte]) for byte in written)), args.raw)
+        if args.eval:
+            measure(args, device)
+        elif args.show is not None:
+            look.show(*load_one(args, device), args.show, Path(args.checkpoint[0]), args.html)
+        else:
+            talk(args, device)
     except KeyboardInterrupt:
         return 130
-    except (CheckpointError, UsageError, FloatingPointError, OSError) as fault:
+    except (CheckpointError, UsageError, data.DataError, FloatingPointError, OSError) as fault:
         if isinstance(fault, OSError):    # of standard output: what is left to flush goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(fault, BrokenPipeError):
-            print(f"sample.py: error: {data.one_line(fault)}", file=sys.stderr)
+            print(f"sample.py: error: {files.one_line(fault)}", file=sys.stderr)
             return 2
     return 0
 

@@ -10,6 +10,7 @@ What it is made of, and where each part comes from:
     recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946
     adaptive computation time (ACT)                                                             Graves, arXiv 1603.08983
     Engram, a memory of hashed n-grams, at segment rate and at byte rate     arXiv 2601.07372; BLT, arXiv 2412.09871
+    what followed in the document where the last bytes stood before              the match model of PAQ, Mahoney 2005
 
 Everything runs on packed rows, [rows, hidden_size], with `cu_seqlens` marking where a document starts: nothing is
 padded to a longest row, memory grows with the number of bytes, and no document sees another. Shapes in comments:
@@ -18,23 +19,27 @@ L core layers.
 Parameters are fp32 (the type that they were given); products run in `Spider.compute_dtype`.
 """
 
+import logging
 import math
 import operator
+from collections.abc import Callable
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tile_moe import Routing, fp8_grouped_product, grouped_product, moe_forward, route
+from tile_moe import Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 BOUNDARIES = ("learned", "whitespace", "every_third", "every_byte")
+RECOMPUTE = ("nothing", "core", "all")
 MAX_LOOPS = 4096                          # of the core, in a flag as in a checkpoint
 
 
@@ -85,8 +90,9 @@ class SpiderConfig:
     engram_rows: int = 29_000             # rows of each hash's table, about (the next free prime below)
     engram_dim: int = 64                  # width of a row
     engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
-    engram_byte_rows: int = 50_000
+    engram_byte_rows: int = 47_700
     engram_byte_dim: int = 128
+    engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # of what followed in the document; (): none
 
     def __post_init__(self):
         for f in fields(self):
@@ -117,10 +123,12 @@ class SpiderConfig:
                 (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders")):
             if not holds:
                 raise ValueError(rule)
+        for name in ("engram_orders", "engram_byte_orders", "engram_match_orders"):
+            orders = getattr(self, name)
+            if list(orders) != sorted(set(orders)) or not all(1 <= order <= 32 for order in orders):
+                raise ValueError(f"{name} must be ascending numbers of bytes from 1 to 32")
         for name, tables in (("engram", self.engram_heads), ("engram_byte", 1)):
             orders, rows = getattr(self, f"{name}_orders"), getattr(self, f"{name}_rows")
-            if list(orders) != sorted(set(orders)) or not all(1 <= order <= 32 for order in orders):
-                raise ValueError(f"{name}_orders must be ascending numbers of bytes from 1 to 32")
             if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
                 raise ValueError(f"{name}_rows must be larger: {len(orders) * tables} tables need primes below it")
 
@@ -159,8 +167,7 @@ PRESETS = {
 }
 
 
-@dataclass
-class CoreStats:
+class CoreStats(NamedTuple):              # a tuple: FSDP looks for the gradients' way back in those
     """What a run of the core reports beside its output. Losses are means over layer visits or segments."""
     aux_loss: Tensor                      # f_e * P_e balance loss
     z_loss: Tensor                        # router z-loss
@@ -206,10 +213,65 @@ class Linear(nn.Linear):
         return F.linear(x, weight_of(self, x.dtype), self.bias)
 
 
+class WideLinear(Linear):
+    """Linear in fp32 whatever its rows are, [N, D] -> [N, E]. On a GPU rows in bf16 are multiplied as they are."""
+
+    def cast_weight(self, dtype: torch.dtype):
+        if dtype == torch.bfloat16 and self.weight.is_cuda:
+            self.cast = halves(self.weight.detach(), 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16 and x.is_cuda:
+            y = _Wide.apply(x, self.weight, halves(self.weight.detach(), 0) if self.cast is None else self.cast)
+            return y if self.bias is None else y + self.bias
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class _Wide(torch.autograd.Function):
+    """x in bf16 times a weight in fp32: x [N, D], weight [E, D], its halves [2 * E, D] -> fp32 [N, E]. Two halves in
+    bf16 have 16 bits of a number, more than TF32 takes of it, and x need not be copied to fp32."""
+
+    @staticmethod
+    def forward(ctx, x, weight, parts):
+        ctx.save_for_backward(x, parts)
+        high, low = wide_product(x, parts.mT).chunk(2, dim=1)
+        return high + low
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, parts = ctx.saved_tensors
+        grads = halves(grad, 1)                                                              # [N, 2 * E]
+        high, low = wide_product(grads.mT, x).chunk(2)
+        return grads[:, :grad.shape[1]] @ parts[:len(parts) // 2], high + low, None
+
+
+def halves(x: Tensor, dim: int) -> Tensor:
+    """x in fp32 as a sum of two numbers in bf16, side by side along `dim`."""
+    high = x.to(torch.bfloat16)
+    return torch.cat((high, (x - high).to(torch.bfloat16)), dim=dim)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in bf16, summed up and given in fp32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
 def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
     """A Linear's weight in the type of a product: its cast, where there is one."""
-    cast = linear.cast
-    return cast if cast is not None and cast.dtype == dtype else linear.weight.to(dtype)
+    for weight in (linear.cast, linear.weight):
+        if weight is not None and weight.dtype == dtype:
+            return weight
+    return linear.weight.to(dtype)
+
+
+def inverse_rms_of(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps), [..., 1], at least in fp32."""
+    dtype = x.dtype if x.dtype.itemsize > 2 else torch.float32
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    return torch.addcmul(EPS[eps], length, length, value=1 / x.shape[-1]).rsqrt_()
+
+
+EPS = {eps: torch.tensor(eps) for eps in (1e-6, 1e-3)}  # as tensors, so that they are added in the same operation
 
 
 class _RMSNormCPU(torch.autograd.Function):
@@ -217,8 +279,7 @@ class _RMSNormCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, eps):
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        inverse_rms = (length.square() / x.shape[-1] + eps).rsqrt().to(x.dtype)
+        inverse_rms = inverse_rms_of(x, eps).to(x.dtype)
         y = x * inverse_rms
         ctx.save_for_backward(y, inverse_rms)
         return y
@@ -231,9 +292,9 @@ class _RMSNormCPU(torch.autograd.Function):
 
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension; no weights, the Linear that follows has them."""
-    if x.is_cuda or not torch.is_grad_enabled():
+    if x.is_cuda:
         return F.rms_norm(x, x.shape[-1:], eps=eps)
-    return _RMSNormCPU.apply(x, eps)
+    return _RMSNormCPU.apply(x, eps) if torch.is_grad_enabled() else (x * inverse_rms_of(x, eps)).to(x.dtype)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -260,37 +321,52 @@ class Packing:
         [documents]: the rows that earlier steps of decoding brought."""
         device = cu_seqlens.device
         row = torch.arange(rows, device=device)
-        document = torch.searchsorted(cu_seqlens[1:], row, right=True)
-        position = row - (cu_seqlens if before is None else cu_seqlens[:-1] - before).index_select(0, document)
+        if before is not None and rows == len(before) and bound == 1:                        # a row to each document
+            document, position = row, before
+        else:
+            document = torch.searchsorted(cu_seqlens[1:], row, right=True)
+            position = row - (cu_seqlens if before is None else cu_seqlens[:-1] - before).index_select(0, document)
         buckets = slot = None
         if before is None and (device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16)):
             buckets, start = fill_up(cu_seqlens.diff(), bound)
             slot = None if start is None else start.index_select(0, document) + position
-        pairs = torch.arange(0, config.qk_rope_head_dim, 2, device=device) / config.qk_rope_head_dim
-        angle = (position[:, None] * config.rope_theta ** -pairs)[:, None, :]
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        frequency, signed = frequencies(config.qk_rope_head_dim, config.rope_theta, device)
+        position_of = position[:, None, None]
+        cos, sin = (position_of * frequency).cos().to(dtype), (position_of * signed).sin().to(dtype)
         return cls(cu_seqlens, document, position, bound, cos, sin, buckets, slot, window)
 
 
+@cache
+def frequencies(width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Angles of both halves of a rotary embedding at position 1, [width]; and the same, negative in the first half."""
+    with torch.inference_mode(False):
+        frequency = theta ** -(torch.arange(0, width, 2, device=device) / width)
+        return torch.cat((frequency, frequency)), torch.cat((-frequency, frequency))
+
+
+SMALL_PRODUCT = 1 << 16                   # scores of a head that take as long as one product more
+
+
 def fill_up(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], Tensor | None]:
-    """Sorts documents of lengths [documents] into buckets, each filled up to its longest one, whose rows are all
-    together at most twice the documents' own: what is multiplied grows with the rows, however lengths are mixed.
+    """Sorts documents of lengths [documents] into buckets, each filled up to its longest one: its rows at most twice
+    the documents' own, its scores, which attention's time goes by, at most half as many again, or a small product.
 
     Returns (documents, length) of each bucket, the longest first, and int64 [documents], where each document starts;
     None where that is where it starts already. Lengths are powers of two, from 16 on multiples of 16, or the bound:
     kernels are made once per size. Waits for the device.
     """
     kinds, counts = (part.flip(0).tolist() for part in torch.unique(lengths[lengths > 0], return_counts=True))
-    buckets, shortest, rows = [], [], 0   # rows of the last bucket's documents
+    buckets, shortest, rows, scores = [], [], 0, 0                                           # of the last bucket
     for kind, count in zip(kinds, counts):
-        if buckets and (buckets[-1][0] + count) * buckets[-1][1] <= 2 * (rows + kind * count):
-            buckets[-1], shortest[-1], rows = (buckets[-1][0] + count, buckets[-1][1]), kind, rows + kind * count
+        documents, size = buckets[-1] if buckets else (0, 0)
+        documents, rows, scores = documents + count, rows + kind * count, scores + kind * kind * count
+        if buckets and documents * size <= 2 * rows and documents * size * size <= 1.5 * scores + SMALL_PRODUCT:
+            buckets[-1], shortest[-1] = (documents, size), kind
         else:
             size = 1 << (kind - 1).bit_length() if kind < 16 else round_up(kind, 16)
             buckets.append((count, min(size, bound)))
             shortest.append(kind)
-            rows = kind * count
+            rows, scores = kind * count, kind * kind * count
     if len(buckets) == 1 and rows == buckets[0][0] * buckets[0][1]:
         return buckets, None
     bucket = (lengths[:, None] < lengths.new_tensor(shortest)).sum(1)
@@ -315,18 +391,39 @@ def document_cu_seqlens(input_ids: Tensor) -> Tensor:
     return F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=input_ids.numel()).to(torch.int32)
 
 
-def rotate(x: Tensor, packing: Packing) -> Tensor:
-    """Rotary embedding of [rows, H, qk_rope_head_dim] by position in the document."""
-    return x * packing.cos + x.roll(x.shape[-1] // 2, -1) * packing.sin
+class _Rotate(torch.autograd.Function):
+    """Rotary embedding, in place, of the last numbers of each head: x [rows, H * head_dim]."""
+
+    @staticmethod
+    def forward(ctx, x, heads, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        ctx.mark_dirty(x)
+        return turn_(x, heads, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return turn_(grad, ctx.heads, *ctx.saved_tensors, -1), None, None, None
 
 
-def attend(qkv: Tensor, packing: Packing) -> Tensor:
-    """Causal attention inside each document: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
-    if packing.buckets is None:
-        from torch.nn.attention.varlen import varlen_attn
-        q, k, v = qkv.unbind(2)
-        cu, longest = packing.cu_seqlens, packing.longest
-        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
+def turn_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    """x turned by its rows' angles, or back by them (`way` -1)."""
+    part = x.view(len(x), heads, -1)[:, :, -cos.shape[2]:]
+    turned = part.roll(cos.shape[2] // 2, -1)
+    part.mul_(cos).addcmul_(turned, sin, value=way)
+    return x
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """Causal attention inside each document by one kernel: q, k, v [rows, H, head_dim] -> [rows, H * head_dim]."""
+    from torch.nn.attention.varlen import varlen_attn
+    cu, longest = packing.cu_seqlens, packing.longest
+    return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
+
+
+def attend_filled(qkv: Tensor, packing: Packing) -> Tensor:
+    """The same by products of documents that are filled up: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
     sizes = [documents * length for documents, length in packing.buckets]
     if packing.slot is not None:
         qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.slot, qkv)
@@ -355,18 +452,27 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     head_dim]."""
     batch, n, heads, width = q.shape
     m = k.shape[1]
-    hidden = torch.full((n, m), -math.inf, dtype=q.dtype, device=q.device)
-    hidden = hidden.triu(m - n + 1) + hidden.tril(m - n - window) if m > n else hidden.triu(1)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if q.dtype == torch.bfloat16 and n <= 512:  # there a CPU's plain products are faster than its SDPA in bf16
+    if q.dtype == torch.bfloat16 and m <= 2048:  # there a CPU's plain products are faster than its SDPA in bf16
         q, k, v = (t.reshape(batch * heads, -1, width) for t in (q, k, v))
-        score = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=width ** -0.5)
-        out = torch.bmm(score.softmax(-1), v).view(batch, heads, n, width)
+        parts = []
+        for rows in q.split(512, dim=1):  # what lies behind all of them is not multiplied
+            last = min(m, m - n + 512 * len(parts) + rows.shape[1])
+            score = torch.baddbmm(out_of_sight(rows, last, window), rows, k[:, :last].mT, alpha=width ** -0.5)
+            parts.append(torch.bmm(score.softmax(-1), v[:, :last]))
+        out = (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).view(batch, heads, n, width)
     elif m > n:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=out_of_sight(q, m, window))
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out.transpose(1, 2).reshape(batch, n, heads * width)
+
+
+def out_of_sight(q: Tensor, m: int, window: int) -> Tensor:
+    """What to add to scores [n, m] of the last n of m rows, q [..., n, width]: -inf where a row may not look, else 0."""
+    n = q.shape[-2]
+    hidden = q.new_full((n, m), -math.inf)
+    return hidden.triu(m - n + 1) + hidden.tril(m - n - window) if m > window else hidden.triu(m - n + 1)
 
 
 @dataclass
@@ -407,17 +513,21 @@ class Cache:
     """
 
     def __init__(self, held: Tensor, packing: Packing, before: Tensor, window: int = 0):
-        last = before + packing.cu_seqlens.diff() - 1                                        # [documents]
+        one = packing.longest == 1 and len(before) == 1                                      # row: documents are few
+        last = before if one else before + packing.cu_seqlens.diff() - 1                     # [documents]
         rows = int(last.max()) + 1                                                           # host synchronisation
         need = min(rows, window + packing.longest - 1) if window else rows
-        if not need <= held.shape[3] <= max(16, 4 * need):
-            place = torch.arange(2 * need, device=held.device)
+        snug = one and need == window     # then each place holds a row that is seen
+        if held.shape[3] != need if snug else not need <= held.shape[3] <= max(16, 4 * need):
+            place = torch.arange(need if snug else 2 * need, device=held.device)
             kept = before[:, None] - 1 - (before[:, None] - 1 - place) % len(place)          # the row to lie there
             held = held[:, :, torch.arange(len(before), device=held.device)[:, None], kept % held.shape[3]]
         self.held, self.packing, self.layer, self.loop = held, packing, 0, 0
-        self.place = packing.document * held.shape[3] + packing.position % held.shape[3]     # [N]
+        self.place = packing.position % held.shape[3]                                        # [N]
+        if len(before) > 1:
+            self.place = self.place + packing.document * held.shape[3]
         self.read, self.hidden = min(rows, held.shape[3]), None                              # places; which a row skips
-        if window or len(before) * packing.longest > 1:
+        if not one:
             place = torch.arange(self.read, device=held.device)
             lies = (last[:, None] - (last[:, None] - place) % held.shape[3])[:, None]        # [documents, 1, read]
             row = (before[:, None] + torch.arange(packing.longest, device=held.device))[:, :, None]
@@ -488,26 +598,32 @@ class MLA(nn.Module):
         latent = left.merge(latent, self.kv_a_proj(x))
         rows, heads = len(latent), c.n_heads
         q = left.spread(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
-        q_nope, q_rope = q.view(rows, heads, -1).split_with_sizes((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
+        if not isinstance(self.q_b_proj, Linear):  # what FP8 multiplied is a view, which autograd lets nobody write to
+            q = q.clone()
+        q = _Rotate.apply(q, heads, packing.cos, packing.sin).view(rows, heads, -1)          # [rows, H, nope + rope]
         c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
-        c_kv = rms_norm(c_kv)
-        rope = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), packing)                # [rows, H + 1, rope]
-        q_rope, k_rope = rope[:, :heads], rope[:, heads:]
+        c_kv, k_rope = rms_norm(c_kv), _Rotate.apply(k_rope.clone(), 1, packing.cos, packing.sin)
         if cache is not None:
-            return self.o_proj(left.pick(self.absorbed(q_nope, q_rope, c_kv, k_rope, cache))), latent
+            return self.o_proj(left.pick(self.absorbed(q, c_kv, k_rope, cache))), latent
         kv = self.kv_b_proj(c_kv).view(rows, heads, -1)                                    # [rows, H, nope + v]
         k_nope, v = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
-        qkv = torch.cat((q_nope, q_rope, k_nope, k_rope.expand(-1, heads, -1), v), dim=-1)
-        return self.o_proj(left.pick(attend(qkv.view(rows, heads, 3, -1), packing))), latent
+        k_rope = k_rope[:, None].expand(-1, heads, -1)
+        if packing.buckets is None:
+            v = v if c.qk_nope_head_dim % 8 == 0 else v.contiguous()                         # kernels read 16 bytes
+            out = attend(q, torch.cat((k_nope, k_rope), dim=-1), v, packing)
+        else:
+            out = attend_filled(torch.cat((q, k_nope, k_rope, v), dim=-1).view(rows, heads, 3, -1), packing)
+        return self.o_proj(left.pick(out)), latent
 
-    def absorbed(self, q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
+    def absorbed(self, q: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
         """The same attention over latents alone, [rows, H * v_head_dim]: keys and values are never made of them, since
         q (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times that of c."""
         c = self.config
         weight = weight_of(self.kv_b_proj, c_kv.dtype).view(c.n_heads, -1, c.kv_lora_rank)   # [H, nope + v, c_kv]
         w_uk, w_uv = weight.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+        q_nope, q_rope = q.split_with_sizes((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_rope), dim=-1)
-        held = torch.cat((c_kv, k_rope[:, 0]), dim=-1)
+        held = torch.cat((c_kv, k_rope), dim=-1)
         out = cache.attend(q, held, c.v_head_dim ** -0.5, c.kv_lora_rank)                    # [rows, H, c_kv]
         return torch.bmm(out.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
 
@@ -528,12 +644,19 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """A dense layer at byte rate, [M, D] -> [M, D]."""
 
+    compiled: Callable | None = None      # see Spider.compile_layers
+
     def __init__(self, config: SpiderConfig):
         super().__init__()
         self.attention = MLA(config)
         self.ffn = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        if self.compiled is not None and torch.is_grad_enabled():
+            return self.compiled(self, x, packing)
+        return self.run(x, packing, cache)
+
+    def run(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
         x = x + self.attention(rms_norm(x), packing, EVERY_ROW, cache=cache)[0]
         return x + self.ffn(rms_norm(x))
 
@@ -549,7 +672,7 @@ class MoE(nn.Module):
         self.config, self.backend, c = config, "grouped", config
         experts, width = c.n_routed_experts, c.moe_intermediate_size
         if experts:
-            self.router = Linear(c.hidden_size, experts)
+            self.router = WideLinear(c.hidden_size, experts)
             self.w_gate = nn.Parameter(torch.empty(experts, c.hidden_size, width))
             self.w_up = nn.Parameter(torch.empty(experts, c.hidden_size, width))
             self.w_down = nn.Parameter(torch.empty(experts, width, c.hidden_size))
@@ -569,17 +692,20 @@ class MoE(nn.Module):
     def cast_weight(self, dtype: torch.dtype):
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
 
-    def forward(self, x: Tensor, share: Tensor | None, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing]:
-        """share [N] or None, see tile_moe.route; a given topk_idx [N, k] is the routing of an earlier pass."""
+    def forward(self, x: Tensor, decided: Routing | None = None) -> tuple[Tensor, Routing]:
+        """`decided` is the routing of an earlier pass over the same rows, which stays."""
         if not self.config.n_routed_experts:
-            zero = self.expert_bias.new_zeros(())
-            return self.shared(x), Routing(topk_idx, topk_idx, self.expert_bias, zero, zero)
-        score = self.router(x.to(self.router.weight.dtype))                                  # [N, E]
-        routing = route(score, self.expert_bias, self.config.n_experts_per_tok, share, self.backend, topk_idx)
+            return self.shared(x), Routing(None, None, None)
+        score = self.router(x)                                                               # [N, E]
+        topk_idx, topk_weights = route(score, self.expert_bias, self.config.n_experts_per_tok, self.backend,
+                                       decided and decided.topk_idx)
+        places = decided and decided.places
+        if places is None and torch.is_grad_enabled():
+            places = place(topk_idx, len(self.expert_bias), self.backend)
         weights = self.weights(x.dtype) if self.cast is None else self.cast
         product = fp8_grouped_product if self.fp8 and self.training else grouped_product
-        y = moe_forward(x, routing.topk_idx, routing.topk_weights, *weights, self.backend, product)
-        return (y if self.shared is None else y + self.shared(x)), routing
+        y = moe_forward(x, topk_idx, topk_weights, *weights, self.backend, product, places)
+        return (y if self.shared is None else y + self.shared(x)), Routing(score, topk_idx, places)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -630,11 +756,27 @@ def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
     weight = 1 + before - before.detach()
     rows = segments + len(cu_seqlens) - 1
     total = weight.new_zeros(rows, 1).index_add(0, own, weight[:, None])
-    z = weight.new_zeros(rows, h.shape[1]).index_add(0, own, weight[:, None] * h)
+    z = _SumRows.apply(h, weight, own, rows)
     if begun is not None:
         first = own.index_select(0, cu_seqlens[:-1])
         z, total = z.index_add(0, first, begun[0]), total.index_add(0, first, begun[1])
     return z, total, segment_cu_seqlens.to(torch.int32)
+
+
+class _SumRows(torch.autograd.Function):
+    """Rows h [M, D] times weights [M] summed up where `own` [M] says, [rows, D]; torch's own keeps the products."""
+
+    @staticmethod
+    def forward(ctx, h, weight, own, rows):
+        ctx.save_for_backward(h, weight, own)
+        return weight.new_zeros(rows, h.shape[1]).index_add_(0, own, weight[:, None] * h)
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, weight, own = ctx.saved_tensors
+        grad = grad.index_select(0, own)
+        to_weight = (grad * h).sum(1)
+        return grad.mul_(weight[:, None]).to(h.dtype), to_weight, None, None
 
 
 def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor) -> Tensor:
@@ -658,6 +800,18 @@ def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tens
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Engram: tables of hashed n-grams
+
+def gram_keys(shifted: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -> list[Tensor]:
+    """The last n bytes of each row as one number, for each order n: XOR over k < n of shifted[k] * multiplier[k]."""
+    keys = list(accumulate((shifted[:len(multiplier)] * multiplier[:, None]).unbind(), operator.xor))
+    return [keys[order - 1] for order in orders]
+
+
+def init_multiplier(multiplier: Tensor, seed: int):
+    """Odd 64-bit numbers from `seed`; no random state is touched."""
+    numbers = torch.Generator().manual_seed(seed)
+    multiplier.copy_(torch.randint(-2 ** 62, 2 ** 62, multiplier.shape, generator=numbers) * 2 + 1)
+
 
 def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:
     """ids [M] with their positions [M] in documents -> [longest, M]: the byte k places back, PAD before a start."""
@@ -694,18 +848,15 @@ class EngramTable(nn.Module):
         self.forget()
 
     def init_hash(self, seed: int):
-        """Odd 64-bit multipliers from `seed`, primes and offsets from the sizes; no random state is touched."""
-        numbers = torch.Generator().manual_seed(seed)
-        multiplier = torch.randint(-2 ** 62, 2 ** 62, self.multiplier.shape, generator=numbers) * 2 + 1
+        """Multipliers from `seed`, primes and offsets from the sizes."""
+        init_multiplier(self.multiplier, seed)
         prime = torch.tensor(self.primes).view(self.prime.shape)
-        offset = F.pad(prime.flatten().cumsum(0), (1, -1)).view(prime.shape)
-        for buffer, value in ((self.multiplier, multiplier), (self.prime, prime), (self.offset, offset)):
-            buffer.copy_(value)
+        self.prime.copy_(prime)
+        self.offset.copy_(F.pad(prime.flatten().cumsum(0), (1, -1)).view(prime.shape))
 
     def addresses(self, shifted: Tensor) -> Tensor:
         """shifted [at least max(orders), rows] -> rows of `weight` int64 [rows, orders * heads]."""
-        keys = list(accumulate((shifted[:len(self.multiplier)] * self.multiplier[:, None]).unbind(), operator.xor))
-        key = torch.stack([keys[order - 1] for order in self.orders], dim=1)                 # [rows, orders]
+        key = torch.stack(gram_keys(shifted, self.multiplier, self.orders), dim=1)           # [rows, orders]
         return (key[:, :, None].remainder(self.prime) + self.offset).flatten(1)
 
     def forward(self, shifted: Tensor) -> Tensor:
@@ -719,14 +870,20 @@ class EngramTable(nn.Module):
         memory is bounded by the table's, whatever the number of lookups and micro-steps. Merging equal rows before
         their squares are taken, as torch does when it adds sparse gradients on a CPU, would lose the squares."""
         self.lookups.append((row, grad, torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1])))
-        rows = len(self.weight)
-        if 2 * sum(len(row) for row, _, _ in self.lookups) > rows:
-            if self.sums is None:
-                self.sums = torch.arange(rows, device=row.device), torch.zeros_like(self.weight), grad.new_zeros(rows)
-            for row, grad, square in self.lookups:
-                self.sums[1].index_add_(0, row, grad)
-                self.sums[2].index_add_(0, row, square)
-            self.lookups.clear()
+        if 2 * sum(len(row) for row, _, _ in self.lookups) > len(self.weight):
+            self.sum_up()
+
+    def sum_up(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums by row all that was gathered: every row of the table, its gradients and mean squares."""
+        if self.sums is None:
+            rows = len(self.weight)
+            self.sums = (torch.arange(rows, device=self.weight.device), torch.zeros_like(self.weight),
+                         self.weight.new_zeros(rows))
+        for row, grad, square in self.lookups:
+            self.sums[1].index_add_(0, row, grad)
+            self.sums[2].index_add_(0, row, square)
+        self.lookups.clear()
+        return self.sums
 
     def gathered(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Rows [n], gradients [n, dim] and mean squares [n] since `forget`; a row may come several times."""
@@ -760,7 +917,6 @@ class SegmentEngram(nn.Module):
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
-        self.back = self.taps(config)
         self.table = EngramTable(config.engram_orders, config.engram_heads, config.engram_rows, config.engram_dim)
         self.key_proj = Linear(self.table.width, config.hidden_size)
         self.value_proj = Linear(self.table.width, config.hidden_size)
@@ -771,47 +927,162 @@ class SegmentEngram(nn.Module):
         """How many segments back the convolution looks, beside the segment itself."""
         return [tap * len(config.engram_orders) for tap in range(1, cls.kernel_size)]
 
-    def recall(self, shifted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Key (normed) and value, each [N, D], of segments that end with the bytes `shifted` [K, N]; for all loops."""
+    def recall(self, shifted: Tensor, position: Tensor, dtype: torch.dtype) -> "Recalled":
+        """What all loops share, of segments at `position` [N] that end with the bytes `shifted` [K, N]."""
         memory = self.table(shifted).flatten(1).to(dtype)
-        return rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
+        key, value = rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
+        wide = torch.promote_types(dtype, torch.float32)
+        power = torch.linalg.vector_norm(value, dim=1, keepdim=True, dtype=wide).square() / value.shape[1]
+        if torch.is_grad_enabled():       # cheap to do again, and three times as large as what it is made of
+            taps, row = checkpoint(self.taps_of, value, position, use_reentrant=False, preserve_rng_state=False)
+        else:
+            taps, row = self.taps_of(value, position)
+        return Recalled(key, value, power, row, taps)
 
-    def forward(self, h: Tensor, recalled: tuple[Tensor, Tensor], packing: Packing, left: Left,
-                before: Tensor | None, cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """h [n, D] of the rows that are left -> the same, and what the convolution reads, [N, D]; `before`: the loop
-        before's, which stays for the others. A cache holds what it read of earlier steps."""
-        key, value = (left.pick(part) for part in recalled)
-        match = (rms_norm(h) * key).sum(-1, keepdim=True, dtype=torch.promote_types(h.dtype, torch.float32))
-        match = match / h.shape[1] ** 0.5
-        gate = torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())              # [n, 1]
-        u = gate.to(h.dtype) * value
-        read = left.merge(before, rms_norm(u, self.eps))
-        return h + u + F.silu(left.pick(self.convolve(read, packing.position, cache))), read
+    def taps_of(self, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """What each tap weighs of value, [N, taps, D], and the segments where it lies, [N * taps]."""
+        back = torch.arange(self.kernel_size, device=value.device) * len(self.table.orders)
+        there = position[:, None] >= back                                                    # [N, taps]
+        row = (torch.arange(len(value), device=value.device)[:, None] - back).clamp_min(0)
+        taps = value.index_select(0, row.flatten()).unflatten(0, row.shape)
+        return taps * (there[:, :, None] * self.conv_weight.to(value.dtype)), row.flatten()
 
-    def convolve(self, u: Tensor, position: Tensor, cache: Cache | None = None) -> Tensor:
-        """Depthwise causal convolution over the segments of a document, u [N, D] -> [N, D]."""
-        first, *weights = self.conv_weight.to(u.dtype)
-        out = u * first
-        earlier = cache.put_and_look_back(u) if cache is not None else (
-            torch.where((position >= back)[:, None], F.pad(u, (0, 0, back, 0))[:len(u)], 0) for back in self.back)
-        for weight, x in zip(weights, earlier):
+    def forward(self, h: Tensor, recalled: "Recalled", left: Left, before: Tensor | None,
+                cache: Cache | None = None) -> tuple[Tensor, Tensor]:
+        """h [n, D] of the rows that are left -> the same, and what the convolution reads; `before`: the loop before's,
+        which stays for the others.
+
+        Between loops nothing but gates changes. The convolution reads the normed u = gate * value, which is value times
+        a number for each segment: these, [N, 1], times what each tap weighs of value. A cache holds what it read of
+        earlier steps, [N, D]."""
+        key, value, power = (left.pick(part) for part in recalled[:3])
+        gate = self.gate(h, key)
+        scale = (gate * torch.rsqrt(gate * gate * power + self.eps)).to(h.dtype)
+        if cache is None:
+            read = left.merge(before, scale)
+            number = read.flatten().index_select(0, recalled.row).view(len(read), 1, -1)     # [N, 1, taps]
+            convolved = torch.bmm(left.pick(number), left.pick(recalled.taps)).squeeze(1)
+        else:
+            read = left.merge(before, scale * value)
+            convolved = left.pick(self.convolve(read, cache))
+        return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), read
+
+    def gate(self, h: Tensor, key: Tensor) -> Tensor:
+        """How far states h [n, D] let in what their keys [n, D] stand for: [n, 1] in (0, 1), at least fp32."""
+        match = _Match.apply(h, key)
+        return torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())
+
+    def convolve(self, read: Tensor, cache: Cache) -> Tensor:
+        """Depthwise causal convolution over the segments of a document, of steps' rows [N, D] -> [N, D]."""
+        first, *weights = self.conv_weight.to(read.dtype)
+        out = read * first
+        for weight, x in zip(weights, cache.put_and_look_back(read)):
             out = out + x * weight
         return out
 
 
+class Recalled(NamedTuple):
+    """What a segment Engram recalls, for all loops."""
+    key: Tensor                           # [N, D], normed
+    value: Tensor                         # [N, D]
+    power: Tensor                         # [N, 1], mean square of value, at least fp32
+    row: Tensor                           # int64 [N * taps], the segments that a segment's convolution reads
+    taps: Tensor                          # [N, taps, D], values there times their weights, 0 before a document's start
+
+
+class _Match(torch.autograd.Function):
+    """<rms_norm(h), key> / sqrt(D) of rows [n, D] -> [n, 1], at least fp32, without the normed rows."""
+
+    @staticmethod
+    def forward(ctx, h, key):
+        inverse_rms = inverse_rms_of(h, 1e-6)
+        dot = torch.bmm(h[:, None], key[:, :, None]).squeeze(2).to(inverse_rms.dtype)
+        match = dot * inverse_rms * h.shape[1] ** -0.5
+        ctx.save_for_backward(h, key, inverse_rms, match)
+        return match
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, key, inverse_rms, match = ctx.saved_tensors
+        grad = grad * inverse_rms
+        to_key = (grad * h.shape[1] ** -0.5).to(h.dtype)
+        to_h = (grad * match * inverse_rms / h.shape[1]).to(h.dtype)
+        return torch.addcmul(to_key * key, to_h, h, value=-1), to_key * h
+
+
+class MatchMemory(nn.Module):
+    """What a document says of itself: for each order n, the byte that followed where its last n bytes stood the last
+    time before, and whether the same one had followed the time before that. A match model, as compressors have it,
+    without parameters: a small transformer takes long to learn that it could look.
+
+    What was found is a number: the byte, + 256 where the two agree, + 512 where they do not, or NOTHING."""
+
+    NOTHING = 3 * 256                     # these bytes never stood there, or no byte followed them
+
+    def __init__(self, orders: tuple[int, ...]):
+        super().__init__()
+        self.orders = orders
+        self.register_buffer("multiplier", torch.empty(max(orders), dtype=torch.int64))
+
+    def init_hash(self, seed: int):
+        init_multiplier(self.multiplier, seed)
+
+    def forward(self, ids: Tensor, shifted: Tensor, document: Tensor) -> Tensor:
+        """ids [M], shifted [at least max(orders), M], document [M], ascending -> what was found, int64 [M, orders]."""
+        key, place = torch.stack(gram_keys(shifted, self.multiplier, self.orders)).sort(dim=1, stable=True)
+        document = document[place]
+        again = (key[:, 1:] == key[:, :-1]) & (document[:, 1:] == document[:, :-1])
+        last = torch.full_like(place, -1).scatter_(1, place[:, 1:], torch.where(again, place[:, :-1], -1))
+        return self.found(ids.expand_as(last), last, last).T
+
+    def step(self, ids: Tensor, shifted: Tensor, position: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of the next bytes of documents that go on: ids [rows, n], shifted [longest, rows * n], position
+        [rows, n]; held int64 [1 + 2 * orders, rows, places]: of the documents so far the bytes, the keys of their
+        n-grams, and where these stood before. Returns what was found, [rows * n, orders], and `held` with these bytes,
+        which doubles as it fills up."""
+        if (need := int(position[:, -1].max()) + 1) > held.shape[2]:                         # host synchronisation
+            held = F.pad(held, (0, 2 * need - held.shape[2]))
+        keys = torch.stack(gram_keys(shifted, self.multiplier, self.orders)).view(-1, *ids.shape)
+        at, count = position.expand(1 + len(keys), -1, -1), 1 + len(keys)
+        held[:count].scatter_(2, at, torch.cat((ids[None], keys)))
+        known, behind = held[1:count, :, None, :need], torch.arange(1, need + 1, dtype=torch.int32, device=ids.device)
+        width = max(1, (1 << 22) // known.numel())                                           # bytes at a time
+        last = torch.cat([((known == key[..., None]) & (behind <= t[..., None])).mul(behind).amax(-1)
+                          for key, t in zip(keys.split(width, -1), position.split(width, -1))], dim=-1).long() - 1
+        held[count:].scatter_(2, at[1:], last)
+        return self.found(held[:1].expand(len(last), -1, -1), held[count:], last).flatten(1).T, held
+
+    def found(self, ids: Tensor, before: Tensor, last: Tensor) -> Tensor:
+        """For n-grams that stood at `last` [..., m] before (-1: nowhere) what followed there, [..., m]. ids and
+        `before`, [..., places]: the bytes of places, and where their n-grams stood before."""
+        def at(x, place):
+            return x.gather(-1, place.clamp(0, x.shape[-1] - 1))
+        second = torch.where(last < 0, -1, at(before, last))
+        byte, agree = at(ids, last + 1), at(ids, last + 1) == at(ids, second + 1)
+        kind = torch.where(second < 0, 0, torch.where(agree, 256, 512))
+        return torch.where((last < 0) | (byte > 255), self.NOTHING, byte + kind)
+
+
 class ByteEngram(nn.Module):
-    """The same memory at byte rate: rows of every order, each weighed by a gate of the state where there is one."""
+    """The memory at byte rate: rows of every order, and of what followed in the document, each weighed by a gate of the
+    state where there is one."""
 
     def __init__(self, config: SpiderConfig, gated: bool):
         super().__init__()
-        orders = config.engram_byte_orders
-        self.table = EngramTable(orders, 1, config.engram_byte_rows, config.engram_byte_dim)
-        self.proj = Linear(self.table.width, config.hidden_size)
-        self.gate = Linear(config.hidden_size, len(orders)) if gated else None
+        orders, matches, dim = config.engram_byte_orders, len(config.engram_match_orders), config.engram_byte_dim
+        self.table = EngramTable(orders, 1, config.engram_byte_rows, dim) if orders else None
+        rows = round_up(MatchMemory.NOTHING + 1, 32)  # 8-bit AdamW's blocks are then whole where ranks cut it
+        self.followed = nn.Parameter(torch.empty(matches, rows, dim)) if matches else None
+        self.proj = Linear((len(orders) + matches) * dim, config.hidden_size)
+        self.gate = Linear(config.hidden_size, len(orders) + matches) if gated else None
 
-    def forward(self, x: Tensor, shifted: Tensor) -> Tensor:
-        """x [M, D], shifted [K, M] -> what is added to x, [M, D]."""
-        rows = self.table(shifted).to(x.dtype)                                               # [M, orders, dim]
+    def forward(self, x: Tensor, shifted: Tensor, matched: Tensor | None) -> Tensor:
+        """x [M, D], shifted [K, M], matched [M, match orders], see MatchMemory -> what is added to x, [M, D]."""
+        rows = [self.table(shifted)] if self.table is not None else []                       # of [M, orders, dim]
+        if matched is not None:
+            first = torch.arange(len(self.followed), device=x.device) * self.followed.shape[1]
+            rows.append(F.embedding(matched + first, self.followed.flatten(0, 1)))
+        rows = torch.cat([part.to(x.dtype) for part in rows], dim=1)
         if self.gate is not None:
             rows = rows * self.gate(rms_norm(x)).sigmoid()[:, :, None]
         return self.proj(rows.flatten(1))
@@ -827,21 +1098,23 @@ Past = tuple[Cache | None, Cache | None]    # the same of earlier steps, when de
 class RecurrentBlock(nn.Module):
     """A layer of the core at segment rate: memory where it has one, attention, experts."""
 
+    compiled: Callable | None = None      # of visit_in_one_graph, see Spider.compile_layers
+
     def __init__(self, config: SpiderConfig, has_engram: bool):
         super().__init__()
         self.engram = SegmentEngram(config) if has_engram else None
         self.attention = MLA(config)
         self.moe = MoE(config)
 
-    def forward(self, x: Tensor, packing: Packing, share: Tensor, recalled: tuple[Tensor, Tensor] | None, left: Left,
-                seen: Seen, past: Past, topk_idx: Tensor | None = None) -> tuple[Tensor, Routing, Seen]:
-        """x and share of the rows that are left, [n, D] and [n]; `seen` of the loop before, [N, ...]."""
+    def forward(self, x: Tensor, packing: Packing, recalled: Recalled | None, left: Left, seen: Seen,
+                past: Past, decided: Routing | None = None) -> tuple[Tensor, Routing, Seen]:
+        """x of the rows that are left, [n, D]; `seen` of the loop before, [N, ...]; `decided`, see MoE."""
         latent, read = seen
         if self.engram is not None:
-            x, read = self.engram(x, recalled, packing, left, read, past[1])
+            x, read = self.engram(x, recalled, left, read, past[1])
         y, latent = self.attention(rms_norm(x), packing, left, latent, past[0])
         x = x + y
-        y, routing = self.moe(rms_norm(x), share, topk_idx)
+        y, routing = self.moe(rms_norm(x), decided)
         return x + y, routing, (latent, read)
 
 
@@ -859,7 +1132,7 @@ class RecurrentCore(nn.Module):
         if config.lora_rank:
             self.lora_down = nn.Parameter(torch.empty(loops, d, config.lora_rank))
             self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
-        self.halt_predictor = Linear(d, 1, bias=True) if config.act else None
+        self.halt_predictor = WideLinear(d, 1, bias=True) if config.act else None
         self.out_proj = Linear(d, d)
         self.halted_leave: bool | None = None  # whether halted rows leave the products; None: on a CPU
 
@@ -870,10 +1143,11 @@ class RecurrentCore(nn.Module):
 
     def inject(self, h: Tensor | None, e: Tensor, loop: int, decay: Tensor | None) -> Tensor:
         """A h + B e + loop_embedding, in fp32; h is None before the first loop."""
-        v = (self.B * e if self.config.lti else e) + self.loop_embedding[loop]
-        if h is not None:
-            v = v + (decay * h if self.config.lti else h)
-        return v.to(e.dtype)
+        if not self.config.lti:
+            v = e + self.loop_embedding[loop]
+            return (v if h is None else v + h).to(e.dtype)
+        v = torch.addcmul(self.loop_embedding[loop], self.B, e)
+        return (v if h is None else torch.addcmul(v, decay, h)).to(e.dtype)
 
     def adapt(self, y: Tensor, loop: int) -> Tensor:
         """The loop's adapter, on the normed state: what it adds is bounded, so that it cannot undo A < 1."""
@@ -885,59 +1159,91 @@ class RecurrentCore(nn.Module):
         """Halting probabilities [n] of states [n, D]; without ACT no segment halts before the last loop."""
         if self.halt_predictor is None:
             return self.loop_embedding.new_zeros(len(h))
-        return self.halt_predictor(rms_norm(h).to(self.halt_predictor.weight.dtype)).sigmoid().squeeze(1)
+        return self.halt_predictor(rms_norm(h)).sigmoid().squeeze(1)
 
     def forward(self, z: Tensor, packing: Packing, shifted: Tensor, n_loops: int, share: Tensor, recompute: bool,
-                past: Past = (None, None)) -> tuple[Tensor, CoreStats | None]:
+                past: Past = (None, None), warmup: float = 1.0) -> tuple[Tensor, CoreStats | None]:
         """z [N, D] pooled segments, shifted [K, N] their last bytes, share [N] 1 / segments, 0 for rows that fill up;
-        past: when decoding, what layers hold of earlier segments.
+        past: when decoding, what layers hold of earlier segments; warmup: factor on halting probabilities.
 
         Returns what the bytes receive of each segment, [N, D], and statistics, None when decoding."""
         e, h, visits = rms_norm(z), None, []
-        recalled = [layer.engram and layer.engram.recall(shifted, z.dtype) for layer in self.layers]
+        recalled = [layer.engram and layer.engram.recall(shifted, packing.position, z.dtype) for layer in self.layers]
         seen: list[Seen] = [(None, None)] * len(self.layers)
         counted = past[0] is None
         leave = not (z.is_cuda and counted) if self.halted_leave is None else self.halted_leave
         halting, decay = Halting(share, self.config.act_threshold, leave), self.decay() if self.config.lti else None
         for t in range(n_loops):
-            loop, left, even = min(t, self.config.n_loops - 1), halting.left, None
-            if counted:
-                part = halting.share.sum()
-                even = halting.share / part.clamp_min(1e-9)
+            loop, left = min(t, self.config.n_loops - 1), halting.left
             y = self.inject(h, left.pick(e), loop, decay)
             for i, layer in enumerate(self.layers):
                 earlier = past if past[0] is None else (
                     past[0].of(i, t), past[1].of(sum(j < i for j in self.config.engram_layers), t))
-                y, routing, seen[i] = visit(layer, y, packing, even, recalled[i], left, seen[i], earlier, recompute)
-                if counted:
-                    visits.append(torch.cat((torch.stack((routing.aux_loss, routing.z_loss)), routing.load)) * part)
+                y, routing, seen[i] = visit(layer, y, packing, recalled[i], left, seen[i], earlier, recompute)
+                visits.append((routing.score, routing.topk_idx, halting.share))
             h = self.adapt(y, loop)
-            h = halting.add(h, self.halt(h), last=t == n_loops - 1)
+            h = halting.add(h, warmup * self.halt(h), last=t == n_loops - 1)
             if len(h) == 0:
                 break
         output = self.out_proj(rms_norm(halting.output))
         if not counted:
             return output, None
-        totals = torch.stack(visits).view(-1, len(self.layers), visits[0].numel()).sum(0)      # [L, 2 + E]
-        aux_loss, z_loss = totals[:, :2].mean(0) / halting.loops
-        stats = CoreStats(aux_loss, z_loss, halting.ponder, halting.loops, totals[:, 2:].detach())
-        return output, stats
+        aux_loss, z_loss, load = self.balance(visits)
+        means = (loss / (len(self.layers) * halting.loops.clamp_min(1e-9)) for loss in (aux_loss, z_loss))
+        ponder = halting.ponder
+        if decay is not None and n_loops > 1:  # has a gradient on every rank, those too whose segments halt at once
+            ponder = ponder + 0 * decay.sum()
+        return output, CoreStats(*means, ponder, halting.loops, load.detach())                 # 0 without a segment
+
+    def balance(self, visits: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums over visits of their losses, see tile_moe.balance, and the load [L, E]; of (score, topk_idx, share) of
+        each visit, those of as many rows together."""
+        layers, none = len(self.layers), self.loop_embedding.new_zeros(())
+        if not self.config.n_routed_experts:
+            return none, none, none.new_zeros(layers, 0)
+        parts = []
+        for _, group in groupby(visits, key=lambda visited: len(visited[0])):
+            parts.append(balance(*map(torch.stack, zip(*group)), self.layers[0].moe.backend))
+        aux_loss, z_loss, load = map(list, zip(*parts))
+        return sum(aux_loss), sum(z_loss), torch.cat(load).unflatten(0, (-1, layers)).sum(0)
 
 
-def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, share: Tensor, recalled, left: Left, seen: Seen,
-          past: Past, recompute: bool) -> tuple[Tensor, Routing, Seen]:
+def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: Left, seen: Seen, past: Past,
+          recompute: bool) -> tuple[Tensor, Routing, Seen]:
     """One pass through a core layer, its activations recomputed in the backward pass if asked: with the routing of the
-    first time, since a near-tie that falls the other way would corrupt the gradient. Both passes are one graph to
-    torch.compile, which might otherwise keep different tensors for each."""
+    first time, since a near-tie that falls the other way would corrupt the gradient."""
+    if layer.compiled is not None and torch.is_grad_enabled():
+        for part in (x, left.mask, *(recalled or ()), *seen, *vars(packing).values()):
+            if isinstance(part, Tensor):  # whose rows are of another number each time
+                torch._dynamo.maybe_mark_dynamic(part, 0)
+        y, latent, read, score, topk_idx = layer.compiled(layer, x, packing, recalled, left, seen, recompute)
+        return y, Routing(score, topk_idx, None), (latent, read)
     if not recompute:
-        return layer(x, packing, share, recalled, left, seen, past)
-    decided = [x.new_full((len(x), layer.moe.config.n_experts_per_tok), -1, dtype=torch.int64)]
+        return layer(x, packing, recalled, left, seen, past)
+    decided = [None]
 
     def run(x):
-        y, routing, later = layer(x, packing, share, recalled, left, seen, past, decided[-1])
-        decided.append(routing.topk_idx)
+        y, routing, later = layer(x, packing, recalled, left, seen, past, decided[-1])
+        decided.append(Routing(None, routing.topk_idx, routing.places))
         return y, routing, later
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def visit_in_one_graph(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: Left, seen: Seen,
+                       recompute: bool) -> tuple[Tensor | None, ...]:
+    """What torch.compile takes as one graph, forward and backward: the same in a flat tuple. Recomputation is then part
+    of the backward graph, fused with it, and takes routing as it was."""
+    def run(x):
+        y, routing, (latent, read) = layer(x, packing, recalled, left, seen, (None, None))
+        return y, latent, read, routing.score, routing.topk_idx
+    if not recompute:
+        return run(x)
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_routing)
+
+
+def keeping_routing():
+    """For checkpoint: of what a visit computes, the choice of experts alone is kept."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.sort.stable])
 
 
 class Halting:
@@ -945,6 +1251,9 @@ class Halting:
 
     Weight of a loop: p while the running sum stays below the threshold; on the loop that reaches it, and on the last
     one, what remains to 1. Then the segment has halted and leaves the core.
+
+    A segment that halts in its first loop has weight 1 there whatever its p: nothing teaches it to go on, nor later
+    loops to be worth it. So p is scaled by a warm-up, and until it ends every loop learns.
     """
 
     def __init__(self, share: Tensor, threshold: float, leave: bool):
@@ -990,13 +1299,14 @@ class DecodingState:
     and DecodingState(**saved) goes on. It is of the device and compute_dtype of the model that made it. C is the width
     of a latent; places double as they fill up."""
     n_loops: int
-    last_bytes: Tensor                    # int64 [rows, longest_order]
+    last_bytes: Tensor                    # int64 [rows, longest_order], PAD before the document
     position: Tensor                      # int64 [rows], bytes of the document so far
     segments: Tensor                      # int64 [rows], finished segments of it
     summed: Tensor                        # float64 [rows], boundary probabilities over it
     begun: Tensor                         # [rows, D], sum of the bytes behind the last boundary
     begun_bytes: Tensor                   # [rows, 1], their number
     handed: Tensor                        # [rows, D], what bytes receive of the last finished segment
+    matches: Tensor                       # int64 [1 + 2 * match orders, rows, places]: see MatchMemory.step
     byte_latents: Tensor                  # [prelude and coda layers, 1, rows, places, C], normed and rotated
     segment_latents: Tensor               # [L, n_loops, rows, places, C]: as each segment's last loop left them
     convolved: Tensor                     # [Engram layers of the core, n_loops, rows, places, D]: what they convolve
@@ -1006,13 +1316,13 @@ class DecodingState:
         def pick(x):
             if not isinstance(x, Tensor) or rows is None:
                 return x.clone() if isinstance(x, Tensor) else x
-            return x.index_select(2 if x.ndim == 5 else 0, torch.tensor(rows, device=x.device))
+            return x.index_select({5: 2, 3: 1}.get(x.ndim, 0), torch.tensor(rows, device=x.device))
         return DecodingState(**{name: pick(x) for name, x in vars(self).items()})
 
     def start_documents(self, rows: Tensor, null: Tensor | None):
         """Forgets what the rows, bool [rows], have read: nothing looks behind a document's start."""
-        for x in (self.position, self.segments, self.summed, self.begun, self.begun_bytes):
-            x.masked_fill_(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
+        for x in (self.position, self.segments, self.summed, self.begun, self.begun_bytes, self.last_bytes):
+            x.masked_fill_(rows.view(-1, *(1,) * (x.ndim - 1)), PAD_ID if x is self.last_bytes else 0)
         if null is not None:
             self.handed = torch.where(rows[:, None], null.to(self.handed.dtype), self.handed)
 
@@ -1024,11 +1334,14 @@ class Spider(nn.Module):
         super().__init__()
         self.config, c = config, config
         self.compute_dtype = torch.float32       # type of products and activations; parameters keep theirs
-        self.gradient_checkpointing = False      # recompute core layers in the backward pass
-        self.ponder_warmup = 1.0                 # factor on ponder_weight, set by the trainer
-        self.longest_order = max((1,) + c.engram_orders + c.engram_byte_orders)
+        self.recompute = "nothing"               # one of RECOMPUTE: layers whose activations the backward pass redoes
+        self.compiled = False                    # see compile_layers
+        self.casts_early = True                  # False: weights are whole in their group's forward alone, cast there
+        self.halting_warmup = 1.0                # in training on halting probabilities and ponder_weight
+        self.longest_order = max((1,) + c.engram_orders + c.engram_byte_orders + c.engram_match_orders)
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        byte_memory = bool(c.engram_byte_orders)
+        byte_memory = bool(c.engram_byte_orders + c.engram_match_orders)
+        self.engram_match = MatchMemory(c.engram_match_orders) if c.engram_match_orders else None
         self.engram_input = ByteEngram(c, gated=False) if byte_memory else None
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude_layers))
         self.core = RecurrentCore(c) if c.n_recurrent_layers else None
@@ -1036,7 +1349,7 @@ class Spider(nn.Module):
             self.null_segment = nn.Parameter(torch.empty(c.hidden_size))
         if self.core is not None and c.boundaries == "learned":
             width = c.hidden_size // 4
-            self.boundary_predictor = nn.Sequential(Linear(c.hidden_size, width, bias=True), nn.GELU(),
+            self.boundary_predictor = nn.Sequential(WideLinear(c.hidden_size, width, bias=True), nn.GELU(),
                                                     Linear(width, 1, bias=True))
         self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda_layers))
         self.engram_output = ByteEngram(c, gated=True) if byte_memory else None
@@ -1053,11 +1366,12 @@ class Spider(nn.Module):
             lm_head, halt_predictor             N(0, 0.02^2); the halting bias is -3: at 0 it would stick at one loop
             boundary_predictor's last bias      logit(boundary_prior)
             loop_embedding                      N(0, 0.02^2)
-            log_A, dt, B                        such that A = 0.905 and the state's size stays that of e over n_loops
+            log_A, dt, B                        such that A = 0.905 and B = 1: at (1 - A) / (1 - A^n_loops), which keeps
+                                                the state at e's size, what layers add drowns e (docs/mechanisms.md)
             lora_down, lora_up                  N(0, 1 / fan_in), 0
             core.out_proj                       0: at the start the core adds nothing to the bytes
             null_segment, conv_weight           0
-            Engram tables                       0; their hash constants from the table's place in the model
+            Engram tables, followed             0; their hash constants from the table's place in the model
             expert_bias                         0
         """
         c = self.config
@@ -1081,6 +1395,10 @@ class Spider(nn.Module):
                 tables += 1
             elif isinstance(module, SegmentEngram):
                 module.conv_weight.zero_()
+            elif isinstance(module, MatchMemory):
+                module.init_hash(0)
+            elif isinstance(module, ByteEngram) and module.followed is not None:
+                module.followed.zero_()
         for module in self.modules():
             if isinstance(module, (MLA, SwiGLU)):
                 (module.o_proj if isinstance(module, MLA) else module.down_proj).weight.mul_((2 * depth) ** -0.5)
@@ -1097,10 +1415,9 @@ class Spider(nn.Module):
         core.loop_embedding.normal_(std=0.02)
         core.out_proj.weight.zero_()
         if c.lti:
-            a = math.exp(-rate)
             core.log_A.zero_()
             core.dt.fill_(math.log(math.expm1(rate)))
-            core.B.fill_((1 - a) / (1 - a ** c.n_loops))
+            core.B.fill_(1)
         if c.lora_rank:
             core.lora_down.normal_(std=c.hidden_size ** -0.5)
             core.lora_up.zero_()
@@ -1120,14 +1437,18 @@ class Spider(nn.Module):
         """
         c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
         if c.boundaries == "learned":
-            p = self.boundary_predictor(rms_norm(x).to(dtype)).squeeze(1).sigmoid()          # [M]
-            start = packing.cu_seqlens.index_select(0, packing.document)
-            total = p.detach().double().cumsum(0)
-            before = F.pad(total, (1, -1))
-            offset = 0.5 - before.index_select(0, start)
-            if summed is not None:
-                offset = offset + summed.index_select(0, packing.document)
-                summed.index_add_(0, packing.document, p.double())
+            p = self.boundary_predictor(rms_norm(x)).squeeze(1).sigmoid()          # [M]
+            total = p.detach().double()
+            if summed is not None and packing.longest == 1:                                  # a byte of each document
+                before, offset = 0, 0.5 + summed
+                summed += total
+            else:
+                start = packing.cu_seqlens.index_select(0, packing.document)
+                before = F.pad(total := total.cumsum(0), (1, -1))
+                offset = 0.5 - before.index_select(0, start)
+                if summed is not None:
+                    offset = offset + summed.index_select(0, packing.document)
+                    summed.index_add_(0, packing.document, p.double())
             if self.training:
                 offset = offset - 0.5 + boundary_noise(noise_seed, *input_ids.shape, ids.device).flatten()[start]
             b = ((total + offset).floor() > (before + offset).floor()).to(dtype)
@@ -1154,14 +1475,15 @@ class Spider(nn.Module):
               state: "DecodingState | None" = None) -> tuple[Tensor, CoreStats]:
         """Runs the core on pooled segments z [N, D] that end where b [M] is 1, no document longer than `longest`.
 
-        Its rows are filled up to few sizes, since kernels are made once per size; the surplus is a document apart.
+        Its rows are filled up to few sizes, since kernels are made once per size; the surplus is a document apart. It
+        is never empty: every rank runs the same parts of the model, and none leaves the others waiting.
         When decoding there is none, and `state` goes on."""
         segments, device = len(z), z.device
-        rows = segments if state is not None else round_up(segments, max(1, min(longest, len(b) // 64)))
+        rows = segments if state is not None else round_up(max(1, segments), max(1, min(longest, len(b) // 64)))
         byte = torch.arange(len(b), device=device)
         own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
         last_byte = byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]                # of each segment
-        share = F.pad(self.embed_tokens.new_full((segments,), 1 / segments), (0, rows - segments))
+        share = F.pad(self.embed_tokens.new_full((segments,), 1 / max(1, segments)), (0, rows - segments))
         cu_seqlens = F.pad(cu_seqlens, (0, int(rows > segments)), value=rows)
         before = None if state is None else state.segments
         packing = Packing.build(cu_seqlens, rows, longest, self.config, self.compute_dtype, 0, before)
@@ -1170,27 +1492,36 @@ class Spider(nn.Module):
             past = (Cache(state.segment_latents, packing, before),
                     Cache(state.convolved, packing, before, taps[-1] + 1).look_back(taps))
         z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)), packing, shifted.index_select(1, last_byte), n_loops,
-                             share, self.gradient_checkpointing and torch.is_grad_enabled(), past)
+                             share, self.recompute != "nothing" and torch.is_grad_enabled(), past,
+                             self.halting_warmup if self.training else 1.0)
         if state is not None:
             state.segment_latents, state.convolved = (cache.held for cache in past)
             state.segments = before + cu_seqlens.diff()
         return z[:segments], stats
 
-    def before_core(self, ids: Tensor, packing: Packing, shifted: Tensor, cache: Cache | None = None) -> Tensor:
+    def before_core(self, ids: Tensor, packing: Packing, shifted: Tensor, matched: Tensor | None,
+                    cache: Cache | None = None) -> Tensor:
         """Embedding, byte memory and prelude: ids [M] -> [M, D]."""
         x = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)
         if self.engram_input is not None:
-            x = x + self.engram_input(x, shifted)
+            x = x + self.engram_input(x, shifted, matched)
         for i, block in enumerate(self.prelude):
-            x = block(x, packing, cache and cache.of(i))
+            x = self.run(block, x, packing, cache and cache.of(i))
         return x
 
-    def after_core(self, x: Tensor, packing: Packing, shifted: Tensor, cache: Cache | None = None) -> Tensor:
+    def run(self, block: Block, x: Tensor, packing: Packing, cache: Cache | None) -> Tensor:
+        """A byte layer, its activations recomputed in the backward pass where all are."""
+        if self.recompute == "all" and torch.is_grad_enabled():
+            return checkpoint(block, x, packing, use_reentrant=False, preserve_rng_state=False)
+        return block(x, packing, cache)
+
+    def after_core(self, x: Tensor, packing: Packing, shifted: Tensor, matched: Tensor | None,
+                   cache: Cache | None = None) -> Tensor:
         """Coda, byte memory and head: [M, D] -> logits [M, vocab_size]."""
         for i, block in enumerate(self.coda, len(self.prelude)):
-            x = block(x, packing, cache and cache.of(i))
+            x = self.run(block, x, packing, cache and cache.of(i))
         if self.engram_output is not None:
-            x = x + self.engram_output(x, shifted)
+            x = x + self.engram_output(x, shifted, matched)
         return self.lm_head(rms_norm(x)).to(self.embed_tokens.dtype)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
@@ -1205,20 +1536,23 @@ class Spider(nn.Module):
         n_loops = c.n_loops if n_loops is None else n_loops
         ids = input_ids.reshape(-1)
         cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
+        if self.compiled:                 # else a graph is made anew for another number of documents
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
         shifted = shifted_bytes(ids, packing.position, self.longest_order)
-        x = self.before_core(ids, packing, shifted)                                          # [M, D]
+        matched = self.engram_match and self.engram_match(ids, shifted, packing.document)
+        x = self.before_core(ids, packing, shifted, matched)                                 # [M, D]
         none = self.embed_tokens.new_zeros(())
         segments, boundary_loss = 0, none
-        stats = CoreStats(none, none, none, none, none.new_zeros(c.n_recurrent_layers, c.n_routed_experts))
+        stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
             b = self.boundaries(x, input_ids, packing, noise_seed)
             boundary_loss = self.boundary_loss(b, input_ids)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
-            if segments := len(z):
-                z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops)
+            segments = len(z)
+            z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops)
             x = x + unpool_segments(z, self.null_segment, b, packing.cu_seqlens, segment_cu_seqlens)
-        logits = self.after_core(x, packing, shifted)                                        # [M, vocab_size]
+        logits = self.after_core(x, packing, shifted, matched)                               # [M, vocab_size]
 
         loss = nats = parts = None
         if labels is not None:
@@ -1226,7 +1560,7 @@ class Spider(nn.Module):
             nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
             nats = nats / (targets != -100).sum().clamp_min(1)
             parts = (c.boundary_loss_weight * boundary_loss, c.aux_loss_weight * stats.aux_loss,
-                     c.z_loss_weight * stats.z_loss, c.ponder_weight * self.ponder_warmup * stats.ponder)
+                     c.z_loss_weight * stats.z_loss, c.ponder_weight * self.halting_warmup * stats.ponder)
             loss, parts = sum(parts, nats), torch.stack(parts).detach()
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # they are whole
         return SpiderOutput(logits.view(sequences, length, -1), loss, nats, none + segments,
@@ -1238,7 +1572,7 @@ class Spider(nn.Module):
         recomputations and micro-steps. Weights must not change meanwhile: it spans an optimizer step's passes."""
         modules = [module for module in self.modules() if hasattr(module, "cast_weight")]
         try:
-            for module in modules:
+            for module in modules if self.casts_early else ():
                 module.cast_weight(self.compute_dtype)
             yield
         finally:
@@ -1251,6 +1585,29 @@ class Spider(nn.Module):
         for module in self.modules():
             if isinstance(module, EngramTable):
                 module.forget()
+
+    def compile_layers(self, **settings) -> str | None:
+        """Has torch.compile make one graph of each kind of layer, for passes with gradients: evaluation and decoding,
+        whose shapes are others, go without. Numbers of segments and documents are sizes that may change; settings go
+        to torch.compile. The functions are compiled, not the modules, whose hooks are those of FSDP.
+
+        Returns why the core's layers are left out, or None: what would break their graph leaves nothing of it."""
+        obstacle = None
+        if self.compute_dtype != torch.bfloat16:
+            obstacle = "torch.compile takes grouped products in bf16 alone"
+        elif any(isinstance(module, MoE) and module.backend == "tile" for module in self.modules()):
+            obstacle = "torch.compile does not know TileKernels' operations; --moe_backend grouped is compiled"
+        self.compiled = True
+        # It warns of operations in place that are recomputed: here they write to what was made just before.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+        visits = torch.compile(visit_in_one_graph, **settings)
+        blocks = torch.compile(Block.run, **settings)
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.compiled = blocks
+            elif isinstance(module, RecurrentBlock) and not obstacle:
+                module.compiled = visits
+        return obstacle
 
     def set_backend(self, backend: str):
         """Which of tile_moe.BACKENDS computes the experts."""
@@ -1277,6 +1634,7 @@ class Spider(nn.Module):
             n_loops=n_loops, last_bytes=count.new_full((rows, self.longest_order), PAD_ID), position=count,
             segments=count.clone(), summed=count.double(), begun=weight.new_zeros(rows, c.hidden_size),
             begun_bytes=weight.new_zeros(rows, 1), handed=null.repeat(rows, 1),
+            matches=count.new_zeros(1 + 2 * len(c.engram_match_orders), rows, 1),
             byte_latents=held.new_zeros(c.n_prelude_layers + c.n_coda_layers, 1, rows, 1, latent),
             segment_latents=held.new_zeros(c.n_recurrent_layers, n_loops, rows, 1, latent),
             convolved=held.new_zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size))
@@ -1291,24 +1649,32 @@ class Spider(nn.Module):
         if self.training:
             raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
         rows, n = input_ids.shape
-        starts = document_starts(torch.cat((state.last_bytes[:, -1:], input_ids), dim=1))[:, 1:]
+        known = torch.cat((state.last_bytes, input_ids), dim=1)
+        starts = document_starts(known[:, -n - 1:])[:, 1:]
         ends = {*range(PIECE, n, PIECE), *(starts[:, 1:].any(0).nonzero().flatten() + 1).tolist()} if n > 1 else ()
         if ends:                          # a pass reads one document a row
             return torch.cat([self.step(part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)], dim=1)
         with torch.inference_mode():      # a tenth faster
             if starts[:, 0].any():
                 state.start_documents(starts[:, 0], None if self.core is None else self.null_segment)
+                known = torch.cat((state.last_bytes, input_ids), dim=1)
 
-            ids, device, kept = input_ids.reshape(-1), input_ids.device, self.longest_order
-            cu_seqlens = torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=device)
+            ids, kept = input_ids.reshape(-1), self.longest_order
+            cu_seqlens = torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=ids.device)
             packing = Packing.build(cu_seqlens, rows * n, n, self.config, self.compute_dtype, 0, state.position)
-            known = torch.cat((state.last_bytes, input_ids), dim=1)
-            position = F.pad(packing.position.view(rows, n), (kept, 0)).flatten()
-            shifted = shifted_bytes(known.flatten(), position, kept).view(kept, rows, -1)[:, :, kept:].flatten(1)
+            shifted = known.unfold(1, n, 1)[:, 1:].flip(1).transpose(0, 1).flatten(1)        # as in shifted_bytes
             cache = Cache(state.byte_latents, packing, state.position, self.config.byte_window)
-            x = self.before_core(ids, packing, shifted, cache)
+            matched = None
+            if self.engram_match is not None:
+                matched, state.matches = self.engram_match.step(
+                    input_ids, shifted, packing.position.view(rows, n), state.matches)
+            x = self.before_core(ids, packing, shifted, matched, cache)
             if self.core is not None:
                 b = self.boundaries(x, input_ids, packing, None, state.summed)
+            if self.core is not None and n == 1 and not b.any():  # what was begun goes on
+                state.begun, state.begun_bytes = state.begun + x, state.begun_bytes + 1
+                x = x + state.handed
+            elif self.core is not None:
                 z, total, segment_cu_seqlens = sum_segments(x, b, cu_seqlens, (state.begun, state.begun_bytes))
                 z, state.begun = z.tensor_split((-rows,))
                 total, state.begun_bytes = total.tensor_split((-rows,))
@@ -1319,7 +1685,7 @@ class Spider(nn.Module):
                 handed = unpool_segments(z, state.handed, b, cu_seqlens, segment_cu_seqlens)
                 state.handed = handed.view(rows, n, -1)[:, -1]
                 x = x + handed
-            logits = self.after_core(x, packing, shifted, cache)
+            logits = self.after_core(x, packing, shifted, matched, cache)
             state.byte_latents, state.position, state.last_bytes = cache.held, state.position + n, known[:, -kept:]
         return logits.view(rows, n, -1).clone()  # an ordinary tensor again
 
@@ -1375,7 +1741,7 @@ class Spider(nn.Module):
         width, rate = c.n_heads * c.v_head_dim, 1 / bytes_per_segment
         products = 0.0
         for name, p in self.named_parameters():
-            if p.ndim < 2 or "table" in name.split(".") or name in ("embed_tokens", "core.loop_embedding"):
+            if p.ndim < 2 or component_of(name) == "Engram tables" or name in ("embed_tokens", "core.loop_embedding"):
                 continue
             size = p.numel()
             if component_of(name) == "routed experts":
@@ -1414,7 +1780,7 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
 def component_of(name: str) -> str:
     """The line of the parameter table that a parameter belongs to."""
     parts = name.split(".")
-    for part, component in (("table", "Engram tables"), ("engram", "Engram projections"),
+    for part, component in (("table", "Engram tables"), ("followed", "Engram tables"), ("engram", "Engram projections"),
                             ("engram_input", "Engram projections"), ("engram_output", "Engram projections"),
                             ("prelude", "prelude"), ("coda", "coda"), ("boundary_predictor", "boundary predictor"),
                             ("attention", "core attention"), ("router", "router"), ("shared", "shared experts"),

@@ -2,7 +2,7 @@
 
     python train.py --mock_data --max_steps 20 --seq_len 128 --micro_batch 2            # smoke run, on any machine
     python train.py --data_dir data --seq_len 256 --micro_batch 112 --grad_accum 4      # one GPU
-    torchrun --nproc_per_node 8 train.py --data_dir data                                # several (refused for now)
+    torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8        # several
 
 The same command again goes on from the newest checkpoint in --ckpt_dir. Everything random is a function of (--seed,
 step), so that an interrupted run ends like an undisturbed one. `python train.py --help` lists the flags.
@@ -12,22 +12,18 @@ import argparse
 import ctypes
 import dataclasses
 import hashlib
-import json
-import logging
+import importlib.util
 import math
 import os
 import re
-import resource
 import shlex
-import shutil
 import sys
 import time
-import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,13 +35,18 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
+import cost
 import data
+import files
+import look
 import tokenizer
 from checkpoint import (CheckpointError, Diverged, Leaving, Progress, RunDirectory, Stopped, StopSignals,
-                        check_same_model, existing_parent, run_state, wants_memory)
-from spider_model import (LOSS_PARTS, MAX_LOOPS, PRESETS, EngramTable, Linear, MoE, Spider, SpiderConfig, SpiderOutput,
-                          document_cu_seqlens)
-from tile_moe import BACKENDS, BackendError, resolve_backend
+                        check_same_model, run_state, wants_memory)
+from distributed import LeftByPeer, World, WorldError
+from optim import Optimizers, multiplies_bf16, quiet
+from spider_model import (LOSS_PARTS, MAX_LOOPS, PRESETS, RECOMPUTE, EngramTable, Linear, MoE, Spider, SpiderConfig,
+                          SpiderOutput, document_cu_seqlens)
+from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend
 
 
 class UsageError(Exception):
@@ -63,6 +64,7 @@ class Flag:
     parse: Callable | None                # None: a switch; alone it means on, and `off` undoes a recipe's
     help: str
     env: str | None = None
+    alone: str | None = None              # the text that it stands for without one, where it need not have one
 
 
 def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
@@ -113,6 +115,7 @@ FLAGS = (
     Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN"),
     Flag("micro_batch", 64, integer(1, 1 << 20), "sequences a device takes at once; fewer: less memory", "MICRO_BATCH"),
     Flag("grad_accum", 1, integer(1, 1 << 16), "micro-steps per optimizer step", "GRAD_ACCUM"),
+    Flag("global_batch", None, integer(1), "bytes per optimizer step on all ranks together, in place of --grad_accum"),
     # horizon
     Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the schedule's horizon", "TARGET_TOKENS"),
     Flag("target_flops", None, real(0, open_low=True), "the horizon as training FLOPs, in place of --target_tokens"),
@@ -136,15 +139,22 @@ FLAGS = (
     Flag("seed", 0, integer(0), "of weights, data order, segment noise and loop counts"),
     # machine
     Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
-    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: the lowest that the hardware has"),
+    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 where the hardware has it, fp8 only "
+         "where layers are compiled too"),
     Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
     Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: tile where it runs, else grouped; loop: reference"),
-    Flag("compile", False, None, "torch.compile the layers (mode default)"),
+    Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); alone: on; auto: on "
+         "a GPU, where it works", alone="on"),
+    Flag("shards", 1, integer(1, 1 << 16), "ranks that share out weights and optimizer state; the rest replicate them"),
+    Flag("rank_timeout", 300, real(0, open_low=True), "seconds that ranks wait for one another, after the first step"),
     Flag("deterministic", False, None, "on a GPU: kernels that give the same bits every time, some slower"),
-    Flag("no_gradient_checkpointing", False, None, "keep the activations of the recurrent layers: faster, more memory"),
+    Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "layers whose activations the backward pass computes again; "
+         "auto: the fewest with which a step fits into the device's memory"),
+    Flag("no_gradient_checkpointing", False, None, "the same as --recompute nothing"),
     # checkpoints
     Flag("ckpt_dir", "checkpoints", str, "where checkpoints and metrics.jsonl go"),
     Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY"),
+    Flag("sharded_checkpoints", False, None, "write a directory, every rank its part, where one file gets too large"),
     Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
     Flag("resume", None, str, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
     Flag("reset_steps", False, None, "take the weights alone: fresh optimizer, step 0, data from the start"),
@@ -159,21 +169,30 @@ FLAGS = (
 )
 
 
+def measured_rate(config: SpiderConfig, steps: float) -> float:
+    """The peak rate of a horizon of so many optimizer steps, by what was measured of tiny (docs/learning.md)."""
+    return float(f"{min(0.02, 0.08 * steps ** (-1 / 3) * (128 / config.hidden_size) ** 0.5):.3g}")
+
+
 # What a model trains with where neither flag nor environment says otherwise. docs/learning.md measures that of tiny;
-# that of small has its rates scaled down by width, and is not measured.
+# that of small is not measured.
 RECIPES = {
     "1b": {},
-    "small": dict(n_loops=2, seq_len=1024, micro_batch=8, target_tokens=80_000_000, lr=1.5e-3, warmup_steps=100,
+    "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=80_000_000, lr=measured_rate, warmup_steps=100,
                   engram_reset=True, ckpt_every=250, eval_every=1000, eval_tokens=524_288),
-    "tiny": dict(n_loops=1, seq_len=1024, micro_batch=2, target_tokens=12_000_000, lr=6e-3, warmup_steps=40,
-                 engram_reset=True, no_gradient_checkpointing=True, ckpt_every=500, eval_every=1000,
-                 eval_tokens=262_144),
+    "tiny": dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate, warmup_steps=40,
+                 engram_reset=True, ckpt_every=500, eval_every=1000, eval_tokens=262_144),
 }
+
+
+def said(value) -> str:
+    """A recipe's value in words."""
+    return "by steps and width" if callable(value) else "on" if value is True else str(value)
 
 
 class Parser(data.Parser):
     def error(self, message):
-        raise UsageError(data.one_line(message))
+        raise UsageError(files.one_line(message))
 
 
 def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
@@ -185,11 +204,12 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in FLAGS:
         text = flag.help + (f"; default {flag.default}" if flag.default not in (None, False) else "")
-        text += "".join(f"; {name}: {'on' if recipe[flag.name] is True else recipe[flag.name]}"
+        text += "".join(f"; {name}: {said(recipe[flag.name])}"
                         for name, recipe in RECIPES.items() if flag.name in recipe)
         text += f"; environment {flag.env}" if flag.env else ""
         choices = ("on", "off") if flag.parse is None else getattr(flag.parse, "choices", None)
-        switch = dict(nargs="?", const="on") if flag.parse is None else {}
+        alone = "on" if flag.parse is None else flag.alone
+        switch = dict(nargs="?", const=alone) if alone else {}
         parser.add_argument(f"--{flag.name}", metavar="{" + ",".join(choices) + "}" if choices else "X",
                             help=text.replace("%", "%%"), **switch)
     given = vars(parser.parse_args(argv))
@@ -207,6 +227,10 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
         except ValueError as wanted:
             raise UsageError(f"{source}: {text!r} is not {wanted}") from None
         args.given.add(flag.name)
+    if args.no_gradient_checkpointing and args.recompute not in ("auto", "nothing"):
+        raise UsageError(f"--no_gradient_checkpointing: it is --recompute nothing, and --recompute {args.recompute} is "
+                         "given: give one of the two")
+    args.recompute = "nothing" if args.no_gradient_checkpointing else args.recompute
     return args
 
 
@@ -220,8 +244,36 @@ def take_recipe(args, device: torch.device, saved: str | None = None):
             setattr(args, key, value)
 
 
+def take_batch(args, ranks: int):
+    """Settles --grad_accum by --global_batch or the other way round; given both, they must say the same."""
+    at_once = args.micro_batch * args.seq_len * ranks
+    if args.global_batch is None:
+        args.global_batch = at_once * args.grad_accum
+        return
+    if args.global_batch % at_once:
+        raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of the {at_once:,} that "
+                         f"{ranks} rank{'s' * (ranks > 1)} of {args.micro_batch} x {args.seq_len} take at once: lower "
+                         f"--micro_batch, or change --global_batch")
+    if "grad_accum" in args.given and args.grad_accum * at_once != args.global_batch:
+        raise UsageError(f"--grad_accum: {args.grad_accum} makes {args.grad_accum * at_once:,} bytes a step on {ranks} "
+                         f"rank{'s' * (ranks > 1)}, --global_batch is {args.global_batch:,}: give one of the two")
+    args.grad_accum = args.global_batch // at_once
+
+
+def take_recompute(args, model: Spider, n_loops: int, optimizer: str, precision: str, device: torch.device,
+                   world: World | None = None) -> str:
+    """Settles --recompute auto, alike on all ranks; returns the line that says what a step then takes."""
+    world = World() if world is None else world
+    there = cost.memory_of(device) / (world.local_ranks if device.type == "cpu" else 1)
+    estimate = partial(cost.estimate_memory, model, n_loops, args, optimizer, precision, device, world=world)
+    args.recompute, needed = world.lead(lambda: cost.choose_recompute(args.recompute, estimate, there))
+    return (f"recompute {args.recompute}, a step takes about {needed / 1e9:.3g} GB of {there / 1e9:.0f}"
+            + ": NOT ENOUGH" * (needed > there))
+
+
 def take_horizon(args, model: Spider, n_loops: int):
-    """Turns --target_flops or --target_param_data_ratio into --target_tokens; two of the three are one too many."""
+    """Turns --target_flops or --target_param_data_ratio into --target_tokens; two of the three are one too many. A
+    recipe's rate that hangs on the horizon is settled then."""
     given = [name for name in ("target_tokens", "target_flops", "target_param_data_ratio") if name in args.given]
     if len(given) > 1:
         raise UsageError(f"--{given[1]}: --{given[0]} gives the horizon already, by flag or environment; give one")
@@ -233,6 +285,8 @@ def take_horizon(args, model: Spider, n_loops: int):
         args.target_tokens = math.ceil(args.target_param_data_ratio * parameters)
     if args.target_tokens >= 1 << 62:
         raise UsageError(f"--{given[0]}: a horizon of {args.target_tokens:.0e} bytes: at most {1 << 62:.0e}")
+    if callable(args.lr):
+        args.lr = args.lr(model.config, args.target_tokens / args.global_batch)
 
 
 def model_config(args) -> SpiderConfig:
@@ -277,6 +331,12 @@ def lr_factor(step: int, horizon: int, args) -> float:
     return args.min_lr_fraction + (1 - args.min_lr_fraction) * shape
 
 
+def empties_tables(args, loader: data.Loader, first: int) -> bool:
+    """Whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will be
+    read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
+    return args.engram_reset and cost.epochs_over(loader, args.target_tokens - first * args.seq_len) >= 0.5
+
+
 def step_seed(seed: int, step: int, purpose: str) -> int:
     """A well-mixed number below 2^62 for one purpose in one step."""
     digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
@@ -299,34 +359,54 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the hardware has bf16 products; a CPU without them takes a hundred times as long as in fp32."""
-    return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+def obstacle_to_compile(device: torch.device) -> str | None:
+    """What keeps torch.compile from working here, with the remedy, or None: it compiles a small function, runs it and
+    its gradient and compares, seconds where nothing is cached."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; run: pip install triton"
+    x = torch.linspace(-2, 2, 64, device=device).view(8, 8).requires_grad_()
+    try:
+        results = []
+        for function in (small_function, torch.compile(small_function)):
+            y = function(x)
+            results.append((y, *torch.autograd.grad(y, x)))
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+    except Exception as fault:            # whatever Triton, its C compiler and its cache provoke
+        return f"torch.compile fails here ({str(fault).strip().splitlines()[0][:200]}); it needs a C++ compiler" + (
+            " and a Triton that knows this GPU" * (device.type == "cuda"))
+    return None
 
 
-def resolve_precision(name: str, device: torch.device) -> str:
-    """`auto` takes the lowest precision that the hardware multiplies fast; a named one is checked."""
+def small_function(x: Tensor) -> Tensor:
+    return (nn.functional.silu(x) @ x).square().mean()
+
+
+def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
+    """Whether layers are compiled, and of `auto` why; what was asked for is checked."""
+    if name == "off" or name == "auto" and device.type == "cpu":
+        return False, "on a CPU it takes minutes before the first step" * (name == "auto")
+    obstacle = obstacle_to_compile(device)
+    if obstacle and name == "on":
+        raise UsageError(f"--compile: {obstacle}; --compile off goes without")
+    return not obstacle, (obstacle or "a small function compiles and agrees") * (name == "auto")
+
+
+def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[str, str]:
+    """The precision, and of `auto` why: the fastest that the hardware has, FP8 only with compiled layers, since its
+    casts are many small kernels (docs/performance.md). A named one is checked."""
     on_gpu = device.type == "cuda"
     fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
     if name == "fp8" and on_gpu and not fp8:
         raise UsageError("--precision fp8: this GPU has no FP8 (it needs compute capability 8.9); use --precision bf16")
     if name == "fp8" and not on_gpu:
         logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
-    return name if name != "auto" else "fp8" if fp8 else "bf16" if multiplies_bf16(device) else "fp32"
-
-
-@lru_cache
-def product_rate(device: torch.device) -> float:
-    """FLOP/s of a bf16 product here, the best of three; of an fp32 one on a CPU that has no others."""
-    n, best = 8192 if device.type == "cuda" else 1024, math.inf
-    dtype = torch.bfloat16 if multiplies_bf16(device) else torch.float32
-    x = torch.empty(n, n, device=device).normal_(generator=torch.Generator(device).manual_seed(0)).to(dtype)
-    for _ in range(4):                    # the first one sets up
-        start = time.perf_counter()
-        y = x @ x
-        float(y[0, 0])                    # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2 * n ** 3 / best
+    if name != "auto":
+        return name, ""
+    if fp8 and compiles:
+        return "fp8", "the GPU has it, and layers are compiled"
+    if multiplies_bf16(device):
+        return "bf16", "fp8 pays only with --compile" * fp8
+    return "fp32", "there are no bf16 products here"
 
 
 def keep_freed_memory():
@@ -338,22 +418,10 @@ def keep_freed_memory():
             libc.mallopt(parameter, size)
 
 
-def start_log():
+def start_log(level: str = "INFO"):
     """Log lines go to stderr: the time and a printable line, whatever a file's name, a checkpoint or a model put in."""
-    logger.configure(handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}")],
-                     patcher=lambda record: record.update(message=data.one_line(record["message"])))
-
-
-@contextmanager
-def quiet():
-    """Inside, libraries that are imported do not tell which of their own parts they lack."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    logger.configure(handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}", level=level)],
+                     patcher=lambda record: record.update(message=files.one_line(record["message"])))
 
 
 # Modules with one of these in their name stay in high precision.
@@ -364,6 +432,15 @@ NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "nor
 def takes_fp8(module: nn.Module, name: str) -> bool:
     """Whether a module is one that FP8 converts."""
     return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
+
+
+def halved_weights(model: Spider) -> list[nn.Parameter]:
+    """Weights that all products take as bf16; those of FP8 are cast from fp32."""
+    if model.compute_dtype != torch.bfloat16:
+        return []
+    linears = [m.weight for name, m in model.named_modules() if type(m) is Linear and takes_fp8(m, name)]
+    return linears + [w for m in model.modules() if isinstance(m, MoE) and m.config.n_routed_experts
+                      for w in (m.w_gate, m.w_up, m.w_down)]
 
 
 def convert_to_fp8(model: Spider, device: torch.device, experts: bool):
@@ -386,14 +463,22 @@ def convert_to_fp8(model: Spider, device: torch.device, experts: bool):
             if not self.training:
                 return Linear.cast_weight(self, dtype)
             self.cast = hp_tensor_to_float8_dynamic(
-                self.weight.t(), self.config.cast_config_weight.target_dtype, self.linear_mm_config,
+                self.weight.t(), self.config.cast_config_weight.target_dtype, self.multiplying(16),
                 gemm_input_role=GemmInputRole.WEIGHT)
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.training:
                 return Linear.forward(self, x)
             weight = self.weight.t() if self.cast is None else self.cast
-            return matmul_with_hp_or_float8_args.apply(x, weight, self.linear_mm_config, self.config)
+            rows = x.numel() // x.shape[-1]  # what the weight's gradient sums over
+            return matmul_with_hp_or_float8_args.apply(x, weight, self.multiplying(rows), self.config)
+
+        def multiplying(self, rows: int):
+            """torchao's settings of the three products, to pad what is no multiple of 16 and nothing else: it copies
+            what it pads, where nothing is added too."""
+            summed = self.in_features, self.out_features, rows
+            return type(self.linear_mm_config)(*(product._replace(pad_inner_dim=size % 16 > 0) for product, size
+                                                 in zip(self.linear_mm_config, summed)))
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True,
                                  emulate=device.type == "cpu")
@@ -416,222 +501,40 @@ def describe_fp8(model: Spider, experts: bool) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Optimizers
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al. 2024), for matrices [r, c] and stacks of them [..., r, c].
-
-    torch.optim.Muon takes single matrices only; here a stack of experts, and all matrices of one shape, are one batch.
-    The step has the size of AdamW's, 0.2 * sqrt(max(r, c)) times an orthogonal matrix (Moonlight, arXiv 2502.16982).
-    That size does not fade with the momentum, so what had no gradient stays as it is, weights and momentum: a parameter
-    without one, and in a stack each matrix of gradient zero (an idle expert, the adapter of a loop that did not run).
-    """
-
-    batch_elements = 1 << 26              # most elements stacked at a time
-
-    def __init__(self, params, lr: float, momentum: float, weight_decay: float):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            batches = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    batches.setdefault(p.shape[-2:], []).append(p)
-            for params in batches.values():
-                per_batch = max(1, self.batch_elements // params[0].numel())
-                for i in range(0, len(params), per_batch):
-                    self._step_batch(params[i:i + per_batch], group)
-
-    def _step_batch(self, params: list[Tensor], group: dict):
-        momentum, lr = group["momentum"], group["lr"]
-        for p in params:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        rows, columns = params[0].shape[-2:]
-        weights = [p.view(-1, rows, columns) for p in params]                                # of n matrices together
-        buffers = [self.state[p]["momentum_buffer"].view(-1, rows, columns) for p in params]
-        grads = [p.grad.reshape(-1, rows, columns) for p in params]
-        fresh, kept, counts = 1 - momentum, 1 - lr * group["weight_decay"], [len(w) for w in weights]
-        stacked = any(p.ndim > 2 for p in params)
-        if stacked:                       # 1 or 0 for each matrix, [n, 1, 1]: the host need not know
-            moved = torch.cat([torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True) for g in grads]) != 0
-            fresh, kept = (torch.where(moved, part, rest).to(weights[0].dtype).split(counts)
-                           for part, rest in ((fresh, 0.0), (kept, 1.0)))
-        torch._foreach_lerp_(buffers, grads, fresh)
-        looking_ahead = torch._foreach_lerp(grads, buffers, momentum)                        # Nesterov
-        dtype = torch.bfloat16 if multiplies_bf16(params[0].device) else torch.float32
-        update = orthogonalize(torch.cat(looking_ahead).to(dtype)).to(grads[0].dtype)
-        if stacked:
-            update.mul_(moved)
-        torch._foreach_mul_(weights, kept)
-        torch._foreach_add_(weights, update.split(counts), alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
-
-
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """[n, r, c] -> the same, singular values moved towards 1 by five Newton-Schulz steps of Muon's quintic."""
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if tall else x
-
-
-class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one accumulator per row of Engram tables, on the rows looked up only: a large table costs what is
-    read of it.
-
-    A row's step is lr * sum(g) / sqrt(sum of mean(g^2) over all lookups so far), sums over the step's lookups g of the
-    row, however they are dealt out to micro-steps. It neither sorts nor synchronises.
-    """
-
-    def __init__(self, tables: list[EngramTable], lr: float):
-        self.tables = {table.weight: table for table in tables}
-        super().__init__([*self.tables], dict(lr=lr))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                gathered = self.tables[p].gathered()
-                if gathered and not self.state[p]:
-                    self.state[p]["sum"] = p.new_zeros(len(p))
-                for row, _, square in gathered:
-                    self.state[p]["sum"].index_add_(0, row, square)
-                for row, grad, _ in gathered:
-                    scale = -group["lr"] / (self.state[p]["sum"].index_select(0, row).sqrt_() + 1e-10)
-                    p.index_add_(0, row, grad * scale[:, None])  # its alpha would make it ten times slower on a CPU
-
-    def zero_grad(self, set_to_none: bool = True):
-        for table in self.tables.values():
-            table.forget()
-
-    @torch.no_grad()
-    def reset(self):
-        """Empties the tables and forgets their past."""
-        for p in self.tables:
-            p.zero_()
-            self.state[p].clear()
-
-
-class Optimizers:
-    """The optimizers of one model by name, stepped together; what belongs to which is decided here.
-
-    A slice without gradient (of an expert, of a loop) goes on moving under AdamW, as it does in torch: by its momentum
-    while that fades, and by weight decay. Muon leaves it alone.
-    """
-
-    def __init__(self, model: Spider, name: str, args):
-        tables = [m for m in model.modules() if isinstance(m, EngramTable)]
-        matrices = [p for key, p in model.named_parameters() if is_matrix(key, p)]
-        taken = {id(p) for p in [table.weight for table in tables] + matrices}
-        rest = [p for p in model.parameters() if id(p) not in taken]
-        adam = [dict(params=[p for p in rest if p.ndim >= 2], weight_decay=args.weight_decay),
-                dict(params=[p for p in rest if p.ndim < 2], weight_decay=0.0)]
-        self.dense = matrices + rest      # what clipping sees; a row's step does not depend on its gradient's size
-        self.parts: dict[str, torch.optim.Optimizer] = {}
-        if name == "muon":
-            self.parts["muon"] = Muon(matrices, args.lr, args.momentum, args.weight_decay)
-        else:
-            adam[0]["params"] += matrices
-        settings = dict(lr=args.lr, betas=(args.beta1, args.beta2))
-        if name == "adamw8bit":
-            with quiet():
-                import bitsandbytes
-            self.parts["adamw8bit"] = bitsandbytes.optim.AdamW8bit(adam, **settings)
-        else:
-            self.parts["adamw"] = torch.optim.AdamW(adam, fused=True, **settings)
-        if tables:
-            self.parts["engram"] = RowwiseAdagrad(tables, args.lr)
-        self.engram_lr = args.engram_lr
-
-    def set_lr(self, peak: float, factor: float):
-        """The schedule's factor of the peak for all but the tables, whose accumulators anneal them row by row."""
-        for name, part in self.parts.items():
-            for group in part.param_groups:
-                group["lr"] = self.engram_lr if name == "engram" else peak * factor
-
-    def step(self):
-        for part in self.parts.values():
-            part.step()
-
-    def zero_grad(self):
-        for part in self.parts.values():
-            part.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> dict:
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
-    def load_state_dict(self, states: dict):
-        if states.keys() != self.parts.keys():
-            raise UsageError(f"the checkpoint's optimizers are {', '.join(states)}, this run's "
-                             f"{', '.join(self.parts)}: use --optimizer as before, or --reset_steps")
-        for name, part in self.parts.items():
-            groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
-            try:
-                part.load_state_dict(states[name])
-                check_optimizer_state(name, part)
-            except Exception as fault:    # whatever a foreign state provokes
-                raise UsageError(f"the checkpoint's state of {name} does not fit this model ({fault}): --reset_steps "
-                                 f"takes the weights alone") from None
-            for group, settings in zip(part.param_groups, groups):
-                group.update(settings)    # the flags of this run, not of the one before
-
-
-def check_optimizer_state(name: str, part: torch.optim.Optimizer):
-    """ValueError where the state of a parameter is not of the names and shapes that its kernels take for granted."""
-    kinds = {"muon": [{"momentum_buffer"}], "adamw": [{"step", "exp_avg", "exp_avg_sq"}], "engram": [{"sum"}],
-             "adamw8bit": [{"step", "state1", "state2"},
-                           {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}]}[name]
-    for group in part.param_groups:
-        for p in group["params"]:
-            state, blocks = part.state.get(p, {}), math.ceil(p.numel() / 256)
-            shapes = {"step": (), "sum": (len(p),) if p.ndim else (), "qmap1": (256,), "qmap2": (256,),
-                      "absmax1": (blocks,), "absmax2": (blocks,)}
-            if state and state.keys() not in kinds:
-                raise ValueError(f"it has {', '.join(map(str, state))}")
-            for key, value in state.items():
-                shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-                if shape != shapes.get(key, tuple(p.shape)):
-                    raise ValueError(f"{key} {list(shape)} for a parameter {list(p.shape)}")
-
-
-def is_matrix(name: str, p: Tensor) -> bool:
-    """Whether a parameter is a matrix, or a stack of them, between hidden spaces: what Muon is for."""
-    apart = ("embed_tokens", "lm_head", "router", "boundary_predictor", "halt_predictor", "loop_embedding",
-             "conv_weight", "table", "gate")
-    return p.ndim >= 2 and not any(part in apart for part in name.split("."))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Evaluation and samples
 
 EVAL_BYTES = 8192                         # least bytes to evaluate at a time
 
 
 @torch.no_grad()
-def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loops: int, device) -> dict:
-    """Cross-entropy on the fixed validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
-    logger.info(f"evaluates on {rows[0].numel():,} bytes")
-    progress = data.Progress("evaluates", rows[0].numel()) if sys.stderr.isatty() else None
+def cross_entropy(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, device,
+                  world: World | None = None) -> tuple[float, int, float]:
+    """Mean nats of the labels that count, their number, and bytes per segment, over batches of (ids, labels), each
+    [n, T] int64, of `size` ids together, dealt out to ranks; the model comes back in the mode that it was in."""
+    world = World() if world is None else world
+    progress = files.Progress("evaluates", size) if sys.stderr.isatty() and world.leads else None
+    sums, training = torch.zeros(4, device=device, dtype=torch.float64), model.training
     model.eval()
-    nats, count, real, segments = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(4))
     with model.cast_weights_once():
-        for i in range(0, len(rows[0]), micro_batch):
-            ids, labels = (part[i:i + micro_batch].to(device) for part in rows)
+        for batch, counts in world.rounds(batches):
+            ids, labels = (part.to(device) for part in batch)
             out = model(ids, labels, n_loops=n_loops)
             counted = (labels != -100).sum()
-            nats += out.nats_per_byte * counted
-            count += counted
-            real += (ids != tokenizer.PAD_ID).sum()
-            segments += out.segments
+            sums += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
+                                          (ids != tokenizer.PAD_ID).sum(), out.segments))
             if progress:
-                progress.add(ids.numel())
-    model.train()
-    loss, rate = float(nats / count), float(real / segments.clamp_min(1))
+                progress.add(ids.numel() * world.ranks)
+    model.train(training)
+    nats, count, real, segments = world.sum(sums).tolist()
+    return nats / count if count else math.nan, int(count), real / max(1, segments)
+
+
+def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loops: int, device,
+             world: World | None = None) -> dict:
+    """Cross-entropy on the fixed validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
+    logger.info(f"evaluates on {rows[0].numel():,} bytes")
+    batches = list(zip(*(part.split(micro_batch) for part in rows)))
+    loss, _, rate = cross_entropy(model, batches, rows[0].numel(), n_loops, device, world)
     bpb = loss / math.log(2)
     logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {bpb:.4f}, {rate:.2f} bytes per segment")
     return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=rate)
@@ -666,180 +569,27 @@ def print_sample(model: Spider, step: int, n_loops: int, args, held_out: Tensor 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run would be: --dry_run and the start-up lines
-
-def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, dtype_bytes: int) -> dict[str, float]:
-    """Bytes by purpose; activations by counting what a layer keeps for its backward pass at 3.3 bytes per segment.
-
-    Where attention has no kernel for documents (on a CPU, and in fp32), they are filled up to at most twice their rows:
-    how far is up to the data, so the bound is counted, apart."""
-    c = model.config
-    total = sum(p.numel() for p in model.parameters())
-    tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
-    dense = total - sum(m.weight.numel() for m in tables.values())
-    matrices = sum(p.numel() for n, p in model.named_parameters() if is_matrix(n, p))
-    state = {"adamw": 8 * dense, "adamw8bit": 2 * dense, "muon": 4 * matrices + 8 * (dense - matrices)}[optimizer]
-    rows, segments = args.micro_batch * args.seq_len, args.micro_batch * args.seq_len / 3.3
-    heads = c.n_heads * c.v_head_dim
-    attention = 4 * c.hidden_size + 2 * (c.q_lora_rank + c.kv_lora_rank) + 8 * heads
-    block = attention + 3 * c.hidden_size + 4 * c.intermediate_size
-    expert = (c.n_experts_per_tok + c.n_shared_experts) * (2 * c.hidden_size + 4 * c.moe_intermediate_size)
-    visit = attention + 3 * c.hidden_size + expert
-    visits, layers = c.n_recurrent_layers * n_loops, c.n_prelude_layers + c.n_coda_layers
-    kept = visits * visit if args.no_gradient_checkpointing else visits * c.hidden_size + visit
-    width = sum(m.width for m in tables.values())
-    activations = rows * (layers * block + 2 * width) * dtype_bytes
-    activations += segments * kept * dtype_bytes + rows * c.vocab_size * 12
-
-    filled, gathered = 0.0, 0.0
-    if dtype_bytes == 4 or resolve_device(args.device).type == "cpu":
-        for count, part in ((layers, 1), (visits if args.no_gradient_checkpointing else 1, 3.3)):
-            window = 2 * c.byte_window if part == 1 else 0
-            scores = 0 if dtype_bytes == 4 else 2 * c.n_heads * min(window or 512, args.seq_len / part)
-            copies = 10 if window else 4   # of a head's numbers: under a window every block lies there twice
-            filled += count * rows / part * (copies * heads + scores) * dtype_bytes
-    for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
-        lookups = table.prime.numel() * (segments if name.startswith("core") else rows)
-        gathered += min(args.grad_accum * lookups, 1.5 * len(table.weight) + lookups) * (4 * table.weight.shape[1] + 12)
-    return {"parameters": 4 * total, "gradients": 4 * dense + gathered,
-            "optimizer": state + 4 * sum(len(table.weight) for table in tables.values()),
-            "weights cast to bf16": dtype_bytes % 4 * dense, "activations": activations,
-            "documents filled up, at most": filled}
-
-
-def check_memory(needed: float, device: torch.device):
-    """UsageError where a CPU's memory is sure not to suffice: the kernel would kill the run without a word."""
-    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if device.type == "cpu" and needed > 1.25 * here:
-        raise UsageError(f"--micro_batch: a step takes about {needed / 1e9:.0f} GB, this machine has {here / 1e9:.0f}: "
-                         f"lower it, and raise --grad_accum as much; or lower --seq_len or --model")
-
-
-def checkpoint_size(memory: dict[str, float]) -> float:
-    """Bytes of a checkpoint, from what estimate_memory says."""
-    return memory["parameters"] + memory["optimizer"]
-
-
-MOST_EPOCHS = 20                          # of a horizon, before it is a warning
-ASSUMED_SHARE = 0.2                       # of the machine's matrix rate that a step reaches, where nothing was measured
-
-
-def epochs_over(loader: data.Loader, target_tokens: int) -> float:
-    """Times that a horizon in bytes reads the data, of a mixture the source that is read most often."""
-    return max(target_tokens * loader.counts / loader.counts.sum() / loader.targets)
-
-
-def empties_tables(args, loader: data.Loader, first: int) -> bool:
-    """Whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will be
-    read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
-    return args.engram_reset and epochs_over(loader, args.target_tokens - first * args.seq_len) >= 0.5
-
-
-def horizon_warnings(args, loader: data.Loader, horizon: int) -> list[str]:
-    """A line each for a `horizon` of steps that does not suit the data, or the steps that --max_steps leaves of it."""
-    warnings, epochs, end = [], epochs_over(loader, args.target_tokens), args.max_steps - 1
-    if epochs > MOST_EPOCHS:
-        warnings.append(f"--target_tokens {args.target_tokens:,} reads the data {epochs:,.0f} times over, which learns "
-                        f"it by heart: at most {int(args.target_tokens * MOST_EPOCHS / epochs):,}, or more data")
-    high = end < args.warmup_steps or lr_factor(end, horizon, args) > 2 * args.min_lr_fraction
-    if 0 < args.max_steps < horizon and high:
-        warnings.append(f"--max_steps {args.max_steps:,} ends the run at {lr_factor(end, horizon, args):.0%} of the "
-                        f"peak rate, which falls over {horizon:,} steps: --target_tokens "
-                        f"{args.max_steps * args.target_tokens // horizon} in its place would end at a better loss")
-    return warnings
-
-
-def expected_rate(args, device: torch.device, flops_per_byte: float) -> tuple[float, str]:
-    """Bytes/s, and where that comes from: the last steps of a run in --ckpt_dir, else the machine's matrix rate."""
-    path = Path(args.ckpt_dir) / "metrics.jsonl"
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        lines = path.read_text().splitlines()[-100:] if path.is_file() else []
-        rates = [float(json.loads(line)["tok_per_sec"]) for line in lines]
-        if rates and all(1e-3 < rate < 1e15 for rate in rates):
-            return float(np.median(rates)), f"measured by the run in {args.ckpt_dir}"
-    return ASSUMED_SHARE * product_rate(device) / flops_per_byte, (
-        f"estimated, {ASSUMED_SHARE:.0%} of this machine's rate of products")
-
-
-def print_outlook(args, device: torch.device, loader: data.Loader | None, memory: float, flops_per_byte: float):
-    """Steps, passes over the data and hours of a run, and whether it fits into this machine."""
-    step = args.micro_batch * args.grad_accum * args.seq_len
-    horizon = math.ceil(args.target_tokens / step)
-    steps = args.max_steps or horizon     # from the start
-    rate, origin = expected_rate(args, device, flops_per_byte)
-    passes = "" if loader is None else f"{epochs_over(loader, steps * step):.3g} times over the data, "
-    print(data.one_line(f"run: {steps:,} steps of {step:,} bytes, {passes}{steps * step / rate / 3600:.3g} hours at "
-                        f"{rate:,.0f} bytes/s ({origin})"))
-    here = (torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    print(f"this machine has {here / 1e9:.0f} GB for it: {'NOT ENOUGH' if memory > here else 'enough'}")
-    for warning in () if loader is None else horizon_warnings(args, loader, horizon):
-        print(f"warning: {warning}")
-
-
-def print_dry_run(model: Spider, n_loops: int, args, memory: dict[str, float], sources, loader, device: torch.device):
-    """--dry_run: configuration, parameters by component, cost, memory, time, disk, data, FP8; allocates no weight."""
-    c = model.config
-    print("configuration")
-    for field in dataclasses.fields(c):
-        print(f"  {field.name} = {getattr(c, field.name)}")
-    print("flags")
-    for flag in FLAGS:
-        print(data.one_line(f"  --{flag.name} = {getattr(args, flag.name)}"))
-    table = model.parameter_table()
-    total, active = (sum(column) for column in zip(*table.values()))
-    print(f"\n{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
-    for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
-        print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
-    print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
-    flops = {rate: model.flops_per_byte(rate, n_loops, args.seq_len) for rate in (1, 3.3, 5)}
-    print("\ntraining FLOPs per byte, " + ", ".join(
-        f"{cost / 1e9:.3g} G at {rate} bytes per segment" for rate, cost in flops.items()))
-    print(f"\nmemory, estimated: {sum(memory.values()) / 1e9:.1f} GB ("
-          + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()) + ")")
-    print_outlook(args, device, loader, sum(memory.values()), flops[3.3])
-    checkpoint = checkpoint_size(memory)
-    free = shutil.disk_usage(existing_parent(args.ckpt_dir)).free
-    print(f"checkpoint: {checkpoint / 1e9:.2f} GB, written from a copy in host memory, {args.keep_last + 1} at a time; "
-          f"free on disk {free / 1e9:.1f} GB"
-          + ("" if free > (args.keep_last + 1) * checkpoint else ": NOT ENOUGH"))
-    if not sources:
-        print(data.one_line(f"data: {args.data_dir!r} does not exist yet: python data.py prepare INPUT --out "
-                            f"{args.data_dir}"))
-    for source in sources:
-        print(data.one_line(f"data: {source.name} (weight {source.weight:.3g}): {len(source.train):,} training ids, "
-                            f"{len(source.val):,} for validation; ids checked"))
-    print(describe_fp8(model, args.fp8_experts))
-
-
-def peak_memory(device: torch.device) -> float:
-    """Most memory used so far, GB: of the GPU where there is one, else of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    status = Path("/proc/self/status")    # getrusage's maximum begins with that of the process that started this one
-    own = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    return 1024 * int(own[1] if own else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1e9
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # One optimizer step
 
-def make_real(model: Spider, device: torch.device, precision: str, backend: str, args):
-    """Turns a model on the meta device into one that trains: values from --seed, precision, backend, compilation."""
+def make_real(model: Spider, device: torch.device, precision: str, backend: str, args,
+              world: World | None = None):
+    """Turns a model on the meta device into one that trains: values from --seed, precision, backend, compilation; of
+    several ranks each keeps its shard."""
     torch.manual_seed(args.seed)
     model.to_empty(device=device)
     model.init_weights()
     emulated = precision == "fp8" and not multiplies_bf16(device)
     model.compute_dtype = torch.float32 if precision == "fp32" or emulated else torch.bfloat16
-    model.gradient_checkpointing = not args.no_gradient_checkpointing
+    model.recompute = args.recompute
     model.set_backend(backend)
     if precision == "fp8":
         logger.info(describe_fp8(model, args.fp8_experts))
         convert_to_fp8(model, device, args.fp8_experts)
-    if args.compile:
-        for layer in (*model.prelude, *model.core.layers, *model.coda):
-            layer.compile()
+    if args.compile == "on" and (obstacle := model.compile_layers()):                        # auto is settled by set_up
+        logger.warning(f"only byte layers are compiled, not the core's: {obstacle}")
     model.train()
+    if world is not None:
+        world.spread(model, args.grad_accum, halved_weights(model))
 
 
 def warm_up(model: Spider, micro_batch: int, seq_len: int, n_loops: int, device: torch.device):
@@ -874,21 +624,25 @@ class Batch:
         return dataclasses.replace(self, **dict(zip(("ids", "labels", "cu_seqlens"), moved)))
 
 
-def accumulate(model: Spider, batches: list[Batch], n_loops: int) -> tuple[Tensor, Tensor]:
-    """Forward and backward over the micro-steps of a step, which leaves gradients and changes nothing else.
+def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int | None = None,
+               world: World | None = None) -> tuple[Tensor, Tensor]:
+    """Forward and backward over the micro-steps of a step, which leaves gradients and changes nothing else. `targets`:
+    of all ranks together, where there are others.
 
     Returns sums over the micro-steps: fp32 [8] of nats, loss, segments, loops and the loss's other parts, and tokens
     per expert [L, E]. Waits for the device once a micro-step, for the number of segments.
     """
-    sums, tokens, targets = 0, 0, max(1, sum(batch.targets for batch in batches))
+    world = World() if world is None else world
+    sums, tokens, parts = 0, 0, len(batches) * world.ranks
+    targets = max(1, sum(batch.targets for batch in batches) if targets is None else targets)
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
             nats = out.nats_per_byte * (batch.targets / targets)  # bytes count alike, however many others are PAD
-            loss = nats + (out.loss - out.nats_per_byte) / len(batches)
-            loss.backward()
+            loss = nats + (out.loss - out.nats_per_byte) / parts
+            world.backward(model, loss, last=batch is batches[-1])
             sums = sums + torch.cat((torch.stack((
-                nats.detach(), loss.detach(), out.segments, out.mean_loops / len(batches))), out.parts / len(batches)))
+                nats.detach(), loss.detach(), out.segments, out.mean_loops / parts)), out.parts / parts))
             tokens = tokens + out.tokens_per_expert
     return sums, tokens
 
@@ -900,7 +654,8 @@ def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, 
     Waits once for the device, for all numbers, before the weights are touched: where loss or gradient is not finite
     they stay as they are, and `skipped` is true. `empty_tables`: the Engram tables lose all that they learned.
     """
-    norm = nn.utils.clip_grad_norm_(optimizers.dense, args.grad_clip or math.inf)
+    norm, sums, tokens, real = optimizers.world.after_step(optimizers.dense, sums, tokens, real)
+    nn.utils.clip_grads_with_norm_(optimizers.dense, args.grad_clip or math.inf, norm)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
     nats, loss, segments, loops, *parts, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
     skipped = not (math.isfinite(loss) and math.isfinite(norm))
@@ -922,7 +677,7 @@ def out_of_memory(fault: Exception, args) -> str | None:
     return ("out of memory" + (f", {asked[1]} were asked for" if asked else "")
             + f": lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len (now "
               f"{args.seq_len})"
-            + ", or leave --no_gradient_checkpointing out" * args.no_gradient_checkpointing)
+            + ", or take --recompute all" * (args.recompute != "all"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -934,23 +689,25 @@ STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step 
 def command_line(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence; 128 and
     the signal's number where one ended the run in order."""
-    status, args = 2, None
-    with StopSignals() as stop:
+    status, args, world, shared = 2, None, World(), False
+    with StopSignals(world) as stop:
         try:
             args = parse_args(argv)
             with ExitStack() as closing:
-                main(args, stop, closing)
+                main(args, stop, closing, closing.enter_context(world))
             sys.stdout.flush()
             return 0
         except BrokenPipeError:           # of `--dry_run | head`: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        except (UsageError, CheckpointError, data.DataError, BackendError) as fault:
+        except (UsageError, cost.TooLarge, CheckpointError, data.DataError, BackendError, WorldError) as fault:
             line = f"error: {fault}"
+        except LeftByPeer:
+            return status
         except Diverged as fault:
-            status, line = 1, f"error: {fault}"
+            status, line, shared = 1, f"error: {fault}", True
         except Stopped as where:
-            status, line = 128 + stop.asked, f"{stop.asked.name}: {where}"
+            status, line, shared = 128 + stop.asked, f"{stop.asked.name}: {where}", world.steps > 0
         except OSError as fault:
             line = f"error: {fault.filename}: {fault.strerror}"
         except (MemoryError, RuntimeError) as fault:
@@ -960,7 +717,8 @@ def command_line(argv: list[str] | None = None) -> int:
             line = f"error: {line}"
         stop.seconds = None
         with suppress(OSError):           # stderr may be gone
-            print(f"train.py: {data.one_line(line)}", file=sys.stderr)
+            if world.says(line, shared):
+                print(f"train.py: {files.one_line(line)}", file=sys.stderr)
     return status
 
 
@@ -969,15 +727,19 @@ def how_to_go_on(args) -> str:
     return "the same command" + f" without {' and '.join(origin)}" * bool(origin) + " goes on"
 
 
-def set_up(args, closing: ExitStack) -> tuple[torch.device, str]:
-    """Device and precision, and the settings of this process that go with them."""
-    device = resolve_device(args.device)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training on several ranks is not built yet; start "
-                         f"one process")
-    precision = resolve_precision(args.precision, device)
+def set_up(args, closing: ExitStack, world: World) -> tuple[torch.device, str]:
+    """Device and precision, and the settings of this process that go with them; meets the other ranks."""
+    device = world.place(resolve_device(args.device))
+    compiles, why_compile = resolve_compile(args.compile, device)
+    precision, why_precision = resolve_precision(args.precision, device, compiles)
+    args.why = [why for why in (f"precision {precision}: {why_precision}" * bool(why_precision),
+                                f"layers {'not ' * (not compiles)}compiled: {why_compile}" * bool(why_compile)) if why]
+    args.compile = "on" if compiles else "off"
     if args.fp8_experts and precision != "fp8":
         raise UsageError(f"--fp8_experts: the precision is {precision}; it goes with --precision fp8")
+    if args.fp8_experts and device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
+        raise UsageError("--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; without the flag experts "
+                         "multiply in bf16")
     if device.type == "cpu":
         keep_freed_memory()
     torch.set_float32_matmul_precision("high")
@@ -986,6 +748,7 @@ def set_up(args, closing: ExitStack) -> tuple[torch.device, str]:
         torch.use_deterministic_algorithms(True)
         closing.callback(torch.use_deterministic_algorithms, False)
         torch.utils.deterministic.fill_uninitialized_memory = False
+    world.join(device, args.shards, args.rank_timeout)
     return device, precision
 
 
@@ -1004,23 +767,30 @@ def config_of_run(args, origin: Path | None, state: dict | None) -> tuple[Spider
 
 
 def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device, precision: str, backend: str,
-                        optimizer: str):
-    """A line for each choice, those of `auto` marked, and one for the recipe; they are what --dry_run prints first."""
+                        optimizer: str, recompute: tuple[str, str], world: World, remarks: list[str]):
+    """A line for each choice, those of `auto` marked, the remarks, one for the recipe: what --dry_run prints first."""
     sizes = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=model.config.n_loops)
     name = args.recipe if model.config == sizes else f"{args.recipe}, changed"
     parameters = sum(p.numel() for p in model.parameters())
-    say = print if args.dry_run else logger.info
+    say = logger.info if not args.dry_run else print if world.leads else lambda line: None
     threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
     for choice, asked in ((f"model {name}, {parameters / 1e6:.1f}M parameters, {n_loops} loops", args.model),
                           (f"device {device}, {threads}", args.device), (f"precision {precision}", args.precision),
-                          (f"experts {backend}", args.moe_backend), (f"optimizer {optimizer}", args.optimizer)):
+                          (f"experts {backend}", args.moe_backend), (f"optimizer {optimizer}", args.optimizer),
+                          recompute,
+                          *((f"{world.ranks} ranks, {world.replicas} replicas of {world.shards} shards", ""),)
+                          * (world.ranks > 1)):
         say(choice + " (auto)" * (asked == "auto"))
-    taken = [f"--{name} {'on' if value is True else value}"
+    for remark in remarks:
+        say(files.one_line(remark))
+    if args.why:
+        say(files.one_line(f"chosen so (auto): {'; '.join(args.why)}"))
+    taken = [f"--{name} {said(getattr(args, name) if callable(value) else value)}"
              for name, value in RECIPES[args.recipe].items() if name not in args.given
              and (name != "n_loops" or value == n_loops)]  # else they are the checkpoint's
     say(f"recipe of {args.recipe}: {' '.join(taken) or 'nothing is taken from it'}")
     if args.environment:
-        say(data.one_line(f"from the environment: {' '.join(args.environment)}"))
+        say(files.one_line(f"from the environment: {' '.join(args.environment)}"))
 
 
 def open_sources(args) -> list[data.Source]:
@@ -1054,23 +824,31 @@ class Feed:
     The thread is a daemon: where a disk holds it up, a signal and the end of the process do not wait for it.
     """
 
-    def __init__(self, loader: data.Loader, args, rank: int, ranks: int, device: torch.device, progress: Progress,
-                 closing: ExitStack):
-        self.loader, self.args, self.rank, self.ranks, self.device = loader, args, rank, ranks, device
+    def __init__(self, loader: data.Loader, args, world: World, progress: Progress, closing: ExitStack):
+        self.loader, self.args, self.world = loader, args, world
         self.first, self.steps = progress.bytes_seen // args.seq_len, count(progress.step)
-        self.wanted, self.fetched, self.closed = SimpleQueue(), SimpleQueue(), False
+        self.wanted, self.fetched, self.next, self.closed = SimpleQueue(), SimpleQueue(), None, False
+        world.look_ahead = self.look_ahead
         self.thread = Thread(target=self._fetch_all, daemon=True)
         self.thread.start()
         self.wanted.put(True)
         closing.callback(self.close)
 
-    def take(self) -> tuple[list[Batch], int]:
-        """The next step's batches, and the epoch that it begins in; those of the step after it are begun."""
-        fetched = self.fetched.get()
-        if isinstance(fetched, BaseException):
-            raise fetched
+    def take(self) -> tuple[list[Batch], int, int]:
+        """The next step's batches, the targets in those of all ranks, and the epoch that it begins in; the batches of
+        the step after it are begun. What keeps one rank from its batches is met by all."""
+        targets = self.world.before_step()
+        (batches, epoch), self.next = self.next, None
         self.wanted.put(True)
-        return fetched
+        return batches, targets, epoch
+
+    def look_ahead(self) -> tuple[int, BaseException | None]:
+        """This rank's targets in the next step, or what keeps it from its batches; waits for them."""
+        if self.next is None:
+            self.next = self.fetched.get()
+        if isinstance(self.next, BaseException):
+            return 0, self.next
+        return sum(batch.targets for batch in self.next[0]), None
 
     def close(self):
         self.closed = True
@@ -1083,92 +861,106 @@ class Feed:
                 self.fetched.put(self._fetch(next(self.steps), self.first))
             except BaseException as fault:
                 self.fetched.put(fault)
-            self.first += self.args.micro_batch * self.ranks * self.args.grad_accum
+            self.first += self.args.micro_batch * self.world.ranks * self.args.grad_accum
 
     def _fetch(self, step: int, first: int) -> tuple[list[Batch], int]:
-        noise, out = step_seed(self.args.seed, step, "noise"), []
+        noise, out, rank, ranks = step_seed(self.args.seed, step, "noise"), [], self.world.rank, self.world.ranks
         for micro_step in range(self.args.grad_accum):
             if self.closed:
                 break
-            ids, labels, _ = self.loader.micro_batch(first, micro_step, self.args.micro_batch, self.rank, self.ranks)
-            noise_seed = noise + (micro_step * self.ranks + self.rank) * self.args.micro_batch
-            out.append(Batch.of(ids, labels, noise_seed).to(self.device))
+            ids, labels, _ = self.loader.micro_batch(first, micro_step, self.args.micro_batch, rank, ranks)
+            noise_seed = noise + (micro_step * ranks + rank) * self.args.micro_batch
+            out.append(Batch.of(ids, labels, noise_seed).to(self.world.device))
         return out, self.loader.epoch(first)
 
 
-def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
+def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World):
     """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`."""
-    start_log()
+    start_log("INFO" if world.leads else "ERROR")
 
     # -----------------------------------------------------------------------------------------------------------------
     # Devices and ranks
-    device, precision = set_up(args, closing)
-    rank, ranks = 0, 1
+    device, precision = set_up(args, closing, world)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What to go on from, and which model that makes
-    home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, look_only=args.dry_run)
+    home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, args.dry_run, world)
     state = home.load()
     take_recipe(args, device, state and state.get("recipe"))
     config, n_loops = config_of_run(args, home.origin, state)
     with torch.device("meta"):
         model = Spider(config)
+    take_batch(args, world.ranks)
     take_horizon(args, model, n_loops)
     if args.engram_reset and not any(isinstance(module, EngramTable) for module in model.modules()):
         if "engram_reset" in args.given:
             raise UsageError("--engram_reset: this model has no Engram tables")
         args.engram_reset = False         # the recipe's
-    backend = resolve_backend(args.moe_backend, device, config.hidden_size)
+    remarks = []
+    grouped = args.moe_backend == "auto" and args.compile == "on"  # tile's operations would keep the core uncompiled
+    backend = "grouped" if grouped else resolve_backend(
+        args.moe_backend, device, config, torch.float32 if precision == "fp32" else torch.bfloat16, remarks.append,
+        agree=lambda able: int(world.sum(torch.tensor(int(able), device=device))) == world.ranks)
     optimizer = "muon" if args.optimizer == "auto" else args.optimizer
-    say_what_was_chosen(args, model, n_loops, device, precision, backend, optimizer)
+    asked = args.recompute
+    recompute = take_recompute(args, model, n_loops, optimizer, precision, device, world), asked
+    say_what_was_chosen(args, model, n_loops, device, precision, backend, optimizer, recompute, world, remarks)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data
     sources = open_sources(args)
     loader = data.Loader(sources, args.seq_len, args.seed) if sources else None
-    memory = estimate_memory(model, n_loops, args, optimizer, 4 if precision == "fp32" else 2)
+    alone, memory = (cost.estimate_memory(model, n_loops, args, optimizer, precision, device, args.recompute, ranks)
+                     for ranks in (None, world))
+    size = cost.checkpoint_size(alone)
+    if args.dry_run and world.leads:
+        cost.print_dry_run(model, n_loops, args, [flag.name for flag in FLAGS], memory, size, sources, loader, device,
+                           lr_factor)
+        print(describe_fp8(model, args.fp8_experts))
     if args.dry_run:
-        return print_dry_run(model, n_loops, args, memory, sources, loader, device)
+        return
     validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
     eval_rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # at a time: without gradients there is room for more
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
-    check_memory(sum(memory.values()) + checkpoint_size(memory), device)
+    cost.check_memory(sum(memory.values()) * (world.local_ranks if device.type == "cpu" else 1) + size, device)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model, real: values, FP8, compilation
-    make_real(model, device, precision, backend, args)
+    make_real(model, device, precision, backend, args, world)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Optimizer; both as the checkpoint had them
-    optimizers = Optimizers(model, optimizer, args)
+    optimizers = Optimizers(model, optimizer, args, world)
     progress = home.restore(state, model, optimizers, n_loops, loader, args)
     del state
 
     # -----------------------------------------------------------------------------------------------------------------
     # Loop state
-    batch = args.micro_batch * ranks * args.grad_accum                                       # sequences per step
+    batch = args.global_batch // args.seq_len                                                # sequences per step
     bytes_left = max(0, args.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / (batch * args.seq_len))
     last_step = args.max_steps or horizon
     flops_per_byte = lru_cache(lambda loops, rate: model.flops_per_byte(rate, loops, args.seq_len))
-    ceiling = product_rate(device)
+    ceiling = cost.product_rate(device) * world.ranks
     logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, 3.3) / 1e9:.2g} "
                 f"GFLOP per byte at 3.3 bytes per segment; checkpoints in {home.path}")
-    for warning in horizon_warnings(args, loader, horizon):
+    for warning in cost.horizon_warnings(args, loader, horizon, lr_factor):
         logger.warning(warning)
-    metrics_file, writer = home.open(progress, last_step, args.keep_last, checkpoint_size(memory))
-    tracker = start_wandb(args, progress, closing)
-    profiler = start_profiler(device, home.path, closing) if args.profile else None
+    metrics_file, writer = home.open(progress, last_step, args.keep_last, size, args.sharded_checkpoints)
+    tracker = start_wandb(args, progress, closing) if world.leads else None
+    profiler = start_profiler(device, home.path, closing) if args.profile and world.leads else None
     if progress.written >= last_step:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
-    elif precision == "fp8" or args.compile:
+    elif precision == "fp8" or args.compile == "on":
         warm_up(model, args.micro_batch, args.seq_len, n_loops, device)
-    feed = Feed(loader, args, rank, ranks, device, progress, closing)
+    feed = Feed(loader, args, world, progress, closing)
     optimizers.set_lr(args.lr, lr_factor(max(0, progress.step - 1), horizon, args))  # as the checkpoint had it
-    leaving = Leaving(stop, writer, progress.step, last_step, args.max_skipped)
+    leaving = Leaving(stop, writer, progress.step, last_step, args.max_skipped, world)
+    if world.leads:
+        closing.callback(leave_curves, home.path, stop)
 
     def save():
-        writer.save(run_state(model, optimizers, progress, loader, args), metrics_file.sync)
+        writer.save(run_state(model, optimizers, progress, loader, args, world), metrics_file.sync)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The loop
@@ -1177,10 +969,11 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             # ---------------------------------------------------------------------------------------------------------
             step_start = time.perf_counter()
             first = progress.bytes_seen // args.seq_len
-            model.ponder_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
+            model.halting_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
             with leaving.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
-                batches, epoch = feed.take()
-                sums, tokens = accumulate(model, batches, loops := loops_of_step(args, n_loops, progress.step))
+                batches, targets, epoch = feed.take()
+                loops = loops_of_step(args, n_loops, progress.step)
+                sums, tokens = accumulate(model, batches, loops, targets, world)
             if leaving.drops():
                 break
             lr = args.lr * (factor := lr_factor(progress.step, horizon, args))
@@ -1190,7 +983,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             rate = batch * args.seq_len / (time.perf_counter() - step_start)
             # ---------------------------------------------------------------------------------------------------------
             mfu = rate * flops_per_byte(loops, round(max(1.0, numbers["bytes_per_segment"]), 2)) / ceiling
-            numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=peak_memory(device), time=time.time())
+            numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=cost.peak_memory(device), time=time.time())
             spike = progress.record(numbers, (first + batch) * args.seq_len, epoch)
             remaining = leaving.seconds_left(progress.step, pauses_left(args, progress.step, last_step))
             logger.info(progress_line(progress.owed, last_step, remaining, device))
@@ -1206,9 +999,9 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
         if evaluates or samples:
             with leaving.pause(bool(evaluates) + bool(samples)):
                 if evaluates:
-                    metrics = metrics | evaluate(model, validation, eval_rows, n_loops, device)
-                if samples:
-                    print_sample(model, progress.step, n_loops, args, validation and validation[0][0])
+                    metrics = metrics | evaluate(model, validation, eval_rows, n_loops, device, world)
+                if samples and (whole := world.whole_model(model)) is not None:
+                    print_sample(whole, progress.step, n_loops, args, validation and validation[0][0])
             if leaving.drops():
                 break
         if evaluates:
@@ -1218,7 +1011,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
             tracker.log(metrics, step=progress.step)
         progress.owed = None
         # Once in a while: save
-        if not progress.skipped and (progress.step % args.ckpt_every == 0 or writer.retry_is_due()):
+        if not progress.skipped and (progress.step % args.ckpt_every == 0 or leaving.retry_is_due()):
             save()
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -1226,6 +1019,19 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack):
     if not writer.holds(progress.step):
         save()
     leaving.report(progress, how_to_go_on(args))
+
+
+def leave_curves(directory: Path, stop: StopSignals):
+    """At the end of a run that no signal ended, whose seconds are for saving: curves.png beside its metrics, where
+    matplotlib is installed."""
+    try:
+        if stop.asked is None and (lines := look.read_metrics(directory / "metrics.jsonl")):
+            with quiet():
+                look.draw_curves(directory / "curves.png", {"training": lines})
+    except ModuleNotFoundError:
+        pass
+    except Exception as fault:            # of its installation, of a full disk: no fault of the run
+        logger.warning(f"curves.png is not drawn: {fault}")
 
 
 def pauses_left(args, step: int, last_step: int) -> int:

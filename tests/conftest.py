@@ -12,8 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 
+import data  # noqa: E402
+import look  # noqa: E402
+import rehearsal  # noqa: E402
 from checkpoint import find_checkpoints  # noqa: E402
-from spider_model import EngramTable, Spider, SpiderConfig  # noqa: E402
+from spider_model import EngramTable, MatchMemory, Spider, SpiderConfig  # noqa: E402
 from tokenizer import BOS_ID, EOS_ID  # noqa: E402
 from train import accumulate, command_line, update  # noqa: E402
 
@@ -22,6 +25,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        if "rehearsal" in item.keywords and (reason := rehearsal.obstacle()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_curves():
+    """Runs draw no curves.png, which takes longer than their steps; tests/test_look.py has them draw it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look, "draw_curves", lambda *_: None)
+        yield
 
 
 def small_config(**changes) -> SpiderConfig:
@@ -43,6 +56,9 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
                 p.add_(torch.randn_like(p) * 0.5)
         if config.boundaries == "learned" and config.n_recurrent_layers:
             model.boundary_predictor[2].weight.normal_(std=1.0)
+        for memory in (model.engram_input, model.engram_output):
+            if memory is not None and memory.followed is not None:
+                memory.followed[:, :MatchMemory.NOTHING + 1].normal_(std=0.3)
     model.to(dtype)
     model.compute_dtype = dtype
     return model.train()
@@ -76,6 +92,15 @@ def documents(*lengths: int, seed: int = 0) -> torch.Tensor:
     for length in lengths:
         row[end], row[end + length - 1], end = BOS_ID, EOS_ID, end + length
     return row[None]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def prepare(*args) -> int:
+    """`data.py prepare` in this process, without others to work for it; its exit status."""
+    return data.main(["prepare", "--workers", "1", *map(str, args)])
 
 
 SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"

@@ -19,7 +19,9 @@ from conftest import ROOT, make_shards, run, run_flags
 
 import checkpoint
 import data
+import prepare
 import train
+from files import one_line
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 from train import FLAGS, UsageError, parse_args
 
@@ -407,7 +409,7 @@ def test_damaged_metadata_is_named_or_harmless(prepared, capsys):
             assert line.startswith(f"{folder}{os.sep}") and ("metadata.json" in line or ".bin: " in line), (bad, line)
             if case % 10 == 0:
                 before = snapshot(prepared)
-                assert data.one_line(line) in complaint(capsys, "show", prepared, "--seq_len", "9")
+                assert one_line(line) in complaint(capsys, "show", prepared, "--seq_len", "9")
                 assert snapshot(prepared) == before
     assert named > 500
 
@@ -448,7 +450,7 @@ def test_a_journal_of_any_content_is_named_or_its_units_are_done_again(tmp_path,
     argv = ["prepare", str(tmp_path / "a.txt"), "--workers", "1", "--unit_mb", "0.001", "--out"]
     assert data.main([*argv, str(tmp_path / "undisturbed")]) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(data, "durable", lambda path, real=data.durable:
+        patched.setattr(prepare, "durable", lambda path, real=prepare.durable:
                         real(path) if path.name == "prepare.jsonl" else sys.exit("killed before the end"))
         with pytest.raises(SystemExit):
             data.main([*argv, str(out)])
@@ -509,7 +511,7 @@ def bad_line(rng: random.Random) -> tuple[bytes, str]:
 
 
 def test_a_bad_json_line_is_named_by_its_number_and_offset(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(data, "LINE_LIMIT", LIMIT)
+    monkeypatch.setattr(prepare, "LINE_LIMIT", LIMIT)
     rng, path = random.Random(4), tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     for _ in range(500):
@@ -576,10 +578,10 @@ def test_an_input_that_changes_while_it_is_prepared_is_refused(tmp_path, monkeyp
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two"}\n')
 
-    def cut(*args, real=data.write_shards):
+    def cut(*args, real=prepare.write_shards):
         path.write_text('{"text": "one"}\n')
         return real(*args)
-    monkeypatch.setattr(data, "write_shards", cut)
+    monkeypatch.setattr(prepare, "write_shards", cut)
     line = complaint(capsys, "prepare", path, "--workers", "1", "--out", tmp_path / "o")
     assert "a.jsonl: changed while it was prepared" in line and not (tmp_path / "o" / "metadata.json").exists()
 
@@ -627,7 +629,7 @@ def read_or_refused(path: Path, capsys) -> bool:
         checkpoint.load_checkpoint(path, sealed=False)
         return True
     except checkpoint.CheckpointError as fault:
-        assert data.one_line(fault).startswith(f"{path}") and len(str(fault)) < 70_000
+        assert one_line(fault).startswith(f"{path}") and len(str(fault)) < 70_000
         assert checkpoint.find_checkpoints(path.parent) == []
         return False
 
@@ -760,7 +762,7 @@ def test_any_mixture_is_opened_or_named(tmp_path, monkeypatch, capsys):
             opened += 1
         except data.DataError as fault:
             line = complaint(capsys, "show", "--seq_len", "8", "--", spec)
-            assert data.one_line(fault) in line
-            assert line.startswith(tuple(f"data.py: error: {data.one_line(name)}: " for name in (
+            assert one_line(fault) in line
+            assert line.startswith(tuple(f"data.py: error: {one_line(name)}: " for name in (
                 spec, *(part.rpartition(":")[0] for part in parts)))), (spec, line)
     assert snapshot(tmp_path) == before and 100 < opened < 1000

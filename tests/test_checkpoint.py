@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from conftest import SMALL, assert_same, final_state, make_shards, metrics, run,
 
 import checkpoint
 import data
+import optim
 import sample
 import train
 from checkpoint import CheckpointError, CheckpointWriter, Metrics, Progress, find_checkpoints
@@ -41,7 +43,8 @@ def assert_same_runs(one, other):
 
 
 EVERY_KIND = (
-    (), ("--random_loops",), ("--grad_accum", "2"), ("--precision", "fp32", "--no_gradient_checkpointing"),
+    ("--recompute", "core"), ("--random_loops",), ("--grad_accum", "2"),
+    ("--precision", "fp32", "--no_gradient_checkpointing"),
     ("--precision", "bf16"), ("--precision", "fp8", "--fp8_experts"),
     ("--optimizer", "adamw"), ("--optimizer", "adamw8bit"), ("--moe_backend", "loop"), ("--engram_reset",),
     ("--schedule", "wsd", "--target_tokens", "700"), ("--deterministic",))
@@ -91,8 +94,8 @@ def test_evaluating_sampling_and_saving_may_change_between_the_parts_of_a_run(tm
 def test_tables_are_emptied_once_an_epoch_also_where_the_micro_batch_changes(tmp_path, shards, monkeypatch, before,
                                                                             after):
     """Sequence 20 begins the second epoch; the third lies beyond."""
-    emptied, reset = [], train.RowwiseAdagrad.reset
-    monkeypatch.setattr(train.RowwiseAdagrad, "reset", lambda tables: (emptied.append(1), reset(tables)))
+    emptied, reset = [], optim.RowwiseAdagrad.reset
+    monkeypatch.setattr(optim.RowwiseAdagrad, "reset", lambda tables: (emptied.append(1), reset(tables)))
     for micro_batch, steps in (before, after):
         run(tmp_path, shards, "--engram_reset", "--eval_every", "0", "--micro_batch", str(micro_batch), steps=steps)
     assert len(emptied) == 1
@@ -243,6 +246,15 @@ def test_a_run_that_starts_over_or_goes_back_goes_on_though_it_was_killed_before
     old = tmp_path / "killed" / "metrics.before-1.jsonl"
     assert moment == "checkpoint.set_aside" or [line["step"] for line in map(json.loads, open(old))] == [*range(1, 7)]
     assert not (tmp_path / "killed" / "started-over.json").exists()
+
+
+def test_a_directory_of_checkpoints_is_none_and_one_in_it_is_asked_for(tmp_path, shards, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    argv = run_flags(shards, tmp_path / "new", "--resume", str(tmp_path / "checkpoints"), "--reset_steps")
+    assert train.command_line(argv) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"--resume: {tmp_path / 'checkpoints'} is not a checkpoint: it is a directory" in said
+    assert "name one in it" in said
 
 
 def test_a_run_from_a_checkpoint_that_is_gone_or_from_a_damaged_note_of_it_is_refused_with_the_remedy(tmp_path, shards,
@@ -494,7 +506,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, shards, monk
 
 
 def test_too_little_space_for_two_checkpoints_is_refused_at_start(tmp_path, shards, monkeypatch, capsys):
-    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(free=200_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=200_000))
     assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
     assert "0.0002 GB free, 2 checkpoints of" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
@@ -517,7 +529,7 @@ def test_what_a_killed_save_left_behind_makes_room_before_room_is_looked_for(tmp
     directory = run(tmp_path, shards, steps=1)
     leftover = directory / ".spider-step2.pt.tmp"
     leftover.write_bytes(b"half of a checkpoint")
-    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if leftover.exists() else 1e12))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if leftover.exists() else 1e12))
     assert final_state(run(tmp_path, shards, steps=2))["step"] == 2
 
 
@@ -906,7 +918,7 @@ def test_the_most_loops_that_a_flag_takes_are_read_back(tmp_path, trained, capsy
         argv = ["--n_loops", str(n_loops)]
         for parse in (train.parse_args, sample.parse_args):
             if fits:
-                assert parse(argv).n_loops == n_loops
+                assert parse(argv).n_loops in (n_loops, [n_loops])
             else:
                 with pytest.raises(train.UsageError, match="at most 4096"):
                     parse(argv)

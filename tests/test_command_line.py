@@ -11,11 +11,12 @@ import pytest
 from conftest import ROOT, run, run_flags
 
 import bench
+import cost
 import train
 from train import FLAGS, UsageError, parse_args
 
 ORIGINALS = {"seq_len": 2048, "micro_batch": 64, "grad_accum": 1, "n_loops": 6, "lr": 3e-4, "precision": "auto",
-             "compile": False, "resume": None, "reset_steps": False, "ckpt_dir": "checkpoints", "data_dir": "data",
+             "compile": "auto", "resume": None, "reset_steps": False, "ckpt_dir": "checkpoints", "data_dir": "data",
              "mock_data": False, "max_steps": 0, "no_gradient_checkpointing": False, "target_tokens": 10_000_000_000,
              "ckpt_every": 50}
 
@@ -50,7 +51,7 @@ def test_help_shows_every_choice_of_every_flag(capsys):
         parse_args(["--help"])
     said = capsys.readouterr().out
     for choices in ("{auto,1b,small,tiny}", "{auto,adamw,adamw8bit,muon}", "{cosine,wsd}", "{auto,cpu,cuda}",
-                    "{auto,fp8,bf16,fp32}", "{auto,loop,grouped,tile}"):
+                    "{auto,fp8,bf16,fp32}", "{auto,loop,grouped,tile}", "{auto,on,off}"):
         assert choices in said
 
 
@@ -92,13 +93,14 @@ def test_a_bad_model_setting_is_named(setting, complaint, capsys):
 
 
 def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
-    source = "".join((ROOT / name).read_text() for name in ("train.py", "sample.py"))
+    source = "".join((ROOT / name).read_text() for name in ("train.py", "optim.py", "cost.py", "sample.py"))
     for flag in FLAGS:
         assert re.search(rf"\bargs\.{flag.name}\b", source), flag.name
     for name, choices in {"model": ("auto", "tiny", "small", "1b"), "precision": ("auto", "fp8", "bf16", "fp32"),
                           "moe_backend": ("auto", "loop", "grouped", "tile"), "schedule": ("cosine", "wsd"),
                           "optimizer": ("auto", "adamw", "adamw8bit", "muon"),
-                          "device": ("auto", "cpu", "cuda")}.items():
+                           "device": ("auto", "cpu", "cuda"), "compile": ("auto", "on", "off"),
+                           "recompute": ("auto", "nothing", "core", "all")}.items():
         for choice in choices:
             assert getattr(parse_args([f"--{name}", choice], environ={}), name) == choice
 
@@ -147,7 +149,7 @@ def test_what_this_machine_cannot_do_is_an_error_that_names_the_remedy(tmp_path,
     without = ["--set", "engram_layers=,engram_byte_orders="]
     assert "no Engram tables" in refused([*base, "--engram_reset", *without], capsys)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert "WORLD_SIZE" in refused(base, capsys)
+    assert "WORLD_SIZE" in (line := refused(base, capsys)) and "torchrun" in line
 
 
 def test_unknown_and_abbreviated_flags_are_refused(capsys):
@@ -181,12 +183,12 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
 
 def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     """Its own peak counts: the process that starts it has more in memory than it may take."""
-    probe = ("import sys, train; status = train.command_line(sys.argv[1:]);"
-             "print('PEAK', train.peak_memory(train.torch.device('cpu'))); sys.exit(status)")
+    probe = ("import sys, cost, train; status = train.command_line(sys.argv[1:]);"
+             "print('PEAK', cost.peak_memory(train.torch.device('cpu'))); sys.exit(status)")
     ballast = np.ones(125_000_000)
     done = subprocess.run([sys.executable, "-c", probe, "--model", "1b", "--dry_run", "--mock_data"], cwd=tmp_path,
                           text=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
-    assert train.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
+    assert cost.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
     assert done.returncode == 0, done.stderr
     for said in ("hidden_size = 2048", "routed experts", "Engram tables", "active per byte", "FLOPs per byte", "memory",
                  "checkpoint", "free on disk", "ids checked", "FP8 converts"):
@@ -209,7 +211,7 @@ def test_nobody_reading_the_dry_run_any_more_is_no_fault(tmp_path):
 @pytest.mark.parametrize("flags,complaint", (
     (["--set", "nonsense=1"], "not a field"), (["--seq_len", "4e18"], "--seq_len: '4e18' is not"),
     (["--micro_batch=0"], "--micro_batch"), (["--model", "2b"], "2b"), (["--only", "x"], "--only: x"), (["--x"], "--x"),
-    (["--out", __file__], "File exists")))
+    (["--out", __file__], "File exists"), (["--flags", "x"], "--flags: it goes with --rehearse")))
 def test_what_the_benchmark_cannot_do_is_one_line_before_anything_is_measured(flags, complaint, capsys):
     assert bench.main(["--device", "cpu", *flags]) == 2
     said = capsys.readouterr()
@@ -261,13 +263,23 @@ def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
                    cwd=tmp_path, script="bench.py")
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "docs" / "bench-cpu.json").read_text())
-    for table in ("ceilings", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths",
-                  "loops", "parts", "segments"):
+    for table in ("ceilings", "headline", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths",
+                  "loops", "parts", "segments", "decoding", "traffic, on paper"):
         assert f"### {table}" in done.stdout and figures[table], table
     slow, fast = figures["bytes per segment"][0], figures["bytes per segment"][-1]
     assert slow["bytes/segment"] == 1 and fast["bytes/segment"] > 3
     shares = [row["share"] for row in figures["parts"] if not row["part"].startswith("forward:")]
     assert sum(shares) == pytest.approx(1)
+    assert [row["step"].partition(", ")[2] for row in figures["headline"]] == [
+        "", "4 micro-steps", "nothing recomputed", "all recomputed"]
+    assert all(row["ms"] > 0 for row in figures["headline"]) and figures["headline"][0]["host, ms"] > 0
+    assert all(row["times as fast"] > 1 and row["share of floor"] > 0 for row in figures["decoding"])
+
+
+def test_a_section_that_the_time_no_longer_suffices_for_is_named(capsys):
+    assert bench.main(["--device", "cpu", "--only", "segments", "--minutes", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "segments: not measured, 0.0 minutes are nearly over (--minutes)" in said and "###" not in said
 
 
 @pytest.mark.gpu

@@ -10,14 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import spider_model
-from spider_model import Cache, DecodingState, Packing, Spider, draw
+from spider_model import Cache, DecodingState, MatchMemory, Packing, SegmentEngram, Spider, draw
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
     "nothing": {}, "whitespace": dict(boundaries="whitespace"), "every third": dict(boundaries="every_third"),
     "every byte": dict(boundaries="every_byte"), "core": dict(n_recurrent_layers=0), "act": dict(act=False),
     "segment engram": dict(engram_layers=()), "two segment engrams": dict(n_recurrent_layers=3, engram_layers=(2, 0)),
-    "byte engram": dict(engram_byte_orders=()), "any engram": dict(engram_byte_orders=(), engram_layers=()),
+    "byte engram": dict(engram_byte_orders=()), "matches": dict(engram_match_orders=()),
+    "any engram": dict(engram_byte_orders=(), engram_match_orders=(), engram_layers=()),
     "lora": dict(lora_rank=0), "lti": dict(lti=False), "experts": dict(n_routed_experts=0, n_shared_experts=3),
     "shared expert": dict(n_shared_experts=0), "loops": dict(n_loops=1), "prelude": dict(n_prelude_layers=0),
     "coda": dict(n_coda_layers=0), "all but a window": dict(byte_window=7),
@@ -96,7 +97,7 @@ def test_a_long_text_outgrows_its_places_and_a_new_document_gives_them_back():
             places.append(state.byte_latents.shape[3])
     assert all(t + 1 <= n <= max(16, 2 * t + 2) for t, n in enumerate(places[:150]))
     assert len(set(places[:150])) < 8 and places[-1] < places[149]  # moved seldom
-    assert state.convolved.shape[3] <= 2 * max(16, model.core.layers[1].engram.back[-1] + 1)
+    assert state.convolved.shape[3] <= 2 * max(16, SegmentEngram.taps(model.config)[-1] + 1)
 
 
 def test_the_core_runs_only_when_a_segment_ends_and_for_as_many_loops_as_it_takes():
@@ -264,12 +265,19 @@ def mean_without_earlier_bytes(h, b, cu_seqlens, begun=None, original=spider_mod
     return original(h, b, cu_seqlens)
 
 
+def matches_of_earlier_documents(self, ids, shifted, position, held, original=MatchMemory.step):
+    """What another document, or nobody yet, wrote at places to come is found as well."""
+    out = original(self, ids, shifted, torch.full_like(position, held.shape[2] - 1), held)
+    return out[0], original(self, ids, shifted, position, held)[1]
+
+
 FAULTS = {
     "the newest loop's latents": (Cache, "put", newest_loop_alone),
     "no latents for the loops after halting": (Cache, "put", no_later_loop),
     "documents that are not forgotten": (DecodingState, "start_documents", lambda *_: None),
     "a segment handed to the byte behind it": (spider_model, "unpool_segments", shifted_hand_back),
     "a boundary sum that begins anew": (Spider, "boundaries", sum_that_begins_anew),
+    "matches wherever they lie": (MatchMemory, "step", matches_of_earlier_documents),
     "a mean that forgets earlier bytes": (spider_model, "sum_segments", mean_without_earlier_bytes),
 }
 

@@ -1,17 +1,30 @@
 """What sample.py prints, and what it refuses, as those see it who read a terminal or a pipe."""
 
+import builtins
+import fcntl
+import gzip
+import io
+import json
 import math
 import os
+import pty
+import signal
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, final_state, make_shards, run
+from conftest import ROOT, awake, final_state, make_shards, metrics, run, small_config
 
+import data
+import prepare
 import sample
 from spider_model import Spider
+from tokenizer import BOS_ID, EOS_ID
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +36,11 @@ def trained(tmp_path_factory) -> Path:
 
 def writes(monkeypatch, content: bytes, between=lambda: None):
     """Has any model write these bytes; `between` is called before each."""
-    def generate(*args, **kwargs):
+    def go_on(*args, **kwargs):
         for byte in content:
             between()
-            yield byte
-    monkeypatch.setattr(Spider, "generate", generate)
+            yield [byte]
+    monkeypatch.setattr(Spider, "go_on", go_on)
 
 
 def refusal(capsys, *argv) -> str:
@@ -38,6 +51,23 @@ def refusal(capsys, *argv) -> str:
     assert len(lines) == 1 and err.endswith(lines[0] + "\n") and all(line.isprintable() for line in err.splitlines())
     return lines[0]
 
+
+@pytest.fixture
+def stdin(tmp_path):
+    """What standard input holds, in place of what pytest puts there."""
+    kept = os.dup(0)
+
+    def hold(content: bytes):
+        (tmp_path / "stdin").write_bytes(content)
+        with open(tmp_path / "stdin", "rb") as file:
+            os.dup2(file.fileno(), 0)
+    yield hold
+    os.dup2(kept, 0)
+    os.close(kept)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Talking
 
 def test_a_directory_stands_for_its_newest_checkpoint_that_is_intact(trained, tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints").mkdir()
@@ -55,11 +85,11 @@ def test_a_directory_stands_for_its_newest_checkpoint_that_is_intact(trained, tm
     (tmp_path / "spider-step2.pt").unlink()
     os.mkfifo(tmp_path / "spider-step2.pt")
     assert step_of(tmp_path) == [1]
-    assert sample.main([str(tmp_path), "--bytes", "1"]) == 0
+    assert sample.main([str(tmp_path), "--prompt", "", "--bytes", "1"]) == 0
     assert "step2.pt is not a checkpoint that can be read safely: it is no regular" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spider-step1.pt").rename(tmp_path / "checkpoints" / "spider-step1.pt")
-    assert sample.main(["--bytes", "1"]) == 0
+    assert sample.main(["--prompt", "", "--bytes", "1"]) == 0
 
 
 def test_what_a_terminal_would_obey_is_escaped_unless_raw_is_asked_for(trained, monkeypatch, capsysbinary):
@@ -72,15 +102,15 @@ def test_what_a_terminal_would_obey_is_escaped_unless_raw_is_asked_for(trained, 
             assert out == b"\x1b[31mp" + content + b"\n"
         else:
             assert out.decode() == ("\\x1b[31mpa\\x1b]0;t\\x07\\r\\x08\\x7f\\x9b2J\\u202e\\u2028\\x00 b\tc\nd é漢🕸"
-                                    "\\xff\\x9b\\xf0\\x9f\n")
+                                    "\ufffd\ufffd\ufffd\n")
 
 
 def test_text_is_streamed_as_whole_characters(trained, monkeypatch, capsysbinary):
     seen = []
     writes(monkeypatch, "é漢🕸\n".encode() + b"\xc3x", lambda: seen.append(sys.stdout.buffer.getvalue().decode()))
-    assert sample.main([str(trained)]) == 0
+    assert sample.main([str(trained), "--prompt", ""]) == 0
     assert seen == ["", "", *["é"] * 3, *["é漢"] * 4, "é漢🕸", "é漢🕸\n", "é漢🕸\n"]
-    assert capsysbinary.readouterr().out.decode() == "é漢🕸\n\\xc3x\n"
+    assert capsysbinary.readouterr().out.decode() == "é漢🕸\n\ufffdx\n"
 
 
 def test_a_reader_that_leaves_ends_it_without_a_word_and_a_full_disk_is_a_line(trained):
@@ -103,9 +133,12 @@ def test_what_is_no_checkpoint_is_named_and_never_waited_for(trained, tmp_path, 
         line = refusal(capsys, tmp_path / name)
         assert said in line and (name in line or not name.isprintable())
     assert "/dev/zero" in refusal(capsys, "/dev/zero")
-    assert "b\\x1b" in refusal(capsys, trained, "b\x1b")                  # argparse's own words
+    assert "b\\x1b" in refusal(capsys, trained, "--b\x1b")                # argparse's own words
+    assert "b\\x1b: only --eval takes several checkpoints" in refusal(capsys, trained, "b\x1b")
     assert "--n_loops" in refusal(capsys, trained, "--n_loops", "4097")
     assert "'x' is not a number" in refusal(capsys, trained, "--temperature", "x")
+    assert "above 0 and at most 1" in refusal(capsys, trained, "--top_p", "0")
+    assert "only --eval takes several numbers" in refusal(capsys, trained, "--n_loops", "1,2", "--prompt", "a")
     monkeypatch.chdir(tmp_path)
     assert "checkpoints: there is no checkpoint there" in refusal(capsys)
 
@@ -138,3 +171,232 @@ def test_any_temperature_above_0_draws(trained):
         assert len(drawn) <= 5 and all(0 <= byte < 256 for byte in drawn)
         if temperature < 1e-20:
             assert drawn == list(model.generate([257, 97], 5, 0))
+
+
+def test_without_a_prompt_standard_input_is_one_byte_for_byte(trained, stdin, capsysbinary):
+    for content in (b"abc\n", b"a\xffb", b""):
+        stdin(content)
+        assert sample.main([str(trained), "--bytes", "4", "--raw", "--seed", "3"]) == 0
+        written = capsysbinary.readouterr().out
+        assert sample.main([str(trained), "--bytes", "4", "--raw", "--seed", "3",
+                            "--prompt", os.fsdecode(content)]) == 0
+        assert written == capsysbinary.readouterr().out and written.startswith(content) and len(written) > len(content)
+
+
+def test_several_samples_of_a_prompt_are_drawn_together_and_printed_one_after_the_other(trained, capsys):
+    argv = [str(trained), "--prompt", "ab", "--bytes", "30", "--temperature", "3", "--samples", "3"]
+
+    def parts(*more):
+        assert sample.main([*argv, *more]) == 0
+        out = capsys.readouterr().out
+        first, *texts = out.replace("--- 2 of 3\n", "--- 1 of 3\n").replace("--- 3 of 3\n", "--- 1 of 3\n").split(
+            "--- 1 of 3\n")
+        assert first == "" and len(texts) == 3 and all(text.startswith("ab") for text in texts)
+        return texts
+    texts = parts()
+    assert len(set(texts)) == 3 and parts() == texts and parts("--seed", "1") != texts
+    assert len(set(parts("--temperature", "0"))) == 1
+
+
+def test_a_sample_that_has_ended_is_no_longer_than_that(trained, monkeypatch, capsys):
+    columns = [[97, 98], [None, 99], [None, 100]]
+    monkeypatch.setattr(Spider, "go_on", lambda *args: iter(columns))
+    assert sample.main([str(trained), "--prompt", "x", "--samples", "2"]) == 0
+    assert capsys.readouterr().out == "--- 1 of 2\nxa\n--- 2 of 2\nxbcd\n"
+
+
+def dialogue(monkeypatch, capsysbinary, model, turns: list[str], go_on=Spider.go_on) -> list[bytes]:
+    """What a model writes in each turn of a dialogue, greedily and up to 9 bytes."""
+    lines, written = iter(turns), []
+
+    def ask(prompt):
+        written.append(capsysbinary.readouterr().out[:-1])
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+    monkeypatch.setattr(builtins, "input", ask)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    sample.converse(model, model.decoding_state(), lambda logits, state: go_on(model, logits, state, 9, temperature=0),
+                    sample.parse_args(["--raw", "--bytes", "9"]))
+    return written[1:]
+
+
+def test_a_dialogue_goes_on_from_all_that_was_said_and_written(monkeypatch, capsysbinary):
+    model, text = awake(small_config(), seed=1).eval(), b""
+    turns = ["ab", "", "c\\", "d", "", os.fsdecode(b"\xff")]
+    written = dialogue(monkeypatch, capsysbinary, model, turns)
+    assert written.pop(2) == b""                          # the break of the line that went on
+    for said, answer in zip((b"ab", b"", b"c\nd", b"", b"\xff"), written):
+        text += b"\n" * bool(said and text and not text.endswith(b"\n")) + said
+        assert answer == bytes(model.generate([BOS_ID, *text], 9, temperature=0)) and len(answer) == 9
+        text += answer
+
+
+def test_ctrl_c_ends_a_turn_and_what_was_written_till_then_stays_said(monkeypatch, capsysbinary):
+    model = awake(small_config(), seed=1).eval()
+
+    def interrupted(*args, **kwargs):
+        for number, column in enumerate(Spider.go_on(*args, **kwargs)):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield column
+    first, second = dialogue(monkeypatch, capsysbinary, model, ["ab", "cd"], interrupted)
+    assert first == bytes(model.generate([BOS_ID, *b"ab"], 4, temperature=0))
+    assert second == bytes(model.generate([BOS_ID, *b"ab", *first, *b"\ncd"], 4, temperature=0))
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_behind_the_end_of_a_document_a_dialogue_begins_another(monkeypatch, capsysbinary):
+    model, fed = awake(small_config(), seed=1).eval(), []
+    read = sample.read
+    monkeypatch.setattr(sample, "read", lambda model, state, ids: fed.append(ids) or read(model, state, ids))
+    dialogue(monkeypatch, capsysbinary, model, ["ab", "c", ""], lambda *args, **kwargs: iter([[100]]))
+    assert fed == [[BOS_ID, *b"ab"], [EOS_ID, BOS_ID, *b"c"], [EOS_ID, BOS_ID]]
+
+
+def test_a_terminal_is_a_dialogue_that_ctrl_c_ends_at_its_prompt(trained):
+    ours, theirs = pty.openpty()
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has its background jobs ignore it
+    process = subprocess.Popen([sys.executable, ROOT / "sample.py", trained, "--bytes", "5"], stdin=theirs,
+                               stdout=theirs, stderr=subprocess.PIPE, preexec_fn=take_terminal)
+    os.close(theirs)
+
+    def until_asked() -> bytes:
+        out = b""
+        while not out.endswith(b"> "):
+            out += os.read(ours, 100)
+        return out
+    until_asked()
+    os.write(ours, b"ab\n")
+    assert until_asked().startswith(b"ab\r\n")
+    while process.poll() is None:         # one that comes between the prompt and readline's waiting is not heard by it
+        os.write(ours, b"\x03")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+    assert process.returncode == 130 and process.stderr.read() == b""
+    os.close(ours)
+
+
+def test_ctrl_c_ends_a_text_with_status_130(trained, monkeypatch, capsys):
+    def go_on(*args):
+        yield [97]
+        raise KeyboardInterrupt
+    monkeypatch.setattr(Spider, "go_on", go_on)
+    assert sample.main([str(trained), "--prompt", "x"]) == 130
+    assert capsys.readouterr() == ("xa\n", "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+def measured(tmp_path, *argv) -> list[dict]:
+    assert sample.main([*map(str, argv), "--json", str(tmp_path / "out.json")]) == 0
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def test_a_prepared_directory_gives_the_figure_that_training_gave(trained, tmp_path):
+    for batch in ((), ("--batch", 1), ("--batch", 4)):
+        (found,) = measured(tmp_path, trained, "--eval", trained.parent / "data", *batch)
+        assert found["bits_per_byte"] == pytest.approx(metrics(trained)[-1]["val_bpb"], rel=1e-5 if batch else 1e-12)
+        assert found["bytes"] == 299 and found["n_loops"] == 2 and found["seq_len"] == 32
+        assert found["checkpoint"] == str(trained / "spider-step3.pt") and found["file"] == str(trained.parent / "data")
+
+
+@pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
+@pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
+def test_windows_hold_every_byte_once_behind_half_a_window_or_all_that_there_is(seq_len, length):
+    stream = data.Stream([data.Shard("memory", np.array([BOS_ID, *range(length)], np.uint16))])
+    for batch in (1, 3, 1000):
+        batches, size = sample.windows(stream, seq_len, batch)
+        seen, ids_read = [], 0
+        for ids, labels in batches:
+            assert len(ids) <= batch
+            ids_read += ids.numel()
+            for row, place in (labels != -100).nonzero().tolist():
+                seen.append(byte := int(labels[row, place]))
+                assert ids[row, place] == (byte - 1 if byte else BOS_ID) and place >= min(byte, seq_len // 2)
+        assert sorted(seen) == list(range(length)) and ids_read == size
+
+
+def test_bits_are_those_of_the_bytes_alone_the_first_of_each_document_predicted_from_bos(trained, tmp_path):
+    """Documents of each kind of file, within a window and longer than it; beside a sum by hand."""
+    texts, model = ("abc de\xe9", "f", "gh abcdef " * 5), sample.load_model(str(trained), torch.device("cpu"))[0]
+    bits, count = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([[BOS_ID, *text.encode()]])
+        with torch.no_grad():
+            bits += float(model(ids[:, :-1], ids[:, 1:], n_loops=2).nats_per_byte) * ids[0, 1:].numel() / math.log(2)
+        count += len(text.encode())
+    lines = "".join(json.dumps(dict(words=text)) + "\n" for text in texts).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    np.concatenate([prepare.ids_of(text.encode(), True, True) for text in texts]).tofile(tmp_path / "a.bin")
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.md").write_text(text)
+    files = [tmp_path / name for name in ("a.jsonl", "a.jsonl.gz", "a.bin", "0.md", "1.md", "2.md")]
+    *whole, first, second, third = measured(tmp_path, trained, "--eval", *files, "--field", "words", "--seq_len", 99,
+                                            "--precision", "fp32")
+    for found in whole:
+        assert found["bytes"] == count and found["bits_per_byte"] == pytest.approx(bits / count, rel=1e-5)
+    alone = [found["bytes"] * found["bits_per_byte"] for found in (first, second, third)]
+    assert sum(alone) == pytest.approx(bits, rel=1e-5)
+
+
+def test_the_figure_is_the_same_for_every_batch(trained, tmp_path):
+    (tmp_path / "a.txt").write_text("abc def gh " * 40)
+    figures = [measured(tmp_path, trained, "--eval", tmp_path / "a.txt", "--precision", "fp32", *batch)[0]
+               for batch in ((), ("--batch", 1), ("--batch", 3), ("--batch", 1000))]
+    assert {found["bytes"] for found in figures} == {440}
+    assert all(found["bits_per_byte"] == pytest.approx(figures[0]["bits_per_byte"], rel=1e-6) for found in figures)
+
+
+def test_checkpoints_texts_and_loops_stand_side_by_side_in_a_table(trained, tmp_path, capsys):
+    (tmp_path / "a\x1b.txt").write_text("abc def")
+    first, last = (trained / f"spider-step{step}.pt" for step in (1, 3))
+    found = measured(tmp_path, first, last, "--n_loops", "2,1", "--eval", tmp_path / "a\x1b.txt",
+                     trained.parent / "data")
+    assert [(entry["checkpoint"], entry["n_loops"]) for entry in found] == [
+        (str(path), n) for path in (first, last) for _ in range(2) for n in (2, 1)]
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["checkpoint", "file", "bytes", "2", "loops", "1", "loop"]
+    assert len(lines) == 4 and {len(line) for line in lines} == {len(head)} and all(map(str.isprintable, lines))
+    for i, line in enumerate(lines):
+        assert [float(part) for part in line.split()[-2:]] == [
+            round(entry["bits_per_byte"], 4) for entry in found[2 * i:2 * i + 2]]
+
+
+def test_what_cannot_be_measured_is_one_line(trained, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "no.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "bare").mkdir()
+    np.array([97], "<u2").tofile(tmp_path / "one.bin")
+    np.array([97, 300], "<u2").tofile(tmp_path / "odd.bin")
+    os.mkfifo(tmp_path / "pipe.txt")
+    for name, said in (("gone.txt", "No such file"), ("empty.txt", "no document"), ("no.jsonl", "--field"),
+                       ("bare", "no .bin file"), ("one.bin", "no byte"), ("odd.bin", "id 300"), ("pipe.txt", "a pipe")):
+        line = refusal(capsys, trained, "--eval", tmp_path / name)
+        assert said in line and name in line
+    (tmp_path / "a.txt").write_text("abc")
+    assert "gone" in refusal(capsys, tmp_path / "gone", "--eval", tmp_path / "a.txt")
+    assert "--eval" in refusal(capsys, trained, "--json", tmp_path / "out")
+    assert sample.main([str(trained), "--eval", str(tmp_path / "a.txt"), "--json", str(tmp_path / "no" / "out")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    state = final_state(trained)
+    torch.save(state | dict(flags=state["flags"] | dict(seq_len=-5)), tmp_path / "flags.pt")
+    assert "seq_len of the checkpoint's run: '-5'" in refusal(capsys, tmp_path / "flags.pt", "--eval",
+                                                             tmp_path / "a.txt")
+    state["model_state_dict"]["lm_head.weight"][0, 0] = math.nan
+    torch.save(state, tmp_path / "ruined.pt")
+    assert sample.main([str(tmp_path / "ruined.pt"), "--eval", str(tmp_path / "a.txt")]) == 2
+    assert "its weights are ruined" in capsys.readouterr().err
+
+
+def test_figures_that_could_go_nowhere_are_not_measured_first(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("abc")
+    argv = ["no checkpoint", "--eval", str(tmp_path / "a.txt"), "--json", str(tmp_path / "gone" / "out")]
+    assert sample.main(argv) == 2
+    assert f"--json: {tmp_path / 'gone' / 'out'}: No such file or directory" in capsys.readouterr().err

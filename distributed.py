@@ -1,0 +1,809 @@
+"""Ranks: everything of the trainer that knows there may be several processes.
+
+    torchrun --standalone --nproc_per_node 8 train.py ... --shards 4     # 2 replicas of 4 shards
+
+One engine for every layout: FSDP2's fully_shard over a mesh of (replicas, shards), rank = replica * shards + shard. Its
+groups are each byte block, the core (gathered once for all its loops) and the rest. Optimizers work on a rank's own
+rows of each parameter as plain tensors. Engram tables stay outside, whole on every rank, their summed rows added up
+once a step. A `World` of one process has no process group, and its methods do what the caller would have done.
+
+Every rank runs the same collectives: what makes a run leave the loop, change its course or skip an update is agreed on
+first, in the one sum of a step, after its passes and before its update, which has the targets of the next step as well.
+A rank that cannot go on alone says why in the store, and the others say which rank they lost.
+"""
+
+import hashlib
+import math
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from spider_model import EngramTable, MoE, Spider
+
+FIRST_STEP = 1800.0                       # seconds that ranks wait for each other until the first step is done
+HEARTBEAT = 1.0                           # seconds between two signs of life of a rank
+
+
+class WorldError(Exception):
+    """Ranks cannot be made or held together; the message is one line that names the rank, and the remedy."""
+
+
+class LeftByPeer(Exception):
+    """Another rank has met a fault, which it says itself, and all leave with it."""
+
+
+@dataclass
+class Part:
+    """A parameter of which this rank has some rows, those of its shard."""
+    name: str
+    whole: nn.Parameter                   # FSDP's
+    own: nn.Parameter                     # the rows as a plain tensor, in the same memory: what optimizers see
+    bounds: list[int]                     # first row of each shard, and behind the last one
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.whole.shape)
+
+
+@dataclass
+class Rows:
+    """A value of a state, of which this rank has some rows."""
+    own: Tensor
+    bounds: list[int]
+    world: "World"
+
+    def gathered(self, into: Tensor | None = None) -> Tensor | None:
+        """All rows in host memory on rank 0, in the tensor of an earlier time where it fits; None on other ranks, which
+        send theirs meanwhile. Of several replicas the first one gives."""
+        world, counts = self.world, [b - a for a, b in zip(self.bounds, self.bounds[1:])]
+        if not world.leads:
+            if world.rank < world.shards and self.own.numel():
+                dist.send(self.own.detach().contiguous(), 0)
+            return None
+        shape = self.bounds[-1], *self.own.shape[1:]
+        if into is None or (into.shape, into.dtype) != (torch.Size(shape), self.own.dtype):
+            into = torch.empty(shape, dtype=self.own.dtype, pin_memory=self.own.is_cuda)
+        pieces = into.split(counts)
+        pieces[0].copy_(self.own.detach())
+        for rank, piece in enumerate(pieces[1:], 1):
+            if piece.numel():
+                arriving = piece if self.own.device.type == "cpu" else torch.empty_like(piece, device=self.own.device)
+                dist.recv(arriving, rank)
+                if arriving is not piece:
+                    piece.copy_(arriving)
+        return into
+
+
+@dataclass
+class Share:
+    """What one rank writes of a tensor of a state where every rank writes its part; no `rows`: nothing."""
+    rows: Tensor | None
+    first: int                            # of the tensor's rows
+    shape: tuple[int, ...]                # of the whole tensor
+    dtype: torch.dtype
+
+
+class Stored:
+    """A tensor that lies in a checkpoint's files, of which every rank reads what it needs."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def rows(self, first: int = 0, end: int | None = None) -> Tensor:
+        raise NotImplementedError
+
+
+SMALL_SHARE = 1 << 20                     # bytes of rows up to which one of the ranks that have them writes them all
+
+
+class World:
+    """The ranks of a run, this one among them; one process until `join`."""
+
+    def __init__(self, environ=os.environ):
+        numbers = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        self.rank, self.ranks, self.local_rank, self.local_ranks = (
+            int(text) if text.isdecimal() else default for text, default in zip(numbers.values(), (0, 1, 0, 1)))
+        needed = [*numbers, "MASTER_ADDR", "MASTER_PORT"] if self.ranks > 1 else []
+        self.odd = [f"{name}={text!r}" for name, text in numbers.items() if text and not text.isdecimal()] + [
+            f"{name} is not set" for name in needed if not environ.get(name)]
+        self.device, self.shards, self.mesh, self.store = torch.device("cpu"), 1, None, None
+        self.beside: dist.ProcessGroup | None = None
+        self.parts: list[Part] = []
+        self.whole: dict[str, Tensor] = {}           # what every rank has all of: tables and buffers
+        self.ballot: dict[str, Callable[[], bool]] = {}
+        self.votes: dict[str, bool] = {}
+        self.heed: Callable = lambda: None           # called after a vote between steps; it may raise
+        self.look_ahead: Callable = lambda: (0, None)    # targets of this rank's next step, and what keeps it from them
+        self.ahead: tuple[int, int] | None = None    # targets of all in the next step, ranks that are kept from theirs
+        self.stopped = threading.Event()
+        self.alone = False                           # whether the first rank goes on without the others, to save
+        self.warned = False                          # whether a rank has said that it leaves, and why
+        self.steps = 0                               # since the start of this process
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Coming and going
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that logs and writes files."""
+        return self.rank == 0
+
+    @property
+    def shard(self) -> int:
+        return self.rank % self.shards
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // self.shards
+
+    def place(self, device: torch.device) -> torch.device:
+        """This rank's device of a kind; WorldError where this machine has too few."""
+        if self.ranks > 1 and device.type == "cuda":
+            if self.local_rank >= torch.cuda.device_count():
+                raise WorldError(f"--nproc_per_node {self.local_ranks}: this machine has {torch.cuda.device_count()} "
+                                 f"GPUs: start as many processes")
+            device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(device)
+        return device
+
+    def join(self, device: torch.device, shards: int, timeout: float):
+        """Meets the other ranks, and arranges them as replicas of `shards` shards. `timeout`: seconds that they wait
+        for each other once the first step is done. It is a context's business to leave: see __exit__."""
+        if self.odd:
+            raise WorldError(f"WORLD_SIZE={self.ranks}, but {', '.join(self.odd)}: start by torchrun, or unset them")
+        if self.ranks % shards:
+            raise WorldError(f"--shards {shards}: {self.ranks} rank{'s' * (self.ranks > 1)} cannot be shared out so: a "
+                             f"divisor of their number")
+        self.device, self.shards, self.timeout = device, shards, timeout
+        if self.ranks == 1:
+            return
+        first = timedelta(seconds=max(FIRST_STEP, timeout))
+        try:
+            store, _, _ = next(dist.rendezvous("env://", self.rank, self.ranks, timeout=first))
+            meeting = meet(store, self.rank, self.ranks, first.total_seconds())
+            self.store = dist.PrefixStore(meeting, store)
+            self.heart = dist.PrefixStore(meeting, store.clone())
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=self.store, rank=self.rank,
+                                    world_size=self.ranks, timeout=first,
+                                    device_id=device if device.type == "cuda" else None)
+            self.arrange(shards)
+        except (RuntimeError, ValueError) as fault:
+            raise WorldError(f"rank {self.rank} of {self.ranks} does not reach the others: "
+                             f"{str(fault).splitlines()[0]}: start all by torchrun, with one --rdzv_endpoint") from None
+        self.set_timeout(first)
+        self.store.set(f"host/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def arrange(self, shards: int):
+        """Lays the ranks out as replicas of so many shards, without a model so far."""
+        self.shards, self.parts, self.whole = shards, [], {}
+        self.mesh = dist.init_device_mesh(self.device.type, (self.replicas, shards),
+                                          mesh_dim_names=("replicas", "shards"))
+
+    def set_timeout(self, timeout: timedelta):
+        groups = dist.group.WORLD, self.mesh.get_group("replicas"), self.mesh.get_group("shards"), self.beside
+        for group in groups if self.beside else groups[:-1]:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def group_beside(self) -> dist.ProcessGroup | None:
+        """A group for what a thread of each rank does beside training, over the hosts' network; None for one rank."""
+        if self.ranks > 1 and self.beside is None:
+            self.beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(FIRST_STEP, self.timeout)))
+        return self.beside
+
+    def _beat(self):
+        beats = 0
+        with suppress(RuntimeError):      # the store is gone: so is the job
+            while not self.stopped.wait(HEARTBEAT):
+                self.heart.set(f"beat/{self.rank}", str(beats := beats + 1))
+                if not self.warned and self.heart.check(["fault"]):
+                    self.warned = True
+                    self.heart.set(f"warned/{self.rank}", "")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, fault, trace):
+        """Leaves the others. A fault of this rank alone is noted for them; that of having lost others becomes a
+        WorldError which names them."""
+        if self.store is None:
+            return
+        try:
+            if fault is not None and is_loss(fault):
+                raise LeftByPeer if self.warned else within(
+                    10 * HEARTBEAT, self._name_the_lost, lost(["rank 0 or its host"])) from None
+            if fault is not None:
+                within(5 * HEARTBEAT, lambda: self._warn(fault), None)
+        finally:
+            if fault is not None:
+                within(10 * HEARTBEAT, self._leave, None)
+            self.stopped.set()
+            if fault is None:
+                dist.destroy_process_group()  # else a group at work might not come to its end
+
+    def _warn(self, fault: BaseException):
+        """Notes a fault of this rank for the others, who learn of it with their signs of life: what it shows as is a
+        collective that fails when this process ends."""
+        self.store.set(f"warned/{self.rank}", "")
+        if not isinstance(fault, LeftByPeer):
+            self.store.set(f"left/{self.rank}", str(fault))
+            self.store.set("fault", "")
+
+    def _leave(self):
+        """The first rank, with which the store may go, ends last: when all others know why, from a rank that says it or
+        by having named whom they lost, or are lost themselves."""
+        self.store.set(f"leaves/{self.rank}", "")
+        while self.leads and not all(self.store.check([f"warned/{rank}"]) or self.store.check([f"leaves/{rank}"])
+                                     for rank in range(self.ranks)):
+            time.sleep(0.1)
+
+    def _name_the_lost(self) -> Exception:
+        """What to say of a collective that failed: nothing where a rank says itself why it left."""
+        everyone = set(range(self.ranks)) - {self.rank}
+
+        def have(kind: str) -> set[int]:
+            return {rank for rank in everyone if self.store.check([f"{kind}/{rank}"])}
+
+        def beats() -> dict[int, bytes]:
+            return {rank: self.store.get(f"beat/{rank}") for rank in have("beat")}
+        self.store.set(f"lost/{self.rank}", "")
+        before = beats()
+        time.sleep(0 if have("left") else 4 * HEARTBEAT)
+        if have("left"):
+            return LeftByPeer()
+        after, known = beats(), have("host")
+        gone = sorted(rank for rank in everyone - have("lost") if after.get(rank) == before.get(rank))
+        for rank in gone:
+            self.store.set(f"leaves/{rank}", "")
+        return lost([f"rank {rank}" + (f" ({self.store.get(f'host/{rank}').decode()})" if rank in known else "")
+                     for rank in gone])
+
+    def says(self, line: str, shared: bool) -> bool:
+        """Whether this rank is the one to print a last line; `shared`: all ranks have the same one."""
+        if self.ranks == 1:
+            return True
+        if self.store is None or shared:
+            return self.leads
+        key = f"said/{hashlib.sha256(line.encode()).hexdigest()}"
+        return within(HEARTBEAT, lambda: self.store.add(key, 1) == 1, True)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Agreeing
+
+    def lead(self, work: Callable):
+        """What `work` returns on rank 0, or raises there, on every rank; of tensors the others get shapes (meta)."""
+        if self.ranks == 1 or self.alone:
+            return work()
+        told, own = [None, None], None
+        if self.leads:
+            try:
+                own = work()
+                told[0] = tree_map_only(Tensor, lambda t: t.to("meta"), own)
+            except Exception as fault:
+                told[1] = fault
+        dist.broadcast_object_list(told, 0, device=self.device)
+        if told[1] is not None:
+            raise told[1]
+        return own if self.leads else told[0]
+
+    def goes_alone(self) -> bool:
+        """Has the first rank do without the others from here on, where they are lost or wait in vain; false where it
+        does not have all that a checkpoint holds, and on other ranks."""
+        self.alone = self.leads and self.shards == 1
+        return self.alone
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Values of all ranks added up, in place."""
+        if self.ranks > 1:
+            dist.all_reduce(values)
+        return values
+
+    def before_step(self) -> int:
+        """Targets of all ranks together in the step that begins; where one has met a fault in its place, all leave.
+
+        They agreed on it in the sum of the step before; only the first step needs one of its own. It cannot wait for
+        the sum of its own step: the loss of each target hangs on how many there are."""
+        targets, fault = self.look_ahead()
+        if self.ranks > 1:
+            if self.ahead is None:
+                self.ahead = tuple(self.sum(torch.tensor([targets, fault is not None], device=self.device)).tolist())
+            (targets, faults), self.ahead = self.ahead, None
+            if faults and fault is None:
+                raise LeftByPeer
+        if fault is not None:
+            raise fault
+        return targets
+
+    def heard(self, name: str) -> bool:
+        """Whether any rank voted for something in the last vote; of one process, its vote now."""
+        return self.votes.get(name, False) if self.ranks > 1 else self.ballot[name]()
+
+    def vote(self):
+        """Has ranks hear each other between the sums of steps."""
+        if self.ranks > 1:
+            votes = torch.tensor(self._cast_votes(), dtype=torch.float64, device=self.device)
+            self._count(self.sum(votes).tolist())
+            self.heed()
+
+    def _cast_votes(self) -> list[float]:
+        return [float(vote()) for vote in self.ballot.values()]
+
+    def _count(self, votes: list[float]):
+        self.votes = {name: count > 0 for name, count in zip(self.ballot, votes)}
+
+    def rounds(self, chunks: Iterable) -> Iterator[tuple]:
+        """Deals work out over ranks: (chunk, 1), or (the first chunk, 0) where this rank has none left and only keeps
+        the others company. They hear each other between rounds."""
+        if self.ranks == 1:
+            yield from ((chunk, 1) for chunk in chunks)
+            return
+        chunks = list(chunks)
+        for i in range(0, len(chunks), self.ranks):
+            self.vote()
+            own = i + self.rank < len(chunks)
+            yield chunks[i + self.rank if own else 0], int(own)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The model: sharded, its gradients, its statistics
+
+    def spread(self, model: Spider, grad_accum: int, halved: Iterable[nn.Parameter] = ()):
+        """Leaves each rank its rows of the model's parameters, whole on every rank so far; `halved` are multiplied as
+        bf16 alone, and gathered so."""
+        if self.ranks == 1:
+            return
+        from torch.distributed.fsdp import fully_shard
+        tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        halved = {id(p) for p in halved if self.shards > 1 and len(p) % self.shards == 0}
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                if id(p) in halved:
+                    setattr(module, name, nn.Parameter(HalvedRows(p.detach())))
+        groups = [*model.prelude, *([model.core] if model.core is not None else []), *model.coda, model]
+        # Under accumulation weights stay gathered and gradients whole from a step's first pass to its last: it costs
+        # memory, and communicates once a step.
+        reshards = grad_accum == 1 and self.shards > 1
+        # It warns of views among outputs, to which nothing here writes.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        model.casts_early = False
+        taken = set()
+        for group in groups:
+            members = [m for m in group.modules() if m not in taken]
+            taken.update(members)
+            fully_shard(group, mesh=self.mesh, ignored_params=tables,
+                        reshard_after_forward=reshards and group is not model)  # its backward pass begins with it
+            group.register_forward_pre_hook(casting(model, [m for m in members if hasattr(m, "cast_weight")]))
+        for name, p in model.named_parameters():
+            if p in tables:
+                self.whole[name] = p
+                continue
+            own = p.to_local().detach()
+            own = nn.Parameter(own.rows if isinstance(own, HalvedRows) else own)
+            size = -(-shapes[name][0] // self.shards)
+            bounds = [min(i * size, shapes[name][0]) for i in range(self.shards + 1)]
+            self.parts.append(Part(name, p, own, bounds))
+        self.whole |= dict(model.named_buffers())
+
+    def parameters(self, model: Spider) -> dict[str, nn.Parameter]:
+        """This rank's rows of the model's parameters by name: what optimizers work on."""
+        if self.ranks == 1:
+            return dict(model.named_parameters())
+        own = {part.name: part.own for part in self.parts}
+        return {name: own.get(name, p) for name, p in model.named_parameters()}
+
+    def whole_size(self, p: Tensor) -> int:
+        """Elements of the parameter of which this rank has the rows p."""
+        return next((math.prod(part.shape) for part in self.parts if part.own is p), p.numel())
+
+    def backward(self, model: Spider, loss: Tensor, last: bool):
+        """The backward pass of a micro-step, the `last` one of its step or not; `loss` is this rank's part of a sum."""
+        if self.ranks == 1:
+            loss.backward()
+            return
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        (loss * self.ranks).backward()    # FSDP takes the mean over ranks
+
+    def after_step(self, params: list[Tensor], sums: Tensor, tokens: Tensor, real: int):
+        """Once a step, when its passes are done: gradients' norm, sums, tokens and real bytes, all over all ranks.
+
+        Leaves gradients of this rank's rows in `grad` of `params`. One all-reduce carries all of it, the votes, what
+        `before_step` will tell, and a fingerprint of one tensor, by turns, which must be the same on all replicas:
+        WorldError where it is not.
+        """
+        if self.ranks == 1:
+            return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]), sums, tokens, real
+        for part in self.parts:
+            part.own.grad = None if part.whole.grad is None else part.whole.grad.to_local()
+            part.whole.grad = None        # else the next step's would be added to it
+        grads = [p.grad for p in params if p.grad is not None]
+        squares = torch.stack(torch._foreach_norm(grads)).double().square().sum() / self.replicas
+        name, mark = self._fingerprint()
+        targets, fault = self.look_ahead()
+        votes = torch.tensor([real, targets, fault is not None, *self._cast_votes()], dtype=torch.float64)
+        marks = torch.zeros(self.shards, dtype=torch.float64, device=self.device)
+        marks[self.shard] = mark
+        parts = squares[None], sums.double(), tokens.double().flatten(), votes.to(self.device), marks
+        squares, sums, counts, votes, marks = self.sum(torch.cat(parts)).split([len(part) for part in parts])
+        real, targets, faults, *votes = votes.tolist()                                       # waits for the device
+        self.ahead = int(targets), int(faults)
+        self._count(votes)
+        own, *marks = torch.cat(((mark * self.replicas)[None], marks)).tolist()
+        if marks[self.shard] != own or name in self.whole and any(other != own for other in marks):
+            raise WorldError(f"{name} is not the same on all ranks any more, as was seen {self.steps} steps after this "
+                             f"start: go back to a checkpoint before it by --resume")
+        self.steps += 1
+        if self.steps == 1:
+            self.set_timeout(timedelta(seconds=self.timeout))
+        return squares[0].sqrt().float(), sums.float(), counts.float().view(tokens.shape), real
+
+    def _fingerprint(self) -> tuple[str, Tensor]:
+        """A tensor's name, each step another one, and the sum of its bits: a whole number, of which sums are exact."""
+        tensors = [(part.name, part.own) for part in self.parts] + list(self.whole.items())
+        name, tensor = tensors[self.steps % len(tensors)]
+        bits = tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64)
+        return name, (bits & 0xFFFFFFFF).double()
+
+    def add_up(self, tables: Iterable[EngramTable]):
+        """Sums over ranks what tables have gathered."""
+        if self.ranks > 1:
+            for table in tables:
+                _, grad, square = table.sum_up()
+                dist.all_reduce(grad.div_(self.ranks))           # what `backward` multiplied by
+                dist.all_reduce(square.div_(self.ranks ** 2))
+
+    def whole_model(self, model: Spider) -> Spider | None:
+        """The model with all of its weights in one place, to write samples; None on all ranks but the first."""
+        if self.ranks == 1:
+            return model
+        self.vote()                       # a signal ends it before it begins
+        weights = {part.name: Rows(part.own, part.bounds, self).gathered() for part in self.parts}
+        if not self.leads:
+            return None
+        with torch.device("meta"):
+            plain = Spider(model.config)
+        for name, value in (weights | self.whole).items():
+            module, _, name = name.rpartition(".")
+            module = plain.get_submodule(module)
+            if name in module._buffers:
+                module._buffers[name] = value
+            else:
+                module._parameters[name] = nn.Parameter(value.to(self.device))
+        plain.compute_dtype = model.compute_dtype
+        for own, other in zip(plain.modules(), model.modules()):
+            if isinstance(own, MoE):
+                own.backend = other.backend
+        return plain
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # States, of which a rank holds its rows
+
+    def state_of(self, model: Spider) -> dict:
+        """The model's weights and buffers, as Rows where a rank has but some."""
+        if self.ranks == 1:
+            return model.state_dict()
+        rows = {part.name: Rows(part.own, part.bounds, self) for part in self.parts}
+        return {name: rows.get(name, value) for name, value in model.state_dict().items()}
+
+    def states_of(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict:
+        """The same of optimizers, by name."""
+        states = {name: part.state_dict() for name, part in optimizers.items()}
+        return self._map_states(optimizers, states, lambda value, bounds: (
+            value if bounds is None else Rows(value, bounds, self))) if self.ranks > 1 else states
+
+    def share(self, value: Tensor | Rows) -> Share:
+        """This rank's share of a tensor of a state. What several ranks have, whole or in shards, is cut in as many
+        parts; the first of them has it all where it is small."""
+        if isinstance(value, Rows):
+            own, bounds, shard, holder, holders = (value.own, value.bounds, self.shard, self.rank // self.shards,
+                                                   self.replicas)
+        else:
+            own, bounds, shard, holder, holders = value, [0, len(value) if value.ndim else 1], 0, self.rank, self.ranks
+        count = bounds[shard + 1] - bounds[shard]
+        if own.nbytes <= SMALL_SHARE:
+            holders = 1
+        first, end = count * holder // holders, count * (holder + 1) // holders
+        writes = holder < holders and (first < end or bounds[-1] == shard == 0)
+        rows = own.detach()[first:end] if own.ndim else own.detach()
+        return Share(rows if writes else None, bounds[shard] + first, (bounds[-1], *own.shape[1:]) if own.ndim else (),
+                     own.dtype)
+
+    @torch.no_grad()
+    def load(self, model: Spider, weights: dict[str, Tensor | Stored]):
+        """Fills a model from whole weights, one after the other: rank 0 has them, or every rank reads its rows."""
+        if self.ranks == 1:
+            model.load_state_dict(weights)
+            return
+        for part in self.parts:
+            part.own.copy_(self._take(weights[part.name], part.bounds))
+        for name, value in self.whole.items():
+            if name in weights:
+                value.copy_(self._take(weights[name], None))
+
+    def own_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict) -> dict:
+        """This rank's rows of whole states, which rank 0 has or every rank reads; ValueError where one does not fit
+        its parameter."""
+        return self._map_states(optimizers, states, self._take) if self.ranks > 1 else states
+
+    def _take(self, value: Tensor | Stored, bounds: list[int] | None) -> Tensor:
+        if isinstance(value, Stored):
+            return value.rows(*() if bounds is None else bounds[self.shard:self.shard + 2]).to(self.device)
+        whole = value.to(self.device) if self.leads else torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        dist.broadcast(whole, 0)
+        return (whole if bounds is None else whole[bounds[self.shard]:bounds[self.shard + 1]]).clone()
+
+    def _map_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict, change: Callable) -> dict:
+        """Optimizers' states by name with each tensor changed, given the bounds of its rows, None where it is whole."""
+        parts, out = {id(part.own): part for part in self.parts}, {}
+        for name, optimizer in optimizers.items():
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            out[name] = dict(states[name], state={
+                i: {key: change(value, bounds_of(parts.get(id(params[i])), key))
+                    if isinstance(value, (Tensor, Stored)) else value for key, value in state.items()}
+                for i, state in states[name]["state"].items()})
+        return out
+
+
+BLOCK = 256                               # elements for which 8-bit AdamW keeps one scale
+
+
+def bounds_of(part: Part | None, key: str) -> list[int] | None:
+    """Which rows of an optimizer's value for a parameter each shard has; None: all of it."""
+    if part is None or key not in ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2", "absmax1",
+                                   "absmax2"):
+        return None
+    if not key.startswith("absmax"):
+        return part.bounds
+    row = math.prod(part.shape[1:])
+    return [-(-bound * row // BLOCK) for bound in part.bounds]
+
+
+def check_blocks(parts: list[Part]):
+    """WorldError where a shard of a parameter begins within a block of 8-bit AdamW: its scale would be another one."""
+    for part in parts:
+        row = math.prod(part.shape[1:])
+        if math.prod(part.shape) >= MIN_8BIT and any(bound * row % BLOCK for bound in part.bounds[1:-1]):
+            raise WorldError(f"--shards {len(part.bounds) - 1}: 8-bit AdamW scales {BLOCK} numbers together, and "
+                             f"{part.name} {list(part.shape)} would be cut between them: use other --shards, or "
+                             f"--optimizer adamw")
+
+
+MIN_8BIT = 4096                           # elements from which on 8-bit AdamW keeps 8 bits
+
+
+class HalvedRows(Tensor):
+    """Rows of a weight that all products take as bf16: ranks send them so, half the bytes of fp32, and have the weight
+    whole in fp32 again, with the values of its cast. FSDP calls the two hooks of a tensor that has them."""
+
+    @staticmethod
+    def __new__(cls, rows: Tensor):
+        return Tensor._make_wrapper_subclass(cls, rows.size(), strides=rows.stride(), dtype=rows.dtype,
+                                             storage_offset=rows.storage_offset(), device=rows.device)
+
+    def __init__(self, rows: Tensor):
+        self.rows = rows
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda halved: halved.rows, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, function(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.rows.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        (rows,) = gathered
+        whole = rows.to(param_dtype) if out is None else out.data.copy_(rows)
+        rows.untyped_storage().resize_(0)  # FSDP would keep it as long as the weight, and makes room for it anew
+        return whole, (whole,)
+
+
+def casting(model: Spider, modules: list[nn.Module]) -> Callable:
+    """A hook that casts the weights of a group once they are gathered, inside its forward: a cast from before would be
+    of shards, and of one made elsewhere the gradient would come too late, and be lost without a word."""
+    def cast(group: nn.Module, args):
+        for module in modules:
+            module.cast_weight(model.compute_dtype)
+    return cast
+
+
+def meet(store: dist.Store, rank: int, ranks: int, timeout: float) -> str:
+    """A name that these ranks and no others have for what they put into a store; RuntimeError after so many seconds.
+
+    torchrun's store outlives a restart, and has the addresses of ranks that died; its count of restarts is each host's
+    own, and another one on a host that came back. So rank 0 calls, the others answer, and it says whom it heard: a call
+    from before may stand there still, but it did not hear these."""
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    if rank == 0:
+        store.set("spider/call", own)
+        heard = [store.get(f"spider/{own}/{other}") for other in range(1, ranks)]            # waits for each
+        store.set(f"spider/{own}/heard", b" ".join(heard))
+        return f"spider/{own}"
+    while time.monotonic() < deadline:
+        call = store.get("spider/call").decode()
+        store.set(f"spider/{call}/{rank}", own)
+        if store.check([f"spider/{call}/heard"]) and own.encode() in store.get(f"spider/{call}/heard").split():
+            return f"spider/{call}"
+        time.sleep(0.1)
+    raise RuntimeError("rank 0 does not answer")
+
+
+def within(seconds: float, work: Callable, otherwise):
+    """What `work` returns, `otherwise` where it fails or takes longer: the store may have gone, or stand still, with
+    its host."""
+    done = []
+
+    def run():
+        with suppress(RuntimeError):
+            done.append(work())
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done[0] if done else otherwise
+
+
+def lost(names: list[str]) -> WorldError:
+    return WorldError(f"lost {' and '.join(names) or 'the network to the others'}: it ended, stands still or cannot be "
+                      f"reached; what is saved stays, and the same command goes on from it")
+
+
+def is_loss(fault: BaseException) -> bool:
+    """Whether an error is that of a collective whose other ranks are gone."""
+    return isinstance(fault, dist.DistError) or isinstance(fault, RuntimeError) and bool(
+        re.search(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Broken pipe", str(fault)))
+
+
+class Traffic(TorchDispatchMode):
+    """Inside, counts the bytes that this rank sends by the collectives that run, as rings send them: in an all-reduce
+    all of a message twice, but for 1 / ranks of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent, self.calls = 0.0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self._count(function._opname, args)
+        return function(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args):
+        sent = args[int(name in ("_allgather_base_", "allgather_", "_reduce_scatter_base_", "alltoall_base_"))]
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        size = sum(t.nbytes for t in ([sent] if isinstance(sent, Tensor) else sent))
+        ranks = group.size()
+        if name == "alltoall_base_":
+            size -= args[4][group.rank()] * sent.element_size()
+        else:
+            size *= {"allreduce_": 2 * (ranks - 1) / ranks, "_reduce_scatter_base_": (ranks - 1) / ranks}.get(
+                name, ranks - 1)          # of a gather each rank passes on the others' parts as well
+        self.sent, self.calls = self.sent + size, self.calls + 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon's work, dealt out
+
+class Unit(NamedTuple):
+    """A matrix that one rank orthogonalises."""
+    param: int                            # of the list
+    place: int | None                     # in a stack of matrices, among the rank's own; None: a matrix in rows
+    rows: list[int]                       # of each shard
+    columns: int
+    replica: int                          # of its owner
+    shard: int
+
+
+class Deal:
+    """Whole matrices for each rank to work on: those cut in rows are sent to an owner and back, those of a stack stay
+    where they lie, and what replicas worked out is exchanged. Every rank makes the same plan by itself."""
+
+    def __init__(self, world: World, params: list[nn.Parameter]):
+        self.world = world
+        parts = {id(part.own): part for part in world.parts}
+        loads, units, found = [0] * world.ranks, [], []
+        for i, p in enumerate(params):
+            part = parts[id(p)]
+            counts = [b - a for a, b in zip(part.bounds, part.bounds[1:])]
+            rows, columns = part.shape[-2:]
+            cost = rows * columns * min(rows, columns)
+            if len(part.shape) == 2:
+                found.append((cost, i, None, counts, columns, range(world.ranks)))
+            else:
+                found += [(cost, i, j, [rows * (k == s) for k in range(world.shards)], columns,
+                           range(s, world.ranks, world.shards)) for s, count in enumerate(counts) for j in range(count)]
+        for cost, i, place, counts, columns, allowed in sorted(found, key=lambda unit: -unit[0]):
+            owner = min(allowed, key=lambda rank: loads[rank])
+            loads[owner] += cost
+            units.append(Unit(i, place, counts, columns, owner // world.shards, owner % world.shards))
+        self.units, self.balance = units, max(loads) * world.ranks / max(1, sum(loads))
+        self.sizes = [max(parts[id(p)].shape[-2:]) for p in params]                          # longer side of a matrix
+
+    def __call__(self, pieces: list[Tensor], work: Callable) -> list[Tensor]:
+        """This rank's rows of matrices or stacks of them, in the order of `params` -> the same of what `work` makes of
+        whole matrices, [n, r, c] -> [n, r, c]."""
+        world, here = self.world, self.world.rank // self.world.shards
+        mine = [unit for unit in self.units if unit.replica == here]
+        cut = [unit for unit in mine if unit.place is None]
+        to = [[unit for unit in cut if unit.shard == shard] for shard in range(world.shards)]
+        own = to[world.shard]
+
+        arrived = self._swap([[pieces[unit.param] for unit in units] for units in to],
+                             [[(unit.rows[shard], unit.columns) for unit in own] for shard in range(world.shards)])
+        wholes = [torch.cat(rows) for rows in zip(*arrived)]
+        stacked = [unit for unit in mine if unit.place is not None and unit.shard == world.shard]
+        wholes = self._work(wholes + [pieces[unit.param][unit.place] for unit in stacked], work)
+        back = [whole.split(unit.rows) for unit, whole in zip(own, wholes)]
+        returned = self._swap([[rows[shard] for rows in back] for shard in range(world.shards)],
+                              [[(unit.rows[world.shard], unit.columns) for unit in units] for units in to])
+        done = {id(unit): rows for units, parts in zip(to, returned) for unit, rows in zip(units, parts)}
+        done |= {id(unit): whole for unit, whole in zip(stacked, wholes[len(own):])}
+        done |= self._exchange(done, pieces)
+        out = [torch.empty_like(piece) for piece in pieces]
+        for unit in self.units:
+            if id(unit) in done:
+                (out[unit.param] if unit.place is None else out[unit.param][unit.place]).copy_(done[id(unit)])
+        return out
+
+    def _work(self, matrices: list[Tensor], work: Callable) -> list[Tensor]:
+        """Matrices of one shape together, up to a bound of memory."""
+        groups, out = {}, [None] * len(matrices)
+        for i, matrix in enumerate(matrices):
+            groups.setdefault(matrix.shape, []).append(i)
+        for shape, places in groups.items():
+            at_once = max(1, MOST_TOGETHER // math.prod(shape))
+            for k in range(0, len(places), at_once):
+                some = places[k:k + at_once]
+                for i, result in zip(some, work(torch.stack([matrices[i] for i in some])).unbind()):
+                    out[i] = result
+        return out
+
+    def _swap(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
+        """Tensors for each shard of this replica -> those that each of them sent, of these shapes."""
+        if self.world.shards == 1:
+            return sent
+        flat = [[tensor.flatten() for tensor in tensors] for tensors in sent]
+        sizes = [[math.prod(shape) for shape in some] for some in shapes]
+        like = next(tensor for tensors in flat + [[torch.empty(0, device=self.world.device)]] for tensor in tensors)
+        sending = torch.cat([like[:0], *(tensor for tensors in flat for tensor in tensors)])
+        arriving = sending.new_empty(sum(map(sum, sizes)))
+        dist.all_to_all_single(arriving, sending, [sum(some) for some in sizes],
+                               [sum(map(len, tensors)) for tensors in flat], group=self.world.mesh.get_group("shards"))
+        return [[tensor.view(shape) for tensor, shape in zip(part.split(some), its)]
+                for part, some, its in zip(arriving.split([sum(some) for some in sizes]), sizes, shapes)]
+
+    def _exchange(self, done: dict[int, Tensor], pieces: list[Tensor]) -> dict[int, Tensor]:
+        """This rank's rows of what the other replicas worked out."""
+        world = self.world
+        if world.replicas == 1:
+            return {}
+        shapes = {id(unit): (unit.rows[world.shard], unit.columns) for unit in self.units}
+        of = [[unit for unit in self.units if unit.replica == replica and unit.rows[world.shard]]
+              for replica in range(world.replicas)]
+        longest = max(sum(math.prod(shapes[id(unit)]) for unit in units) for units in of)
+        here = of[world.rank // world.shards]
+        sending = torch.cat([pieces[0].new_zeros(0), *(done[id(unit)].flatten() for unit in here)])
+        sending = nn.functional.pad(sending, (0, longest - len(sending)))
+        arriving = list(sending.new_empty(world.replicas, longest))
+        dist.all_gather(arriving, sending, group=world.mesh.get_group("replicas"))
+        out = {}
+        for units, part in zip(of, arriving):
+            sizes = [math.prod(shapes[id(unit)]) for unit in units]
+            out |= {id(unit): rows.view(shapes[id(unit)])
+                    for unit, rows in zip(units, part[:sum(sizes)].split(sizes))}
+        return out
+
+
+MOST_TOGETHER = 1 << 26                   # elements of matrices that are worked on at a time

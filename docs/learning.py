@@ -1,0 +1,55 @@
+"""Draws the figures of learning.md from the runs of learning.jsonl, one line a run: python docs/learning.py
+
+A run has what distinguishes it (figure, arm, seed, and what is on its axes), its validation loss in nats per byte, its
+CPU seconds, its flags and its commit.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+RUNS = [json.loads(line) for line in (HERE / "learning.jsonl").read_text().splitlines()]
+
+
+def lines(figure: str, x: str) -> dict[str, list[tuple[float, float]]]:
+    """Points of a figure's runs by arm: (x, loss), means over seeds."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for run in RUNS:
+        if run["figure"] == figure:
+            found.setdefault(run["arm"], {}).setdefault(run[x], []).append(run["loss"])
+    return {name: sorted((at, sum(losses) / len(losses)) for at, losses in points.items())
+            for name, points in found.items()}
+
+
+def draw(axes, figure: str, x: str, title: str, xlabel: str, above_best: bool = False):
+    found = lines(figure, x)
+    for name, points in found.items():
+        best = min(loss for _, loss in points) if above_best else 0
+        axes.plot([at for at, _ in points], [loss - best for _, loss in points], marker="o", label=name)
+    axes.set(title=title, xlabel=xlabel,
+             ylabel="nats per byte above the line's best" if above_best else "validation loss, nats per byte")
+    axes.set_xscale("log", base=2)
+    ticks = sorted({at for points in found.values() for at, _ in points})
+    if len(ticks) > 6:
+        ticks = [ticks[0] * 2 ** i for i in range(math.ceil(math.log2(ticks[-1] / ticks[0])) + 1)]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45 if len(ticks) > 5 else 0)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def main():
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    draw(left, "sequence", "seq_len", "2.5 MB of Python, by what a sequence holds", "bytes per sequence")
+    draw(right, "rates", "lr", "peak rate: its best falls with steps and width", "peak rate of the matrices (--lr)",
+         above_best=True)
+    figure.savefig(HERE / "learning.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

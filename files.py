@@ -1,0 +1,233 @@
+"""Reading and writing files: no kill leaves half of one, no link is written through, no pipe is waited for.
+
+Faults of data are DataErrors, which name the file; what is said of them is one printable line, whatever the name holds.
+"""
+
+import fcntl
+import io
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+class DataError(Exception):
+    """Data that cannot be used; the message is one line: file, place in it and, where there is one, the remedy."""
+
+
+@contextmanager
+def naming(path):
+    """An operating system's error becomes a DataError that names the file, `path` where the error knows none."""
+    try:
+        yield
+    except OSError as fault:
+        raise DataError(f"{fault.filename or path}: {fault.strerror or fault}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said
+
+def one_line(message) -> str:
+    """A message with its line breaks, control characters and lone surrogates (of file names) written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+
+
+@contextmanager
+def reader_may_leave():
+    """Inside and when it ends, nobody reading stdout any more (`| head`) is no fault: what is printed goes nowhere."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say(line: str):
+    """Prints one line, whatever names are in it."""
+    with reader_may_leave():
+        print(one_line(line))
+
+
+def note(line: str):
+    """Says something on stderr that is no result."""
+    print(one_line(line), file=sys.stderr)
+
+
+class Progress:
+    """Bytes done, their rate and the time left, on stderr: in place on a terminal, else a line every 5 seconds."""
+
+    def __init__(self, what: str, total: int = 0):
+        self.what, self.total, self.done, self.lock = what, total, 0, threading.Lock()
+        self.terminal, self.begun = sys.stderr.isatty(), time.monotonic()
+        self.shown = self.begun
+
+    def add(self, size: int):
+        if not size:
+            return
+        with self.lock:
+            self.done += size
+            now, complete = time.monotonic(), self.done == self.total
+            if now - self.shown < (0.1 if self.terminal else 5) and not complete:
+                return
+            self.shown, rate = now, max(1, self.done) / max(1e-3, now - self.begun)
+            line = f"{self.what}: {self.done / 1e6:,.1f} MB at {rate / 1e6:,.3g} MB/s"
+            if self.total:
+                part = self.done / self.total
+                line += f" [{'#' * int(30 * part):30}] {part:4.0%}, {(self.total - self.done) / rate:,.0f} s left"
+            line = f"\r{line}\033[K" + "\n" * complete if self.terminal else f"{line}\n"
+            print(line, end="", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading what others made
+
+class Counted(io.FileIO):
+    """A file that calls `report` with the number of bytes that were read, each time."""
+
+    def __init__(self, path: str | Path, report: Callable):
+        def opener(name, flags: int) -> int:
+            return os.open(name, flags | os.O_NONBLOCK)  # should it become a pipe meanwhile
+        super().__init__(path, opener=opener)
+        self.report = report
+
+    def readinto(self, buffer) -> int | None:
+        count = super().readinto(buffer)
+        self.report(count or 0)
+        return count
+
+
+def open_plain(path: str | Path, report: Callable = lambda count: None) -> IO[bytes]:
+    """A file to read; DataError at a pipe, a socket or a device, of which the opening alone may take for ever."""
+    with naming(path):
+        mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # whose opening says so
+        kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        raise DataError(f"{path}: a {kind}, no file: delete it, or put what comes out of it into a file")
+    return io.BufferedReader(Counted(path, report), 1 << 17)
+
+
+def walk(directory: str, own: str | Path = "") -> tuple[list[str], list[str], list[str]]:
+    """Paths of what is in and below a directory, links followed, `own` left out; what is hidden; what is seen already.
+
+    A folder is looked into once, at its own place before links to it, so that loops end. Names that begin with a dot
+    are passed over: they are hidden. DataError at a folder that cannot be looked into.
+    """
+    def refuse(fault: OSError):
+        raise fault
+    paths, hidden, again, links, ours = [], [], [], [directory], identity(own)
+    seen = {ours}
+    with naming(directory):
+        for top in links:                                   # which grows
+            if top != directory and holds(top):
+                again.append(top)
+                continue
+            for folder, folders, files in os.walk(top, onerror=refuse):
+                if (mark := identity(folder)) in seen:
+                    again += [folder] * (mark != ours)
+                    folders.clear()
+                    continue
+                seen.add(mark)
+                hidden += [os.path.join(folder, name) for name in folders + files if name.startswith(".")]
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                here = [os.path.join(folder, name) for name in folders + files if not name.startswith(".")]
+                links += [path for path in here[:len(folders)] if os.path.islink(path)]
+                paths += here
+    return paths, hidden, again
+
+
+def identity(path: str | Path) -> tuple[int, int] | str:
+    """Device and inode, the same for every path to a file; the path where there is nothing."""
+    try:
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    except OSError:
+        return str(path)
+
+
+def holds(link: str) -> bool:
+    """Whether a link leads to a folder that the link is in, at whatever depth."""
+    target = os.path.realpath(link)
+    return os.path.commonpath([target, os.path.realpath(os.path.dirname(link))]) == target
+
+
+def each_once(directory: str, names: Sequence[str], first: Container[str] = ()) -> tuple[list[str], list[str]]:
+    """Names in a directory without those of a file that has another one, and the paths of those.
+
+    What is left of several names is one that is in `first`, else one that is no link, else the first in their order.
+    """
+    kept, paths = {}, {name: os.path.join(directory, name) for name in names}
+    for name in sorted(names, key=lambda name: (name not in first, os.path.islink(paths[name]))):
+        kept.setdefault(identity(paths[name]), name)
+    kept = set(kept.values())
+    return [name for name in names if name in kept], [paths[name] for name in names if name not in kept]
+
+
+def note_again(where: str, paths: Sequence[str]):
+    """Names what walk and each_once passed over since it is read under another name."""
+    if paths:
+        note(f"{where}: passed over {', '.join(paths[:3])}" + f" and {len(paths) - 3} more" * (len(paths) > 3)
+             + ": link loops, or other names of what is read anyway")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
+    """A file to write, never what a link leads to: "w" makes one in place of what has the name, "a" refuses a link."""
+    if "w" in mode:
+        path.unlink(missing_ok=True)
+    return open(path, mode.replace("w", "x"), buffering,
+                opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666))
+
+
+@contextmanager
+def locked(directory: Path, busy: Exception, warn: Callable = note):
+    """Inside, no other process works in a directory, or `busy` is raised; a lock that dies with the process."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.exists(directory) or not os.path.samefile(descriptor, directory):
+                raise busy                # who had the lock has deleted the directory
+        except BlockingIOError:
+            raise busy from None
+        except OSError as fault:          # some network file systems
+            warn(f"{directory} cannot be locked ({fault.strerror}): see that nothing else works in it")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
+    """Gives a written temporary file its name; from then on no kill or power cut loses it or leaves half of it."""
+    file.flush()
+    os.fsync(file.fileno())
+    if before_rename is not None:
+        before_rename()
+    os.replace(file.name, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@contextmanager
+def durable(path: Path, mode: str = "w", before_rename: Callable | None = None) -> Iterator[IO]:
+    """A file that replaces the one of its name once it is whole and on the disk; an exception leaves that one alone.
+
+    Yields the open temporary file, `.NAME.tmp` beside it; `before_rename` is called when that one is on the disk.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open_own(temporary, mode) as file:
+        try:
+            yield file
+            put_in_place(file, path, before_rename)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise

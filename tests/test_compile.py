@@ -1,0 +1,230 @@
+"""torch.compile: a layer is one graph, a few graphs serve every size, and who chooses it. On a CPU layers take the form
+that they have on a GPU, and graphs are made but not translated: what Inductor makes of them, docs/compiled.py shows."""
+
+import pytest
+import torch
+from conftest import awake, documents, gradients, small_config, text, train_step
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+import train
+from optim import Optimizers
+from spider_model import Packing, Spider
+from train import Batch, UsageError, parse_args, resolve_compile, resolve_precision
+
+
+def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
+    """Attention inside documents with all of its scores, in place of the kernel that only a GPU has."""
+    row = torch.arange(len(q), device=q.device)
+    document = torch.searchsorted(cu_seq_q[1:], row, right=True)
+    hidden = (document[:, None] != document) | (row[:, None] < row)
+    score = torch.einsum("qhd,khd->hqk", q, k).float() * q.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype), v)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Attention by a kernel for documents, halted segments masked, products in bf16."""
+    build = Packing.build
+
+    def without_buckets(*args):
+        packing = build(*args)
+        packing.buckets = packing.slot = None
+        return packing
+    monkeypatch.setattr(Packing, "build", without_buckets)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def model_as_on_a_gpu(recompute: bool = True, **changes) -> Spider:
+    model = awake(small_config(**changes))
+    model.compute_dtype, model.core.halted_leave = torch.bfloat16, False
+    model.recompute = "core" if recompute else "nothing"
+    return model
+
+
+class Graphs:
+    """A backend that keeps what it is handed, forward and backward, and runs it as it is."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+        self.backend = aot_autograd(fw_compiler=self.keep(self.forward), bw_compiler=self.keep(self.backward),
+                                    partition_fn=min_cut_rematerialization_partition)
+
+    def keep(self, graphs):
+        def compiler(module, inputs):
+            graphs.append([str(node.target) for node in module.graph.nodes])
+            return make_boxed_func(module.forward)
+        return compiler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", (True, False))
+def test_every_layer_is_one_graph_and_learns_what_it_learns_without(as_on_a_gpu, recompute):
+    ids, graphs, results = torch.cat([documents(30, 20, 14), text(1, 64)]), Graphs(), []
+    for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        model = model_as_on_a_gpu(recompute, boundaries="every_third")  # a learned cut may fall otherwise by a rounding
+        model.compute_dtype = dtype
+        if compiled:
+            model.compile_layers(backend=graphs.backend, fullgraph=True)
+        loss = model(ids, ids, 2, 5).loss
+        loss.backward()
+        results.append((loss.item(), gradients(model)))
+    (exact, truth), (_, plain), (loss, found) = results
+    assert loss == pytest.approx(exact, rel=1e-3) and truth.keys() == found.keys()
+    for name, grad in truth.items():      # as near to the truth as bf16 is without
+        if grad is not None:
+            off, otherwise = ((grad - other[name]).norm() for other in (found, plain))
+            assert off <= 2 * otherwise + 0.02 * grad.norm() + 1e-4, name
+    # byte layers are one kind; those of the core are two, with memory and without, in the first loop and in later ones
+    assert len(graphs.forward) == len(graphs.backward) == 5
+
+
+@pytest.mark.slow
+def test_the_backward_pass_recomputes_a_layer_but_never_its_routing(as_on_a_gpu):
+    ids, products = text(2, 64), {}
+    for recompute in (True, False):
+        graphs = Graphs()
+        model = model_as_on_a_gpu(recompute)
+        model.compile_layers(backend=graphs.backend, fullgraph=True)
+        model(ids, ids, 2, 5).loss.backward()
+        assert any("aten.sort" in target for graph in graphs.forward for target in graph)
+        assert not any("aten.sort" in target for graph in graphs.backward for target in graph)
+        products[recompute] = sum(target.startswith("aten.mm") for graph in graphs.backward for target in graph)
+    assert products[True] > products[False]
+
+
+@pytest.mark.slow
+def test_graphs_settle_with_the_first_step_whatever_the_segments_documents_and_loops_of_later_ones(as_on_a_gpu):
+    model, args, rates, made = model_as_on_a_gpu(), parse_args([]), set(), []
+    model.compile_layers(backend="eager", fullgraph=True)
+    optimizers = Optimizers(model, "adamw", args)
+    for step in range(12):
+        with torch.no_grad():
+            model.boundary_predictor[2].bias.fill_((-2.0, 0.5, -1.0)[step % 3])
+        ids = text(4, 64, seed=step)
+        if step % 2:
+            ids = torch.cat([documents(*(8,) * (step % 4), 64 - 8 * (step % 4), seed=step + i) for i in range(4)])
+        rates.add(train_step(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3, args)["bytes_per_segment"])
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert max(rates) > 1.5 * min(rates) and made == [5] * 12
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_evaluation_and_decoding_are_not_compiled():
+    def never(module, inputs):
+        raise AssertionError("compiled")
+    model = awake(small_config())
+    model.compile_layers(backend=never)
+    with torch.no_grad():
+        model(text(2, 32), noise_seed=0)
+        model.eval()(text(2, 32))
+        model.step(text(1, 4), model.decoding_state())
+    with pytest.raises(Exception, match="compiled"):
+        model.train()(text(2, 32), noise_seed=0)
+
+
+def test_a_core_whose_graph_would_break_is_left_out_and_the_reason_is_said():
+    model = Spider(small_config())
+    assert "bf16 alone" in model.compile_layers(backend="eager")
+    model.compute_dtype = torch.bfloat16
+    model.set_backend("tile")
+    assert "--moe_backend grouped" in model.compile_layers(backend="eager")
+    assert model.core.layers[0].compiled is None and model.prelude[0].compiled is not None
+    model.set_backend("grouped")
+    assert model.compile_layers(backend="eager") is None and model.core.layers[0].compiled is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who chooses it, and what goes with it
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Says that there is a GPU of a capability, on which torch.compile works or not."""
+    def pretend(capability=(9, 0), obstacle=None):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: capability >= (8, 0))
+        monkeypatch.setattr(train, "obstacle_to_compile", lambda device: obstacle)
+        return torch.device("cuda")
+    return pretend
+
+
+def chosen(device, compile="auto", precision="auto"):
+    compiles, why = resolve_compile(compile, device)
+    precision, why_precision = resolve_precision(precision, device, compiles)
+    return compiles, precision, why, why_precision
+
+
+def test_auto_compiles_on_a_gpu_and_takes_fp8_only_with_it(gpu):
+    for capability, compiled in (((9, 0), "fp8"), ((8, 9), "fp8"), ((12, 0), "fp8"), ((8, 0), "bf16"),
+                                 ((7, 5), "fp32")):
+        plain = "bf16" if compiled == "fp8" else compiled
+        assert chosen(gpu(capability))[:2] == (True, compiled)
+        assert chosen(gpu(capability), compile="off")[:2] == (False, plain)
+        assert chosen(gpu(capability, obstacle="there is no Triton"))[:2] == (False, plain)
+    assert chosen(gpu(), compile="off", precision="fp8")[:2] == (False, "fp8")       # asked for, and slow
+    assert "only with --compile" in chosen(gpu(), compile="off")[3] and not chosen(gpu(), precision="bf16")[3]
+    assert chosen(gpu(obstacle="there is no Triton"))[2] == "there is no Triton"
+
+
+def test_a_cpu_compiles_only_when_it_is_told_to(gpu):
+    gpu()
+    assert not resolve_compile("auto", torch.device("cpu"))[0] and resolve_compile("on", torch.device("cpu"))[0]
+
+
+def test_compilation_that_was_asked_for_and_does_not_work_is_an_error(gpu):
+    with pytest.raises(UsageError, match="--compile: there is no Triton; --compile off goes without"):
+        resolve_compile("on", gpu(obstacle="there is no Triton"))
+
+
+def test_what_keeps_a_small_function_from_compiling_is_one_line(monkeypatch):
+    def broken(function):
+        raise RuntimeError("no compiler\nand much more")
+    monkeypatch.setattr("torch.compile", broken)
+    assert train.obstacle_to_compile(torch.device("cpu")).startswith("torch.compile fails here (no compiler); it needs")
+    monkeypatch.setattr("torch.compile", lambda function: lambda x: 2 * function(x))
+    assert "fails here" in train.obstacle_to_compile(torch.device("cpu"))
+    monkeypatch.setattr("torch.compile", lambda function: function)
+    assert train.obstacle_to_compile(torch.device("cpu")) is None
+
+
+def test_the_flag_alone_means_on():
+    for argv, value in (([], "auto"), (["--compile"], "on"), (["--compile", "on"], "on"), (["--compile", "off"], "off"),
+                        (["--compile", "auto"], "auto"), (["--compile", "--precision", "fp8"], "on")):
+        assert parse_args(argv, environ={}).compile == value
+    with pytest.raises(UsageError, match="--compile: 'max' is not one of auto, on, off"):
+        parse_args(["--compile", "max"], environ={})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ("bf16", "fp8"))
+def test_compiled_layers_learn_on_a_gpu_what_they_learn_without(precision):
+    """Ten steps of many sizes: losses agree, and no graph is made after the two warm-up passes."""
+    device, losses = torch.device("cuda"), {}
+    resolve_precision(precision, device, True)
+    for compiled in ("off", "on"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        args = parse_args(["--compile", compiled], environ={})
+        with torch.device("meta"):
+            model = Spider(small_config(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, n_heads=4,
+                                        q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
+                                        v_head_dim=64))
+        train.make_real(model, device, precision, "grouped", args)
+        optimizers = Optimizers(model, "muon", args)
+        optimizers.set_lr(0.003, 1.0)
+        train.warm_up(model, 8, 256, 2, device)
+        graphs, losses[compiled] = torch._dynamo.utils.counters["stats"]["unique_graphs"], []
+        for step in range(10):
+            ids = text(8, 256, seed=step % 3)
+            if step % 2:
+                ids = torch.cat([documents(100, 156 - step, step, seed=step + i) for i in range(8)])
+            batch = Batch.of(ids, ids, step).to(device)
+            losses[compiled].append(train_step(model, optimizers, [batch], 2, args)["loss"])
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (compiled == "off" or graphs)
+    assert losses["on"] == pytest.approx(losses["off"], rel=0.03)

@@ -1,0 +1,249 @@
+"""Two hosts, each in namespaces of its own with a cable between them: README's launch, and the loss of one of them.
+
+A host is a process with network, names, mounts and processes of its own. All that runs there ends with it, and it ends
+by itself after LIFETIME, whatever happens to the tests; the machine's own network is never touched.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, assert_same, final_state, make_shards, metrics, run_flags
+
+pytestmark = pytest.mark.slow
+LIFETIME = 900                            # seconds after which a host ends by itself
+LIMIT = 240                               # seconds in which a launch must have ended, on a busy machine
+TIMEOUT = 10                              # seconds that ranks wait for each other
+WITHIN = 120                              # seconds after a loss in which they must have said so and ended
+
+
+class Host:
+    """A host with one cable, whose name its network knows."""
+
+    def __init__(self, number: int, names: Path):
+        self.name, self.address, self.logs = f"node{number}", f"10.0.0.{number + 1}", names.parent
+        script = (f"mount --bind {names} /etc/hosts && hostname {self.name} && ip link set lo up && echo up && "
+                  f"exec sleep {LIFETIME}")
+        self.holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child",
+                                        "--mount-proc", "sh", "-c", script], stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True)
+        if self.holder.stdout.readline() != "up\n":
+            self.die()
+            pytest.skip(f"no namespaces here: {self.holder.stderr.read().strip()}")
+        pid = self.holder.pid             # of unshare; the namespaces are those of its child
+        self.pid = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
+
+    def inside(self, *command, **more) -> subprocess.Popen:
+        return subprocess.Popen(["nsenter", "--target", self.pid, "--all", f"--wd={ROOT}", *command], **more)
+
+    def do(self, *command):
+        assert self.inside(*command).wait(10) == 0, command
+
+    def launch(self, command: str, directory: Path) -> "Launch":
+        return Launch(self, command, directory)
+
+    def ranks(self) -> list[int]:
+        """Processes of train.py that run here, as the machine outside counts them."""
+        here, found = os.readlink(f"/proc/{self.pid}/ns/pid"), []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if words[1:3] == ["-u", "train.py"] and os.readlink(f"/proc/{pid}/ns/pid") == here:
+                    found.append(int(pid))
+        return found
+
+    def stop_all(self):
+        """Kills what runs on it, and leaves it in being."""
+        self.inside("sh", "-c", "kill -9 -1").wait(10)
+
+    def die(self):
+        """Ends it with all that runs on it, without a word to others where its cable is out."""
+        self.holder.kill()
+        self.holder.wait(10)
+
+
+class Launch:
+    """A command at work on a host."""
+
+    def __init__(self, host: Host, command: str, directory: Path):
+        self.log = host.logs / f"{host.name}-{time.monotonic_ns()}.log"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with open(self.log, "w") as log:
+            self.process = host.inside("bash", "-c", f"cd {directory} && {command}", stdout=log, stderr=log,
+                                       env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path})
+
+    def end(self, limit: float = LIMIT) -> tuple[int, str]:
+        """Its status, and what it said."""
+        try:
+            status = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.log.name} did not end in {limit} s\n{self.said()}")
+        return status, self.said()
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def errors(self) -> list[str]:
+        return [line for line in self.said().splitlines() if line.startswith("train.py:")]
+
+
+def plug_in(one: Host, other: Host):
+    subprocess.run(["ip", "link", "add", "eth0", "netns", one.pid, "type", "veth", "peer", "name", "eth0", "netns",
+                    other.pid], check=True)
+    for host in (one, other):
+        host.do("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+        host.do("ip", "link", "set", "eth0", "up")
+
+
+@contextmanager
+def two_hosts(directory: Path):
+    missing = [name for name in ("unshare", "nsenter", "ip", "mount") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"no namespaces here: {', '.join(missing) or 'only root makes them'}")
+    names = directory / "hosts"
+    names.write_text("127.0.0.1 localhost\n10.0.0.1 node0\n10.0.0.2 node1\n")
+    with ExitStack() as closing:
+        hosts = []
+        for number in range(2):
+            hosts.append(Host(number, names))
+            closing.callback(hosts[-1].die)
+        try:
+            plug_in(*hosts)
+        except subprocess.CalledProcessError:
+            pytest.skip("no cable between namespaces here: ip link add ... type veth")
+        yield hosts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README's launches, with two devices where it has eight
+
+def readme_launches() -> list[str]:
+    """The commands of README's "Several devices", in its order: one node, two nodes, Slurm."""
+    section = (ROOT / "README.md").read_text().split("## Several devices\n")[1].split("\n## ")[0]
+    block = "\n".join(line for line in section.splitlines() if line.startswith("    "))
+    lines = re.sub(r"\\\n", "", block).splitlines()
+    return [" ".join(line.split("  #")[0].split()) for line in lines if line.split("#")[0].strip()]
+
+
+ONE_NODE, TWO_NODES = (command.replace("--nproc_per_node 8", "--nproc_per_node 2").replace("--shards 8", "--shards 2")
+                       for command in readme_launches()[:2])
+STEPS = 30
+
+
+def test_what_this_file_runs_is_what_readme_says():
+    assert len(readme_launches()) == 3 and "srun" in readme_launches()[2]
+    assert ONE_NODE == "torchrun --standalone --nproc_per_node 2 train.py --data_dir data --shards 2"
+    assert re.search(r"torchrun --nnodes 2 --nproc_per_node 2 --rdzv_backend c10d .*--rdzv_endpoint node0:29500 "
+                     r"--max-restarts 3 train.py --data_dir data --shards 2$", TWO_NODES)
+
+
+def place(directory: Path) -> Path:
+    """A directory to start in as README does: with train.py, and data."""
+    directory.mkdir()
+    (directory / "train.py").symlink_to(ROOT / "train.py")
+    make_shards(directory / "data")
+    return directory
+
+
+def tiny(command: str, directory: Path) -> str:
+    flags = ("--ckpt_every", "5", "--global_batch", "256", "--precision", "fp32", "--optimizer", "adamw",
+             "--rank_timeout", str(TIMEOUT))
+    return " ".join([command, *run_flags("data", "checkpoints", *flags, steps=STEPS)])
+
+
+def launch(hosts: list[Host], command: str, directory: Path) -> list[Launch]:
+    return [host.launch(tiny(command, directory), directory) for host in hosts]
+
+
+def steps_done(directory: Path) -> int:
+    path = directory / "checkpoints" / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def until(condition, jobs: list[Launch], limit: float = LIMIT):
+    """Waits while all jobs are at work."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline and all(job.process.poll() is None for job in jobs), "\n".join(
+            job.said() for job in jobs)
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run of two hosts to its end, by README's command."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    run = place(directory / "run")
+    with two_hosts(directory) as hosts:
+        for one in launch(hosts, TWO_NODES, run):
+            status, said = one.end()
+            assert status == 0, said
+    return run / "checkpoints"
+
+
+def assert_as_undisturbed(run: Path, undisturbed: Path):
+    assert metrics(run / "checkpoints") == metrics(undisturbed)
+    assert_same(final_state(run / "checkpoints"), final_state(undisturbed))
+
+
+def test_two_hosts_train_what_one_does_by_the_commands_of_readme(tmp_path, undisturbed):
+    run = place(tmp_path / "run")
+    with two_hosts(tmp_path) as (host, _):
+        (one,) = launch([host], ONE_NODE, run)
+        status, said = one.end()
+        assert status == 0 and "2 ranks, 1 replicas of 2 shards" in said, said
+    first, second = metrics(run / "checkpoints"), metrics(undisturbed)
+    assert [line["step"] for line in first] == [line["step"] for line in second] == list(range(1, STEPS + 1))
+    for a, b in zip(first, second):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4), a["step"]
+
+
+def test_survivors_of_a_lost_network_name_who_is_gone_and_the_same_command_goes_on(tmp_path, undisturbed):
+    run, command = place(tmp_path / "run"), TWO_NODES.replace("--max-restarts 3", "")
+    with two_hosts(tmp_path) as hosts:
+        jobs = launch(hosts, command, run)
+        until(lambda: steps_done(run) >= 7, jobs)
+        assert [len(host.ranks()) for host in hosts] == [2, 2]
+        hosts[1].do("ip", "link", "set", "eth0", "down")
+        status, said = jobs[0].end(WITHIN)
+        assert status != 0 and "Traceback (most recent call last):\n  File \"train.py" not in said
+        (line,) = jobs[0].errors()
+        assert re.search(r"lost rank 2 \(node1, process \d+\) and rank 3 \(node1, process \d+\): it ended, stands "
+                         "still or cannot be reached", line)
+        # Cut off from its rendezvous, torchrun itself waits for minutes; its ranks do not.
+        until(lambda: not hosts[1].ranks(), jobs[1:], WITHIN)
+        assert len(jobs[1].errors()) == 2 and all("lost rank 0 or its host" in line for line in jobs[1].errors())
+        assert steps_done(run) < STEPS
+        hosts[1].stop_all()
+        hosts[1].do("ip", "link", "set", "eth0", "up")
+        for job in launch(hosts, command, run):
+            status, said = job.end()
+            assert status == 0, said
+    assert_as_undisturbed(run, undisturbed)
+
+
+def test_a_host_that_died_is_waited_for_and_all_go_on_from_the_checkpoint(tmp_path, undisturbed):
+    """By --max-restarts, without a word to the launch on the host that lives."""
+    run = place(tmp_path / "run")
+    with two_hosts(tmp_path) as hosts, ExitStack() as closing:
+        jobs = launch(hosts, TWO_NODES, run)
+        until(lambda: steps_done(run) >= 7, jobs)
+        hosts[1].do("ip", "link", "set", "eth0", "down")
+        hosts[1].die()
+        until(jobs[0].errors, jobs[:1], WITHIN)
+        again = Host(1, tmp_path / "hosts")
+        closing.callback(again.die)
+        hosts[0].do("ip", "link", "delete", "eth0")
+        plug_in(hosts[0], again)
+        jobs[1:] = launch([again], TWO_NODES, run)
+        for job in jobs:
+            status, said = job.end()
+            assert status == 0, said
+        assert "lost rank 2 (node1" in jobs[0].errors()[0] and "goes on from" in jobs[0].said()
+    assert_as_undisturbed(run, undisturbed)
