@@ -213,13 +213,19 @@ def kernels(step) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
 
 
-def host_time(b: Bench) -> float:
-    """Milliseconds of a step of 1b's layers and loops with next to nothing in them: Python, dispatcher, launches."""
-    precision = "bf16" if optim.multiplies_bf16(b.device) else "fp32"
-    step = trainer(b, model="1b", set=rehearsal.HOST_SIZES, seq_len=16, micro_batch=2, precision=precision,
-                   recompute="core")[0]
-    step()
-    return statistics.median(b.spent(step) for _ in range(5)) * 1e3
+def host_time(b: Bench, **flags) -> float:
+    """Milliseconds of a step of 1b's layers and loops with next to nothing in them: Python, dispatcher, launches; on one
+    thread, as they are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        step = trainer(b, **dict(model="1b", set=rehearsal.HOST_SIZES, seq_len=16, micro_batch=2, precision="bf16",
+                                 recompute="core") | flags)[0]
+        for _ in range(3):                # sizes change with each: graphs of layers are made
+            step()
+        return statistics.median(b.spent(step) for _ in range(9)) * 1e3
+    finally:
+        torch.set_num_threads(threads)
 
 
 def bounds(b: Bench, found: dict):
@@ -596,7 +602,9 @@ def rehearse(args) -> dict[str, list[dict]]:
     for name, rows in list(tables.items())[1:]:
         print_rows(name, rows)
     here = Bench(argparse.Namespace(**vars(args) | dict(device="cpu", model="1b", set=None)), distributed.World({}))
-    tables["host"] = [{"host": "Python, dispatcher and autograd of a bf16 step, CPU time here", "ms": host_time(here)}]
+    tables["host"] = [{"Python, dispatcher and autograd of a bf16 step": label, "CPU ms here": host_time(here, **flags)}
+                      for label, flags in (("core recomputed", {}), ("nothing recomputed", dict(recompute="nothing")),
+                                           ("nothing, compiled", dict(recompute="nothing", compile="on")))]
     print_rows("host", tables["host"])
     print(rehearsal.BLIND)
     return tables

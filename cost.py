@@ -34,9 +34,6 @@ class TooLarge(Exception):
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
-RATE = 3.3                                # bytes per segment: the boundary loss keeps it there
-
-
 def attention_kept(c: SpiderConfig) -> int:
     """Numbers a row that attention keeps for its backward pass: low ranks and their norms, q, k, v and the result."""
     return 2 * (c.q_lora_rank + c.kv_lora_rank) + c.qk_rope_head_dim + 4 * c.n_heads * c.v_head_dim
@@ -48,11 +45,11 @@ def block_kept(c: SpiderConfig, size: int) -> float:
 
 
 def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
-    """Bytes a segment that a core layer keeps in a loop: as a byte layer, the router's fp32 input, experts, memory."""
+    """Bytes a segment that a core layer keeps in a loop: as a byte layer, the router's choice, experts, memory."""
     experts = c.n_experts_per_tok * bool(c.n_routed_experts) * (c.hidden_size + 5 * c.moe_intermediate_size)
     shared = 4 * c.n_shared_experts * c.moe_intermediate_size
-    router = 4 * (c.hidden_size * (size < 4) + 3 * c.n_routed_experts)
-    return size * (4 * c.hidden_size + attention_kept(c) + experts + shared + 7 * c.hidden_size * has_engram) + router
+    width = (4 + 2 * has_engram) * c.hidden_size
+    return size * (width + attention_kept(c) + experts + shared) + 12 * c.n_routed_experts
 
 
 def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
@@ -78,7 +75,7 @@ def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: in
     if not c.n_recurrent_layers:
         return total
     step = max(1, min(seq_len, rows // 64))
-    segments = round_up(max(1, math.ceil(rows / RATE)), step)
+    segments = round_up(max(1, math.ceil(rows / c.bytes_per_segment)), step)
     engrams = len(c.engram_layers)
     memory = len(c.engram_orders) * c.engram_heads * c.engram_dim
     latent = c.kv_lora_rank + c.qk_rope_head_dim
@@ -90,18 +87,18 @@ def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: in
                           + engrams * size * c.hidden_size)
         if not layers:
             kept += max(visits)
-    kept += n_loops * c.hidden_size * (3 * size + 4)  # read-out, adapter and halting of each loop
+    kept += n_loops * c.hidden_size * 4 * size  # read-out, adapter and halting of each loop
     kept += engrams * size * (memory + 3 * c.hidden_size) + c.hidden_size * (4 * size + 4)
     return total + segments * kept
 
 
 def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, precision: str, device: torch.device,
                     recompute: str, world: World | None = None) -> dict[str, float]:
-    """Bytes by purpose, of one rank of a world, as a step takes them at once at RATE bytes per segment.
+    """Bytes by purpose, of one rank of a world, as a step takes them at once.
 
     Where attention has no kernel for documents (on a CPU, and in fp32), they are filled up to at most twice their rows:
     how far is up to the data, so the bound is counted, apart."""
-    c, size = model.config, 4 if precision == "fp32" else 2
+    c, size, rate = model.config, 4 if precision == "fp32" else 2, model.config.bytes_per_segment
     tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
     total = sum(p.numel() for p in model.parameters())
     dense = total - sum(m.weight.numel() for m in tables.values())
@@ -116,7 +113,7 @@ def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, precision
     filled = 0.0
     if size == 4 or device.type == "cpu":
         visits, layers = c.n_recurrent_layers * n_loops, c.n_prelude_layers + c.n_coda_layers
-        for count, part in ((2 if recompute == "all" else layers, 1), (visits if recompute == "nothing" else 2, RATE)):
+        for count, part in ((2 if recompute == "all" else layers, 1), (visits if recompute == "nothing" else 2, rate)):
             window = 2 * c.byte_window if part == 1 else 0
             scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, args.seq_len / part)
             copies = 12 if window else 5  # of a head's numbers: under a window every block lies there twice; where it
@@ -124,7 +121,7 @@ def estimate_memory(model: Spider, n_loops: int, args, optimizer: str, precision
             filled += count * rows / part * (copies * c.n_heads * c.v_head_dim + scores) * size
     gathered = 0.0
     for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
-        lookups = table.prime.numel() * rows / (RATE if name.startswith("core") else 1)
+        lookups = table.prime.numel() * rows / (rate if name.startswith("core") else 1)
         gathered += min(args.grad_accum * lookups, 1.5 * len(table.weight) + lookups) * (4 * table.weight.shape[1] + 12)
     sums = 4 * sum(len(table.weight) for table in tables.values())
     # of one micro-step gradients come as activations go; of several they are there before
@@ -277,12 +274,12 @@ def print_dry_run(model: Spider, n_loops: int, args, flags: list[str], memory: d
     for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
         print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
-    flops = {rate: model.flops_per_byte(rate, n_loops, args.seq_len) for rate in (1, RATE, 5)}
+    flops = {rate: model.flops_per_byte(rate, n_loops, args.seq_len) for rate in (1, c.bytes_per_segment, 8)}
     print("\ntraining FLOPs per byte, " + ", ".join(
-        f"{cost / 1e9:.3g} G at {rate} bytes per segment" for rate, cost in flops.items()))
+        f"{cost / 1e9:.3g} G at {rate:.2g} bytes per segment" for rate, cost in flops.items()))
     print(f"\nmemory, estimated: {sum(memory.values()) / 1e9:.1f} GB ("
           + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items()) + ")")
-    print_outlook(args, device, loader, sum(memory.values()), flops[RATE], lr_factor)
+    print_outlook(args, device, loader, sum(memory.values()), flops[c.bytes_per_segment], lr_factor)
     free = shutil.disk_usage(existing_parent(args.ckpt_dir)).free
     print(f"checkpoint: {checkpoint / 1e9:.2f} GB, written from a copy in host memory, {args.keep_last + 1} at a time; "
           f"free on disk {free / 1e9:.1f} GB"

@@ -421,7 +421,7 @@ def rehearse(card: Card, argv: list[str]) -> Step:
     train.take_batch(args, 1)
     with stand_in(card):
         if args.precision == "auto":
-            args.precision = train.resolve_precision("auto", device)
+            args.precision, _ = train.resolve_precision("auto", device, compiles=False)
         torch.set_float32_matmul_precision("high")
         model, optimizers, estimate = build(args)
         ids = torch.empty(args.micro_batch, args.seq_len, dtype=torch.int64, device=device)

@@ -132,6 +132,13 @@ class SpiderConfig:
             if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
                 raise ValueError(f"{name}_rows must be larger: {len(orders) * tables} tables need primes below it")
 
+    @property
+    def bytes_per_segment(self) -> float:
+        """About how many there will be: in the middle of the boundary loss's band, or as the control arms cut."""
+        least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
+        return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "whitespace": 5.0, "every_third": 3.0,
+                "every_byte": 1.0}[self.boundaries]
+
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
         """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M), each with every component."""

@@ -278,7 +278,8 @@ def take_horizon(args, model: Spider, n_loops: int):
     if len(given) > 1:
         raise UsageError(f"--{given[1]}: --{given[0]} gives the horizon already, by flag or environment; give one")
     if args.target_flops:
-        args.target_tokens = math.ceil(args.target_flops / model.flops_per_byte(3.3, n_loops, args.seq_len))
+        per_byte = model.flops_per_byte(model.config.bytes_per_segment, n_loops, args.seq_len)
+        args.target_tokens = math.ceil(args.target_flops / per_byte)
     elif args.target_param_data_ratio:
         tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, EngramTable))
         parameters = sum(p.numel() for p in model.parameters()) - tables
@@ -942,8 +943,9 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     last_step = args.max_steps or horizon
     flops_per_byte = lru_cache(lambda loops, rate: model.flops_per_byte(rate, loops, args.seq_len))
     ceiling = cost.product_rate(device) * world.ranks
-    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, 3.3) / 1e9:.2g} "
-                f"GFLOP per byte at 3.3 bytes per segment; checkpoints in {home.path}")
+    usual = config.bytes_per_segment
+    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, usual) / 1e9:.2g} "
+                f"GFLOP per byte at {usual:.2g} bytes per segment; checkpoints in {home.path}")
     for warning in cost.horizon_warnings(args, loader, horizon, lr_factor):
         logger.warning(warning)
     metrics_file, writer = home.open(progress, last_step, args.keep_last, size, args.sharded_checkpoints)

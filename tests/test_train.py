@@ -244,7 +244,7 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
     dense = sum(p.numel() for key, p in model.named_parameters() if not key.endswith("table.weight"))
     for argv, expected in ((["--target_tokens", "77"], 77),
                            (["--target_param_data_ratio", "2.5"], math.ceil(2.5 * dense)),
-                           (["--target_flops", "1e9"], math.ceil(1e9 / model.flops_per_byte(3.3, 2, 64)))):
+                           (["--target_flops", "1e9"], math.ceil(1e9 / model.flops_per_byte(model.config.bytes_per_segment, 2, 64)))):
         train.take_horizon(args := parse_args([*argv, "--seq_len", "64"], environ={}), model, 2)
         assert args.target_tokens == expected
     for name in ("target_flops", "target_param_data_ratio"):
