@@ -23,8 +23,10 @@ import data
 import files
 from checkpoint import existing_parent
 from distributed import World
+from engram import EngramTable
+from layers import round_up
 from optim import is_matrix, multiplies_bf16
-from spider_model import RECOMPUTE, EngramTable, Spider, SpiderConfig, round_up
+from spider_model import RECOMPUTE, Spider, SpiderConfig
 
 
 class TooLarge(Exception):

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from spider_model import EngramTable, MoE, Spider
+from engram import EngramTable
+from spider_model import MoE, Spider
 
 FIRST_STEP = 1800.0                       # seconds that ranks wait for each other until the first step is done
 HEARTBEAT = 1.0                           # seconds between two signs of life of a rank

@@ -23,12 +23,13 @@ from loguru import logger
 from torch import Tensor
 
 from checkpoint import CheckpointError, check_regular, check_state, is_number, reading
-from spider_model import EngramTable, Spider, SpiderConfig
+from engram import EngramTable
+from spider_model import Spider, SpiderConfig
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 ROOT = Path(__file__).resolve().parent
 ADAPTER = "modeling_spider"
-MODULES = (ADAPTER, "spider_model", "tile_moe", "tokenizer")
+MODULES = (ADAPTER, "spider_model", "layers", "engram", "tile_moe", "tokenizer")
 PREFIX = "spider."                        # of the weights' names, since the adapter holds the model under this name
 SHARD_BYTES = 5_000_000_000               # weights above so many lie in several files
 LARGEST_JSON = 1 << 24                    # bytes

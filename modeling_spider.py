@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.utils import ModelOutput
 
-from spider_model import DecodingState, EngramTable, Spider, SpiderConfig
+from engram import EngramTable
+from spider_model import DecodingState, Spider, SpiderConfig
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from checkpoint import CheckpointError
 from distributed import MIN_8BIT, Deal, World, check_blocks
-from spider_model import EngramTable, Spider
+from engram import EngramTable
+from spider_model import Spider
 
 
 def multiplies_bf16(device: torch.device) -> bool:

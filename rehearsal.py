@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import cost
+import layers
 import spider_model
 import train
 from distributed import World
@@ -176,8 +177,8 @@ def stand_in(card: Card):
         for name, answer in answers.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", lambda *_, answer=answer, **__: answer))
         stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None))
-        stack.callback(spider_model.frequencies.cache_clear)  # a fake tensor is of its mode alone
-        spider_model.frequencies.cache_clear()
+        stack.callback(layers.frequencies.cache_clear)  # a fake tensor is of its mode alone
+        layers.frequencies.cache_clear()
         yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 

@@ -43,9 +43,10 @@ import tokenizer
 from checkpoint import (CheckpointError, Diverged, Leaving, Progress, RunDirectory, Stopped, StopSignals,
                         check_same_model, run_state, wants_memory)
 from distributed import LeftByPeer, World, WorldError
+from engram import EngramTable
+from layers import Linear, document_cu_seqlens
 from optim import Optimizers, multiplies_bf16, quiet
-from spider_model import (LOSS_PARTS, MAX_LOOPS, PRESETS, RECOMPUTE, EngramTable, Linear, MoE, Spider, SpiderConfig,
-                          SpiderOutput, document_cu_seqlens)
+from spider_model import LOSS_PARTS, MAX_LOOPS, PRESETS, RECOMPUTE, MoE, Spider, SpiderConfig, SpiderOutput
 from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend
 
 

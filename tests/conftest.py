@@ -16,7 +16,8 @@ import data  # noqa: E402
 import look  # noqa: E402
 import rehearsal  # noqa: E402
 from checkpoint import find_checkpoints  # noqa: E402
-from spider_model import EngramTable, MatchMemory, Spider, SpiderConfig  # noqa: E402
+from engram import EngramTable, MatchMemory  # noqa: E402
+from spider_model import Spider, SpiderConfig  # noqa: E402
 from tokenizer import BOS_ID, EOS_ID  # noqa: E402
 from train import accumulate, command_line, update  # noqa: E402
 

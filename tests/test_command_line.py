@@ -106,7 +106,7 @@ def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
 
 
 def test_every_field_of_the_config_is_read_by_the_model():
-    source = (ROOT / "spider_model.py").read_text()
+    source = "".join((ROOT / f"{name}.py").read_text() for name in ("spider_model", "layers", "engram"))
     for field in train.dataclasses.fields(train.SpiderConfig):
         assert re.search(rf"\b(c|config)\.{field.name}\b", source), field.name
 

@@ -9,8 +9,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import train
+from layers import Packing
 from optim import Optimizers
-from spider_model import Packing, Spider
+from spider_model import Spider
 from train import Batch, UsageError, parse_args, resolve_compile, resolve_precision
 
 

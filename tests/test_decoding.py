@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import spider_model
-from spider_model import Cache, DecodingState, MatchMemory, Packing, SegmentEngram, Spider, draw
+from engram import MatchMemory, SegmentEngram
+from layers import Cache, Packing
+from spider_model import DecodingState, Spider, draw
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {

@@ -101,7 +101,7 @@ def test_an_export_works_where_spider_is_not_installed(exported, spider, tmp_pat
 import sys, torch
 class Nothing:
     def find_spec(self, name, *_):
-        if name in ("spider_model", "tile_moe", "tokenizer", "modeling_spider", "export", "data"):
+        if name in ("spider_model", "layers", "engram", "tile_moe", "tokenizer", "modeling_spider", "export", "data"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Nothing())
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -9,8 +9,8 @@ from conftest import awake, small_config, text, train_step
 
 import optim
 import train
+from engram import EngramTable
 from optim import Muon, Optimizers, RowwiseAdagrad, orthogonalize
-from spider_model import EngramTable
 from train import Batch, parse_args
 
 

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import engram
+import layers
 import spider_model
 import tile_moe
 from spider_model import Halting, Spider, SpiderConfig, boundary_noise, pool_segments, unpool_segments
@@ -153,9 +155,9 @@ def document_starts(ids: list[list[int]]) -> list[int]:
     st.sampled_from((65, PAD_ID, BOS_ID, EOS_ID)), min_size=length, max_size=length), min_size=rows, max_size=rows))))
 def test_documents_start_at_rows_at_bos_and_behind_eos_whatever_stands_between(ids):
     """One-byte documents, rows of PAD alone, EOS in the middle, BOS without EOS."""
-    cu_seqlens = spider_model.document_cu_seqlens(torch.tensor(ids))
+    cu_seqlens = layers.document_cu_seqlens(torch.tensor(ids))
     assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == document_starts(ids)
-    packing = spider_model.Packing.build(cu_seqlens, cu_seqlens[-1], len(ids[0]), small_config(), torch.float32)
+    packing = layers.Packing.build(cu_seqlens, cu_seqlens[-1], len(ids[0]), small_config(), torch.float32)
     place = [(d, at) for d, length in enumerate(cu_seqlens.diff().tolist()) for at in range(length)]
     assert list(zip(packing.document.tolist(), packing.position.tolist())) == place
 
@@ -181,12 +183,12 @@ MIXED = ((1,), (5, 1, 1, 2, 0, 3), (16, 256, 0, 256) + (16,) * 20, (4,) * 100 + 
          (600, 1, 30, 17, 0, 16, 200, 513), (1,) * 50, (96, 80, 70, 33))
 
 
-def attention(lengths, dtype, window=0) -> tuple[torch.Tensor, torch.Tensor, spider_model.Packing]:
+def attention(lengths, dtype, window=0) -> tuple[torch.Tensor, torch.Tensor, layers.Packing]:
     """qkv [rows, 2, 3, 8] with a gradient, cu_seqlens and packing of documents of these lengths."""
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     rows = int(cu_seqlens[-1])
     qkv = torch.randn(rows, 2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-    return qkv, cu_seqlens, spider_model.Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype, window)
+    return qkv, cu_seqlens, layers.Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype, window)
 
 
 def attend_alone(part, window):
@@ -203,7 +205,7 @@ def attend_alone(part, window):
 def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradient(lengths, window, dtype, atol):
     qkv, cu_seqlens, packing = attention(lengths, dtype, window)
     upstream = torch.randn(len(qkv), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
-    out = spider_model.attend_filled(qkv, packing)
+    out = layers.attend_filled(qkv, packing)
     grad, = torch.autograd.grad(out, qkv, upstream)
     alone = qkv.detach().double().requires_grad_()
     expected = torch.cat([attend_alone(part, window) for part in alone.split(cu_seqlens.diff().tolist())]).flatten(1)
@@ -215,7 +217,7 @@ def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradie
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 700) | st.integers(0, 5), min_size=1, max_size=60).filter(any))
 def test_documents_are_filled_up_to_twice_their_rows_and_half_as_many_scores_again_at_most(lengths):
-    buckets, start = spider_model.fill_up(torch.tensor(lengths, dtype=torch.int32), max(lengths))
+    buckets, start = layers.fill_up(torch.tensor(lengths, dtype=torch.int32), max(lengths))
     assert sum(count * size for count, size in buckets) <= 2 * sum(lengths)
     assert sum(count * size ** 2 for count, size in buckets) <= 4 * sum(length ** 2 for length in lengths)
     assert len(buckets) <= 1 + math.log2(max(lengths)) and sum(count for count, _ in buckets) == sum(map(bool, lengths))
@@ -245,7 +247,7 @@ def test_many_short_documents_beside_a_long_one_cost_what_they_cost_apart(dtype)
     def cost(lengths):
         with Made() as made:
             qkv, _, packing = attention(lengths, dtype)
-            spider_model.attend_filled(qkv, packing).sum().backward()
+            layers.attend_filled(qkv, packing).sum().backward()
         return made.elements
     assert cost(short + long + short) < 3 * (cost(short + short) + cost(long))
 
@@ -274,9 +276,9 @@ def test_a_byte_is_cut_as_often_as_its_probability_says_and_segments_are_even():
     with torch.no_grad():
         model.boundary_predictor[2].weight.normal_(std=0.5)
         cu_seqlens = torch.tensor([0, 64], dtype=torch.int32)
-        packing = spider_model.Packing.build(cu_seqlens, 64, 64, model.config, torch.float32)
+        packing = layers.Packing.build(cu_seqlens, 64, 64, model.config, torch.float32)
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-        p = model.boundary_predictor(spider_model.rms_norm(x)).squeeze(1).sigmoid()
+        p = model.boundary_predictor(layers.rms_norm(x)).squeeze(1).sigmoid()
         cuts = torch.stack([model.boundaries(x, ids, packing, seed) for seed in range(3000)])
     assert p.std() > 0.05 and (cuts.mean(0) - p).abs().max() < 0.04
     assert (cuts.sum(1) - p.sum()).abs().max() <= 1  # independent draws would differ by several
@@ -368,7 +370,7 @@ def test_act_weights_sum_to_one_and_one_loop_gives_the_first_state():
     model.core.register_forward_hook(lambda module, args, out: halting.update(out=out[0]))
     with torch.no_grad():
         out = model(text(2, 32), n_loops=1, noise_seed=0)
-    torch.testing.assert_close(halting["out"], model.core.out_proj(spider_model.rms_norm(states[0])))
+    torch.testing.assert_close(halting["out"], model.core.out_proj(layers.rms_norm(states[0])))
     assert out.mean_loops == 1
 
 
@@ -524,11 +526,11 @@ def test_a_config_is_refused_by_the_name_of_a_field_or_makes_a_model_that_trains
 def test_matches_are_what_followed_the_last_time_in_the_same_document(orders):
     rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
     rows[0, [9, 30]], rows[1, 4], rows[2, 6], rows[2, 20] = EOS_ID, PAD_ID, EOS_ID, BOS_ID
-    ids, cu_seqlens = rows.flatten(), spider_model.document_cu_seqlens(rows)
-    packing = spider_model.Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
-    memory = spider_model.MatchMemory(orders)
+    ids, cu_seqlens = rows.flatten(), layers.document_cu_seqlens(rows)
+    packing = layers.Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
+    memory = engram.MatchMemory(orders)
     memory.init_hash(0)
-    found = memory(ids, spider_model.shifted_bytes(ids, packing.position, max(orders)), packing.document)
+    found = memory(ids, engram.shifted_bytes(ids, packing.position, max(orders)), packing.document)
     for begin, end in zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist()):
         part = ids[begin:end].tolist()
         for t in range(len(part)):
@@ -604,7 +606,7 @@ def test_products_of_rows_in_bf16_with_a_weight_in_fp32_are_those_of_fp32_in_val
     x = torch.randn(50, 64, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(8, 64, generator=generator, requires_grad=True)
     upstream = torch.randn(50, 8, generator=generator)
-    ours = spider_model._Wide.apply(x, weight, spider_model.halves(weight.detach(), 0))
+    ours = layers._Wide.apply(x, weight, layers.halves(weight.detach(), 0))
     theirs = x.double() @ weight.double().T
     for a, b, tolerance in ((ours, theirs, 1e-5), *zip(torch.autograd.grad(ours, (weight, x), upstream),
                                                        torch.autograd.grad(theirs, (weight, x), upstream.double()),
