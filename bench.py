@@ -7,11 +7,11 @@
     torchrun --standalone --nproc_per_node 4 bench.py --model tiny --only traffic --device cpu       # counted
     python bench.py --rehearse h200                   # a step on a GPU that is not there; see rehearsal.py
 
-Prints Markdown tables and writes bench-DEVICE.json and bench-DEVICE.png to --out, after every section. On a GPU the
-steps that --rehearse has bounds for come first, and last the figures that missed theirs by more than 1.5 times. Each measurement is a median over
-repetitions; what is compared alternates in one process, since machines drift. tok_per_sec counts bytes; bf16_mfu is
-the model's FLOPs (recomputation not counted) against the bf16 matrix rate measured here, `of ceiling` against that of
-the precision used.
+Prints Markdown tables; with --out it writes bench-DEVICE.json after every section and bench-DEVICE.png at the end, or
+rehearsal-CARD.json. On a GPU the steps that --rehearse has bounds for come first, and last the figures that missed theirs
+by more than 1.5 times. Each measurement is a median over repetitions; what is compared alternates in one process, since
+machines drift. tok_per_sec counts bytes; bf16_mfu is the model's FLOPs (recomputation not counted) against the bf16
+matrix rate measured here, `of ceiling` against that of the precision used.
 """
 
 import argparse
@@ -241,8 +241,8 @@ def bounds(b: Bench, found: dict):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
-def trainer(b: Bench, rate: float | None = 3.3, **flags):
-    """A closure that does one optimizer step, and the model; `rate` sets the bytes per segment, None leaves them."""
+def trainer(b: Bench, rate: float | None = None, **flags):
+    """A closure that does one optimizer step, and the model; `rate` sets the bytes per segment, else the config does."""
     args = b.flags(**flags)
     config = train.model_config(args)
     with torch.device("meta"):
@@ -255,7 +255,8 @@ def trainer(b: Bench, rate: float | None = 3.3, **flags):
     optimizer = "muon" if args.optimizer == "auto" else args.optimizer
     train.take_recompute(args, model, args.n_loops, optimizer, precision, b.device)
     train.make_real(model, b.device, precision, backend, args)
-    if rate is not None:
+    if config.boundaries == "learned" and config.n_recurrent_layers:
+        rate = config.bytes_per_segment if rate is None else rate
         with torch.no_grad():
             model.boundary_predictor[2].weight.zero_()
             model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -torch.tensor(rate - 1.0).log().item())
@@ -336,12 +337,12 @@ def compiled(b: Bench):
 
 
 def backends(b: Bench):
-    config = train.SpiderConfig.preset(b.model)
+    config = train.model_config(b.flags())
     dtype = torch.float32 if b.precision == "fp32" else torch.bfloat16
     names = [name for name in tile_moe.BACKENDS if name != "tile"
              or tile_moe.resolve_backend("auto", b.device, config, dtype) == "tile"]
     compare(b, "backends", [(name, dict(moe_backend=name)) for name in names])
-    tokens = int(b.micro_batch * b.seq_len / 3.3)
+    tokens = int(b.micro_batch * b.seq_len / config.bytes_per_segment)
     shapes = ((config.n_routed_experts, config.hidden_size, config.moe_intermediate_size),) * 2
     shapes += ((config.n_routed_experts, config.moe_intermediate_size, config.hidden_size),)
     weights = [torch.randn(s, device=b.device, dtype=dtype, requires_grad=True) for s in shapes]

@@ -231,7 +231,7 @@ class World:
                 within(5 * HEARTBEAT, lambda: self._warn(fault), None)
         finally:
             if fault is not None:
-                within(10 * HEARTBEAT, self._leave, None)
+                within((10 if self.leads else 1) * HEARTBEAT, self._leave, None)
             self.stopped.set()
             if fault is None:
                 dist.destroy_process_group()  # else a group at work might not come to its end

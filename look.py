@@ -579,6 +579,9 @@ small { color: var(--quiet); font-variant-numeric: tabular-nums }
 
 def main(argv: list[str]) -> int:
     """Draws the curves of runs in one picture. Exit status: 0; 2 with one line on stderr."""
+    if argv in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     out, *runs = argv or [""]
     if not runs or not all(label and directory for label, _, directory in (run.partition("=") for run in runs)):
         print("look.py: error: python look.py OUT.png LABEL=DIR ..., each DIR with a metrics.jsonl", file=sys.stderr)

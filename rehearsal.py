@@ -6,7 +6,7 @@
 The step is train.py's own. Its tensors are torch's fake ones, which have a device, a shape and strides but no memory:
 every operation passes the checks of a CUDA build, and none computes. Each is counted as it passes by: kernels, FLOPs
 (torch's formulas), bytes; MemTracker of torch.distributed follows what is alive. Where the host reads the device, it
-is told 3.3 bytes a segment. A time is a bound from below: what a card multiplies and moves at its rates, and no kernel
+is told the config's bytes per segment. A time is a bound from below: what a card multiplies and moves at its rates, and no kernel
 shorter than FLOOR.
 """
 
@@ -47,8 +47,6 @@ import spider_model
 import train
 from distributed import World
 from optim import Optimizers
-
-RATE = 3.3                                # bytes per segment
 
 
 class RehearsalError(Exception):
@@ -428,7 +426,7 @@ def rehearse(card: Card, argv: list[str]) -> Step:
         ids = torch.empty(args.micro_batch, args.seq_len, dtype=torch.int64, device=device)
         cu_seqlens = torch.empty(args.micro_batch + 1, dtype=torch.int32, device=device)
         batch = train.Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
-        trace, tracker = Trace(int(ids.numel() / RATE)), MemTracker()
+        trace, tracker = Trace(int(ids.numel() / model.config.bytes_per_segment)), MemTracker()
         tracker.track_external(model, *optimizers.parts.values(), batch.ids, batch.labels, batch.cu_seqlens)
         optimizers.world = world = Alone(trace, tracker)
         with marked(model, optimizers, trace), tracker, trace:

@@ -90,7 +90,7 @@ class SpiderConfig:
     engram_rows: int = 29_000             # rows of each hash's table, about (the next free prime below)
     engram_dim: int = 64                  # width of a row
     engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
-    engram_byte_rows: int = 47_700
+    engram_byte_rows: int = 47_300
     engram_byte_dim: int = 128
     engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # of what followed in the document; (): none
 
@@ -169,6 +169,7 @@ PRESETS = {
     "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=2, n_coda_layers=1, n_loops=1, n_heads=2,
                  q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
                  byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4,
+                 boundary_prior=0.15, boundary_alpha=1 / 6, boundary_sigma=0.0115,  # half the segments: as good, cheaper
                  engram_layers=(1,), engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072,
                  engram_byte_dim=32),
 }

@@ -107,7 +107,7 @@ def one_of(*choices: str) -> Callable:
 FLAGS = (
     # model
     Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
-    Flag("set", None, str, "NAME=VALUE,... fields of SpiderConfig to change, e.g. boundaries=whitespace,lora_rank=0"),
+    Flag("set", None, str, "NAME=VALUE,... fields of SpiderConfig to change, e.g. lora_rank=0,engram_layers=0+1"),
     Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
     Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
     # data

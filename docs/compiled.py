@@ -188,6 +188,7 @@ def build(argv: list[str]):
     with device:
         model = spider_model.Spider(train.model_config(args))
     model.to_empty = lambda device: model
+    train.take_recompute(args, model, args.n_loops, "muon", args.precision, device)
     with mock.patch("torch.manual_seed"):
         train.make_real(model, device, args.precision, "grouped", args)
     return args, model
