@@ -976,7 +976,7 @@ class StopSignals:
         self.seconds = seconds
         try:
             if self.asked:                # raised here, it would leave the context without a body to skip
-                signal.setitimer(signal.ITIMER_REAL, 1e-3, 1.0)
+                signal.setitimer(signal.ITIMER_REAL, 0.2, 1.0)  # by then the body has begun
             yield
         finally:
             self.seconds = None

@@ -133,6 +133,7 @@ class World:
         self.stopped = threading.Event()
         self.alone = False                           # whether the first rank goes on without the others, to save
         self.warned = False                          # whether a rank has said that it leaves, and why
+        self.named = ""                              # what a rank has said of those that were lost
         self.steps = 0                               # since the start of this process
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -214,6 +215,9 @@ class World:
                 if not self.warned and self.heart.check(["fault"]):
                     self.warned = True
                     self.heart.set(f"warned/{self.rank}", "")
+                if not self.named and self.heart.check(["named"]):
+                    self.named = self.heart.get("named").decode()
+                    self.heart.set(f"named/{self.rank}", "")
 
     def __enter__(self):
         return self
@@ -225,8 +229,9 @@ class World:
             return
         try:
             if fault is not None and is_loss(fault):
-                raise LeftByPeer if self.warned else within(
-                    10 * HEARTBEAT, self._name_the_lost, lost(["rank 0 or its host"])) from None
+                found = None if self.warned or self.named else within(10 * HEARTBEAT, self._name_the_lost, None)
+                raise LeftByPeer if self.warned else found or (
+                    WorldError(self.named) if self.named else lost(["rank 0 or its host"])) from None
             if fault is not None:
                 within(5 * HEARTBEAT, lambda: self._warn(fault), None)
         finally:
@@ -245,12 +250,13 @@ class World:
             self.store.set("fault", "")
 
     def _leave(self):
-        """The first rank, with which the store may go, ends last: when all others know why, from a rank that says it or
-        by having named whom they lost, or are lost themselves."""
+        """The first rank, with which the store may go, ends last: when all others know why, or are lost. They may learn
+        of a loss from their signs of life alone, while they wait for this rank in a collective."""
         self.store.set(f"leaves/{self.rank}", "")
-        while self.leads and not all(self.store.check([f"warned/{rank}"]) or self.store.check([f"leaves/{rank}"])
-                                     for rank in range(self.ranks)):
-            time.sleep(0.1)
+        waits_for = {*range(self.ranks)} if self.leads else ()
+        while waits_for and not self.stopped.wait(0.1):
+            waits_for = {rank for rank in waits_for
+                         if not any(self.store.check([f"{word}/{rank}"]) for word in ("warned", "named", "leaves"))}
 
     def _name_the_lost(self) -> Exception:
         """What to say of a collective that failed: nothing where a rank says itself why it left."""
@@ -268,10 +274,13 @@ class World:
             return LeftByPeer()
         after, known = beats(), have("host")
         gone = sorted(rank for rank in everyone - have("lost") if after.get(rank) == before.get(rank))
+        found = lost([f"rank {rank}" + (f" ({self.store.get(f'host/{rank}').decode()})" if rank in known else "")
+                      for rank in gone])
         for rank in gone:
             self.store.set(f"leaves/{rank}", "")
-        return lost([f"rank {rank}" + (f" ({self.store.get(f'host/{rank}').decode()})" if rank in known else "")
-                     for rank in gone])
+        if gone:
+            self.store.set("named", str(found))
+        return found
 
     def says(self, line: str, shared: bool) -> bool:
         """Whether this rank is the one to print a last line; `shared`: all ranks have the same one."""

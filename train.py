@@ -696,7 +696,9 @@ def command_line(argv: list[str] | None = None) -> int:
         try:
             args = parse_args(argv)
             with ExitStack() as closing:
-                main(args, stop, closing, closing.enter_context(world))
+                closing.enter_context(world)
+                closing.callback(setattr, stop, "seconds", None)  # nothing interrupts what the world tells the others
+                main(args, stop, closing, world)
             sys.stdout.flush()
             return 0
         except BrokenPipeError:           # of `--dry_run | head`: nobody reads on
@@ -720,7 +722,7 @@ def command_line(argv: list[str] | None = None) -> int:
         stop.seconds = None
         with suppress(OSError):           # stderr may be gone
             if world.says(line, shared):
-                print(f"train.py: {files.one_line(line)}", file=sys.stderr)
+                print(f"train.py: {files.one_line(line)}\n", end="", file=sys.stderr)  # of several ranks: one write
     return status
 
 

@@ -43,7 +43,7 @@ class Host:
         return subprocess.Popen(["nsenter", "--target", self.pid, "--all", f"--wd={ROOT}", *command], **more)
 
     def do(self, *command):
-        assert self.inside(*command).wait(10) == 0, command
+        assert self.inside(*command).wait(60) == 0, command
 
     def launch(self, command: str, directory: Path) -> "Launch":
         return Launch(self, command, directory)
@@ -60,12 +60,12 @@ class Host:
 
     def stop_all(self):
         """Kills what runs on it, and leaves it in being."""
-        self.inside("sh", "-c", "kill -9 -1").wait(10)
+        self.inside("sh", "-c", "kill -9 -1").wait(60)
 
     def die(self):
         """Ends it with all that runs on it, without a word to others where its cable is out."""
         self.holder.kill()
-        self.holder.wait(10)
+        self.holder.wait(60)
 
 
 class Launch:
@@ -208,12 +208,13 @@ def test_survivors_of_a_lost_network_name_who_is_gone_and_the_same_command_goes_
     run, command = place(tmp_path / "run"), TWO_NODES.replace("--max-restarts 3", "")
     with two_hosts(tmp_path) as hosts:
         jobs = launch(hosts, command, run)
-        until(lambda: steps_done(run) >= 7, jobs)
+        until(lambda: steps_done(run) >= 1, jobs)
         assert [len(host.ranks()) for host in hosts] == [2, 2]
+        until(lambda: steps_done(run) >= 7, jobs)
         hosts[1].do("ip", "link", "set", "eth0", "down")
         status, said = jobs[0].end(WITHIN)
         assert status != 0 and "Traceback (most recent call last):\n  File \"train.py" not in said
-        (line,) = jobs[0].errors()
+        (line,) = set(jobs[0].errors())
         assert re.search(r"lost rank 2 \(node1, process \d+\) and rank 3 \(node1, process \d+\): it ended, stands "
                          "still or cannot be reached", line)
         # Cut off from its rendezvous, torchrun itself waits for minutes; its ranks do not.
@@ -239,7 +240,7 @@ def test_a_host_that_died_is_waited_for_and_all_go_on_from_the_checkpoint(tmp_pa
         until(jobs[0].errors, jobs[:1], WITHIN)
         again = Host(1, tmp_path / "hosts")
         closing.callback(again.die)
-        hosts[0].do("ip", "link", "delete", "eth0")
+        hosts[0].inside("ip", "link", "delete", "eth0").wait(60)  # it may be gone with the other host
         plug_in(hosts[0], again)
         jobs[1:] = launch([again], TWO_NODES, run)
         for job in jobs:

@@ -175,8 +175,10 @@ def test_a_journal_line_cut_short_and_a_lost_shard_are_done_again(mixed, tmp_pat
 
 
 def alive(pid: str) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().split()[2] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for orphans in /proc")
@@ -184,12 +186,13 @@ def test_workers_die_with_a_killed_prepare(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(3_000_000))
     arguments = [tmp_path / "a.txt", "--unit_mb", "0.02", "--out"]
     command = [sys.executable, "data.py", "prepare", "--workers", "2", *arguments, tmp_path / "o"]
-    run, deadline = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL), time.monotonic() + 20
+    run, deadline = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL), time.monotonic() + 240
     while not list(tmp_path.glob("o/*.bin")) and time.monotonic() < deadline:
         time.sleep(0.001)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     run.kill()
     assert run.wait() == -signal.SIGKILL and len(children) >= 2
+    deadline = time.monotonic() + 60
     while any(map(alive, children)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(alive, children))
@@ -220,12 +223,17 @@ def test_prepare_survives_kills_at_random_moments(tmp_path, workers, stdin):
     while kills < 12:
         try:
             assert run.wait(rng.uniform(0.1, 0.6) * took) == 0
-            break
         except subprocess.TimeoutExpired:
             kills += 1
             os.killpg(run.pid, signal.SIGKILL) if rng.randrange(2) else run.kill()
             assert run.wait() == -signal.SIGKILL
             run = start("o")
+            continue
+        if kills > 1:
+            break
+        took /= 2                         # something held up the undisturbed run: once more, with less time
+        shutil.rmtree(tmp_path / "o")
+        run = start("o")
     assert run.wait() == 0 and kills > 1
     assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed")
 

@@ -224,7 +224,7 @@ def test_a_rank_lost_in_the_midst_of_a_save_ends_the_others_and_the_same_command
         tmp_path, shards, processes, number, victim):
     def argv(steps):
         return run_flags(shards, tmp_path / "run", *PARTS, "--ckpt_every", "1", "--shards", "2", "--eval_every", "0",
-                         "--rank_timeout", "10", steps=steps)
+                         "--rank_timeout", "20", steps=steps)
     job = Job(processes, tmp_path, 2, argv(100_000))
     until(lambda: steps_done(tmp_path / "run") > 3)
     until(lambda: any(name.endswith(".tmp") for name in names(tmp_path / "run")))

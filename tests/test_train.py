@@ -285,6 +285,6 @@ def test_the_time_left_counts_evaluations_and_samples_to_come():
     assert [train.pauses_left(args, step, 10) for step in (1, 3, 4, 8, 10)] == [4, 4, 4, 3, 2]
     leaving = Leaving(SimpleNamespace(asked=None, patience=lambda seconds: nullcontext()), None, 0, 10, 1)
     with leaving.pause(2):
-        leaving.began -= 7.0              # seconds that went by
-    leaving.paused = 6.0                  # of which the pause took so many
-    assert leaving.seconds_left(1, 4) == pytest.approx(9 * 1.0 + 4 * 3.0, abs=0.5)
+        leaving.began -= 7000.0           # seconds that went by
+    leaving.paused = 6000.0               # of which the pause took so many
+    assert leaving.seconds_left(1, 4) == pytest.approx(9 * 1000.0 + 4 * 3000.0, abs=100)
