@@ -172,7 +172,7 @@ FLAGS = (
 
 def measured_rate(config: SpiderConfig, steps: float) -> float:
     """The peak rate of a horizon of so many optimizer steps, by what was measured of tiny (docs/learning.md)."""
-    return float(f"{min(0.02, 0.08 * steps ** (-1 / 3) * (128 / config.hidden_size) ** 0.5):.3g}")
+    return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
 # What a model trains with where neither flag nor environment says otherwise. docs/learning.md measures that of tiny;
