@@ -972,11 +972,11 @@ class StopSignals:
 
     @contextmanager
     def patience(self, seconds: float):
-        """Inside, a signal raises Stopped after so many seconds; one that came before does so at once."""
+        """Inside, a signal raises Stopped after so many seconds; one that came before, once the body has begun."""
         self.seconds = seconds
         try:
             if self.asked:                # raised here, it would leave the context without a body to skip
-                signal.setitimer(signal.ITIMER_REAL, 0.2, 1.0)  # by then the body has begun
+                signal.setitimer(signal.ITIMER_REAL, 0.2, 1.0)
             yield
         finally:
             self.seconds = None

@@ -229,9 +229,8 @@ class World:
             return
         try:
             if fault is not None and is_loss(fault):
-                found = None if self.warned or self.named else within(10 * HEARTBEAT, self._name_the_lost, None)
-                raise LeftByPeer if self.warned else found or (
-                    WorldError(self.named) if self.named else lost(["rank 0 or its host"])) from None
+                found = self._heard_why() or within(10 * HEARTBEAT, self._name_the_lost, None)
+                raise self._heard_why() or found or lost(["rank 0 or its host"]) from None
             if fault is not None:
                 within(5 * HEARTBEAT, lambda: self._warn(fault), None)
         finally:
@@ -240,6 +239,10 @@ class World:
             self.stopped.set()
             if fault is None:
                 dist.destroy_process_group()  # else a group at work might not come to its end
+
+    def _heard_why(self) -> Exception | None:
+        """What signs of life have brought of why a collective fails: nothing to say where a rank says it itself."""
+        return LeftByPeer() if self.warned else WorldError(self.named) if self.named else None
 
     def _warn(self, fault: BaseException):
         """Notes a fault of this rank for the others, who learn of it with their signs of life: what it shows as is a
