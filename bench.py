@@ -251,7 +251,8 @@ def trainer(b: Bench, rate: float | None = None, **flags):
     if args.compile == "on":
         torch._dynamo.reset()  # else graphs of the variants before count against the few that are kept
     backend = tile_moe.resolve_backend(args.moe_backend, b.device, config,
-                                       torch.float32 if precision == "fp32" else torch.bfloat16)
+                                       torch.float32 if precision == "fp32" else torch.bfloat16,
+                                       compiled=args.compile == "on")
     optimizer = "muon" if args.optimizer == "auto" else args.optimizer
     train.take_recompute(args, model, args.n_loops, optimizer, precision, b.device)
     train.make_real(model, b.device, precision, backend, args)

@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from checkpoint import CheckpointError, check_regular, check_state, is_number, reading
 from engram import EngramTable
+from files import sync
 from spider_model import Spider, SpiderConfig
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
@@ -79,15 +81,6 @@ def export(path: Path, state: dict, directory: str):
         raise CheckpointError(f"--export: {directory} cannot be written: {reason}") from None
     logger.info(f"step {state['step']} of {path} is handed over in {directory}: {size:,} bytes; its README.md says how "
                 f"it is used")
-
-
-def sync(path: Path):
-    """Has a file, or a directory's names, on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def write_weights(library, directory: Path, weights: dict[str, Tensor]):
@@ -167,7 +160,7 @@ def texts_of(path: Path, state: dict, facts: dict) -> dict[str, str]:
             architectures=["SpiderForCausalLM"], model_type="spider", dtype=dtype, **ids,
             auto_map=dict(AutoConfig=f"{ADAPTER}.SpiderHFConfig", AutoModelForCausalLM=f"{ADAPTER}.SpiderForCausalLM"),
             max_position_embeddings=state["flags"].get("seq_len", 2048),
-            n_loops=n_loops, spider={name: getattr(config, name) for name in vars(config)}, training=facts)),
+            n_loops=n_loops, spider=asdict(config), training=facts)),
            "generation_config.json": as_json(dict(
                ids, do_sample=True, temperature=0.8, top_k=0,
                suppress_tokens=[PAD_ID, BOS_ID, *range(EOS_ID + 1, VOCAB_SIZE)])),

@@ -210,11 +210,16 @@ def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
     if before_rename is not None:
         before_rename()
     os.replace(file.name, path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path):
+    """Has a file, or a directory's names, on the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(number)
     finally:
-        os.close(directory)
+        os.close(number)
 
 
 @contextmanager

@@ -204,14 +204,13 @@ class Optimizers:
         else:
             self.parts["adamw"] = torch.optim.AdamW(adam, fused=True, **settings)
         if tables:
-            self.parts["engram"] = RowwiseAdagrad(tables, args.lr)
-        self.engram_lr = args.engram_lr
+            self.parts["engram"] = RowwiseAdagrad(tables, args.engram_lr)
 
     def set_lr(self, peak: float, factor: float):
         """The schedule's factor of the peak for all but the tables, whose accumulators anneal them row by row."""
         for name, part in self.parts.items():
-            for group in part.param_groups:
-                group["lr"] = self.engram_lr if name == "engram" else peak * factor
+            for group in part.param_groups if name != "engram" else ():
+                group["lr"] = peak * factor
 
     def step(self):
         self.world.add_up(self.tables)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 import files
 from checkpoint import PLAIN, Digested, nodes, put_directory_in_place, remove, write_checkpoint
 from distributed import Share
-from export import sync
+from files import sync
 
 # One process without a group is what it says it takes for granted.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")

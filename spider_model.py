@@ -519,8 +519,9 @@ class Halting:
         index = self.left.index
         self.output = part if self.output is None else (
             self.output + part if index is None else self.output.index_add(0, index, part))
-        self.loops = self.loops + self.share.sum()
-        self.ponder = self.ponder + self.share.sum() + self.share @ torch.where(stops, self.remaining, 0)
+        share = self.share.sum()
+        self.loops = self.loops + share
+        self.ponder = self.ponder + share + self.share @ torch.where(stops, self.remaining, 0)
         goes_on = ~stops & (self.share > 0)
         if last or not self.leave:
             self.left = Left(mask=goes_on)

@@ -32,15 +32,18 @@ class BackendError(RuntimeError):
 
 
 def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype, say: Callable = lambda line: None,
-                    agree: Callable = bool) -> str:
-    """`auto` becomes `tile` where TileKernels pass a check on this GPU, else `grouped`; a `tile` that fails is an
-    error. config has hidden_size, n_routed_experts and n_experts_per_tok; dtype is that of the products.
+                    agree: Callable = bool, compiled: bool = False) -> str:
+    """`auto` becomes `tile` where TileKernels pass a check on this GPU, else `grouped`, as it does where layers are
+    compiled, which tile's operations would keep the core from; a `tile` that fails is an error. config has
+    hidden_size, n_routed_experts and n_experts_per_tok; dtype is that of the products.
 
     `say` gets a line where `auto` does without TileKernels on a GPU, and one where torch's grouped product is slow;
     `agree` says, given whether this rank can, whether all can."""
     on_gpu = device.type == "cuda"
     if name == "tile" and (obstacle := find_obstacle(device, config, dtype)):
         raise BackendError(f"--moe_backend tile: {obstacle}; or use --moe_backend grouped")
+    if name == "auto" and compiled:
+        name = "grouped"
     if name == "auto":
         obstacle = find_obstacle(device, config, dtype) if on_gpu else "no GPU"
         name = "tile" if on_gpu and agree(obstacle is None) else "grouped"

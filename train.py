@@ -143,7 +143,8 @@ FLAGS = (
     Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 where the hardware has it, fp8 only "
          "where layers are compiled too"),
     Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
-    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: tile where it runs, else grouped; loop: reference"),
+    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: grouped with compiled layers, else tile where it "
+         "runs, else grouped; loop: reference"),
     Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); alone: on; auto: on "
          "a GPU, where it works", alone="on"),
     Flag("shards", 1, integer(1, 1 << 16), "ranks that share out weights and optimizer state; the rest replicate them"),
@@ -901,10 +902,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             raise UsageError("--engram_reset: this model has no Engram tables")
         args.engram_reset = False         # the recipe's
     remarks = []
-    grouped = args.moe_backend == "auto" and args.compile == "on"  # tile's operations would keep the core uncompiled
-    backend = "grouped" if grouped else resolve_backend(
+    backend = resolve_backend(
         args.moe_backend, device, config, torch.float32 if precision == "fp32" else torch.bfloat16, remarks.append,
-        agree=lambda able: int(world.sum(torch.tensor(int(able), device=device))) == world.ranks)
+        agree=lambda able: int(world.sum(torch.tensor(int(able), device=device))) == world.ranks,
+        compiled=args.compile == "on")
     optimizer = "muon" if args.optimizer == "auto" else args.optimizer
     asked = args.recompute
     recompute = take_recompute(args, model, n_loops, optimizer, precision, device, world), asked

@@ -151,7 +151,7 @@ def watched(model: Spider):
 
 
 @torch.no_grad()
-def score(model: Spider, task: Task, rows: int = 256, most: int = 100) -> dict:
+def score(model: Spider, task: Task, rows: int = 256) -> dict:
     """Accuracy by depth of the case, loops until halting by depth, accuracy by bytes since the last cut; of cases that
     no training saw. A depth with fewer than 50 cases is left out."""
     whole = task(torch.Generator().manual_seed(1 << 40), rows)
