@@ -362,6 +362,13 @@ def test_auto_takes_tile_kernels_that_pass_their_check_on_any_gpu_from_hopper_on
     assert bool(machine.lines) == (capability[0] == 12)                   # of grouped products, see below
 
 
+def test_auto_takes_grouped_with_compiled_layers_and_says_where_that_is_slow(machine):
+    assert machine.resolve("auto", compiled=True) == "grouped" and not machine.lines
+    machine.capability = (12, 0)
+    assert machine.resolve("auto", compiled=True) == "grouped" and "one after the other" in machine.lines[0]
+    assert machine.resolve("tile", compiled=True) == "tile"
+
+
 def obstacles(machine, monkeypatch):
     """Breaks the machine in one way after the other; what the line then says."""
     def refuse(*_):
