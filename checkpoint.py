@@ -1,4 +1,4 @@
-"""What survives a kill: checkpoints that are whole or not there, metrics.jsonl beside them; and how a run is left.
+"""What survives a kill: checkpoints that are whole or not there, metrics.jsonl beside them.
 
     python checkpoint.py convert SRC DST  # spider-step100.pt into a directory of parts, or such a directory into a file
 
@@ -17,7 +17,6 @@ import os
 import pickletools
 import re
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -40,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 import data
 import files
 import tokenizer
-from distributed import LeftByPeer, Rows, Share, Stored, World, is_loss
+from distributed import Rows, Share, Stored, World
 from spider_model import MAX_LOOPS, PRESETS, Spider, SpiderConfig
 
 
@@ -935,179 +934,6 @@ class Metrics:
         """Makes all lines durable, or raises OSError: no checkpoint is newer than the lines before it."""
         self._write_pending()
         os.fsync(self.file.fileno())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Signals, and every way out of the loop
-
-STOPS = signal.SIGTERM, signal.SIGINT
-
-
-class Stopped(BaseException):
-    """A signal asked for the end. No Exception: no library shall take it for a fault of its own."""
-
-
-class StopSignals:
-    """Lets SIGTERM and SIGINT end a run in order; a second one ends the process at once.
-
-    A signal sets `asked`. Where `seconds` is a number it also raises Stopped, so many seconds later. To a rank of
-    several, torchrun may repeat what a terminal or Slurm sent to all: within REPEATED seconds it is the same signal.
-    """
-
-    def __init__(self, world: World | None = None):
-        self.world = World() if world is None else world
-        self.asked: signal.Signals | None = None
-        self.asked_at, self.seconds = 0.0, 0.0
-
-    def __enter__(self):
-        handlers = {signal.SIGTERM: self._ask, signal.SIGINT: self._ask, signal.SIGALRM: self._time_is_up}
-        on_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may do this
-        self.before = {number: signal.signal(number, handlers[number]) for number in handlers if on_main_thread}
-        return self
-
-    def __exit__(self, *_):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def patience(self, seconds: float):
-        """Inside, a signal raises Stopped after so many seconds; one that came before, once the body has begun."""
-        self.seconds = seconds
-        try:
-            if self.asked:                # raised here, it would leave the context without a body to skip
-                signal.setitimer(signal.ITIMER_REAL, 0.2, 1.0)
-            yield
-        finally:
-            self.seconds = None
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _ask(self, number: int, _):
-        if self.asked and self.world.ranks > 1 and time.monotonic() < self.asked_at + REPEATED:
-            return
-        if self.asked:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.asked, self.asked_at = signal.Signals(number), time.monotonic()
-        with suppress(OSError):           # stderr may be gone; the logger may be busy
-            os.write(2, f"{self.asked.name}: stops in order; once more: at once\n".encode() * self.world.leads)
-        if self.seconds is not None:
-            signal.setitimer(signal.ITIMER_REAL, self.seconds or 1.0, 1.0)  # again, should a library swallow it
-        if self.seconds == 0:
-            self._time_is_up()
-
-    def _time_is_up(self, *_):
-        if self.seconds is not None:
-            raise Stopped("stopped before the first step; the same command goes on")
-
-
-REPEATED = 5.0
-
-
-class Diverged(Exception):
-    """Training cannot go on as it is; the message is one line with advice."""
-
-
-def wants_memory(fault: Exception) -> bool:
-    """Whether an error is for want of memory, of the host or of a GPU."""
-    return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)
-
-
-class Leaving:
-    """Every way out of the loop, decided in one place: signal, bad data, want of memory, divergence, the end.
-
-    What cuts work short is noted where it happens and acted upon only as `agreed` tells. One process decides alone;
-    several know of each other's signals by the sums of each step and of each round of an evaluation, and one that
-    cannot begin a step takes the others with it: one that leaves alone hangs them. Work in which ranks wait for each
-    other is not cut short. Where want of memory or the loss of a rank ends it in its midst, they cannot agree on any
-    thing, but nothing has changed since the step before: the first rank saves that by itself, unless others have rows
-    of it.
-    """
-
-    def __init__(self, stop: StopSignals, writer: CheckpointWriter, start: int, last_step: int, max_skipped: int,
-                 world: World | None = None):
-        self.stop, self.writer, self.max_skipped = stop, writer, max_skipped
-        self.world = World() if world is None else world
-        self.world.ballot |= {number.name: lambda number=number: stop.asked == number for number in STOPS}
-        self.world.ballot["retry"] = lambda: writer.retry_is_due()
-        self.world.heed = self._heed
-        self.start, self.last_step = start, last_step
-        self.cut_short, self.fault, self.began = False, None, time.perf_counter()
-        self.pauses, self.paused = 0, 0.0  # evaluations and samples so far, seconds of them
-        stop.seconds = None               # from here on a signal stops in order
-
-    @contextmanager
-    def droppable(self, seconds: float):
-        """Inside is work that counts only when it is done; a signal, so many seconds later, cuts it short, as bad data
-        and want of memory do."""
-        try:
-            with self.stop.patience(seconds) if self.world.ranks == 1 else nullcontext():
-                yield
-        except Stopped:
-            self.cut_short = True
-        except (data.DataError, LeftByPeer, MemoryError, RuntimeError) as fault:
-            ends_work = not isinstance(fault, (data.DataError, LeftByPeer))
-            saves = self.world.ranks == 1 or not self.writer.in_parts  # of whose checkpoints others write their parts
-            if ends_work and not ((wants_memory(fault) or is_loss(fault)) and saves and self.world.goes_alone()):
-                raise
-            self.cut_short, self.fault = True, fault
-
-    @contextmanager
-    def pause(self, works: int):
-        """The same at once, for so many evaluations or samples, whose time `seconds_left` goes by."""
-        began = time.perf_counter()
-        with self.droppable(0):
-            yield
-        self.pauses, self.paused = self.pauses + works, self.paused + time.perf_counter() - began
-
-    def agreed(self) -> int:
-        """0: go on; 1: leave after this step; 2: work was cut short, leave now. The same on every rank."""
-        return 2 if self.cut_short else 1 if self.asked else 0
-
-    @property
-    def asked(self) -> signal.Signals | None:
-        """The signal that any rank was sent, as far as all know of it."""
-        return next((number for number in STOPS if self.world.heard(number.name)), None)
-
-    def _heed(self):
-        if self.asked:
-            raise Stopped
-
-    def retry_is_due(self) -> bool:
-        """Whether a checkpoint that could not be written is to be tried again."""
-        return self.world.heard("retry")
-
-    def drops(self) -> bool:
-        """Whether work was cut short, of which nothing may come then."""
-        return self.agreed() == 2
-
-    def goes_on(self, progress: Progress) -> bool:
-        """Whether there is a step to do, or the line of one to write; Diverged where the last ones were in vain."""
-        if progress.skipped >= self.max_skipped and progress.step > self.start:
-            raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
-                           f"saved since: go on with a lower --lr or more --warmup_steps, from the newest checkpoint "
-                           f"or, if its weights were ruined already, by --resume from one before it"
-                           + "".join(f", {one.path}" for one in self.writer.kept[-2:-1]))
-        return not self.agreed() and progress.written < self.last_step
-
-    def seconds_left(self, step: int, pauses: int) -> float:
-        """Until the end, at the pace so far: steps, and so many pauses to evaluate or sample."""
-        pace = (time.perf_counter() - self.began - self.paused) / (step - self.start)
-        return min((self.last_step - step) * pace + pauses * self.paused / max(1, self.pauses), 1e9)
-
-    def report(self, progress: Progress, how_to_go_on: str):
-        """Raises what made the run leave, now that all is saved that can be; says so where it was the end."""
-        if self.fault:
-            raise self.fault
-        if not self.writer.holds(progress.step):
-            raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {self.writer.directory}, "
-                                  f"older checkpoints are as they were: make room, and {how_to_go_on}")
-        if self.asked:
-            self.stop.asked = self.asked  # of another rank
-            raise Stopped(f"stopped after step {progress.step}, all of it is in {self.writer.directory}; "
-                          f"{how_to_go_on}")
-        logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
-                    f"{progress.best_loss:.4f}, {time.perf_counter() - self.began:.0f} s")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

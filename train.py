@@ -40,11 +40,11 @@ import data
 import files
 import look
 import tokenizer
-from checkpoint import (CheckpointError, Diverged, Leaving, Progress, RunDirectory, Stopped, StopSignals,
-                        check_same_model, run_state, wants_memory)
+from checkpoint import CheckpointError, Progress, RunDirectory, check_same_model, run_state
 from distributed import LeftByPeer, World, WorldError
 from engram import EngramTable
 from layers import Linear, document_cu_seqlens
+from leaving import Diverged, Leaving, Stopped, StopSignals, wants_memory
 from optim import Optimizers, multiplies_bf16, quiet
 from spider_model import LOSS_PARTS, MAX_LOOPS, PRESETS, RECOMPUTE, MoE, Spider, SpiderConfig, SpiderOutput
 from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend

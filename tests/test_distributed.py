@@ -23,6 +23,7 @@ from conftest import ROOT, SMALL, assert_same, final_state, make_shards, metrics
 
 import checkpoint
 import data
+import leaving
 import optim
 import train
 from distributed import World, WorldError, meet
@@ -422,13 +423,13 @@ def test_a_second_job_in_the_same_directory_is_refused_once(tmp_path, shards, pr
 
 
 def test_a_signal_that_came_before_an_evaluation_ends_it_in_its_body_and_not_before():
-    with checkpoint.StopSignals() as stop:
-        leaving = checkpoint.Leaving(stop, None, 0, 10, 1)
+    with leaving.StopSignals() as stop:
+        run = leaving.Leaving(stop, None, 0, 10, 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        with leaving.pause(1):
+        with run.pause(1):
             time.sleep(10)
             pytest.fail("the evaluation was not cut short")
-        assert leaving.drops()
+        assert run.drops()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

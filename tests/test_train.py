@@ -12,7 +12,7 @@ from conftest import assert_same, awake, final_state, gradients, metrics, run, s
 import cost
 import data
 import train
-from checkpoint import Leaving
+from leaving import Leaving
 from optim import Optimizers
 from train import Batch, lr_factor, parse_args
 
