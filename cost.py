@@ -58,10 +58,11 @@ def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
     """Bytes a row that the rest at byte rate keeps: byte memories, boundaries, head, whole numbers; and of it what
     stands behind the byte layers, which is gone when they go backward."""
     width = (len(c.engram_byte_orders) + len(c.engram_match_orders)) * c.engram_byte_dim
-    head = size * 2 * c.hidden_size + (8 + size) * c.vocab_size
+    heads = 2 if c.n_recurrent_layers and c.core_loss_weight else 1
+    head = heads * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
     written = size * 2 * (width + c.hidden_size) * (width > 0)
     boundaries = 8 * c.hidden_size if c.boundaries == "learned" and c.n_recurrent_layers else 0
-    longest = max((1,) + c.engram_orders + c.engram_byte_orders + c.engram_match_orders)
+    longest = max((2,) + c.engram_orders + c.engram_byte_orders + c.engram_match_orders)
     numbers = 8 * (longest + 6 + 3 * len(c.engram_byte_orders) + 4 * len(c.engram_match_orders))
     return size * width + boundaries + written + head + numbers, written + head
 
@@ -90,7 +91,7 @@ def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: in
         if not layers:
             kept += max(visits)
     kept += n_loops * c.hidden_size * 4 * size  # read-out, adapter and halting of each loop
-    kept += engrams * size * (memory + 3 * c.hidden_size) + c.hidden_size * (4 * size + 4)
+    kept += engrams * size * (memory + 3 * c.hidden_size) + c.hidden_size * ((3 + c.places) * size + 4)
     return total + segments * kept
 
 

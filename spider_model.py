@@ -38,7 +38,7 @@ from layers import (EVERY_ROW, MLA, Block, Cache, Left, Linear, Packing, SwiGLU,
 from tile_moe import Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
 from tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
-BOUNDARIES = ("learned", "whitespace", "every_third", "every_byte")
+BOUNDARIES = ("learned", "words", "whitespace", "every_third", "every_byte")
 RECOMPUTE = ("nothing", "core", "all")
 MAX_LOOPS = 4096                          # of the core, in a flag as in a checkpoint
 
@@ -71,18 +71,20 @@ class SpiderConfig:
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     # segments
-    boundaries: str = "learned"           # or, as control arms, whitespace, every_third, every_byte
+    boundaries: str = "learned"           # or where words end; or, as control arms, whitespace, every_third, every_byte
     boundary_prior: float = 0.3           # first rate of boundaries per byte
     boundary_loss_weight: float = 1.0
     boundary_alpha: float = 1 / 3         # boundaries per byte are kept between alpha - lambda * sigma and alpha
     boundary_lambda: float = 3.0
     boundary_sigma: float = 0.023
+    places: int = 1                       # bytes behind a segment that are each handed another projection of it
     # recurrence
     lti: bool = True                      # False: v = h + e, to measure what the stable injection is worth
     lora_rank: int = 16                   # of the adapter of each loop; 0: none
     act: bool = True                      # False: the last loop's state is the output
     act_threshold: float = 0.99
     ponder_weight: float = 0.001          # of the ACT cost; 0: none
+    core_loss_weight: float = 0.0         # of the cross-entropy of what the core alone says of the next byte; 0: none
     # Engram: tables of hashed n-grams, before some core layers and at byte rate before prelude and head
     engram_layers: tuple[int, ...] = (1, 4)
     engram_orders: tuple[int, ...] = (3, 4, 6, 8)
@@ -136,12 +138,12 @@ class SpiderConfig:
     def bytes_per_segment(self) -> float:
         """About how many there will be: in the middle of the boundary loss's band, or as the control arms cut."""
         least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
-        return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "whitespace": 5.0, "every_third": 3.0,
-                "every_byte": 1.0}[self.boundaries]
+        return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
+                "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
-        """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M), each with every component."""
+        """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M)."""
         return cls(**PRESETS[name])
 
 
@@ -155,8 +157,9 @@ RANGES = {
     "n_routed_experts": (0, 4096), "n_shared_experts": (0, 256), "n_experts_per_tok": (1, 256),
     "moe_intermediate_size": (1, 1 << 18), "expert_bias_rate": (0, 1), "aux_loss_weight": (0, 1e6),
     "z_loss_weight": (0, 1e6), "boundary_prior": (0, 1), "boundary_loss_weight": (0, 1e6), "boundary_alpha": (0, 1),
-    "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "lora_rank": (0, 4096), "act_threshold": (0, 1),
-    "ponder_weight": (0, 1e6), "engram_heads": (1, 16), "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),
+    "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "places": (1, 256), "lora_rank": (0, 4096),
+    "act_threshold": (0, 1), "ponder_weight": (0, 1e6), "core_loss_weight": (0, 1e6), "engram_heads": (1, 16),
+    "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),
     "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096),
 }
 
@@ -169,7 +172,7 @@ PRESETS = {
     "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=2, n_coda_layers=1, n_loops=1, n_heads=2,
                  q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
                  byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4,
-                 boundary_prior=0.15, boundary_alpha=1 / 6, boundary_sigma=0.0115,  # half the segments: as good, cheaper
+                 boundaries="words", places=8, core_loss_weight=0.2,  # what makes the core pay: docs/learning.md
                  engram_layers=(1,), engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072,
                  engram_byte_dim=32),
 }
@@ -193,10 +196,10 @@ class SpiderOutput:
     segments: Tensor                      # number of segments, all sequences together
     mean_loops: Tensor
     tokens_per_expert: Tensor             # [L, E] fp32, over all loops
-    parts: Tensor | None = None           # [4] what LOSS_PARTS add to nats_per_byte in the loss
+    parts: Tensor | None = None           # [5] what LOSS_PARTS add to nats_per_byte in the loss
 
 
-LOSS_PARTS = "boundary_loss", "aux_loss", "z_loss", "ponder_loss"
+LOSS_PARTS = "boundary_loss", "aux_loss", "z_loss", "ponder_loss", "core_loss"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,6 +269,18 @@ def boundary_noise(seed: int | Tensor | None, sequences: int, length: int, devic
     return (((bits >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
 
 
+def word_ends(shifted: Tensor) -> Tensor:
+    """Whether a word has ended before a byte, which ends the segment, so that what is handed back comes in time for the
+    next word: it is no letter, digit or _ and continues no character of UTF-8, while the byte before is one or does.
+    The rule of SpaceByte, arXiv 2404.14408, but for the _.
+
+    shifted [at least 2, M], see shifted_bytes -> bool [M]."""
+    ids = shifted[:2]
+    of_words = (((ids | 32) >= ord("a")) & ((ids | 32) <= ord("z")) | (ids >= ord("0")) & (ids <= ord("9"))
+                | (ids == ord("_")) | (ids >= 0x80) & (ids < 0xC0))
+    return of_words[1] & ~of_words[0]
+
+
 def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of each finished segment's bytes, in O(M * D), with the gradient of the published dense einsum.
 
@@ -317,17 +332,38 @@ class _SumRows(torch.autograd.Function):
         return grad.mul_(weight[:, None]).to(h.dtype), to_weight, None, None
 
 
-def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor) -> Tensor:
+def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor,
+                    place: Tensor | None = None) -> Tensor:
     """Hands each byte the last segment of its document finished at or before it: causal with nothing to shift.
 
     z [N, D], null [D] for bytes before a document's first boundary, or one for each document, [documents, D]; b [M],
     cu_seqlens and segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; no gradient reaches b.
+    With `place` [M] a segment has several rows, z [N, P, D] and null [P, D]; a byte receives that of its place.
     """
     document, finished = _documents_and_segments(b, cu_seqlens)
-    null = null.view(-1, z.shape[1])
+    null = null.view(-1, *z.shape[1:])
     own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished + len(null) - 1,
                       document.clamp_max(len(null) - 1))
-    return torch.cat((null.to(z.dtype), z)).index_select(0, own)
+    rows = torch.cat((null.to(z.dtype), z))
+    if place is not None:
+        own, rows = own * z.shape[1] + place, rows.flatten(0, 1)
+    return rows.index_select(0, own)
+
+
+def places_behind(b: Tensor, cu_seqlens: Tensor, places: int, begun: Tensor | int = 0) -> Tensor:
+    """How far bytes lie behind the last boundary of their document, at most `places` - 1: 0 at the boundary, int64 [M].
+
+    begun [M]: when decoding, the bytes that earlier steps brought behind their last boundary."""
+    row = torch.arange(len(b), device=b.device)
+    start = cu_seqlens.index_select(0, torch.searchsorted(cu_seqlens[1:], row, right=True))
+    last = torch.where(b.detach() > 0, row, -1).cummax(0).values
+    return (row - torch.where(last < start, start - 1 - begun, last)).clamp_max(places - 1)
+
+
+def at_place(handed: Tensor, place: Tensor, places: int) -> Tensor:
+    """Of what the last segment hands to each place, [M, places * D], that of the bytes' own, [M, D]."""
+    handed = handed.unflatten(1, (places, -1))
+    return handed[torch.arange(len(place), device=place.device), place]
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,7 +417,7 @@ class RecurrentCore(nn.Module):
             self.lora_down = nn.Parameter(torch.empty(loops, d, config.lora_rank))
             self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
         self.halt_predictor = WideLinear(d, 1, bias=True) if config.act else None
-        self.out_proj = Linear(d, d)
+        self.out_proj = Linear(d, config.places * d)
         self.halted_leave: bool | None = None  # whether halted rows leave the products; None: on a CPU
 
     def decay(self) -> Tensor:
@@ -414,7 +450,7 @@ class RecurrentCore(nn.Module):
         """z [N, D] pooled segments, shifted [K, N] their last bytes, share [N] 1 / segments, 0 for rows that fill up;
         past: when decoding, what layers hold of earlier segments; warmup: factor on halting probabilities.
 
-        Returns what the bytes receive of each segment, [N, D], and statistics, None when decoding."""
+        Returns what the bytes receive of each segment, [N, places * D], and statistics, None when decoding."""
         e, h, visits = rms_norm(z), None, []
         recalled = [layer.engram and layer.engram.recall(shifted, packing.position, z.dtype) for layer in self.layers]
         seen: list[Seen] = [(None, None)] * len(self.layers)
@@ -554,7 +590,7 @@ class DecodingState:
     summed: Tensor                        # float64 [rows], boundary probabilities over it
     begun: Tensor                         # [rows, D], sum of the bytes behind the last boundary
     begun_bytes: Tensor                   # [rows, 1], their number
-    handed: Tensor                        # [rows, D], what bytes receive of the last finished segment
+    handed: Tensor                        # [rows, places * D], what bytes receive of the last finished segment
     matches: Tensor                       # int64 [1 + 2 * match orders, rows, places]: see MatchMemory.step
     byte_latents: Tensor                  # [prelude and coda layers, 1, rows, places, C], normed and rotated
     segment_latents: Tensor               # [L, n_loops, rows, places, C]: as each segment's last loop left them
@@ -587,7 +623,7 @@ class Spider(nn.Module):
         self.compiled = False                    # see compile_layers
         self.casts_early = True                  # False: weights are whole in their group's forward alone, cast there
         self.halting_warmup = 1.0                # in training on halting probabilities and ponder_weight
-        self.longest_order = max((1,) + c.engram_orders + c.engram_byte_orders + c.engram_match_orders)
+        self.longest_order = max((2,) + c.engram_orders + c.engram_byte_orders + c.engram_match_orders)
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         byte_memory = bool(c.engram_byte_orders + c.engram_match_orders)
         self.engram_match = MatchMemory(c.engram_match_orders) if c.engram_match_orders else None
@@ -674,8 +710,8 @@ class Spider(nn.Module):
             core.halt_predictor.weight.normal_(std=0.02)
             core.halt_predictor.bias.fill_(-3)
 
-    def boundaries(self, x: Tensor, input_ids: Tensor, packing: Packing, noise_seed: int | Tensor | None,
-                   summed: Tensor | None = None) -> Tensor:
+    def boundaries(self, x: Tensor, input_ids: Tensor, shifted: Tensor, packing: Packing,
+                   noise_seed: int | Tensor | None, summed: Tensor | None = None) -> Tensor:
         """Where segments end: b [M] fp32 (0 or 1 in value). EOS always ends one, PAD never.
 
         A byte ends a segment where the sum of p over the document, plus an offset, passes a whole number: systematic
@@ -703,6 +739,8 @@ class Spider(nn.Module):
             b = ((total + offset).floor() > (before + offset).floor()).to(dtype)
             if p.requires_grad:
                 b = b + (p - p.detach()).nan_to_num(0)  # a count, whatever diverges
+        elif c.boundaries == "words":
+            b = word_ends(shifted).to(dtype)
         elif c.boundaries == "whitespace":
             b = torch.isin(ids, ids.new_tensor(list(b" \t\n\r"))).to(dtype)
         else:
@@ -748,6 +786,14 @@ class Spider(nn.Module):
             state.segments = before + cu_seqlens.diff()
         return z[:segments], stats
 
+    def hand_back(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor) -> Tensor:
+        """What bytes receive of the core's output: z [N, places * D] -> [M, D]."""
+        places, null, place = self.config.places, self.null_segment, None
+        if places > 1:
+            z, null = z.unflatten(1, (places, -1)), null.repeat(places, 1)
+            place = places_behind(b, cu_seqlens, places)
+        return unpool_segments(z, null, b, cu_seqlens, segment_cu_seqlens, place)
+
     def before_core(self, ids: Tensor, packing: Packing, shifted: Tensor, matched: Tensor | None,
                     cache: Cache | None = None) -> Tensor:
         """Embedding, byte memory and prelude: ids [M] -> [M, D]."""
@@ -792,24 +838,30 @@ class Spider(nn.Module):
         matched = self.engram_match and self.engram_match(ids, shifted, packing.document)
         x = self.before_core(ids, packing, shifted, matched)                                 # [M, D]
         none = self.embed_tokens.new_zeros(())
-        segments, boundary_loss = 0, none
+        segments, boundary_loss, handed = 0, none, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
-            b = self.boundaries(x, input_ids, packing, noise_seed)
+            b = self.boundaries(x, input_ids, shifted, packing, noise_seed)
             boundary_loss = self.boundary_loss(b, input_ids)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             segments = len(z)
             z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops)
-            x = x + unpool_segments(z, self.null_segment, b, packing.cu_seqlens, segment_cu_seqlens)
+            handed = self.hand_back(z, b, packing.cu_seqlens, segment_cu_seqlens)
+            x = x + handed
         logits = self.after_core(x, packing, shifted, matched)                               # [M, vocab_size]
 
         loss = nats = parts = None
         if labels is not None:
             targets = labels.reshape(-1)
-            nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-            nats = nats / (targets != -100).sum().clamp_min(1)
+            counted = (targets != -100).sum().clamp_min(1)
+            nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted
+            core_loss = none
+            if handed is not None and c.core_loss_weight:  # eps: at the start nothing is handed back, see SegmentEngram
+                said = self.lm_head(rms_norm(handed, SegmentEngram.eps)).to(logits.dtype)
+                core_loss = F.cross_entropy(said, targets, ignore_index=-100, reduction="sum") / counted
             parts = (c.boundary_loss_weight * boundary_loss, c.aux_loss_weight * stats.aux_loss,
-                     c.z_loss_weight * stats.z_loss, c.ponder_weight * self.halting_warmup * stats.ponder)
+                     c.z_loss_weight * stats.z_loss, c.ponder_weight * self.halting_warmup * stats.ponder,
+                     c.core_loss_weight * core_loss)
             loss, parts = sum(parts, nats), torch.stack(parts).detach()
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # they are whole
         return SpiderOutput(logits.view(sequences, length, -1), loss, nats, none + segments,
@@ -879,6 +931,7 @@ class Spider(nn.Module):
         held = weight.new_zeros(0, dtype=self.compute_dtype)
         count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         null = held.new_zeros(c.hidden_size) if self.core is None else self.null_segment.detach().to(held.dtype)
+        null = null.repeat(c.places)
         return DecodingState(
             n_loops=n_loops, last_bytes=count.new_full((rows, self.longest_order), PAD_ID), position=count,
             segments=count.clone(), summed=count.double(), begun=weight.new_zeros(rows, c.hidden_size),
@@ -895,6 +948,7 @@ class Spider(nn.Module):
         end here together. Inside `cast_weights_once` weights are cast for many steps at once.
 
         RuntimeError in training mode, whose segments are drawn."""
+        places = self.config.places
         if self.training:
             raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
         rows, n = input_ids.shape
@@ -905,7 +959,7 @@ class Spider(nn.Module):
             return torch.cat([self.step(part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)], dim=1)
         with torch.inference_mode():      # a tenth faster
             if starts[:, 0].any():
-                state.start_documents(starts[:, 0], None if self.core is None else self.null_segment)
+                state.start_documents(starts[:, 0], None if self.core is None else self.null_segment.repeat(places))
                 known = torch.cat((state.last_bytes, input_ids), dim=1)
 
             ids, kept = input_ids.reshape(-1), self.longest_order
@@ -919,11 +973,12 @@ class Spider(nn.Module):
                     input_ids, shifted, packing.position.view(rows, n), state.matches)
             x = self.before_core(ids, packing, shifted, matched, cache)
             if self.core is not None:
-                b = self.boundaries(x, input_ids, packing, None, state.summed)
+                b = self.boundaries(x, input_ids, shifted, packing, None, state.summed)
             if self.core is not None and n == 1 and not b.any():  # what was begun goes on
                 state.begun, state.begun_bytes = state.begun + x, state.begun_bytes + 1
-                x = x + state.handed
+                x = x + at_place(state.handed, state.begun_bytes.flatten().long().clamp_max(places - 1), places)
             elif self.core is not None:
+                begun = state.begun_bytes.long().expand(-1, n).flatten()
                 z, total, segment_cu_seqlens = sum_segments(x, b, cu_seqlens, (state.begun, state.begun_bytes))
                 z, state.begun = z.tensor_split((-rows,))
                 total, state.begun_bytes = total.tensor_split((-rows,))
@@ -931,9 +986,11 @@ class Spider(nn.Module):
                 if len(z):
                     longest = int(segment_cu_seqlens.diff().max())
                     z, _ = self.recur(z, b, segment_cu_seqlens, shifted, longest, state.n_loops, state)
+                else:
+                    z = z.repeat(1, places)
                 handed = unpool_segments(z, state.handed, b, cu_seqlens, segment_cu_seqlens)
                 state.handed = handed.view(rows, n, -1)[:, -1]
-                x = x + handed
+                x = x + at_place(handed, places_behind(b, cu_seqlens, places, begun), places)
             logits = self.after_core(x, packing, shifted, matched, cache)
             state.byte_latents, state.position, state.last_bytes = cache.held, state.position + n, known[:, -kept:]
         return logits.view(rows, n, -1).clone()  # an ordinary tensor again
@@ -998,8 +1055,10 @@ class Spider(nn.Module):
             if name.startswith("core.lora"):
                 size /= c.n_loops
             if name.startswith("core."):
-                once = ".engram.key_proj" in name or ".engram.value_proj" in name
+                once = any(part in name for part in (".engram.key_proj", ".engram.value_proj", "core.out_proj"))
                 size *= rate * (1 if once else n_loops)
+            if name.startswith("lm_head") and c.n_recurrent_layers and c.core_loss_weight:
+                size *= 2
             products += size
         window = min(c.byte_window or seq_len, seq_len)
         seen = window - window * window / (2 * seq_len)                                      # bytes, on average

@@ -632,7 +632,7 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int |
     """Forward and backward over the micro-steps of a step, which leaves gradients and changes nothing else. `targets`:
     of all ranks together, where there are others.
 
-    Returns sums over the micro-steps: fp32 [8] of nats, loss, segments, loops and the loss's other parts, and tokens
+    Returns sums over the micro-steps: fp32 [9] of nats, loss, segments, loops and the loss's other parts, and tokens
     per expert [L, E]. Waits for the device once a micro-step, for the number of segments.
     """
     world = World() if world is None else world

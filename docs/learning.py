@@ -43,8 +43,31 @@ def draw(axes, figure: str, x: str, title: str, xlabel: str, above_best: bool = 
     axes.legend(frameon=False)
 
 
+def draw_worth(axes):
+    """What is added to the byte layers, by how many bytes were read: the loss without it less the loss with it."""
+    runs = [run for run in RUNS if run["figure"] == "worth"]
+    plain = {(run["bytes"], run["seed"]): run["loss"] for run in runs if run["arm"] == "no core"}
+    worth: dict[str, dict[float, list[float]]] = {}
+    for run in runs:
+        if run["arm"] != "no core":
+            gap = plain[run["bytes"], run["seed"]] - run["loss"]
+            worth.setdefault(run["arm"], {}).setdefault(run["bytes"], []).append(gap)
+    for name, gaps in worth.items():
+        line, = axes.plot(*zip(*sorted((at, sum(gap) / len(gap)) for at, gap in gaps.items())), marker="o", label=name)
+        axes.plot(*zip(*((at, one) for at, gap in gaps.items() for one in gap)), ".", color=line.get_color(), alpha=0.4)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(title="Python: what is gained over no core, same bytes", xlabel="MB of text, each byte read once",
+             ylabel="nats per byte (small: one seed)", xscale="log")
+    ticks = sorted({run["bytes"] for run in runs})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
 def main():
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right, last) = plt.subplots(1, 3, figsize=(16, 4.2), layout="constrained")
+    draw_worth(last)
     draw(left, "sequence", "seq_len", "2.5 MB of Python, by what a sequence holds", "bytes per sequence")
     draw(right, "rates", "lr", "peak rate: its best falls with steps and width", "peak rate of the matrices (--lr)",
          above_best=True)

@@ -17,7 +17,8 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
     "nothing": {}, "whitespace": dict(boundaries="whitespace"), "every third": dict(boundaries="every_third"),
-    "every byte": dict(boundaries="every_byte"), "core": dict(n_recurrent_layers=0), "act": dict(act=False),
+    "every byte": dict(boundaries="every_byte"), "words": dict(boundaries="words"), "places": dict(places=3),
+    "places in words": dict(places=4, boundaries="words"), "core": dict(n_recurrent_layers=0), "act": dict(act=False),
     "segment engram": dict(engram_layers=()), "two segment engrams": dict(n_recurrent_layers=3, engram_layers=(2, 0)),
     "byte engram": dict(engram_byte_orders=()), "matches": dict(engram_match_orders=()),
     "any engram": dict(engram_byte_orders=(), engram_match_orders=(), engram_layers=()),
@@ -259,8 +260,8 @@ def shifted_hand_back(z, null, b, *cu_seqlens, original=spider_model.unpool_segm
     return original(z, null, b.roll(1), *cu_seqlens)
 
 
-def sum_that_begins_anew(self, x, ids, packing, seed, summed=None, original=Spider.boundaries):
-    return original(self, x, ids, packing, seed)
+def sum_that_begins_anew(self, x, ids, shifted, packing, seed, summed=None, original=Spider.boundaries):
+    return original(self, x, ids, shifted, packing, seed)
 
 
 def mean_without_earlier_bytes(h, b, cu_seqlens, begun=None, original=spider_model.sum_segments):

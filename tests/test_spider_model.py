@@ -15,7 +15,9 @@ import engram
 import layers
 import spider_model
 import tile_moe
-from spider_model import Halting, Spider, SpiderConfig, boundary_noise, pool_segments, unpool_segments
+from engram import shifted_bytes
+from spider_model import (Halting, Spider, SpiderConfig, boundary_noise, places_behind, pool_segments, unpool_segments,
+                          word_ends)
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
@@ -85,6 +87,17 @@ def dense_unpool(z, null, b, cu_seqlens, segment_cu_seqlens):
         table = torch.cat((null[None], z[segment_cu_seqlens[d]:segment_cu_seqlens[d + 1]]))
         out.append(F.one_hot(seen, len(table)).to(z.dtype) @ table)
     return torch.cat(out)
+
+
+def dense_unpool_by_place(z, null, b, cu_seqlens, segment_cu_seqlens):
+    """z [N, P, D]: a byte receives the row of its place behind the boundary, the last one from there on."""
+    out, places = [], z.shape[1]
+    for d in range(len(cu_seqlens) - 1):
+        rows, segment, place = iter(z[segment_cu_seqlens[d]:segment_cu_seqlens[d + 1]]), null, 0
+        for end in b[cu_seqlens[d]:cu_seqlens[d + 1]].tolist():
+            segment, place = (next(rows), 0) if end else (segment, min(place + 1, places - 1))
+            out.append(segment[place])
+    return torch.stack(out)
 
 
 def check_pooling(lengths, kind):
@@ -261,6 +274,63 @@ def test_pool_and_unpool_equal_the_dense_form_in_value_and_gradient(lengths, kin
     check_pooling(lengths, kind)
 
 
+@pytest.mark.parametrize("rate", (0.0, 0.3, 1.0))
+def test_a_byte_receives_the_row_of_its_place_behind_the_boundary_and_the_last_one_beyond(rate):
+    generator = torch.Generator().manual_seed(5)
+    cu = torch.tensor([0, 1, 9, 40], dtype=torch.int32)
+    b = (torch.rand(40, generator=generator) < rate).double()
+    segment_cu = F.pad(b.cumsum(0), (1, 0))[cu.long()].to(torch.int32)
+    z = torch.randn(int(segment_cu[-1]), 3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    null = torch.randn(5, generator=generator, dtype=torch.float64).repeat(3, 1).requires_grad_()
+    weight = torch.randn(40, 5, generator=generator, dtype=torch.float64)
+    results = []
+    for unpool, place in ((unpool_segments, (places_behind(b, cu, 3),)), (dense_unpool_by_place, ())):
+        out = unpool(z, null, b, cu, segment_cu, *place)
+        given = torch.autograd.grad((out * weight).sum(), (z, null), allow_unused=True)
+        given = [torch.zeros_like(x) if grad is None else grad for x, grad in zip((z, null), given)]
+        results.append((out, given[0], given[1].sum(0)))      # null is the same at every place
+    for ours, dense in zip(*results):
+        torch.testing.assert_close(ours, dense, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("given, ends", (
+    (b"to be, or", b"__x__x___"), (b"self.x_1 = f(a2)\n\n  y", b"____x___x___x__x_____"), (b"  ,,", b"____"),
+    ("gr\u00fc\u00df \u4f60\u597d".encode(), b"__x_x_x___x__"), (b"a", b"_")))
+def test_words_end_at_the_first_byte_that_is_none_of_theirs(given, ends):
+    ids = torch.tensor(list(given))
+    found = word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2))
+    assert "".join("x" if end else "_" for end in found) == ends.decode()
+
+
+def test_no_word_ends_at_the_first_byte_of_a_document():
+    ids = torch.tensor([[BOS_ID, *b"ab", EOS_ID, *b" cd.", EOS_ID, *b".e"]])
+    model = awake(small_config(boundaries="words")).eval()
+    cut = []
+    model.boundaries = lambda *given: cut.append(Spider.boundaries(model, *given)) or cut[-1]
+    model(ids)
+    assert cut[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0]
+
+
+def test_what_the_core_alone_says_is_scored_with_its_weight_and_teaches_the_core():
+    ids = text(2, 40)
+    plain, scored = (awake(small_config(core_loss_weight=weight)) for weight in (0.0, 0.5))
+    without, out = (model(ids, ids, noise_seed=0) for model in (plain, scored))
+    assert without.parts[4] == 0 and out.nats_per_byte == without.nats_per_byte
+    said = scored.lm_head(layers.rms_norm(handed_back(scored, ids), 1e-3)).view(-1, out.logits.shape[-1])
+    torch.testing.assert_close(out.parts[4], 0.5 * F.cross_entropy(said, ids.flatten()).detach())
+    torch.testing.assert_close(out.loss, without.loss + out.parts[4])
+    assert awake(small_config(core_loss_weight=0.5, n_recurrent_layers=0))(ids, ids).parts[4] == 0
+
+
+def handed_back(model, ids):
+    """What bytes receive of the core, [M, D]."""
+    received, original = [], model.hand_back
+    model.hand_back = lambda *given: received.append(original(*given)) or received[-1]
+    model(ids, noise_seed=0)
+    del model.hand_back
+    return received[0]
+
+
 def test_segment_noise_is_uniform_and_splits_with_the_batch():
     check_noise()
     noise = boundary_noise(7, 200, 500, torch.device("cpu"))
@@ -279,7 +349,8 @@ def test_a_byte_is_cut_as_often_as_its_probability_says_and_segments_are_even():
         packing = layers.Packing.build(cu_seqlens, 64, 64, model.config, torch.float32)
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
         p = model.boundary_predictor(layers.rms_norm(x)).squeeze(1).sigmoid()
-        cuts = torch.stack([model.boundaries(x, ids, packing, seed) for seed in range(3000)])
+        shifted = shifted_bytes(ids.flatten(), packing.position, 2)
+        cuts = torch.stack([model.boundaries(x, ids, shifted, packing, seed) for seed in range(3000)])
     assert p.std() > 0.05 and (cuts.mean(0) - p).abs().max() < 0.04
     assert (cuts.sum(1) - p.sum()).abs().max() <= 1  # independent draws would differ by several
 
@@ -650,8 +721,8 @@ def test_generation_is_reproducible_stops_at_eos_and_writes_bytes_only():
 # ---------------------------------------------------------------------------------------------------------------------
 # Planted faults: each check above fails on the mistake that it is there for
 
-def shifted_unpool(z, null, b, cu_seqlens, segment_cu_seqlens):
-    return unpool_segments(z, null, b.roll(-1), cu_seqlens, segment_cu_seqlens)
+def shifted_unpool(z, null, b, *where):
+    return unpool_segments(z, null, b.roll(-1), *where)
 
 
 def pool_across_documents(h, b, cu_seqlens):
