@@ -25,6 +25,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -245,6 +246,8 @@ def trainer(b: Bench, rate: float | None = None, **flags):
     """A closure that does one optimizer step, and the model; `rate` sets the bytes per segment, else the config does."""
     args = b.flags(**flags)
     config = train.model_config(args)
+    if rate is not None:                  # no rule of the text's has one
+        config = replace(config, boundaries="learned")
     with torch.device("meta"):
         model = Spider(config)
     precision = b.precision if args.precision == "auto" else args.precision

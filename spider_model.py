@@ -856,8 +856,8 @@ class Spider(nn.Module):
             counted = (targets != -100).sum().clamp_min(1)
             nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted
             core_loss = none
-            if handed is not None and c.core_loss_weight:  # eps: at the start nothing is handed back, see SegmentEngram
-                said = self.lm_head(rms_norm(handed, SegmentEngram.eps)).to(logits.dtype)
+            if handed is not None and c.core_loss_weight:
+                said = self.lm_head(rms_norm(handed)).to(logits.dtype)
                 core_loss = F.cross_entropy(said, targets, ignore_index=-100, reduction="sum") / counted
             parts = (c.boundary_loss_weight * boundary_loss, c.aux_loss_weight * stats.aux_loss,
                      c.z_loss_weight * stats.z_loss, c.ponder_weight * self.halting_warmup * stats.ponder,

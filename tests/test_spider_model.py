@@ -316,7 +316,7 @@ def test_what_the_core_alone_says_is_scored_with_its_weight_and_teaches_the_core
     plain, scored = (awake(small_config(core_loss_weight=weight)) for weight in (0.0, 0.5))
     without, out = (model(ids, ids, noise_seed=0) for model in (plain, scored))
     assert without.parts[4] == 0 and out.nats_per_byte == without.nats_per_byte
-    said = scored.lm_head(layers.rms_norm(handed_back(scored, ids), 1e-3)).view(-1, out.logits.shape[-1])
+    said = scored.lm_head(layers.rms_norm(handed_back(scored, ids))).view(-1, out.logits.shape[-1])
     torch.testing.assert_close(out.parts[4], 0.5 * F.cross_entropy(said, ids.flatten()).detach())
     torch.testing.assert_close(out.loss, without.loss + out.parts[4])
     assert awake(small_config(core_loss_weight=0.5, n_recurrent_layers=0))(ids, ids).parts[4] == 0
