@@ -7,6 +7,7 @@ What it is made of, and where each part comes from:
     MLA, latent attention with a decoupled rotary key                                     DeepSeek-V2, arXiv 2405.04434
     mixture of experts, balanced by a bias on the selection, without capacity             DeepSeek-V3, arXiv 2412.19437
     learned segments, mean pooling                           FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
+    segments that end with a word                                                          SpaceByte, arXiv 2404.14408
     recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946
     adaptive computation time (ACT)                                                             Graves, arXiv 1603.08983
     Engram, a memory of hashed n-grams, at segment rate and at byte rate     arXiv 2601.07372; BLT, arXiv 2412.09871
@@ -77,7 +78,7 @@ class SpiderConfig:
     boundary_alpha: float = 1 / 3         # boundaries per byte are kept between alpha - lambda * sigma and alpha
     boundary_lambda: float = 3.0
     boundary_sigma: float = 0.023
-    places: int = 1                       # bytes behind a segment that are each handed another projection of it
+    places: int = 1                       # rows of a segment for the bytes behind it, each a projection of its own
     # recurrence
     lti: bool = True                      # False: v = h + e, to measure what the stable injection is worth
     lora_rank: int = 16                   # of the adapter of each loop; 0: none
@@ -417,7 +418,8 @@ class RecurrentCore(nn.Module):
             self.lora_down = nn.Parameter(torch.empty(loops, d, config.lora_rank))
             self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
         self.halt_predictor = WideLinear(d, 1, bias=True) if config.act else None
-        self.out_proj = Linear(d, config.places * d)
+        self.out_proj = Linear(d, d)          # of all places; and what each has beside it
+        self.place_proj = nn.ModuleList(Linear(d, d) for _ in range(config.places if config.places > 1 else 0))
         self.halted_leave: bool | None = None  # whether halted rows leave the products; None: on a CPU
 
     def decay(self) -> Tensor:
@@ -469,7 +471,10 @@ class RecurrentCore(nn.Module):
             h = halting.add(h, warmup * self.halt(h), last=t == n_loops - 1)
             if len(h) == 0:
                 break
-        output = self.out_proj(rms_norm(halting.output))
+        normed = rms_norm(halting.output)
+        output = self.out_proj(normed)
+        if self.place_proj:
+            output = (output[:, None] + torch.stack([proj(normed) for proj in self.place_proj], dim=1)).flatten(1)
         if not counted:
             return output, None
         aux_loss, z_loss, load = self.balance(visits)
@@ -654,7 +659,7 @@ class Spider(nn.Module):
             log_A, dt, B                        such that A = 0.905 and B = 1: at (1 - A) / (1 - A^n_loops), which keeps
                                                 the state at e's size, what layers add drowns e (docs/mechanisms.md)
             lora_down, lora_up                  N(0, 1 / fan_in), 0
-            core.out_proj                       0: at the start the core adds nothing to the bytes
+            core.out_proj, core.place_proj      0: at the start the core adds nothing to the bytes
             null_segment, conv_weight           0
             Engram tables, followed             0; their hash constants from the table's place in the model
             expert_bias                         0
@@ -698,7 +703,8 @@ class Spider(nn.Module):
     def _init_core(self, core: RecurrentCore):
         c, rate = self.config, 0.1
         core.loop_embedding.normal_(std=0.02)
-        core.out_proj.weight.zero_()
+        for proj in (core.out_proj, *core.place_proj):
+            proj.weight.zero_()
         if c.lti:
             core.log_A.zero_()
             core.dt.fill_(math.log(math.expm1(rate)))
@@ -1055,7 +1061,7 @@ class Spider(nn.Module):
             if name.startswith("core.lora"):
                 size /= c.n_loops
             if name.startswith("core."):
-                once = any(part in name for part in (".engram.key_proj", ".engram.value_proj", "core.out_proj"))
+                once = any(part in name for part in ("key_proj", "value_proj", "core.out_proj", "place_proj"))
                 size *= rate * (1 if once else n_loops)
             if name.startswith("lm_head") and c.n_recurrent_layers and c.core_loss_weight:
                 size *= 2

@@ -53,7 +53,8 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
     model = Spider(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith(("table.weight", "conv_weight", "lora_up", "null_segment", "out_proj.weight", "bias")):
+            if "place_proj" in name or name.endswith(
+                    ("table.weight", "conv_weight", "lora_up", "null_segment", "out_proj.weight", "bias")):
                 p.add_(torch.randn_like(p) * 0.5)
         if config.boundaries == "learned" and config.n_recurrent_layers:
             model.boundary_predictor[2].weight.normal_(std=1.0)
