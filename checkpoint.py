@@ -876,12 +876,12 @@ def existing_parent(path: str | Path) -> Path:
 
 def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
     """CheckpointError naming the fields in which a checkpoint's config is not the one asked for; loops may differ."""
-    wanted = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name != "n_loops"}
-    differing = [f"{name} {saved.get(name)} there, {value} asked for" for name, value in wanted.items()
-                 if saved.get(name) != (list(value) if isinstance(saved.get(name), list) else value)]
+    there = SpiderConfig(**saved)             # fields that came since then have their defaults
+    differing = [f"{f.name} {getattr(there, f.name)} there, {getattr(asked, f.name)} asked for" for f in fields(asked)
+                 if f.name != "n_loops" and getattr(there, f.name) != getattr(asked, f.name)]
     if differing:
-        raise CheckpointError(f"{path} holds another model ({'; '.join(differing[:3])}): leave --model out, or use "
-                              f"another --ckpt_dir")
+        raise CheckpointError(f"{path} holds another model ({'; '.join(differing[:3])}): leave --model and --set out, "
+                              f"or use another --ckpt_dir")
 
 
 class Metrics:

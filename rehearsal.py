@@ -186,8 +186,8 @@ def stand_in(card: Card):
 NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "alias",
              "_unsafe_view", "set_", "resize_", "device", "is_same_size"}
 # Of an eager operation; one that is not here is one kernel. Sorting, scans and attention vary with sizes.
-KERNELS = {"sort": 5, "topk": 2, "cumsum": 2, "_varlen_attn": 2, "_varlen_attn_backward": 4, "_grouped_mm": 2,
-           "_scaled_grouped_mm": 2, "_embedding_bag": 3, "slice_backward": 2, "select_backward": 2,
+KERNELS = {"sort": 5, "topk": 2, "cumsum": 2, "cummax": 2, "_varlen_attn": 2, "_varlen_attn_backward": 4,
+           "_grouped_mm": 2, "_scaled_grouped_mm": 2, "_embedding_bag": 3, "slice_backward": 2, "select_backward": 2,
            "constant_pad_nd": 2, "index_add": 2, "index_copy": 2, "scatter": 2, "baddbmm": 2, "nonzero": 3}
 GATHERS = {"index_select", "embedding", "gather", "index", "_embedding_bag", "_embedding_bag_forward_only"}
 WRITES_ROWS = {"index_add_": 2, "index_copy_": 1, "scatter_": 1, "index_put_": 1}  # passes over rows that they write
@@ -327,8 +327,8 @@ class Trace(TorchDispatchMode):
         return self.numbers[key], nbytes(t)
 
 
-BARRIERS = {"sort", "topk", "cumsum", "searchsorted", "index_add", "index_add_", "index_copy", "scatter", "scatter_",
-            "_embedding_bag", "embedding", "_embedding_bag_forward_only"}  # what no fused kernel contains
+BARRIERS = {"sort", "topk", "cumsum", "cummax", "searchsorted", "index_add", "index_add_", "index_copy", "scatter",
+            "scatter_", "_embedding_bag", "embedding", "_embedding_bag_forward_only"}  # what no fused kernel contains
 
 
 def fused_seconds(operations: list[Operation], card: Card) -> float:

@@ -137,7 +137,8 @@ class SpiderConfig:
 
     @property
     def bytes_per_segment(self) -> float:
-        """About how many there will be: in the middle of the boundary loss's band, or as the control arms cut."""
+        """About how many there will be: in the middle of the boundary loss's band, or as the other rules cut English
+        prose (words: Python about 9, Chinese 3)."""
         least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
         return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
                 "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
@@ -198,6 +199,7 @@ class SpiderOutput:
     mean_loops: Tensor
     tokens_per_expert: Tensor             # [L, E] fp32, over all loops
     parts: Tensor | None = None           # [5] what LOSS_PARTS add to nats_per_byte in the loss
+    by_byte: Tensor | None = None         # of the loss what is a mean over bytes: nats_per_byte and core_loss
 
 
 LOSS_PARTS = "boundary_loss", "aux_loss", "z_loss", "ponder_loss", "core_loss"
@@ -351,20 +353,14 @@ def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segm
     return rows.index_select(0, own)
 
 
-def places_behind(b: Tensor, cu_seqlens: Tensor, places: int, begun: Tensor | int = 0) -> Tensor:
+def places_behind(b: Tensor, start: Tensor, places: int, begun: Tensor | int = 0) -> Tensor:
     """How far bytes lie behind the last boundary of their document, at most `places` - 1: 0 at the boundary, int64 [M].
 
-    begun [M]: when decoding, the bytes that earlier steps brought behind their last boundary."""
+    start [M]: the first byte of each one's document; begun [M]: when decoding, the bytes that earlier steps brought
+    behind their last boundary."""
     row = torch.arange(len(b), device=b.device)
-    start = cu_seqlens.index_select(0, torch.searchsorted(cu_seqlens[1:], row, right=True))
     last = torch.where(b.detach() > 0, row, -1).cummax(0).values
     return (row - torch.where(last < start, start - 1 - begun, last)).clamp_max(places - 1)
-
-
-def at_place(handed: Tensor, place: Tensor, places: int) -> Tensor:
-    """Of what the last segment hands to each place, [M, places * D], that of the bytes' own, [M, D]."""
-    handed = handed.unflatten(1, (places, -1))
-    return handed[torch.arange(len(place), device=place.device), place]
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -418,8 +414,9 @@ class RecurrentCore(nn.Module):
             self.lora_down = nn.Parameter(torch.empty(loops, d, config.lora_rank))
             self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
         self.halt_predictor = WideLinear(d, 1, bias=True) if config.act else None
-        self.out_proj = Linear(d, d)          # of all places; and what each has beside it
-        self.place_proj = nn.ModuleList(Linear(d, d) for _ in range(config.places if config.places > 1 else 0))
+        self.out_proj = Linear(d, d)
+        if config.places > 1:                 # what each place has beside it, [places, out, in]
+            self.place_proj = nn.Parameter(torch.empty(config.places, d, d))
         self.halted_leave: bool | None = None  # whether halted rows leave the products; None: on a CPU
 
     def decay(self) -> Tensor:
@@ -472,9 +469,9 @@ class RecurrentCore(nn.Module):
             if len(h) == 0:
                 break
         normed = rms_norm(halting.output)
-        output = self.out_proj(normed)
-        if self.place_proj:
-            output = (output[:, None] + torch.stack([proj(normed) for proj in self.place_proj], dim=1)).flatten(1)
+        output, places = self.out_proj(normed), self.config.places
+        if places > 1:
+            output = output.repeat(1, places) + F.linear(normed, self.place_proj.to(normed.dtype).flatten(0, 1))
         if not counted:
             return output, None
         aux_loss, z_loss, load = self.balance(visits)
@@ -703,8 +700,9 @@ class Spider(nn.Module):
     def _init_core(self, core: RecurrentCore):
         c, rate = self.config, 0.1
         core.loop_embedding.normal_(std=0.02)
-        for proj in (core.out_proj, *core.place_proj):
-            proj.weight.zero_()
+        core.out_proj.weight.zero_()
+        if c.places > 1:
+            core.place_proj.zero_()
         if c.lti:
             core.log_A.zero_()
             core.dt.fill_(math.log(math.expm1(rate)))
@@ -720,8 +718,8 @@ class Spider(nn.Module):
                    noise_seed: int | Tensor | None, summed: Tensor | None = None) -> Tensor:
         """Where segments end: b [M] fp32 (0 or 1 in value). EOS always ends one, PAD never.
 
-        A byte ends a segment where the sum of p over the document, plus an offset, passes a whole number: systematic
-        sampling, in which each byte is cut with probability p as in independent draws, but segments are even. The
+        Learned, a byte ends a segment where the sum of p over the document, plus an offset, passes a whole number:
+        systematic sampling, in which each byte is cut with probability p as in independent draws, but segments are even. The
         offset is drawn once a document when training, 0.5 otherwise, so that evaluation cuts as often as training.
         The gradient goes straight through to p. summed [documents] float64: when decoding, the sum of p over earlier
         steps; it goes on.
@@ -792,12 +790,18 @@ class Spider(nn.Module):
             state.segments = before + cu_seqlens.diff()
         return z[:segments], stats
 
-    def hand_back(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor) -> Tensor:
-        """What bytes receive of the core's output: z [N, places * D] -> [M, D]."""
-        places, null, place = self.config.places, self.null_segment, None
+    def null_handed(self) -> Tensor:
+        """What bytes before a document's first boundary receive, for all places: [places * D]."""
+        return self.null_segment.repeat(self.config.places)
+
+    def hand_back(self, z: Tensor, null: Tensor, b: Tensor, packing: Packing, segment_cu_seqlens: Tensor,
+                  begun: Tensor | int = 0) -> Tensor:
+        """What bytes receive of the core's output: z [N, places * D], null [places * D] or one for each document, b [M]
+        -> [M, D]; begun: see places_behind."""
+        places, cu_seqlens, place = self.config.places, packing.cu_seqlens, None
         if places > 1:
-            z, null = z.unflatten(1, (places, -1)), null.repeat(places, 1)
-            place = places_behind(b, cu_seqlens, places)
+            z, null = z.unflatten(-1, (places, -1)), null.unflatten(-1, (places, -1))
+            place = places_behind(b, cu_seqlens.index_select(0, packing.document), places, begun)
         return unpool_segments(z, null, b, cu_seqlens, segment_cu_seqlens, place)
 
     def before_core(self, ids: Tensor, packing: Packing, shifted: Tensor, matched: Tensor | None,
@@ -852,11 +856,11 @@ class Spider(nn.Module):
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             segments = len(z)
             z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops)
-            handed = self.hand_back(z, b, packing.cu_seqlens, segment_cu_seqlens)
+            handed = self.hand_back(z, self.null_handed(), b, packing, segment_cu_seqlens)
             x = x + handed
         logits = self.after_core(x, packing, shifted, matched)                               # [M, vocab_size]
 
-        loss = nats = parts = None
+        loss = nats = parts = by_byte = None
         if labels is not None:
             targets = labels.reshape(-1)
             counted = (targets != -100).sum().clamp_min(1)
@@ -868,10 +872,10 @@ class Spider(nn.Module):
             parts = (c.boundary_loss_weight * boundary_loss, c.aux_loss_weight * stats.aux_loss,
                      c.z_loss_weight * stats.z_loss, c.ponder_weight * self.halting_warmup * stats.ponder,
                      c.core_loss_weight * core_loss)
-            loss, parts = sum(parts, nats), torch.stack(parts).detach()
+            loss, by_byte, parts = sum(parts, nats), nats + parts[-1], torch.stack(parts).detach()
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # they are whole
         return SpiderOutput(logits.view(sequences, length, -1), loss, nats, none + segments,
-                            stats.mean_loops.detach(), tokens, parts)
+                            stats.mean_loops.detach(), tokens, parts, by_byte)
 
     @contextmanager
     def cast_weights_once(self):
@@ -936,8 +940,7 @@ class Spider(nn.Module):
         n_loops, latent = c.n_loops if n_loops is None else n_loops, c.kv_lora_rank + c.qk_rope_head_dim
         held = weight.new_zeros(0, dtype=self.compute_dtype)
         count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        null = held.new_zeros(c.hidden_size) if self.core is None else self.null_segment.detach().to(held.dtype)
-        null = null.repeat(c.places)
+        null = held.new_zeros(c.hidden_size) if self.core is None else self.null_handed().detach().to(held.dtype)
         return DecodingState(
             n_loops=n_loops, last_bytes=count.new_full((rows, self.longest_order), PAD_ID), position=count,
             segments=count.clone(), summed=count.double(), begun=weight.new_zeros(rows, c.hidden_size),
@@ -954,7 +957,6 @@ class Spider(nn.Module):
         end here together. Inside `cast_weights_once` weights are cast for many steps at once.
 
         RuntimeError in training mode, whose segments are drawn."""
-        places = self.config.places
         if self.training:
             raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
         rows, n = input_ids.shape
@@ -965,7 +967,7 @@ class Spider(nn.Module):
             return torch.cat([self.step(part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)], dim=1)
         with torch.inference_mode():      # a tenth faster
             if starts[:, 0].any():
-                state.start_documents(starts[:, 0], None if self.core is None else self.null_segment.repeat(places))
+                state.start_documents(starts[:, 0], None if self.core is None else self.null_handed())
                 known = torch.cat((state.last_bytes, input_ids), dim=1)
 
             ids, kept = input_ids.reshape(-1), self.longest_order
@@ -980,23 +982,28 @@ class Spider(nn.Module):
             x = self.before_core(ids, packing, shifted, matched, cache)
             if self.core is not None:
                 b = self.boundaries(x, input_ids, shifted, packing, None, state.summed)
+            places = self.config.places
             if self.core is not None and n == 1 and not b.any():  # what was begun goes on
                 state.begun, state.begun_bytes = state.begun + x, state.begun_bytes + 1
-                x = x + at_place(state.handed, state.begun_bytes.flatten().long().clamp_max(places - 1), places)
+                handed = state.handed
+                if places > 1:
+                    place = state.begun_bytes.flatten().long().clamp_max(places - 1)
+                    handed = handed.unflatten(1, (places, -1))[torch.arange(rows, device=ids.device), place]
+                x = x + handed
             elif self.core is not None:
                 begun = state.begun_bytes.long().expand(-1, n).flatten()
                 z, total, segment_cu_seqlens = sum_segments(x, b, cu_seqlens, (state.begun, state.begun_bytes))
                 z, state.begun = z.tensor_split((-rows,))
                 total, state.begun_bytes = total.tensor_split((-rows,))
-                z = (z / total).to(x.dtype)
+                z, before = (z / total).to(x.dtype), state.handed
                 if len(z):
                     longest = int(segment_cu_seqlens.diff().max())
                     z, _ = self.recur(z, b, segment_cu_seqlens, shifted, longest, state.n_loops, state)
+                    newest = z.index_select(0, (segment_cu_seqlens[1:] - 1).clamp_min(0))    # of each row
+                    state.handed = torch.where(segment_cu_seqlens.diff()[:, None] > 0, newest, before)
                 else:
-                    z = z.repeat(1, places)
-                handed = unpool_segments(z, state.handed, b, cu_seqlens, segment_cu_seqlens)
-                state.handed = handed.view(rows, n, -1)[:, -1]
-                x = x + at_place(handed, places_behind(b, cu_seqlens, places, begun), places)
+                    z = before[:0]
+                x = x + self.hand_back(z, before, b, packing, segment_cu_seqlens, begun)
             logits = self.after_core(x, packing, shifted, matched, cache)
             state.byte_latents, state.position, state.last_bytes = cache.held, state.position + n, known[:, -kept:]
         return logits.view(rows, n, -1).clone()  # an ordinary tensor again
@@ -1098,7 +1105,8 @@ def component_of(name: str) -> str:
                             ("engram_input", "Engram projections"), ("engram_output", "Engram projections"),
                             ("prelude", "prelude"), ("coda", "coda"), ("boundary_predictor", "boundary predictor"),
                             ("attention", "core attention"), ("router", "router"), ("shared", "shared experts"),
-                            ("moe", "routed experts"), ("core", "loop adapters, injection, halting")):
+                            ("moe", "routed experts"), ("out_proj", "handing back"), ("place_proj", "handing back"),
+                            ("core", "loop adapters, injection, halting")):
         if part in parts:
             return component
     return "embedding and head"

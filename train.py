@@ -641,11 +641,12 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int |
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
-            nats = out.nats_per_byte * (batch.targets / targets)  # bytes count alike, however many others are PAD
-            loss = nats + (out.loss - out.nats_per_byte) / parts
+            share = batch.targets / targets  # bytes count alike, however many others are PAD
+            loss = out.by_byte * share + (out.loss - out.by_byte) / parts
             world.backward(model, loss, last=batch is batches[-1])
             sums = sums + torch.cat((torch.stack((
-                nats.detach(), loss.detach(), out.segments, out.mean_loops / parts)), out.parts / parts))
+                out.nats_per_byte.detach() * share, loss.detach(), out.segments, out.mean_loops / parts)),
+                out.parts[:-1] / parts, out.parts[-1:] * share))
             tokens = tokens + out.tokens_per_expert
     return sums, tokens
 

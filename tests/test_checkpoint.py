@@ -16,13 +16,14 @@ import time
 import zipfile
 from collections import OrderedDict
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, assert_same, final_state, make_shards, metrics, run, run_flags
+from conftest import SMALL, assert_same, final_state, make_shards, metrics, run, run_flags, small_config
 
 import checkpoint
 import data
@@ -960,6 +961,16 @@ def test_another_model_than_the_checkpoints_is_refused_with_the_difference(tmp_p
     argv = ["--data_dir", str(shards), "--ckpt_dir", str(directory), "--set", SMALL + ",hidden_size=64"]
     assert train.command_line(argv) == 2
     assert "hidden_size 32 there, 64 asked for" in capsys.readouterr().err
+
+
+def test_a_config_of_before_a_field_came_is_one_with_its_default():
+    asked = small_config()
+    saved = asdict(asked)
+    for name in ("places", "core_loss_weight"):
+        saved.pop(name)
+    checkpoint.check_same_model(Path("old.pt"), saved, asked)
+    with pytest.raises(CheckpointError, match="places 1 there, 8 asked for"):
+        checkpoint.check_same_model(Path("old.pt"), saved, replace(asked, places=8))
 
 
 def test_another_optimizer_than_the_checkpoints_is_refused_by_name(tmp_path, shards, capsys):

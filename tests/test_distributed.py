@@ -201,7 +201,8 @@ def assert_same_losses(one, other, steps=20):
     assert len(one) == len(other) == steps
     for a, b in zip(one, other):
         assert a.keys() == b.keys()
-        for name in ("loss", "total_loss", "val_loss", "mean_loops", "bytes_per_segment", "boundary_loss"):
+        for name in ("loss", "total_loss", "val_loss", "mean_loops", "bytes_per_segment", "boundary_loss",
+                     "core_loss"):
             assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=5e-5, abs=1e-7), (a["step"], name)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
         # Of these a token whose choice of expert is a near-tie moves one; they are means over micro-batches.

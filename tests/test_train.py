@@ -31,6 +31,25 @@ def test_schedules_warm_up_decay_and_end_at_the_floor():
     assert lr_factor(80, 100, wsd) == 1 and lr_factor(91, 100, wsd) == pytest.approx(0.55)
 
 
+def test_bytes_count_alike_in_both_cross_entropies_however_a_batch_is_cut():
+    ids, sums, grads = text(2, 40), [], []
+    labels = ids.clone()
+    labels[1, 3:] = -100                  # three targets beside forty
+    whole = [Batch.of(ids, labels, 0)]
+    rows = [Batch.of(ids[i:i + 1], labels[i:i + 1], 0) for i in range(2)]
+    for batches in (whole, rows):
+        model = awake(small_config(boundaries="words", core_loss_weight=0.5, aux_loss_weight=0.0, z_loss_weight=0.0,
+                                   ponder_weight=0.0))
+        sums.append(train.accumulate(model, batches, 2)[0])
+        grads.append(gradients(model))
+    for place in (0, 1, -1):              # nats, loss, core_loss
+        assert sums[0][place] == pytest.approx(sums[1][place].item(), rel=1e-5)
+    assert sums[0][-1] > 1
+    for name, grad in grads[0].items():
+        if grad is not None:
+            torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps, loops, evaluation
 
