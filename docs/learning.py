@@ -45,11 +45,11 @@ def draw(axes, figure: str, x: str, title: str, xlabel: str, above_best: bool = 
 
 def draw_worth(axes):
     """What is added to the byte layers, by how many bytes were read: the loss without it less the loss with it."""
-    runs = [run for run in RUNS if run["figure"] == "worth"]
-    plain = {(run["bytes"], run["seed"]): run["loss"] for run in runs if run["arm"] == "no core"}
+    runs = [run for run in RUNS if "bytes" in run]                # MB
+    plain = {(run["bytes"], run["seed"]): run["loss"] for run in runs if run["arm"].endswith("no core")}
     worth: dict[str, dict[float, list[float]]] = {}
     for run in runs:
-        if run["arm"] != "no core":
+        if not run["arm"].endswith("no core"):
             gap = plain[run["bytes"], run["seed"]] - run["loss"]
             worth.setdefault(run["arm"], {}).setdefault(run["bytes"], []).append(gap)
     for name, gaps in worth.items():

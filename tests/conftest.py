@@ -108,7 +108,8 @@ def prepare(*args) -> int:
 SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
          "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
          "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,engram_dim=8,"
-         "engram_byte_rows=300,engram_byte_dim=8,boundaries=learned")
+         "engram_byte_rows=300,engram_byte_dim=8,boundaries=learned,boundary_prior=0.15,"
+         "boundary_alpha=0.16666666666666666,boundary_sigma=0.0115,places=1,core_loss_weight=0")
 
 
 @pytest.fixture

@@ -260,6 +260,17 @@ def test_any_layout_gives_the_losses_of_one_rank_over_twenty_steps(tmp_path, sha
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks")
 
 
+def test_words_places_and_the_cores_own_loss_are_those_of_one_rank(tmp_path, shards, processes):
+    """Few steps: at the start next to nothing is handed back, and normed for the core's own loss its rounding grows."""
+    flags = ("--precision", "fp32", "--global_batch", "256",
+             "--set", f"{SMALL},boundaries=words,places=3,core_loss_weight=0.2")
+    runs_alone(run_flags(shards, tmp_path / "alone", *flags, steps=6))
+    statuses, said = Job(processes, tmp_path, 2, run_flags(shards, tmp_path / "ranks", *flags, "--shards", "2",
+                                                           steps=6)).end()
+    assert statuses == [0] * 2, said
+    assert_same_losses(tmp_path / "alone", tmp_path / "ranks", 6)
+
+
 @pytest.mark.slow
 def test_a_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(tmp_path, processes):
     directory = tmp_path / "data"
