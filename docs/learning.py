@@ -46,11 +46,12 @@ def draw(axes, figure: str, x: str, title: str, xlabel: str, above_best: bool = 
 def draw_worth(axes):
     """What is added to the byte layers, by how many bytes were read: the loss without it less the loss with it."""
     runs = [run for run in RUNS if "bytes" in run]                # MB
-    plain = {(run["bytes"], run["seed"]): run["loss"] for run in runs if run["arm"].endswith("no core")}
+    alike = lambda run: (run["bytes"], run["seed"], run.get("processor"))
+    plain = {alike(run): run["loss"] for run in runs if run["arm"].endswith("no core")}
     worth: dict[str, dict[float, list[float]]] = {}
     for run in runs:
         if not run["arm"].endswith("no core"):
-            gap = plain[run["bytes"], run["seed"]] - run["loss"]
+            gap = plain[alike(run)] - run["loss"]
             worth.setdefault(run["arm"], {}).setdefault(run["bytes"], []).append(gap)
     for name, gaps in worth.items():
         line, = axes.plot(*zip(*sorted((at, sum(gap) / len(gap)) for at, gap in gaps.items())), marker="o", label=name)
