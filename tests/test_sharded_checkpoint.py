@@ -212,8 +212,9 @@ def test_a_full_disk_on_one_rank_leaves_nothing_and_is_tried_again_by_all(tmp_pa
     argv = run_flags(shards, tmp_path / "run", *PARTS, "--ckpt_every", "1", "--shards", "2", steps=3)
     statuses, said = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 1, 1)]).end()
     assert statuses == [0, 0], said
-    (line,) = [line for line in said.splitlines() if "NOT SAVED" in line]
-    assert "spider-step1: rank 1: No space left on device" in line and "Traceback" not in said
+    lines = [line for line in said.splitlines() if "NOT SAVED" in line]
+    assert len(lines) == 1 and "Traceback" not in said, said
+    assert "spider-step1: rank 1: No space left on device" in lines[0]
     assert names(tmp_path / "run") == ["spider-step2", "spider-step3"]
 
 
