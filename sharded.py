@@ -95,12 +95,15 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(directory, per_thread_copy_ahead=0)  # the copies are in host memory already
         self.fs, self.finish_with = Files(), finish_with
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs):
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:                # before any rank writes, and where all learn of it if it fails
-            remove(self.path)
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan                       # the library makes the directory here, which the first rank has yet to remove
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        remove(self.path)                 # by the first rank, before any goes on, and all learn of it if it fails
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Planner) -> Future:
+        self.fs.mkdir(self.path)
         try:
             results = super().write_data(plan, planner).wait()
         except RuntimeError:

@@ -208,6 +208,22 @@ def full_disk(writes):
     checkpoint.Digested.write, checkpoint.CheckpointWriter.retry_after = faulty, 0.0
 
 
+def slow_to_remove(seconds):
+    """What is removed goes away that much after it was looked at."""
+    def later(self, *args, original=Path.unlink, **kwargs):
+        if self.name.startswith(".spider-step"):
+            time.sleep(seconds)
+        return original(self, *args, **kwargs)
+    Path.unlink = later
+
+
+def test_a_rank_that_is_ahead_does_not_make_what_the_first_one_removes(tmp_path, shards, processes):  # noqa: F811
+    argv = run_flags(shards, tmp_path / "run", *PARTS, "--ckpt_every", "1", "--shards", "2", steps=2)
+    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(slow_to_remove, 0, 0.5)]).end()
+    assert statuses == [0, 0] and "NOT SAVED" not in said, said
+    assert names(tmp_path / "run") == ["spider-step1", "spider-step2"]
+
+
 def test_a_full_disk_on_one_rank_leaves_nothing_and_is_tried_again_by_all(tmp_path, shards, processes):  # noqa: F811
     argv = run_flags(shards, tmp_path / "run", *PARTS, "--ckpt_every", "1", "--shards", "2", steps=3)
     statuses, said = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 1, 1)]).end()
