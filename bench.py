@@ -498,10 +498,7 @@ def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024)
             for written, _, times, rate in entries:
                 cached = latent * ((c.n_prelude_layers + c.n_coda_layers) * min(c.byte_window or written, written)
                                    + c.n_recurrent_layers * n_loops / rate * written / rate)
-                multiplied = model.flops_per_byte(rate, n_loops, 1) / 6
-                if c.n_recurrent_layers and c.core_loss_weight:  # training multiplies the head twice
-                    multiplied -= model.lm_head.weight.numel()
-                floor = (size * multiplied + cached) / copy_rate(b)
+                floor = (size * model.products_per_byte(rate, n_loops) + cached) / copy_rate(b)
                 step = statistics.median(times)
                 rows.append({"loops": n_loops, "bytes before": written, "bytes/segment": rate, "a byte, ms": step * 1e3,
                              "slowest/fastest": max(times) / min(times),

@@ -143,6 +143,16 @@ class SpiderConfig:
         return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
                 "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
 
+    @property
+    def longest_order(self) -> int:
+        """Bytes that anything looks back on to find what it recalls."""
+        return max((2,) + self.engram_orders + self.engram_byte_orders + self.engram_match_orders)
+
+    @property
+    def scores_core(self) -> bool:
+        """Whether in training the core's own word on the next byte counts."""
+        return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
+
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
         """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M)."""
@@ -198,7 +208,7 @@ class SpiderOutput:
     segments: Tensor                      # number of segments, all sequences together
     mean_loops: Tensor
     tokens_per_expert: Tensor             # [L, E] fp32, over all loops
-    parts: Tensor | None = None           # [5] what LOSS_PARTS add to nats_per_byte in the loss
+    parts: Tensor | None = None           # [5] what LOSS_PARTS add to nats_per_byte in the loss; core_loss in training
     by_byte: Tensor | None = None         # of the loss what is a mean over bytes: nats_per_byte and core_loss
 
 
@@ -625,7 +635,6 @@ class Spider(nn.Module):
         self.compiled = False                    # see compile_layers
         self.casts_early = True                  # False: weights are whole in their group's forward alone, cast there
         self.halting_warmup = 1.0                # in training on halting probabilities and ponder_weight
-        self.longest_order = max((2,) + c.engram_orders + c.engram_byte_orders + c.engram_match_orders)
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         byte_memory = bool(c.engram_byte_orders + c.engram_match_orders)
         self.engram_match = MatchMemory(c.engram_match_orders) if c.engram_match_orders else None
@@ -719,9 +728,9 @@ class Spider(nn.Module):
         """Where segments end: b [M] fp32 (0 or 1 in value). EOS always ends one, PAD never.
 
         Learned, a byte ends a segment where the sum of p over the document, plus an offset, passes a whole number:
-        systematic sampling, in which each byte is cut with probability p as in independent draws, but segments are even. The
-        offset is drawn once a document when training, 0.5 otherwise, so that evaluation cuts as often as training.
-        The gradient goes straight through to p. summed [documents] float64: when decoding, the sum of p over earlier
+        systematic sampling, in which each byte is cut with probability p as in independent draws, but segments are
+        even. The offset is drawn once a document when training, 0.5 otherwise, so that evaluation cuts as often as
+        training. The gradient goes straight through to p. summed [documents] float64: when decoding, the sum of p over earlier
         steps; it goes on.
         """
         c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
@@ -844,7 +853,7 @@ class Spider(nn.Module):
         if self.compiled:                 # else a graph is made anew for another number of documents
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
-        shifted = shifted_bytes(ids, packing.position, self.longest_order)
+        shifted = shifted_bytes(ids, packing.position, c.longest_order)
         matched = self.engram_match and self.engram_match(ids, shifted, packing.document)
         x = self.before_core(ids, packing, shifted, matched)                                 # [M, D]
         none = self.embed_tokens.new_zeros(())
@@ -866,7 +875,7 @@ class Spider(nn.Module):
             counted = (targets != -100).sum().clamp_min(1)
             nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted
             core_loss = none
-            if handed is not None and c.core_loss_weight:
+            if self.training and c.scores_core:  # at first what is handed is 0, and the norm's gradient 100: clipped
                 said = self.lm_head(rms_norm(handed)).to(logits.dtype)
                 core_loss = F.cross_entropy(said, targets, ignore_index=-100, reduction="sum") / counted
             parts = (c.boundary_loss_weight * boundary_loss, c.aux_loss_weight * stats.aux_loss,
@@ -942,7 +951,7 @@ class Spider(nn.Module):
         count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         null = held.new_zeros(c.hidden_size) if self.core is None else self.null_handed().detach().to(held.dtype)
         return DecodingState(
-            n_loops=n_loops, last_bytes=count.new_full((rows, self.longest_order), PAD_ID), position=count,
+            n_loops=n_loops, last_bytes=count.new_full((rows, c.longest_order), PAD_ID), position=count,
             segments=count.clone(), summed=count.double(), begun=weight.new_zeros(rows, c.hidden_size),
             begun_bytes=weight.new_zeros(rows, 1), handed=null.repeat(rows, 1),
             matches=count.new_zeros(1 + 2 * len(c.engram_match_orders), rows, 1),
@@ -970,7 +979,7 @@ class Spider(nn.Module):
                 state.start_documents(starts[:, 0], None if self.core is None else self.null_handed())
                 known = torch.cat((state.last_bytes, input_ids), dim=1)
 
-            ids, kept = input_ids.reshape(-1), self.longest_order
+            ids, kept = input_ids.reshape(-1), self.config.longest_order
             cu_seqlens = torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=ids.device)
             packing = Packing.build(cu_seqlens, rows * n, n, self.config, self.compute_dtype, 0, state.position)
             shifted = known.unfold(1, n, 1)[:, 1:].flip(1).transpose(0, 1).flatten(1)        # as in shifted_bytes
@@ -1054,11 +1063,9 @@ class Spider(nn.Module):
             table[component] = (total + p.numel(), active + p.numel() * share)
         return table
 
-    def flops_per_byte(self, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
-        """Training FLOPs (forward and backward, no recomputation) per byte, causal attention included."""
-        c = self.config
-        width, rate = c.n_heads * c.v_head_dim, 1 / bytes_per_segment
-        products = 0.0
+    def products_per_byte(self, bytes_per_segment: float, n_loops: int) -> float:
+        """Weights that a byte is multiplied with on its way to its logits, in each loop anew."""
+        c, rate, products = self.config, 1 / bytes_per_segment, 0.0
         for name, p in self.named_parameters():
             if p.ndim < 2 or component_of(name) == "Engram tables" or name in ("embed_tokens", "core.loop_embedding"):
                 continue
@@ -1070,13 +1077,17 @@ class Spider(nn.Module):
             if name.startswith("core."):
                 once = any(part in name for part in ("key_proj", "value_proj", "core.out_proj", "place_proj"))
                 size *= rate * (1 if once else n_loops)
-            if name.startswith("lm_head") and c.n_recurrent_layers and c.core_loss_weight:
-                size *= 2
             products += size
+        return products
+
+    def flops_per_byte(self, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
+        """Training FLOPs (forward and backward, no recomputation) per byte, causal attention included."""
+        c, rate = self.config, 1 / bytes_per_segment
+        products = self.products_per_byte(bytes_per_segment, n_loops) + c.scores_core * self.lm_head.weight.numel()
         window = min(c.byte_window or seq_len, seq_len)
         seen = window - window * window / (2 * seq_len)                                      # bytes, on average
-        attention = 2 * width * (seen * (c.n_prelude_layers + c.n_coda_layers)
-                                 + c.n_recurrent_layers * n_loops * rate * rate * seq_len / 2)
+        attention = 2 * c.n_heads * c.v_head_dim * (
+            seen * (c.n_prelude_layers + c.n_coda_layers) + c.n_recurrent_layers * n_loops * rate * rate * seq_len / 2)
         return 6 * products + 3 * 2 * attention
 
 

@@ -321,6 +321,7 @@ def test_what_the_core_alone_says_is_scored_with_its_weight_and_teaches_the_core
     torch.testing.assert_close(out.parts[4], 0.5 * F.cross_entropy(said, ids.flatten()).detach())
     torch.testing.assert_close(out.loss, without.loss + out.parts[4])
     assert awake(small_config(core_loss_weight=0.5, n_recurrent_layers=0))(ids, ids).parts[4] == 0
+    assert scored.eval()(ids, ids).parts[4] == 0
 
 
 def handed_back(model, ids):
