@@ -2,7 +2,7 @@
 
     python bench.py                                   # everything that suits the machine, minutes on a GPU or a CPU
     python bench.py --only ceilings,backends          # some of it
-    python bench.py --model tiny --only loops --set engram_byte_rows=131072
+    python bench.py --model tiny --only core --data_dir data --seq_len 4096 --micro_batch 1     # beside byte layers
     python bench.py --model 1b --only traffic         # several ranks on paper: what they send, and how long it takes
     torchrun --standalone --nproc_per_node 4 bench.py --model tiny --only traffic --device cpu       # counted
     python bench.py --rehearse h200                   # a step on a GPU that is not there; see rehearsal.py
@@ -17,6 +17,7 @@ matrix rate measured here, `of ceiling` against that of the precision used.
 import argparse
 import gc
 import json
+import operator
 import os
 import platform
 import statistics
@@ -42,7 +43,7 @@ from spider_model import PRESETS, RECOMPUTE, Spider, pool_segments, unpool_segme
 
 # In this order: a run that is cut off after five minutes still has what matters most.
 SECTIONS = ("ceilings", "headline", "parts", "precisions", "backends", "segments", "rates", "sequences", "loops",
-            "decoding", "traffic", "compiled")
+            "core", "decoding", "traffic", "compiled")
 
 
 class Bench:
@@ -59,7 +60,8 @@ class Bench:
         self.compiles = train.resolve_compile("auto", self.device)[0]
         self.precision = train.resolve_precision("auto", self.device, compiles=False)[0]
         self.fp8 = train.resolve_precision("auto", self.device, compiles=True)[0] == "fp8"
-        self.results, self.source, self.world = {}, data.mock_source(0), world
+        self.results, self.world = {}, world
+        self.sources = data.open_data(args.data_dir) if args.data_dir else [data.mock_source(0)]
         self.card = rehearsal.card_of(torch.cuda.get_device_name()) if self.gpu else None
         self.about = {}
 
@@ -71,12 +73,14 @@ class Bench:
             path.with_suffix(".tmp").replace(path)
 
     def flags(self, **others):
-        """Values of train.py's flags, these settings and others."""
+        """Values of train.py's flags, these settings and others, which come last, in --set too."""
+        if self.args.set:
+            others["set"] = ",".join((self.args.set, *filter(None, (others.get("set"),))))
         argv = ["--model", self.model, f"--seq_len={self.seq_len}", f"--micro_batch={self.micro_batch}", "--lr=0.001",
                 "--compile=off"]          # what compiles says so
         for name, value in others.items():
             argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-        args = train.parse_args(argv + ([f"--set={self.args.set}"] if self.args.set else []), environ={})
+        args = train.parse_args(argv, environ={})
         train.take_recipe(args, self.device)
         return args
 
@@ -266,7 +270,7 @@ def trainer(b: Bench, rate: float | None = None, **flags):
             model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -torch.tensor(rate - 1.0).log().item())
     optimizers = optim.Optimizers(model, optimizer, args)
     optimizers.set_lr(0.0, 0.0)  # the boundaries stay where they were put
-    loader, count = data.Loader([b.source], args.seq_len, 0), [0]
+    loader, count = data.Loader(b.sources, args.seq_len, 0), [0]
 
     def step():
         batches = []
@@ -300,17 +304,18 @@ def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int =
     for _ in range(rounds):
         for entry in built.values():
             measure(b, entry, 1)
-    b.table(name, rows + [row_of(b, label, *entry) for label, entry in built.items()])
+    rows += [row_of(b, label, *entry) for label, entry in built.items()]
+    if built:                             # each step against the first variant's of the same round
+        first = next(iter(built.values()))[1]
+        for row, (_, times, _) in zip(rows, built.values()):
+            row["times the first's"] = statistics.median(map(operator.truediv, times, first))
+    b.table(name, rows)
 
 
 def measure(b: Bench, entry, rounds: int):
     step, times, _ = entry
     for _ in range(rounds):
-        b.wait()
-        start = time.perf_counter()
-        step()
-        b.wait()
-        times.append(time.perf_counter() - start)
+        times.append(b.spent(step))
 
 
 def row_of(b: Bench, label: str, step, times: list[float], bytes_per_segment: float) -> dict:
@@ -378,6 +383,14 @@ def sequences(b: Bench):
 
 def loops(b: Bench):
     compare(b, "loops", [(str(n), dict(n_loops=n)) for n in (1, 2, 4, 6, 8, 12)])
+
+
+def core(b: Bench):
+    """What the core costs, beside byte layers."""
+    layers = train.model_config(b.flags()).n_prelude_layers
+    compare(b, "core", [("no core", dict(set="n_recurrent_layers=0")), ("core", {}), *(
+        (f"no core, {n} more byte layers", dict(set=f"n_recurrent_layers=0,n_prelude_layers={layers + n}"))
+        for n in (1, 2))], 15)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -570,7 +583,7 @@ def counted(b: Bench, world: distributed.World, shards: int, grad_accum: int, pr
     near, far, _ = expected(model, world.replicas, shards, grad_accum, 2 if optim.multiplies_bf16(b.device) else 4)
     train.make_real(model, b.device, precision, "grouped", args, world)
     optimizers = optim.Optimizers(model, "muon", args, world)
-    loader = data.Loader([b.source], args.seq_len, 0)
+    loader = data.Loader(b.sources, args.seq_len, 0)
     for step in range(2):
         batches = [train.Batch.of(*loader.micro_batch(0, i, args.micro_batch, world.rank, world.ranks)[:2], step).to(
             b.device) for i in range(grad_accum)]
@@ -642,6 +655,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--seq_len", help="bytes per sequence (256)")
     parser.add_argument("--micro_batch", help="sequences per step (112 on a GPU, else 8)")
+    parser.add_argument("--data_dir", help="a directory of shards to take the text from (made-up sentences)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, help="directory for bench-DEVICE.json and .png")
     parser.add_argument("--rehearse", choices=tuple(rehearsal.CARDS), help="what a step would cost on a card")
@@ -718,7 +732,7 @@ def main(argv: list[str] | None = None) -> int:
         with world, nullcontext() if world.leads else redirect_stdout(None):
             measure_sections(args, world)
         return 0
-    except (train.UsageError, distributed.WorldError, rehearsal.RehearsalError) as fault:
+    except (train.UsageError, data.DataError, distributed.WorldError, rehearsal.RehearsalError) as fault:
         line = str(fault)
     except BrokenPipeError:               # of `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

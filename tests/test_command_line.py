@@ -264,7 +264,7 @@ def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "docs" / "bench-cpu.json").read_text())
     for table in ("ceilings", "headline", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths",
-                  "loops", "parts", "segments", "decoding", "traffic, on paper"):
+                  "loops", "core", "parts", "segments", "decoding", "traffic, on paper"):
         assert f"### {table}" in done.stdout and figures[table], table
     slow, fast = figures["bytes per segment"][0], figures["bytes per segment"][-1]
     assert slow["bytes/segment"] == 1 and fast["bytes/segment"] > 3
@@ -273,6 +273,7 @@ def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
     assert [row["step"].partition(", ")[2] for row in figures["headline"]] == [
         "", "4 micro-steps", "nothing recomputed", "all recomputed"]
     assert all(row["ms"] > 0 for row in figures["headline"]) and figures["headline"][0]["host, ms"] > 0
+    assert figures["core"][0]["times the first's"] == 1 and figures["core"][1]["bytes/segment"] < 32
     assert all(row["times as fast"] > 1 and row["share of floor"] > 0 for row in figures["decoding"])
 
 
