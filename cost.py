@@ -57,11 +57,11 @@ def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
 def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
     """Bytes a row that the rest at byte rate keeps: byte memories, boundaries, head, whole numbers; and of it what
     stands behind the byte layers, which is gone when they go backward."""
-    width = (len(c.engram_byte_orders) + len(c.engram_match_orders)) * c.engram_byte_dim
+    width = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
     head = (1 + c.scores_core) * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
     written = size * 2 * (width + c.hidden_size) * (width > 0)
     boundaries = 8 * c.hidden_size if c.boundaries == "learned" and c.n_recurrent_layers else 0
-    numbers = 8 * (c.longest_order + 6 + 3 * len(c.engram_byte_orders) + 4 * len(c.engram_match_orders))
+    numbers = 8 * (c.longest_order + 6 + 3 * len(c.engram_byte_orders) + 4 * c.match_contexts)
     return size * width + boundaries + written + head + numbers, written + head
 
 

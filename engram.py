@@ -23,10 +23,25 @@ if TYPE_CHECKING:
     from spider_model import SpiderConfig
 
 
+WORD_BYTES = 32                           # that are looked at for the ends of words
+
+
 def gram_keys(shifted: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -> list[Tensor]:
     """The last n bytes of each row as one number, for each order n: XOR over k < n of shifted[k] * multiplier[k]."""
     keys = list(accumulate((shifted[:len(multiplier)] * multiplier[:, None]).unbind(), operator.xor))
     return [keys[order - 1] for order in orders]
+
+
+def word_ends(shifted: Tensor) -> Tensor:
+    """Whether a word has ended before a byte, which ends the segment, so that what is handed back comes in time for the
+    next word: it is no letter, digit or _ and continues no character of UTF-8, while the byte before is one or does.
+    The rule of SpaceByte, arXiv 2404.14408, but for the _.
+
+    shifted [K, M], see shifted_bytes -> bool [K - 1, M], of the byte k places back."""
+    of_words = (((shifted | 32) >= ord("a")) & ((shifted | 32) <= ord("z"))
+                | (shifted >= ord("0")) & (shifted <= ord("9"))
+                | (shifted == ord("_")) | (shifted >= 0x80) & (shifted < 0xC0))
+    return of_words[1:] & ~of_words[:-1]
 
 
 def init_multiplier(multiplier: Tensor, seed: int):
@@ -234,37 +249,49 @@ class _Match(torch.autograd.Function):
 
 class MatchMemory(nn.Module):
     """What a document says of itself: for each order n, the byte that followed where its last n bytes stood the last
-    time before, and whether the same one had followed the time before that. A match model, as compressors have it,
-    without parameters: a small transformer takes long to learn that it could look.
+    time before, and whether the same one had followed the time before that. `words` are such contexts too: what stands
+    behind the n-th last end of a word, however many bytes that are. A match model, as compressors have it, without
+    parameters: a small transformer takes long to learn that it could look.
 
     What was found is a number: the byte, + 256 where the two agree, + 512 where they do not, or NOTHING."""
 
     NOTHING = 3 * 256                     # these bytes never stood there, or no byte followed them
 
-    def __init__(self, orders: tuple[int, ...]):
+    def __init__(self, orders: tuple[int, ...], words: tuple[int, ...]):
         super().__init__()
-        self.orders = orders
-        self.register_buffer("multiplier", torch.empty(max(orders), dtype=torch.int64))
+        self.orders, self.words = orders, words
+        self.register_buffer("multiplier", torch.empty(max((*orders, WORD_BYTES * bool(words))), dtype=torch.int64))
 
     def init_hash(self, seed: int):
         init_multiplier(self.multiplier, seed)
 
     def forward(self, ids: Tensor, shifted: Tensor, document: Tensor) -> Tensor:
-        """ids [M], shifted [at least max(orders), M], document [M], ascending -> what was found, int64 [M, orders]."""
-        key, place = torch.stack(gram_keys(shifted, self.multiplier, self.orders)).sort(dim=1, stable=True)
+        """ids [M], shifted [all that contexts read, M], document [M], ascending -> what was found, int64 [M, contexts],
+        orders first."""
+        key, place = self.keys(shifted).sort(dim=1, stable=True)
         document = document[place]
         again = (key[:, 1:] == key[:, :-1]) & (document[:, 1:] == document[:, :-1])
         last = torch.full_like(place, -1).scatter_(1, place[:, 1:], torch.where(again, place[:, :-1], -1))
         return self.found(ids.expand_as(last), last, last).T
 
+    def keys(self, shifted: Tensor) -> Tensor:
+        """A number for the bytes of each context, [contexts, M]; of words at most the last WORD_BYTES - 1 bytes."""
+        orders, lengths = self.orders, tuple(range(1, WORD_BYTES)) if self.words else ()
+        keys = gram_keys(shifted, self.multiplier, orders + lengths)
+        if self.words:
+            ended = word_ends(shifted[:WORD_BYTES]).cumsum(0)                                # [WORD_BYTES - 1, M]
+            by_length = torch.stack((torch.zeros_like(keys[0]), *keys[len(orders):]))
+            keys[len(orders):] = [by_length.gather(0, (ended < n).sum(0, keepdim=True))[0] for n in self.words]
+        return torch.stack(keys)
+
     def step(self, ids: Tensor, shifted: Tensor, position: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
         """The same of the next bytes of documents that go on: ids [rows, n], shifted [longest, rows * n], position
-        [rows, n]; held int64 [1 + 2 * orders, rows, places]: of the documents so far the bytes, the keys of their
-        n-grams, and where these stood before. Returns what was found, [rows * n, orders], and `held` with these bytes,
-        which doubles as it fills up."""
+        [rows, n]; held int64 [1 + 2 * contexts, rows, places]: of the documents so far the bytes, the keys of their
+        contexts, and where these stood before. Returns what was found, [rows * n, contexts], and `held` with these
+        bytes, which doubles as it fills up."""
         if (need := int(position[:, -1].max()) + 1) > held.shape[2]:                         # host synchronisation
             held = F.pad(held, (0, 2 * need - held.shape[2]))
-        keys = torch.stack(gram_keys(shifted, self.multiplier, self.orders)).view(-1, *ids.shape)
+        keys = self.keys(shifted).view(-1, *ids.shape)
         at, count = position.expand(1 + len(keys), -1, -1), 1 + len(keys)
         held[:count].scatter_(2, at, torch.cat((ids[None], keys)))
         known, behind = held[1:count, :, None, :need], torch.arange(1, need + 1, dtype=torch.int32, device=ids.device)
@@ -291,7 +318,7 @@ class ByteEngram(nn.Module):
 
     def __init__(self, config: "SpiderConfig", gated: bool):
         super().__init__()
-        orders, matches, dim = config.engram_byte_orders, len(config.engram_match_orders), config.engram_byte_dim
+        orders, matches, dim = config.engram_byte_orders, config.match_contexts, config.engram_byte_dim
         self.table = EngramTable(orders, 1, config.engram_byte_rows, dim) if orders else None
         rows = round_up(MatchMemory.NOTHING + 1, 32)  # 8-bit AdamW's blocks are then whole where ranks cut it
         self.followed = nn.Parameter(torch.empty(matches, rows, dim)) if matches else None
@@ -299,7 +326,7 @@ class ByteEngram(nn.Module):
         self.gate = Linear(config.hidden_size, len(orders) + matches) if gated else None
 
     def forward(self, x: Tensor, shifted: Tensor, matched: Tensor | None) -> Tensor:
-        """x [M, D], shifted [K, M], matched [M, match orders], see MatchMemory -> what is added to x, [M, D]."""
+        """x [M, D], shifted [K, M], matched [M, match contexts], see MatchMemory -> what is added to x, [M, D]."""
         rows = [self.table(shifted)] if self.table is not None else []                       # of [M, orders, dim]
         if matched is not None:
             first = torch.arange(len(self.followed), device=x.device) * self.followed.shape[1]

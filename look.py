@@ -467,8 +467,10 @@ def load_table(record: Record) -> Iterator[str]:
 def tape(shown: Shown, model: Spider) -> Iterator[str]:
     """The text in lines of PER_LINE bytes; below them their surprise and gates as strips of shaded cells."""
     rows = [("surprise", "s", [bisect(BITS, bits) for bits in shown.bits])]
-    names = [f"last {order} byte{'s' * (order > 1)}" for order in model.config.engram_byte_orders]
-    names += [f"last {order}, in the text" for order in model.config.engram_match_orders]
+    c = model.config
+    names = [f"last {n} byte{'s' * (n > 1)}" for n in c.engram_byte_orders]
+    names += [f"last {n} byte{'s' * (n > 1)}, in the text" for n in c.engram_match_orders]
+    names += [f"since {n} word end{'s' * (n > 1)}, in the text" for n in c.engram_match_words]
     for name, gates in zip(names, zip(*shown.record.byte_gates[1:])):
         rows.append((name, "g", [bisect(GATES, gate) for gate in gates]))
     for (layer, loop), gates in sorted(shown.record.gates.items()):

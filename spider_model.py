@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from engram import ByteEngram, EngramTable, MatchMemory, Recalled, SegmentEngram, primes_below, shifted_bytes
+from engram import (WORD_BYTES, ByteEngram, EngramTable, MatchMemory, Recalled, SegmentEngram, primes_below,
+                    shifted_bytes, word_ends)
 from layers import (EVERY_ROW, MLA, Block, Cache, Left, Linear, Packing, SwiGLU, WideLinear, document_cu_seqlens,
                     document_starts, rms_norm, round_up)
 from tile_moe import Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
@@ -96,6 +97,7 @@ class SpiderConfig:
     engram_byte_rows: int = 47_300
     engram_byte_dim: int = 128
     engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # of what followed in the document; (): none
+    engram_match_words: tuple[int, ...] = ()  # the same of contexts that begin where the n-th last word ended
 
     def __post_init__(self):
         for f in fields(self):
@@ -126,10 +128,10 @@ class SpiderConfig:
                 (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders")):
             if not holds:
                 raise ValueError(rule)
-        for name in ("engram_orders", "engram_byte_orders", "engram_match_orders"):
-            orders = getattr(self, name)
+        for name in ("engram_orders", "engram_byte_orders", "engram_match_orders", "engram_match_words"):
+            orders, unit = getattr(self, name), "words" if name.endswith("words") else "bytes"
             if list(orders) != sorted(set(orders)) or not all(1 <= order <= 32 for order in orders):
-                raise ValueError(f"{name} must be ascending numbers of bytes from 1 to 32")
+                raise ValueError(f"{name} must be ascending numbers of {unit} from 1 to 32")
         for name, tables in (("engram", self.engram_heads), ("engram_byte", 1)):
             orders, rows = getattr(self, f"{name}_orders"), getattr(self, f"{name}_rows")
             if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
@@ -146,7 +148,13 @@ class SpiderConfig:
     @property
     def longest_order(self) -> int:
         """Bytes that anything looks back on to find what it recalls."""
-        return max((2,) + self.engram_orders + self.engram_byte_orders + self.engram_match_orders)
+        return max((2, WORD_BYTES * bool(self.engram_match_words))
+                   + self.engram_orders + self.engram_byte_orders + self.engram_match_orders)
+
+    @property
+    def match_contexts(self) -> int:
+        """Contexts that are looked for in the document."""
+        return len(self.engram_match_orders) + len(self.engram_match_words)
 
     @property
     def scores_core(self) -> bool:
@@ -280,18 +288,6 @@ def boundary_noise(seed: int | Tensor | None, sequences: int, length: int, devic
     row = mix((torch.arange(sequences, device=device) + seed) * golden)
     bits = mix(row[:, None] + torch.arange(1, length + 1, device=device) * golden)
     return (((bits >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
-
-
-def word_ends(shifted: Tensor) -> Tensor:
-    """Whether a word has ended before a byte, which ends the segment, so that what is handed back comes in time for the
-    next word: it is no letter, digit or _ and continues no character of UTF-8, while the byte before is one or does.
-    The rule of SpaceByte, arXiv 2404.14408, but for the _.
-
-    shifted [at least 2, M], see shifted_bytes -> bool [M]."""
-    ids = shifted[:2]
-    of_words = (((ids | 32) >= ord("a")) & ((ids | 32) <= ord("z")) | (ids >= ord("0")) & (ids <= ord("9"))
-                | (ids == ord("_")) | (ids >= 0x80) & (ids < 0xC0))
-    return of_words[1] & ~of_words[0]
 
 
 def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -603,7 +599,7 @@ class DecodingState:
     begun: Tensor                         # [rows, D], sum of the bytes behind the last boundary
     begun_bytes: Tensor                   # [rows, 1], their number
     handed: Tensor                        # [rows, places * D], what bytes receive of the last finished segment
-    matches: Tensor                       # int64 [1 + 2 * match orders, rows, places]: see MatchMemory.step
+    matches: Tensor                       # int64 [1 + 2 * match contexts, rows, places]: see MatchMemory.step
     byte_latents: Tensor                  # [prelude and coda layers, 1, rows, places, C], normed and rotated
     segment_latents: Tensor               # [L, n_loops, rows, places, C]: as each segment's last loop left them
     convolved: Tensor                     # [Engram layers of the core, n_loops, rows, places, D]: what they convolve
@@ -636,8 +632,8 @@ class Spider(nn.Module):
         self.casts_early = True                  # False: weights are whole in their group's forward alone, cast there
         self.halting_warmup = 1.0                # in training on halting probabilities and ponder_weight
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        byte_memory = bool(c.engram_byte_orders + c.engram_match_orders)
-        self.engram_match = MatchMemory(c.engram_match_orders) if c.engram_match_orders else None
+        byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
+        self.engram_match = MatchMemory(c.engram_match_orders, c.engram_match_words) if c.match_contexts else None
         self.engram_input = ByteEngram(c, gated=False) if byte_memory else None
         self.prelude = nn.ModuleList(Block(c) for _ in range(c.n_prelude_layers))
         self.core = RecurrentCore(c) if c.n_recurrent_layers else None
@@ -730,8 +726,8 @@ class Spider(nn.Module):
         Learned, a byte ends a segment where the sum of p over the document, plus an offset, passes a whole number:
         systematic sampling, in which each byte is cut with probability p as in independent draws, but segments are
         even. The offset is drawn once a document when training, 0.5 otherwise, so that evaluation cuts as often as
-        training. The gradient goes straight through to p. summed [documents] float64: when decoding, the sum of p over earlier
-        steps; it goes on.
+        training. The gradient goes straight through to p. summed [documents] float64: when decoding, the sum of p
+        over earlier steps; it goes on.
         """
         c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
         if c.boundaries == "learned":
@@ -753,7 +749,7 @@ class Spider(nn.Module):
             if p.requires_grad:
                 b = b + (p - p.detach()).nan_to_num(0)  # a count, whatever diverges
         elif c.boundaries == "words":
-            b = word_ends(shifted).to(dtype)
+            b = word_ends(shifted[:2]).squeeze(0).to(dtype)
         elif c.boundaries == "whitespace":
             b = torch.isin(ids, ids.new_tensor(list(b" \t\n\r"))).to(dtype)
         else:
@@ -954,7 +950,7 @@ class Spider(nn.Module):
             n_loops=n_loops, last_bytes=count.new_full((rows, c.longest_order), PAD_ID), position=count,
             segments=count.clone(), summed=count.double(), begun=weight.new_zeros(rows, c.hidden_size),
             begun_bytes=weight.new_zeros(rows, 1), handed=null.repeat(rows, 1),
-            matches=count.new_zeros(1 + 2 * len(c.engram_match_orders), rows, 1),
+            matches=count.new_zeros(1 + 2 * c.match_contexts, rows, 1),
             byte_latents=held.new_zeros(c.n_prelude_layers + c.n_coda_layers, 1, rows, 1, latent),
             segment_latents=held.new_zeros(c.n_recurrent_layers, n_loops, rows, 1, latent),
             convolved=held.new_zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size))

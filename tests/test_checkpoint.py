@@ -966,7 +966,7 @@ def test_another_model_than_the_checkpoints_is_refused_with_the_difference(tmp_p
 def test_a_config_of_before_a_field_came_is_one_with_its_default():
     asked = small_config()
     saved = asdict(asked)
-    for name in ("places", "core_loss_weight"):
+    for name in ("places", "core_loss_weight", "engram_match_words"):
         saved.pop(name)
     checkpoint.check_same_model(Path("old.pt"), saved, asked)
     with pytest.raises(CheckpointError, match="places 1 there, 8 asked for"):

@@ -82,6 +82,7 @@ def test_a_bad_value_of_a_flag_or_variable_is_named(name, text):
     ("engram_layers=1+x", "whole numbers"), ("boundaries=random", "one of learned"), ("v_head_dim=7", "must equal"),
     ("n_experts_per_tok=99", "between 1 and"), ("hidden_size=-3", "at least 1"), ("engram_rows=5", "primes"),
     ("engram_orders=", "need engram_orders"), ("engram_byte_orders=0", "ascending"), ("engram_orders=3+3", "ascending"),
+    ("engram_match_words=2+1", "ascending numbers of words"),
     ("engram_layers=-1", "between 0"), ("boundary_prior=0", "between 0 and 1"), ("rope_theta=nan", "at least 1"),
     ("n_routed_experts=0,n_shared_experts=0", "shared expert"), ("vocab_size=100", "at least 272"),
     ("hidden_size=3", "multiple of 16"), ("hidden_size=65", "multiple of 16"), ("hidden_size=1e15", "takes int"),

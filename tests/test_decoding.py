@@ -21,6 +21,8 @@ CUTS = {
     "places in words": dict(places=4, boundaries="words"), "core": dict(n_recurrent_layers=0), "act": dict(act=False),
     "segment engram": dict(engram_layers=()), "two segment engrams": dict(n_recurrent_layers=3, engram_layers=(2, 0)),
     "byte engram": dict(engram_byte_orders=()), "matches": dict(engram_match_orders=()),
+    "since words": dict(engram_match_words=(1, 2)),
+    "since words alone": dict(engram_byte_orders=(), engram_match_orders=(), engram_match_words=(1, 3)),
     "any engram": dict(engram_byte_orders=(), engram_match_orders=(), engram_layers=()),
     "lora": dict(lora_rank=0), "lti": dict(lti=False), "experts": dict(n_routed_experts=0, n_shared_experts=3),
     "shared expert": dict(n_shared_experts=0), "loops": dict(n_loops=1), "prelude": dict(n_prelude_layers=0),

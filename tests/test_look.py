@@ -114,7 +114,8 @@ def test_a_model_that_was_looked_at_is_as_it_was_before(monkeypatch):
 
 @pytest.mark.parametrize("changes", (
     {}, dict(n_recurrent_layers=0, engram_layers=()), dict(n_routed_experts=0), dict(act=False), dict(engram_layers=()),
-    dict(engram_byte_orders=()), dict(boundaries="whitespace"), dict(boundaries="every_byte"), dict(n_coda_layers=0)),
+    dict(engram_byte_orders=()), dict(boundaries="whitespace"), dict(boundaries="every_byte"), dict(n_coda_layers=0),
+    dict(engram_match_words=(1, 2))),
     ids=str)
 def test_whatever_a_model_is_made_of_it_shows_what_it_has(changes, tmp_path, capsys):
     printed, page = show(model_of(**changes), ODD * 4, tmp_path, capsys)
@@ -123,7 +124,8 @@ def test_whatever_a_model_is_made_of_it_shows_what_it_has(changes, tmp_path, cap
     assert ("Experts" in page) == (has_core and changes.get("n_routed_experts") != 0)
     assert ("layer 2, loop 1" in page) == (changes.get("engram_layers") is None)
     assert ("last 1 byte<" in page) == (changes.get("engram_byte_orders") is None)
-    assert "last 24, in the text<" in page
+    assert "last 24 bytes, in the text<" in page
+    assert ("since 2 word ends, in the text<" in page) == ("engram_match_words" in changes)
     assert "bits per byte" in printed and "Curves" not in page
 
 

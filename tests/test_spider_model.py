@@ -15,15 +15,16 @@ import engram
 import layers
 import spider_model
 import tile_moe
-from engram import shifted_bytes
-from spider_model import (Halting, Spider, SpiderConfig, boundary_noise, places_behind, pool_segments, unpool_segments,
-                          word_ends)
+from engram import shifted_bytes, word_ends
+from spider_model import Halting, Spider, SpiderConfig, boundary_noise, places_behind, pool_segments, unpool_segments
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
     "nothing": {}, "learned boundaries": dict(boundaries="whitespace"), "stride": dict(boundaries="every_third"),
     "segment engram": dict(engram_layers=()), "byte engram": dict(engram_byte_orders=()), "lora": dict(lora_rank=0),
     "matches": dict(engram_match_orders=()), "byte memory": dict(engram_byte_orders=(), engram_match_orders=()),
+    "since words": dict(engram_match_words=(1, 2)),
+    "since words alone": dict(engram_byte_orders=(), engram_match_orders=(), engram_match_words=(1, 3)),
     "lti": dict(lti=False), "act": dict(act=False), "experts": dict(n_routed_experts=0, n_shared_experts=3),
     "shared expert": dict(n_shared_experts=0), "loops": dict(n_loops=1), "core": dict(n_recurrent_layers=0),
     "all but a window": dict(byte_window=5), "pooling": dict(boundaries="every_byte"),
@@ -299,7 +300,7 @@ def test_a_byte_receives_the_row_of_its_place_behind_the_boundary_and_the_last_o
     ("gr\u00fc\u00df \u4f60\u597d".encode(), b"__x_x_x___x__"), (b"a", b"_")))
 def test_words_end_at_the_first_byte_that_is_none_of_theirs(given, ends):
     ids = torch.tensor(list(given))
-    found = word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2))
+    found = word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2)).squeeze(0)
     assert "".join("x" if end else "_" for end in found) == ends.decode()
 
 
@@ -595,20 +596,32 @@ def test_a_config_is_refused_by_the_name_of_a_field_or_makes_a_model_that_trains
             assert loss.isfinite() and all(g is None or g.isfinite().all() for g in gradients(model).values())
 
 
-@pytest.mark.parametrize("orders", ((1,), (2, 3, 7), (4, 32)))
-def test_matches_are_what_followed_the_last_time_in_the_same_document(orders):
+def since_words(part: list[int], t: int, n: int) -> list[int]:
+    """The bytes up to t behind the n-th last end of a word, PAD before the document."""
+    ends = [s for s in range(t, max(t - 31, 0), -1) if part[s] not in {*b"ABCD"} and part[s - 1] in {*b"ABCD"}]
+    return part[ends[n - 1] + 1:t + 1] if len(ends) >= n else ([PAD_ID] * 31 + part)[t + 1:t + 32]
+
+
+@pytest.mark.parametrize("orders, words", (((1,), ()), ((2, 3, 7), (1, 2)), ((4, 32), (3,)), ((), (1, 4))))
+def test_matches_are_what_followed_the_last_time_in_the_same_document(orders, words):
     rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
+    if words:
+        rows[rows == ord("B")] = ord(" ")
+        rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
     rows[0, [9, 30]], rows[1, 4], rows[2, 6], rows[2, 20] = EOS_ID, PAD_ID, EOS_ID, BOS_ID
     ids, cu_seqlens = rows.flatten(), layers.document_cu_seqlens(rows)
     packing = layers.Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
-    memory = engram.MatchMemory(orders)
+    memory = engram.MatchMemory(orders, words)
     memory.init_hash(0)
-    found = memory(ids, engram.shifted_bytes(ids, packing.position, max(orders)), packing.document)
+    found = memory(ids, shifted_bytes(ids, packing.position, len(memory.multiplier)), packing.document)
     for begin, end in zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist()):
         part = ids[begin:end].tolist()
         for t in range(len(part)):
-            for j, n in enumerate(orders):
-                before = [s for s in range(n - 1, t) if t >= n - 1 and part[s + 1 - n:s + 1] == part[t + 1 - n:t + 1]]
+            for j, n in enumerate((*orders, *words)):
+                if j < len(orders):
+                    before = [s for s in range(n - 1, t) if t >= n - 1 and part[s + 1 - n:s + 1] == part[t + 1 - n:t + 1]]
+                else:
+                    before = [s for s in range(t) if since_words(part, s, n) == since_words(part, t, n)]
                 followed = [part[s + 1] for s in before[-2:]]
                 kind = 0 if len(before) < 2 else 256 if followed[0] == followed[1] else 512
                 assert found[begin + t, j] == (followed[-1] + kind if before and followed[-1] < 256 else 768)
