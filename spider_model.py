@@ -194,7 +194,7 @@ PRESETS = {
                  byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4,
                  boundaries="words", places=8, core_loss_weight=0.2,  # what makes the core pay: docs/learning.md
                  engram_layers=(1,), engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072,
-                 engram_byte_dim=32),
+                 engram_byte_dim=32, engram_match_words=(1, 2)),
 }
 
 
