@@ -9,9 +9,9 @@
 
 Prints Markdown tables; with --out it writes bench-DEVICE.json after every section and bench-DEVICE.png at the end, or
 rehearsal-CARD.json. On a GPU the steps that --rehearse has bounds for come first, and last the figures that missed theirs
-by more than 1.5 times. Each measurement is a median over repetitions; what is compared alternates in one process, since
-machines drift. tok_per_sec counts bytes; bf16_mfu is the model's FLOPs (recomputation not counted) against the bf16
-matrix rate measured here, `of ceiling` against that of the precision used.
+by more than 1.5 times. Each measurement is a median over repetitions, of CPU time on one thread of a CPU; what is compared
+alternates in one process, since machines drift. tok_per_sec counts bytes; bf16_mfu is the model's FLOPs (recomputation
+not counted) against the bf16 matrix rate measured here, `of ceiling` against that of the precision used.
 """
 
 import argparse
@@ -73,9 +73,9 @@ class Bench:
             path.with_suffix(".tmp").replace(path)
 
     def flags(self, **others):
-        """Values of train.py's flags, these settings and others, which come last, in --set too."""
+        """Values of train.py's flags, these settings and others, in whose place --set is theirs alone."""
         if self.args.set:
-            others["set"] = ",".join((self.args.set, *filter(None, (others.get("set"),))))
+            others.setdefault("set", self.args.set)
         argv = ["--model", self.model, f"--seq_len={self.seq_len}", f"--micro_batch={self.micro_batch}", "--lr=0.001",
                 "--compile=off"]          # what compiles says so
         for name, value in others.items():
@@ -304,11 +304,10 @@ def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int =
     for _ in range(rounds):
         for entry in built.values():
             measure(b, entry, 1)
-    rows += [row_of(b, label, *entry) for label, entry in built.items()]
-    if built:                             # each step against the first variant's of the same round
+    for label, entry in built.items():    # its steps against the first variant's of the same rounds
         first = next(iter(built.values()))[1]
-        for row, (_, times, _) in zip(rows, built.values()):
-            row["times the first's"] = statistics.median(map(operator.truediv, times, first))
+        rows.append(row_of(b, label, *entry) | {
+            "times the first's": statistics.median(map(operator.truediv, entry[1], first))})
     b.table(name, rows)
 
 
@@ -387,10 +386,10 @@ def loops(b: Bench):
 
 def core(b: Bench):
     """What the core costs, beside byte layers."""
-    layers = train.model_config(b.flags()).n_prelude_layers
-    compare(b, "core", [("no core", dict(set="n_recurrent_layers=0")), ("core", {}), *(
-        (f"no core, {n} more byte layers", dict(set=f"n_recurrent_layers=0,n_prelude_layers={layers + n}"))
-        for n in (1, 2))], 15)
+    layers, given = train.model_config(b.flags()).n_prelude_layers, f"{b.args.set}," if b.args.set else ""
+    without = f"{given}n_recurrent_layers=0"
+    compare(b, "core", [("no core", dict(set=without)), ("core", {}), *(
+        (f"no core, {n} more byte layers", dict(set=f"{without},n_prelude_layers={layers + n}")) for n in (1, 2))], 15)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -655,7 +654,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--seq_len", help="bytes per sequence (256)")
     parser.add_argument("--micro_batch", help="sequences per step (112 on a GPU, else 8)")
-    parser.add_argument("--data_dir", help="a directory of shards to take the text from (made-up sentences)")
+    parser.add_argument("--data_dir", help="a directory of shards for the training steps (made-up sentences)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, help="directory for bench-DEVICE.json and .png")
     parser.add_argument("--rehearse", choices=tuple(rehearsal.CARDS), help="what a step would cost on a card")
@@ -664,6 +663,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.flags is not None and not args.rehearse:
         parser.error("--flags: it goes with --rehearse CARD")
+    if args.data_dir is not None and args.rehearse:
+        parser.error("--data_dir: a rehearsal reads made-up sentences")
     unknown = set(args.only.split(",")) - set(SECTIONS)
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(SECTIONS)}")

@@ -33,14 +33,15 @@ def gram_keys(shifted: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -> l
 
 
 def word_ends(shifted: Tensor) -> Tensor:
-    """Whether a word has ended before a byte, which ends the segment, so that what is handed back comes in time for the
-    next word: it is no letter, digit or _ and continues no character of UTF-8, while the byte before is one or does.
-    The rule of SpaceByte, arXiv 2404.14408, but for the _.
+    """Whether a word has ended before a byte: it is not of a word, while the byte before is. Of words are letters,
+    digits, _, what continues a character of UTF-8, and what begins one of two bytes that is a letter (from 0xC3 on:
+    Latin, Greek, Cyrillic, Hebrew, Arabic). So a Chinese character is a word. The rule of SpaceByte, arXiv 2404.14408,
+    but for _ and those letters, at each of which it ends a word.
 
     shifted [K, M], see shifted_bytes -> bool [K - 1, M], of the byte k places back."""
     of_words = (((shifted | 32) >= ord("a")) & ((shifted | 32) <= ord("z"))
-                | (shifted >= ord("0")) & (shifted <= ord("9"))
-                | (shifted == ord("_")) | (shifted >= 0x80) & (shifted < 0xC0))
+                | (shifted >= ord("0")) & (shifted <= ord("9")) | (shifted == ord("_"))
+                | (shifted >= 0x80) & (shifted < 0xE0) & (shifted != 0xC2))
     return of_words[1:] & ~of_words[:-1]
 
 
@@ -249,9 +250,9 @@ class _Match(torch.autograd.Function):
 
 class MatchMemory(nn.Module):
     """What a document says of itself: for each order n, the byte that followed where its last n bytes stood the last
-    time before, and whether the same one had followed the time before that. `words` are such contexts too: what stands
-    behind the n-th last end of a word, however many bytes that are. A match model, as compressors have it, without
-    parameters: a small transformer takes long to learn that it could look.
+    time before, and whether the same one had followed the time before that. `words` are such contexts too: for each n
+    of them the bytes behind the one that ended the n-th last word, at most WORD_BYTES - 1 of them. A match model, as
+    compressors have it, without parameters: a small transformer takes long to learn that it could look.
 
     What was found is a number: the byte, + 256 where the two agree, + 512 where they do not, or NOTHING."""
 
@@ -275,9 +276,9 @@ class MatchMemory(nn.Module):
         return self.found(ids.expand_as(last), last, last).T
 
     def keys(self, shifted: Tensor) -> Tensor:
-        """A number for the bytes of each context, [contexts, M]; of words at most the last WORD_BYTES - 1 bytes."""
+        """A number for the bytes of each context, [contexts, M]."""
         orders, lengths = self.orders, tuple(range(1, WORD_BYTES)) if self.words else ()
-        keys = gram_keys(shifted, self.multiplier, orders + lengths)
+        keys = gram_keys(shifted + 1, self.multiplier, orders + lengths)  # a byte of 0 makes a context longer, too
         if self.words:
             ended = word_ends(shifted[:WORD_BYTES]).cumsum(0)                                # [WORD_BYTES - 1, M]
             by_length = torch.stack((torch.zeros_like(keys[0]), *keys[len(orders):]))

@@ -110,7 +110,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         """input_ids [B, T] int64; attention_mask [B, bytes so far], 0 at a row's ends alone; labels [B, T], which are
         shifted here, as everywhere in transformers: input_ids serve, -100 is ignored; n_loops, or as many as trained.
 
-        Without cache it is the full pass, and `loss` what training minimises, `nats_per_byte` the cross-entropy alone.
+        Without cache it is the full pass, and `loss` what training minimises (in evaluation mode without the core's
+        own prediction), `nats_per_byte` the cross-entropy alone.
         With use_cache, which labels exclude, a SpiderCache is made or goes on; both give the same logits, a row's
         padding or not. ValueError for a mask with holes."""
         n_loops = self.config.n_loops if n_loops is None else n_loops

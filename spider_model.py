@@ -86,7 +86,7 @@ class SpiderConfig:
     act: bool = True                      # False: the last loop's state is the output
     act_threshold: float = 0.99
     ponder_weight: float = 0.001          # of the ACT cost; 0: none
-    core_loss_weight: float = 0.0         # of the cross-entropy of what the core alone says of the next byte; 0: none
+    core_loss_weight: float = 0.0         # of the cross-entropy of the core's own prediction of the next byte; 0: none
     # Engram: tables of hashed n-grams, before some core layers and at byte rate before prelude and head
     engram_layers: tuple[int, ...] = (1, 4)
     engram_orders: tuple[int, ...] = (3, 4, 6, 8)
@@ -97,7 +97,7 @@ class SpiderConfig:
     engram_byte_rows: int = 47_300
     engram_byte_dim: int = 128
     engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # of what followed in the document; (): none
-    engram_match_words: tuple[int, ...] = ()  # the same of contexts that begin where the n-th last word ended
+    engram_match_words: tuple[int, ...] = ()  # the same of what stands behind the n-th last end of a word
 
     def __post_init__(self):
         for f in fields(self):
@@ -129,9 +129,10 @@ class SpiderConfig:
             if not holds:
                 raise ValueError(rule)
         for name in ("engram_orders", "engram_byte_orders", "engram_match_orders", "engram_match_words"):
-            orders, unit = getattr(self, name), "words" if name.endswith("words") else "bytes"
-            if list(orders) != sorted(set(orders)) or not all(1 <= order <= 32 for order in orders):
-                raise ValueError(f"{name} must be ascending numbers of {unit} from 1 to 32")
+            orders = getattr(self, name)
+            unit, most = ("words", WORD_BYTES // 2) if name.endswith("words") else ("bytes", 32)
+            if list(orders) != sorted(set(orders)) or not all(1 <= order <= most for order in orders):
+                raise ValueError(f"{name} must be ascending numbers of {unit} from 1 to {most}")
         for name, tables in (("engram", self.engram_heads), ("engram_byte", 1)):
             orders, rows = getattr(self, f"{name}_orders"), getattr(self, f"{name}_rows")
             if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
@@ -158,7 +159,7 @@ class SpiderConfig:
 
     @property
     def scores_core(self) -> bool:
-        """Whether in training the core's own word on the next byte counts."""
+        """Whether training counts the core's own prediction of the next byte."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
 
     @classmethod
@@ -871,7 +872,7 @@ class Spider(nn.Module):
             counted = (targets != -100).sum().clamp_min(1)
             nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted
             core_loss = none
-            if self.training and c.scores_core:  # at first what is handed is 0, and the norm's gradient 100: clipped
+            if self.training and c.scores_core:  # at first 0 is handed: the gradient's norm is above 100, and clipped
                 said = self.lm_head(rms_norm(handed)).to(logits.dtype)
                 core_loss = F.cross_entropy(said, targets, ignore_index=-100, reduction="sum") / counted
             parts = (c.boundary_loss_weight * boundary_loss, c.aux_loss_weight * stats.aux_loss,

@@ -212,7 +212,9 @@ def test_nobody_reading_the_dry_run_any_more_is_no_fault(tmp_path):
 @pytest.mark.parametrize("flags,complaint", (
     (["--set", "nonsense=1"], "not a field"), (["--seq_len", "4e18"], "--seq_len: '4e18' is not"),
     (["--micro_batch=0"], "--micro_batch"), (["--model", "2b"], "2b"), (["--only", "x"], "--only: x"), (["--x"], "--x"),
-    (["--out", __file__], "File exists"), (["--flags", "x"], "--flags: it goes with --rehearse")))
+    (["--out", __file__], "File exists"), (["--flags", "x"], "--flags: it goes with --rehearse"),
+    (["--data_dir", "/no/such"], "no such directory"),
+    (["--data_dir", ".", "--rehearse", "h200"], "a rehearsal reads made-up sentences")))
 def test_what_the_benchmark_cannot_do_is_one_line_before_anything_is_measured(flags, complaint, capsys):
     assert bench.main(["--device", "cpu", *flags]) == 2
     said = capsys.readouterr()

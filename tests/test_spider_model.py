@@ -297,7 +297,8 @@ def test_a_byte_receives_the_row_of_its_place_behind_the_boundary_and_the_last_o
 
 @pytest.mark.parametrize("given, ends", (
     (b"to be, or", b"__x__x___"), (b"self.x_1 = f(a2)\n\n  y", b"____x___x___x__x_____"), (b"  ,,", b"____"),
-    ("gr\u00fc\u00df \u4f60\u597d".encode(), b"__x_x_x___x__"), (b"a", b"_")))
+    ("gr\u00fc\u00df \u4f60\u597d".encode(), b"______x___x__"), (b"a", b"_"),
+    ("\u0434\u0430\u00a0\u0438\u2026".encode(), b"____x___x__")))
 def test_words_end_at_the_first_byte_that_is_none_of_theirs(given, ends):
     ids = torch.tensor(list(given))
     found = word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2)).squeeze(0)
@@ -596,6 +597,10 @@ def test_a_config_is_refused_by_the_name_of_a_field_or_makes_a_model_that_trains
             assert loss.isfinite() and all(g is None or g.isfinite().all() for g in gradients(model).values())
 
 
+def last_bytes(part: list[int], t: int, n: int) -> list[int] | None:
+    return part[t + 1 - n:t + 1] if t >= n - 1 else None
+
+
 def since_words(part: list[int], t: int, n: int) -> list[int]:
     """The bytes up to t behind the n-th last end of a word, PAD before the document."""
     ends = [s for s in range(t, max(t - 31, 0), -1) if part[s] not in {*b"ABCD"} and part[s - 1] in {*b"ABCD"}]
@@ -606,7 +611,7 @@ def since_words(part: list[int], t: int, n: int) -> list[int]:
 def test_matches_are_what_followed_the_last_time_in_the_same_document(orders, words):
     rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
     if words:
-        rows[rows == ord("B")] = ord(" ")
+        rows[rows == ord("B")], rows[1][rows[1] == ord("C")] = ord(" "), 0
         rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
     rows[0, [9, 30]], rows[1, 4], rows[2, 6], rows[2, 20] = EOS_ID, PAD_ID, EOS_ID, BOS_ID
     ids, cu_seqlens = rows.flatten(), layers.document_cu_seqlens(rows)
@@ -618,10 +623,9 @@ def test_matches_are_what_followed_the_last_time_in_the_same_document(orders, wo
         part = ids[begin:end].tolist()
         for t in range(len(part)):
             for j, n in enumerate((*orders, *words)):
-                if j < len(orders):
-                    before = [s for s in range(n - 1, t) if t >= n - 1 and part[s + 1 - n:s + 1] == part[t + 1 - n:t + 1]]
-                else:
-                    before = [s for s in range(t) if since_words(part, s, n) == since_words(part, t, n)]
+                context = last_bytes if j < len(orders) else since_words
+                here = context(part, t, n)
+                before = [s for s in range(t) if here is not None and context(part, s, n) == here]
                 followed = [part[s + 1] for s in before[-2:]]
                 kind = 0 if len(before) < 2 else 256 if followed[0] == followed[1] else 512
                 assert found[begin + t, j] == (followed[-1] + kind if before and followed[-1] < 256 else 768)
