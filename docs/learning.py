@@ -46,7 +46,7 @@ def draw(axes, figure: str, x: str, title: str, xlabel: str, above_best: bool = 
 def draw_worth(axes):
     """What is added to the byte layers, by how many bytes were read: the loss without it less the loss with it."""
     runs = [run for run in RUNS if "bytes" in run]                # MB
-    alike = lambda run: (run["bytes"], run["seed"], run.get("processor"))
+    alike = lambda run: (run["bytes"], run["seed"], run.get("processor", "").rpartition(" ")[2])  # the last: precision
     plain = {alike(run): run["loss"] for run in runs if run["arm"].endswith("no core")}
     worth: dict[str, dict[float, list[float]]] = {}
     for run in runs:
