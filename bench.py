@@ -269,7 +269,7 @@ def trainer(b: Bench, rate: float | None = None, **flags):
             model.boundary_predictor[2].weight.zero_()
             model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -torch.tensor(rate - 1.0).log().item())
     optimizers = optim.Optimizers(model, optimizer, args)
-    optimizers.set_lr(0.0, 0.0)  # the boundaries stay where they were put
+    optimizers.set_lr(1e-20, 1.0)  # the boundaries stay where they were put; at 0 Muon would leave its products out
     loader, count = data.Loader(b.sources, args.seq_len, 0), [0]
 
     def step():

@@ -8,11 +8,14 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, run, run_flags
 
 import bench
 import cost
+import optim
 import train
+from distributed import World
 from train import FLAGS, UsageError, parse_args
 
 ORIGINALS = {"seq_len": 2048, "micro_batch": 64, "grad_accum": 1, "n_loops": 6, "lr": 3e-4, "precision": "auto",
@@ -220,6 +223,20 @@ def test_what_the_benchmark_cannot_do_is_one_line_before_anything_is_measured(fl
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("bench.py: error: ")
     assert complaint in said.err
+
+
+def test_a_step_of_the_benchmark_is_a_whole_one_and_leaves_the_model_as_it_was(monkeypatch):
+    given = bench.parse_args(["--device", "cpu", "--model", "tiny", "--seq_len=64", "--micro_batch=2"])
+    step, model = bench.trainer(bench.Bench(given, World()))
+    before = {name: p.clone() for name, p in model.named_parameters() if "table" not in name}
+    orthogonalize, done = optim.orthogonalize, []
+    monkeypatch.setattr(optim, "orthogonalize", lambda matrices, *rest: (
+        done.append(matrices[:, 0, 0].numel()), orthogonalize(matrices, *rest))[1])
+    step()
+    assert sum(done) == sum(p[..., 0, 0].numel() for name, p in model.named_parameters() if optim.is_matrix(name, p))
+    for name, p in model.named_parameters():
+        if name in before:
+            torch.testing.assert_close(p, before[name], rtol=0, atol=1e-12)
 
 
 def test_the_originals_commands_parse():
