@@ -176,20 +176,25 @@ def measured_rate(config: SpiderConfig, steps: float) -> float:
     return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
-# What a model trains with where neither flag nor environment says otherwise. docs/learning.md measures that of tiny;
-# that of small is not measured.
+def brief_warmup(config: SpiderConfig, steps: float) -> int:
+    """Steps of warm-up in a horizon of so many: of a short one not more than it can spare (docs/learning.md)."""
+    return int(min(40, steps / 25))
+
+
+# What a model trains with where neither flag nor environment says otherwise; a function makes it of config and steps.
+# docs/learning.md measures what tiny has.
 RECIPES = {
     "1b": {},
-    "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=80_000_000, lr=measured_rate, warmup_steps=100,
-                  engram_reset=True, ckpt_every=250, eval_every=1000, eval_tokens=524_288),
-    "tiny": dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate, warmup_steps=40,
-                 engram_reset=True, ckpt_every=500, eval_every=1000, eval_tokens=262_144),
+    "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=80_000_000, lr=measured_rate,
+                  warmup_steps=brief_warmup, engram_reset=True, ckpt_every=250, eval_every=1000, eval_tokens=524_288),
+    "tiny": dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate,
+                 warmup_steps=brief_warmup, engram_reset=True, ckpt_every=500, eval_every=1000, eval_tokens=262_144),
 }
 
 
 def said(value) -> str:
     """A recipe's value in words."""
-    return "by steps and width" if callable(value) else "on" if value is True else str(value)
+    return "by the horizon" if callable(value) else "on" if value is True else str(value)
 
 
 class Parser(data.Parser):
@@ -274,22 +279,23 @@ def take_recompute(args, model: Spider, n_loops: int, optimizer: str, precision:
 
 
 def take_horizon(args, model: Spider, n_loops: int):
-    """Turns --target_flops or --target_param_data_ratio into --target_tokens; two of the three are one too many. A
-    recipe's rate that hangs on the horizon is settled then."""
+    """Turns --target_flops or --target_param_data_ratio into --target_tokens; two of the three are one too many. What
+    a recipe makes of the horizon is settled then."""
     given = [name for name in ("target_tokens", "target_flops", "target_param_data_ratio") if name in args.given]
     if len(given) > 1:
         raise UsageError(f"--{given[1]}: --{given[0]} gives the horizon already, by flag or environment; give one")
     if args.target_flops:
         per_byte = model.flops_per_byte(model.config.bytes_per_segment, n_loops, args.seq_len)
-        args.target_tokens = math.ceil(args.target_flops / per_byte)
+        args.target_tokens = max(1, math.ceil(args.target_flops / per_byte))
     elif args.target_param_data_ratio:
         tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, EngramTable))
         parameters = sum(p.numel() for p in model.parameters()) - tables
         args.target_tokens = math.ceil(args.target_param_data_ratio * parameters)
     if args.target_tokens >= 1 << 62:
         raise UsageError(f"--{given[0]}: a horizon of {args.target_tokens:.0e} bytes: at most {1 << 62:.0e}")
-    if callable(args.lr):
-        args.lr = args.lr(model.config, args.target_tokens / args.global_batch)
+    for flag in FLAGS:
+        if callable(rule := getattr(args, flag.name)):
+            setattr(args, flag.name, rule(model.config, args.target_tokens / args.global_batch))
 
 
 def model_config(args) -> SpiderConfig:
@@ -687,6 +693,7 @@ def out_of_memory(fault: Exception, args) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
+HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (docs/mechanisms.md, Halting)
 STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
 
 
@@ -758,18 +765,20 @@ def set_up(args, closing: ExitStack, world: World) -> tuple[torch.device, str]:
     return device, precision
 
 
-def config_of_run(args, origin: Path | None, state: dict | None) -> tuple[SpiderConfig, int]:
-    """The model's config, that of the checkpoint `origin` where a run goes on from its `state`, and the loops."""
+def config_of_run(args, origin: Path | None, state: dict | None) -> SpiderConfig:
+    """The model's config; that of the checkpoint `origin` where a run goes on from its `state`, as --n_loops then is."""
     config = model_config(args)
     if not state:
-        return config, args.n_loops
+        return config
     if state["cfg"].get("vocab_size") != config.vocab_size:
         raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
                               f"{config.vocab_size}")
     if args.model != "auto" or args.set:
         check_same_model(origin, state["cfg"], config)
     config = SpiderConfig(**state["cfg"])
-    return config, args.n_loops if "n_loops" in args.given else state.get("n_loops", config.n_loops)
+    if "n_loops" not in args.given:
+        args.n_loops = state.get("n_loops", config.n_loops)
+    return config
 
 
 def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device, precision: str, backend: str,
@@ -791,10 +800,11 @@ def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device,
         say(files.one_line(remark))
     if args.why:
         say(files.one_line(f"chosen so (auto): {'; '.join(args.why)}"))
-    taken = [f"--{name} {said(getattr(args, name) if callable(value) else value)}"
-             for name, value in RECIPES[args.recipe].items() if name not in args.given
-             and (name != "n_loops" or value == n_loops)]  # else they are the checkpoint's
-    say(f"recipe of {args.recipe}: {' '.join(taken) or 'nothing is taken from it'}")
+    recipe = RECIPES[args.recipe]
+    taken = [f"--{name} {said(getattr(args, name))}" for name, value in recipe.items() if name not in args.given
+             and (callable(value) or value == getattr(args, name))]  # else a checkpoint's, or another horizon's
+    nothing = "nothing is taken from it" if recipe else "every default of --help"
+    say(f"recipe of {args.recipe}: {' '.join(taken) or nothing}")
     if args.environment:
         say(files.one_line(f"from the environment: {' '.join(args.environment)}"))
 
@@ -893,7 +903,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, args.dry_run, world)
     state = home.load()
     take_recipe(args, device, state and state.get("recipe"))
-    config, n_loops = config_of_run(args, home.origin, state)
+    config = config_of_run(args, home.origin, state)
+    n_loops = args.n_loops
     with torch.device("meta"):
         model = Spider(config)
     take_batch(args, world.ranks)
@@ -976,7 +987,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             # ---------------------------------------------------------------------------------------------------------
             step_start = time.perf_counter()
             first = progress.bytes_seen // args.seq_len
-            model.halting_warmup = min(1.0, (progress.step + 1) / (args.warmup_steps + 1))
+            model.halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * horizon))
             with leaving.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
                 batches, targets, epoch = feed.take()
                 loops = loops_of_step(args, n_loops, progress.step)

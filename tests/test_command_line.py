@@ -185,6 +185,19 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
     assert spoken.returncode == 0 and spoken.stdout.startswith("ba")
 
 
+def test_the_line_of_the_recipe_says_what_the_run_has_of_it(tmp_path, capsys):
+    def taken(*flags):
+        assert train.command_line(["--mock_data", "--dry_run", "--model", "tiny", "--ckpt_dir", str(tmp_path), *flags]) == 0
+        return re.search("^recipe of tiny: (.*)", capsys.readouterr().out, re.MULTILINE)[1]
+    assert "--target_tokens 12000000 --lr 0.00476 --warmup_steps 40 --engram_reset on" in taken()
+    assert taken("--target_flops", "1e12").split()[6:10] == ["--lr", "0.02", "--warmup_steps", "2"]
+    assert "--engram_reset" not in taken("--set", "engram_layers=,engram_byte_orders=")
+    assert "--n_loops" not in taken("--n_loops", "1")
+    given = [word for name, value in train.RECIPES["tiny"].items()
+             for word in (f"--{name}", "5" if callable(value) else train.said(value))]
+    assert taken(*given) == "nothing is taken from it"
+
+
 def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     """Its own peak counts: the process that starts it has more in memory than it may take."""
     probe = ("import sys, cost, train; status = train.command_line(sys.argv[1:]);"
@@ -194,7 +207,7 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
                           text=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=600)
     assert cost.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
     assert done.returncode == 0, done.stderr
-    for said in ("hidden_size = 2048", "routed experts", "Engram tables", "active per byte", "FLOPs per byte", "memory",
+    for said in ("recipe of 1b: every default of --help", "hidden_size = 2048", "routed experts", "Engram tables", "active per byte", "FLOPs per byte", "memory",
                  "checkpoint", "free on disk", "ids checked", "FP8 converts"):
         assert said in done.stdout, said
     total = int(re.search(r"total +([\d,]+)", done.stdout)[1].replace(",", ""))

@@ -218,7 +218,7 @@ def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path):
 def test_flag_then_environment_then_recipe_and_a_flag_undoes_a_recipes_switch():
     args = parse_args(["--model", "tiny", "--lr", "0.1", "--engram_reset", "off"], environ={"SEQ_LEN": "64", "LR": "9"})
     train.take_recipe(args, torch.device("cpu"))
-    assert (args.lr, args.seq_len, args.engram_reset, args.warmup_steps) == (0.1, 64, False, 40)
+    assert (args.lr, args.seq_len, args.engram_reset) == (0.1, 64, False)
     assert (args.micro_batch, args.n_loops) == (train.RECIPES["tiny"]["micro_batch"], 1)
 
 
@@ -240,21 +240,27 @@ def test_every_recipe_names_flags_and_values_that_they_take():
             assert callable(value) or (value is True if parse is None else parse(str(value)) == value)
 
 
-def test_the_rate_of_a_small_recipe_falls_with_steps_and_width_and_a_given_one_stays():
-    def rate(*argv, model="tiny"):
+def test_the_rate_of_a_small_recipe_falls_with_steps_and_width_and_warm_up_is_short_and_given_ones_stay():
+    def settled(*argv, model="tiny"):
         args = parse_args(["--model", model, "--device", "cpu", *argv], environ={})
         train.take_recipe(args, torch.device("cpu"))
         train.take_batch(args, 1)
         with torch.device("meta"):
             spider = train.Spider(train.model_config(args))
         train.take_horizon(args, spider, 1)
-        return args.lr
+        return args
+
+    def rate(*argv, **other):
+        return settled(*argv, **other).lr
     few = ("--target_tokens", "4096000")                # a thousand steps
     assert rate(*few) == pytest.approx(0.00732, rel=0.01) and rate(*few, "--lr", "0.5") == 0.5
     assert rate("--target_tokens", "32768000") == pytest.approx(rate(*few) / 8 ** 0.4, rel=0.02)
     assert rate(*few, "--grad_accum", "8") == pytest.approx(8 ** 0.4 * rate(*few), rel=0.02)
     assert rate(*few, "--set", "hidden_size=2048") == pytest.approx(rate(*few) / 4, rel=0.02)
     assert rate(model="1b") == 3e-4
+    for horizon, steps in (("1", 0), ("1024000", 10), ("4096000", 40), ("12000000", 40)):
+        assert settled("--target_tokens", horizon).warmup_steps == steps
+    assert settled(*few, "--warmup_steps", "7").warmup_steps == 7 and settled(model="1b").warmup_steps == 10
 
 
 def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_them():
@@ -263,6 +269,7 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
     dense = sum(p.numel() for key, p in model.named_parameters() if not key.endswith("table.weight"))
     for argv, expected in ((["--target_tokens", "77"], 77),
                            (["--target_param_data_ratio", "2.5"], math.ceil(2.5 * dense)),
+                           (["--target_flops", "1e-320"], 1), (["--target_param_data_ratio", "1e-320"], 1),
                            (["--target_flops", "1e9"], math.ceil(1e9 / model.flops_per_byte(
                                model.config.bytes_per_segment, 2, 64)))):
         train.take_horizon(args := parse_args([*argv, "--seq_len", "64"], environ={}), model, 2)
