@@ -305,11 +305,11 @@ def out_of_sight(q: Tensor, m: int, window: int) -> Tensor:
 
 @dataclass
 class Left:
-    """The segments that have not halted: rows that a loop computes. Of the others, what later segments read stays as
-    their last loop left it.
+    """The segments that have not left the core: rows that a loop computes. Of the others, what later segments read stays
+    as their last loop left it.
 
-    Where the host knows `index`, halted rows leave every product. Where it would have to wait for their number, all N
-    rows are computed, and `mask` says whose results count. With neither, nothing has halted.
+    Where the host knows `index`, they have left every product. Where it would have to wait for their number, all N rows
+    are computed, and `mask` says whose results count. With neither, none has left.
     """
     index: Tensor | None = None           # int64 [n], ascending
     mask: Tensor | None = None            # bool [N]

@@ -462,7 +462,8 @@ class RecurrentCore(nn.Module):
         seen: list[Seen] = [(None, None)] * len(self.layers)
         counted = past[0] is None
         leave = not (z.is_cuda and counted) if self.halted_leave is None else self.halted_leave
-        halting, decay = Halting(share, self.config.act_threshold, leave), self.decay() if self.config.lti else None
+        halting = Halting(share, self.config.act_threshold, leave, ends=counted)
+        decay = self.decay() if self.config.lti else None
         for t in range(n_loops):
             loop, left = min(t, self.config.n_loops - 1), halting.left
             y = self.inject(h, left.pick(e), loop, decay)
@@ -482,7 +483,7 @@ class RecurrentCore(nn.Module):
         if not counted:
             return output, None
         aux_loss, z_loss, load = self.balance(visits)
-        means = (loss / (len(self.layers) * halting.loops.clamp_min(1e-9)) for loss in (aux_loss, z_loss))
+        means = (loss / (len(self.layers) * halting.visits.clamp_min(1e-9)) for loss in (aux_loss, z_loss))
         ponder = halting.ponder
         if decay is not None and n_loops > 1:  # has a gradient on every rank, those too whose segments halt at once
             ponder = ponder + 0 * decay.sum()
@@ -543,41 +544,47 @@ class Halting:
     """ACT over the loops: weighs each segment's states by its halting probabilities (Graves, arXiv 1603.08983).
 
     Weight of a loop: p while the running sum stays below the threshold; on the loop that reaches it, and on the last
-    one, what remains to 1. Then the segment has halted and leaves the core.
+    one, what remains to 1. Then the segment has halted. It is computed once more, with no weight, so that later
+    segments read the state that it halted with, and leaves the core (docs/mechanisms.md: without, half a hop is lost).
 
     A segment that halts in its first loop has weight 1 there whatever its p: nothing teaches it to go on, nor later
     loops to be worth it. So p is scaled by a warm-up, and until it ends every loop learns.
     """
 
-    def __init__(self, share: Tensor, threshold: float, leave: bool):
-        self.threshold, self.leave, self.left = threshold, leave, EVERY_ROW
-        self.share, self.remaining = share, torch.ones_like(share)  # [n] of the rows left: part of all, 1 - weights
+    def __init__(self, share: Tensor, threshold: float, leave: bool, ends: bool):
+        """share [N], each segment's part of all, 0 for rows that fill up; leave: halted rows leave the products; ends:
+        no segment comes later than these, and none reads those that halt when all others have."""
+        self.threshold, self.leave, self.ends, self.left = threshold, leave, ends, EVERY_ROW
+        self.share, self.remaining = share, torch.ones_like(share)  # [n] of the rows left; 1 - weights, 0 once halted
         self.output: Tensor | None = None                           # [N, D]
-        self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
+        self.loops = self.ponder = self.visits = 0  # means over segments: until halting; these + remainder; computed
 
     def add(self, h: Tensor, p: Tensor, last: bool) -> Tensor:
         """Takes the states after a loop, h [n, D], and their halting probabilities p [n]; returns the states of the
         segments that the next loop computes, none after the last."""
-        stops = torch.ones_like(p, dtype=torch.bool) if last else 1 - self.remaining + p >= self.threshold
+        open = self.remaining > 0                                   # the others have halted in the loop before
+        stops = torch.ones_like(open) if last else 1 - self.remaining + p >= self.threshold
         weight = torch.where(stops, self.remaining, p)
         part = weight[:, None].to(h.dtype) * h
         index = self.left.index
         self.output = part if self.output is None else (
             self.output + part if index is None else self.output.index_add(0, index, part))
-        share = self.share.sum()
-        self.loops = self.loops + share
-        self.ponder = self.ponder + share + self.share @ torch.where(stops, self.remaining, 0)
-        goes_on = ~stops & (self.share > 0)
+        self.visits = self.visits + self.share.sum()
+        counted = self.share @ open.to(self.share.dtype)
+        self.loops = self.loops + counted
+        self.ponder = self.ponder + counted + self.share @ torch.where(stops, self.remaining, 0)
+        self.remaining = torch.where(stops, 0, self.remaining - weight)
+        stays = open & (self.share > 0)
         if last or not self.leave:
-            self.left = Left(mask=goes_on)
-            self.share, self.remaining = self.share * goes_on, torch.where(stops, 0, self.remaining - weight)
+            self.left, self.share = Left(mask=stays), self.share * stays
             return h[:0] if last else h
-        stay = goes_on.nonzero().squeeze(1)
+        if self.ends and not (stays & ~stops).any():
+            return h[:0]
+        stay = stays.nonzero().squeeze(1)
         if len(stay) == len(h):
-            self.remaining = self.remaining - weight
             return h
         self.left = Left(stay if index is None else index.index_select(0, stay))
-        self.share, self.remaining = self.share.index_select(0, stay), (self.remaining - weight).index_select(0, stay)
+        self.share, self.remaining = self.share.index_select(0, stay), self.remaining.index_select(0, stay)
         return h.index_select(0, stay)
 
 

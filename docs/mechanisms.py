@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+import spider_model  # noqa: E402
 from optim import Optimizers  # noqa: E402
 from spider_model import Spider, SpiderConfig  # noqa: E402
 from train import Batch, accumulate, keep_freed_memory, lr_factor, parse_args, update  # noqa: E402
@@ -197,12 +199,32 @@ def injection():
         yield f"B = {b}", dict(n_loops=4), chains, dict(steps=300, prepare=start_B(b))
 
 
+@contextmanager
+def halted(leave: str):
+    """Inside, segments that have halted leave the core at once, before later ones can read what they halted with, or
+    never: then ACT weighs loops and nothing else."""
+    class Halting(spider_model.Halting):
+        def __init__(self, share, threshold, _, ends):
+            super().__init__(share, threshold, False, ends)
+
+        def add(self, h, p, last):
+            h = super().add(h, p, last)
+            self.left = spider_model.EVERY_ROW if leave == "never" else spider_model.Left(mask=self.remaining > 0)
+            return h
+
+    with mock.patch("spider_model.Halting", Halting):
+        yield
+
+
 def halting():
     for part in (0.0, 0.125, 0.5):
         yield f"warm-up {part}", dict(n_loops=6, act=True), chains, dict(steps=300, halting_from=part)
     for weight in (0.0, 0.01, 0.1):
         yield (f"warm-up 0.5, ponder_weight {weight}", dict(n_loops=6, act=True, ponder_weight=weight), chains,
                dict(steps=300, halting_from=0.5))
+    for leave in ("at once", "never"):
+        with halted(leave):
+            yield f"warm-up 0.125, leave {leave}", dict(n_loops=6, act=True), chains, dict(steps=300)
 
 
 def engram():

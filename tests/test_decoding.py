@@ -110,14 +110,14 @@ def test_the_core_runs_only_when_a_segment_ends_and_for_as_many_loops_as_it_take
     row[row == ord(" ")] = ord("x")
     row[0, [9, 20, 21]] = ord(" ")
     model.core.layers[0].register_forward_pre_hook(lambda module, args: visits.append((t, len(args[0]))))
-    model.core.halt = lambda h: h.new_full((len(h),), 0.6)  # everything halts in its second loop
+    model.core.halt = lambda h: h.new_full((len(h),), 0.6)  # everything halts in its second loop, and is computed in a third
     state = model.decoding_state(n_loops=LOOPS)
     for t in range(40):
         model.step(row[:, t:t + 1], state)
-    assert visits == [(t, 1) for t in (9, 20, 21) for _ in range(2)]
+    assert visits == [(t, 1) for t in (9, 20, 21) for _ in range(3)]
     visits.clear()
     model.step(row, model.decoding_state(n_loops=LOOPS))
-    assert visits == [(39, 3)] * 2        # all segments of a prompt together
+    assert visits == [(39, 3)] * 3        # all segments of a prompt together
 
 
 def test_the_core_of_several_rows_runs_for_those_alone_that_are_cut():

@@ -127,7 +127,7 @@ def check_halting():
     """Weights sum to 1, are p until the threshold, and what remains on the loop that reaches it."""
     p = torch.tensor([[0.2, 0.999, 0.5], [0.3, 0.5, 0.495], [0.1, 0.1, 0.9]]).T                # [segment, loop]
     for leave in (True, False):
-        halting = Halting(torch.full((3,), 1 / 3), 0.99, leave)
+        halting = Halting(torch.full((3,), 1 / 3), 0.99, leave, ends=True)
         for loop in range(3):
             state = F.one_hot(torch.full((3,), loop), 3).float()
             halting.add(halting.left.pick(state), halting.left.pick(p[:, loop]), loop == 2)
@@ -450,7 +450,8 @@ def test_act_weights_sum_to_one_and_one_loop_gives_the_first_state():
 
 
 @pytest.mark.parametrize("recompute", ("nothing", "core"))
-@pytest.mark.parametrize("cut", ({}, dict(n_routed_experts=0), dict(lti=False, lora_rank=0)), ids=str)
+@pytest.mark.parametrize("cut", ({}, dict(n_routed_experts=0), dict(lti=False, lora_rank=0), dict(
+    boundaries="words", places=3, core_loss_weight=0.2)), ids=str)
 def test_rows_that_leave_the_core_compute_what_masked_ones_do(cut, recompute):
     """Also where all of a loop's segments have halted, and documents have halted as a whole."""
     ids, labels, results = documents(30, 2, 70, 1, 25), text(1, 128, seed=9), []
@@ -478,20 +479,35 @@ def test_rows_that_leave_the_core_compute_what_masked_ones_do(cut, recompute):
             torch.testing.assert_close(grad, others[name], rtol=1e-8, atol=1e-10, msg=name)  # the load is fp32
 
 
-def test_what_a_halted_segment_leaves_behind_stays_for_later_segments():
-    """With every segment halting at once but the last, more loops are those of the last one alone."""
-    model = awake(small_config(act_threshold=0.5)).eval()
-    ids = text(1, 24)
-    halts = {}
-    model.core.halt = lambda h: halts.setdefault(len(h), torch.cat((torch.ones(len(h) - 1), torch.zeros(1))))[:len(h)]
-    seen = []
-    model.core.layers[0].register_forward_hook(lambda module, args, out: seen.append(out[2]))
+@pytest.mark.parametrize("leave", (True, False))
+def test_what_a_halted_segment_leaves_behind_is_of_the_state_it_halted_with_and_stays(leave):
+    """With every segment halting at once but the last, they are computed once more and then the last alone."""
+    model = awake(small_config(boundaries="every_third", n_loops=4)).eval()
+    ids, seen, computed = text(1, 24), [], []
+    model.core.halted_leave = leave
+    model.core.halt = lambda h: F.pad(h.new_ones(len(h) - 1), (0, 1))
+    model.core.layers[0].register_forward_hook(lambda module, args, out: seen.append(out[2][0]))
+    model.core.layers[0].register_forward_pre_hook(lambda module, args: computed.append(len(args[0])))
     with torch.no_grad():
-        model(ids, n_loops=3)
-    first, *later = seen
-    last = int(halts[max(halts)].argmin())
+        model(ids)
+    first, second, *later = seen
+    assert computed == ([8, 8, 1, 1] if leave else [8] * 4) and len(later) == 2
+    assert ((first - second).abs().amax(1) > 1e-3).all()
     for loop in later:
-        assert torch.equal(loop[0][:last], first[0][:last]) and not torch.equal(loop[0][last], first[0][last])
+        assert torch.equal(loop[:-1], second[:-1]) and not torch.equal(loop[-1], second[-1])
+
+
+def test_where_all_segments_halt_nothing_is_computed_once_more_unless_later_ones_come():
+    model = awake(small_config(boundaries="every_third", n_loops=4)).eval()
+    ids, computed = text(1, 24), []
+    model.core.halt = lambda h: h.new_ones(len(h))
+    model.core.layers[0].register_forward_pre_hook(lambda module, args: computed.append(len(args[0])))
+    with torch.no_grad():
+        whole = model(ids).logits
+        assert computed == [8]
+        stepped = model.step(ids, model.decoding_state())
+        assert computed == [8, 8, 8]
+    torch.testing.assert_close(whole, stepped, rtol=1e-4, atol=1e-5)
 
 
 def test_without_core_there_is_neither_segment_nor_loop():
