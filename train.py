@@ -46,7 +46,8 @@ from engram import EngramTable
 from layers import Linear, document_cu_seqlens
 from leaving import Diverged, Leaving, Stopped, StopSignals, wants_memory
 from optim import Optimizers, multiplies_bf16, quiet
-from spider_model import LOSS_PARTS, MAX_LOOPS, PRESETS, RECOMPUTE, MoE, Spider, SpiderConfig, SpiderOutput
+from spider_model import (LOSS_PARTS, MAX_LOOPS, PRESETS, RECOMPUTE, MoE, Spider, SpiderConfig, SpiderOutput,
+                          component_of)
 from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend
 
 
@@ -288,8 +289,7 @@ def take_horizon(args, model: Spider, n_loops: int):
         per_byte = model.flops_per_byte(model.config.bytes_per_segment, n_loops, args.seq_len)
         args.target_tokens = max(1, math.ceil(args.target_flops / per_byte))
     elif args.target_param_data_ratio:
-        tables = sum(m.weight.numel() for m in model.modules() if isinstance(m, EngramTable))
-        parameters = sum(p.numel() for p in model.parameters()) - tables
+        parameters = sum(p.numel() for name, p in model.named_parameters() if component_of(name) != "Engram tables")
         args.target_tokens = math.ceil(args.target_param_data_ratio * parameters)
     if args.target_tokens >= 1 << 62:
         raise UsageError(f"--{given[0]}: a horizon of {args.target_tokens:.0e} bytes: at most {1 << 62:.0e}")

@@ -1,78 +1,132 @@
 """Draws the figures of learning.md from the runs of learning.jsonl, one line a run: python docs/learning.py
 
 A run has what distinguishes it (figure, arm, seed, and what is on its axes), its validation loss in nats per byte, its
-CPU seconds, its flags and its commit.
+CPU seconds, its flags and its commit. Lines of the figure "time of a step" have CPU time relative to no core's instead.
 """
 
 import json
-import math
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import matplotlib.pyplot as plt  # noqa: E402
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from train import RECIPES, measured_rate  # noqa: E402
+
 RUNS = [json.loads(line) for line in (HERE / "learning.jsonl").read_text().splitlines()]
 
 
-def lines(figure: str, x: str) -> dict[str, list[tuple[float, float]]]:
-    """Points of a figure's runs by arm: (x, loss), means over seeds."""
-    found: dict[str, dict[float, list[float]]] = {}
+def arms(figure: str, **same) -> dict[str, list[dict]]:
+    """The runs of a figure by arm."""
+    found: dict[str, list[dict]] = {}
     for run in RUNS:
-        if run["figure"] == figure:
-            found.setdefault(run["arm"], {}).setdefault(run[x], []).append(run["loss"])
-    return {name: sorted((at, sum(losses) / len(losses)) for at, losses in points.items())
-            for name, points in found.items()}
+        if run["figure"] == figure and all(run[key] == value for key, value in same.items()):
+            found.setdefault(run["arm"], []).append(run)
+    return found
 
 
-def draw(axes, figure: str, x: str, title: str, xlabel: str, above_best: bool = False):
-    found = lines(figure, x)
-    for name, points in found.items():
-        best = min(loss for _, loss in points) if above_best else 0
-        axes.plot([at for at, _ in points], [loss - best for _, loss in points], marker="o", label=name)
-    axes.set(title=title, xlabel=xlabel,
-             ylabel="nats per byte above the line's best" if above_best else "validation loss, nats per byte")
-    axes.set_xscale("log", base=2)
-    ticks = sorted({at for points in found.values() for at, _ in points})
-    if len(ticks) > 6:
-        ticks = [ticks[0] * 2 ** i for i in range(math.ceil(math.log2(ticks[-1] / ticks[0])) + 1)]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45 if len(ticks) > 5 else 0)
-    axes.minorticks_off()
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def means(runs: list[dict], x) -> list[tuple[float, float]]:
+    """(x, mean loss over seeds) of an arm's runs."""
+    return [(at, mean(run["loss"] for run in runs if x(run) == at)) for at in sorted({x(run) for run in runs})]
+
+
+def finish(axes, title: str, xlabel: str, ylabel: str, ticks=()):
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    if len(ticks):
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def draw_bytes(axes):
+    """What the recipe reaches, by how much there is to read, beside a compressor."""
+    found = arms("bytes") | arms("others")
+    for name in ("no core", "core", "PPMd, order 16"):
+        axes.plot(*zip(*means(found[name], lambda run: run["bytes"])), marker="o", label=name)
+    finish(axes, "Python: each byte read once", "MB of text", "validation loss, nats per byte", (2.5, 5, 10, 27.7))
+
+
+def draw_sequence(axes):
+    for name, runs in arms("sequence").items():
+        axes.plot(*zip(*means(runs, lambda run: run["seq_len"])), marker="o", label=name)
+    finish(axes, "2.5 MB of Python, by what a sequence holds", "bytes per sequence", "validation loss, nats per byte",
+           (1024, 2048, 4096, 8192))
+
+
+def of_the_rule(run: dict) -> float:
+    """A run's rate as a multiple of what the rule says of its steps and width."""
+    def flag(name, default):
+        found = re.search(rf"{name}[ =](\d+)", run["flags"])
+        return int(found[1]) if found else default
+    recipe = RECIPES["small" if "--model small" in run["flags"] else "tiny"]
+    steps = flag("--target_tokens", recipe["target_tokens"]) / 4096 / flag("--micro_batch", recipe["micro_batch"])
+    width = flag("hidden_size", 768 if "--model small" in run["flags"] else 128)
+    return run["lr"] / measured_rate(SimpleNamespace(hidden_size=width), steps)
+
+
+def draw_rates(axes):
+    """The best rate stands still where the rule is right."""
+    for name, runs in arms("rates").items():
+        points = means(runs, of_the_rule)
+        best = min(loss for _, loss in points)
+        if len(points) > 1:
+            axes.plot([at for at, _ in points], [loss - best for _, loss in points], marker="o", label=name)
+    axes.axvline(1, color="black", linewidth=0.8)
+    finish(axes, "peak rate: where the best stands", "--lr as a multiple of the rule's",
+           "nats per byte above the line's best", (0.25, 0.5, 0.7, 1, 1.4, 2))
+    axes.legend(frameon=False, fontsize=8, loc="center right")
+    axes.set(xlim=(0.2, 16), ylim=(-0.001, 0.02))  # the legend has the right
+
+
+def draw_time(axes, figure: str, title: str):
+    """Loss by what a step takes: seeds small, their mean large."""
+    times = {name: mean(run["times"] for run in runs) for name, runs in arms("time of a step").items()}
+    found = arms(figure, **({"bytes": 10} if figure == "bytes" else {}))
+    for name, runs in ((name, found[name]) for name in times if name in found):
+        point, = axes.plot(times[name], mean(run["loss"] for run in runs), "o", label=name)
+        axes.plot([times[name]] * len(runs), [run["loss"] for run in runs], ".", color=point.get_color(), alpha=0.4)
+    finish(axes, title, "CPU time of a step over no core's (bf16, AMX)", "validation loss, nats per byte")
 
 
 def draw_worth(axes):
     """What is added to the byte layers, by how many bytes were read: the loss without it less the loss with it."""
-    runs = [run for run in RUNS if "bytes" in run]                # MB
-    alike = lambda run: (run["bytes"], run["seed"], run.get("processor", "").rpartition(" ")[2])  # the last: precision
-    plain = {alike(run): run["loss"] for run in runs if run["arm"].endswith("no core")}
-    worth: dict[str, dict[float, list[float]]] = {}
-    for run in runs:
-        if not run["arm"].endswith("no core"):
-            gap = plain[alike(run)] - run["loss"]
-            worth.setdefault(run["arm"], {}).setdefault(run["bytes"], []).append(gap)
-    for name, gaps in worth.items():
-        line, = axes.plot(*zip(*sorted((at, sum(gap) / len(gap)) for at, gap in gaps.items())), marker="o", label=name)
-        axes.plot(*zip(*((at, one) for at, gap in gaps.items() for one in gap)), ".", color=line.get_color(), alpha=0.4)
+    found = arms("bytes")
+    plain = {(run["bytes"], run["seed"]): run["loss"] for run in found.pop("no core")}
+    for name, runs in found.items():
+        gaps = [dict(bytes=run["bytes"], loss=plain[run["bytes"], run["seed"]] - run["loss"]) for run in runs
+                if (run["bytes"], run["seed"]) in plain]
+        line, = axes.plot(*zip(*means(gaps, lambda gap: gap["bytes"])), marker="o", label=name)
+        axes.plot([gap["bytes"] for gap in gaps], [gap["loss"] for gap in gaps], ".", color=line.get_color(), alpha=0.4)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(title="Python: what is gained over no core, same bytes", xlabel="MB of text, each byte read once",
-             ylabel="nats per byte (small: one seed)", xscale="log")
-    ticks = sorted({run["bytes"] for run in runs})
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    finish(axes, "Python: gained over no core at equal bytes", "MB of text, each byte read once",
+           "nats per byte (small: one seed)", (2.5, 5, 10, 27.7))
+
+
+def save(name: str, *panels):
+    figure, axes = plt.subplots(1, len(panels), figsize=(16, 4.2), layout="constrained")
+    for panel, one in zip(panels, axes):
+        panel(one)
+    figure.savefig(HERE / name, dpi=100)
 
 
 def main():
-    figure, (left, right, last) = plt.subplots(1, 3, figsize=(16, 4.2), layout="constrained")
-    draw_worth(last)
-    draw(left, "sequence", "seq_len", "2.5 MB of Python, by what a sequence holds", "bytes per sequence")
-    draw(right, "rates", "lr", "peak rate: its best falls with steps and width", "peak rate of the matrices (--lr)",
-         above_best=True)
-    figure.savefig(HERE / "learning.png", dpi=100)
+    save("learning.png", draw_bytes, draw_sequence, draw_rates)
+    save("learning-core.png",
+         lambda axes: draw_time(axes, "core, tinyshakespeare", "tinyshakespeare, one pass (1 MB)"),
+         lambda axes: draw_time(axes, "bytes", "Python, 10 MB, each byte read once"), draw_worth)
 
 
 if __name__ == "__main__":
