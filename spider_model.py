@@ -562,19 +562,19 @@ class Halting:
     def add(self, h: Tensor, p: Tensor, last: bool) -> Tensor:
         """Takes the states after a loop, h [n, D], and their halting probabilities p [n]; returns the states of the
         segments that the next loop computes, none after the last."""
-        open = self.remaining > 0                                   # the others have halted in the loop before
-        stops = torch.ones_like(open) if last else 1 - self.remaining + p >= self.threshold
+        running = self.remaining > 0                                # the others have halted in the loop before
+        stops = torch.ones_like(running) if last else 1 - self.remaining + p >= self.threshold
         weight = torch.where(stops, self.remaining, p)
         part = weight[:, None].to(h.dtype) * h
         index = self.left.index
         self.output = part if self.output is None else (
             self.output + part if index is None else self.output.index_add(0, index, part))
         self.visits = self.visits + self.share.sum()
-        counted = self.share @ open.to(self.share.dtype)
+        counted = self.share @ running.to(self.share.dtype)
         self.loops = self.loops + counted
         self.ponder = self.ponder + counted + self.share @ torch.where(stops, self.remaining, 0)
         self.remaining = torch.where(stops, 0, self.remaining - weight)
-        stays = open & (self.share > 0)
+        stays = running & (self.share > 0)
         if last or not self.leave:
             self.left, self.share = Left(mask=stays), self.share * stays
             return h[:0] if last else h
