@@ -313,6 +313,7 @@ class Left:
     """
     index: Tensor | None = None           # int64 [n], ascending
     mask: Tensor | None = None            # bool [N]
+    halted: Tensor | None = None          # bool [n]: computed once more, for what later segments read
 
     def pick(self, x: Tensor) -> Tensor:
         """[N, ...] -> the rows that are computed, [n, ...]."""

@@ -83,23 +83,26 @@ class Record:
         self.first, self.visits = len(self.loops), Counter()      # segments before this pass; of each layer, in it
         self.loops += [0] * len(args[0])
 
-    def _segments(self, left) -> list[int]:
+    def _open(self, left) -> dict[int, int]:
+        """Segments that had not halted before this loop, and the row of each among those that are computed."""
         rows = range(len(self.loops) - self.first) if left.index is None else left.index.tolist()
-        return [self.first + row for row in rows]
+        halted = [False] * len(rows) if left.halted is None else left.halted.tolist()
+        return {self.first + row: i for i, (row, over) in enumerate(zip(rows, halted)) if not over}
 
     def _recall(self, i: int, engram, args, _):
         h, recalled, left = args[:3]
-        gates = self.gates.setdefault((i, self.visits[i]), {})
-        gates.update(zip(self._segments(left), engram.gate(h, left.pick(recalled.key)).flatten().tolist()))
+        gate = engram.gate(h, left.pick(recalled.key)).flatten().tolist()
+        for segment, row in self._open(left).items():
+            self.gates.setdefault((i, self.visits[i]), {})[segment] = gate[row]
 
     def _visit(self, i: int, layer, args, output):
-        place, (_, routing, _) = (i, self.visits[i]), output
+        place, (_, routing, _), open = (i, self.visits[i]), output, self._open(args[3])
         self.visits[i] += 1
-        if i == 0:
-            for segment in self._segments(args[3]):
-                self.loops[segment] += 1
-        if routing.topk_idx is not None:
-            tokens = routing.topk_idx.flatten().bincount(minlength=self.model.config.n_routed_experts).cpu()
+        for segment in open if i == 0 else ():
+            self.loops[segment] += 1
+        if routing.topk_idx is not None and open:
+            chosen = routing.topk_idx[[*open.values()]].flatten()
+            tokens = chosen.bincount(minlength=self.model.config.n_routed_experts).cpu()
             self.load[place] = self.load.get(place, 0) + tokens
 
 

@@ -484,7 +484,7 @@ class RecurrentCore(nn.Module):
         if not counted:
             return output, None
         aux_loss, z_loss, load = self.balance(visits)
-        means = (loss / (len(self.layers) * halting.visits.clamp_min(1e-9)) for loss in (aux_loss, z_loss))
+        means = (loss / (len(self.layers) * halting.loops.clamp_min(1e-9)) for loss in (aux_loss, z_loss))
         ponder = halting.ponder
         if decay is not None and n_loops > 1:  # has a gradient on every rank, those too whose segments halt at once
             ponder = ponder + 0 * decay.sum()
@@ -553,40 +553,39 @@ class Halting:
     """
 
     def __init__(self, share: Tensor, threshold: float, leave: bool, ends: bool):
-        """share [N], each segment's part of all, 0 for rows that fill up; leave: halted rows leave the products; ends:
-        no segment comes later than these, and none reads those that halt when all others have."""
+        """share [N], each segment's part of all, 0 for rows that fill up; leave: rows leave the products; ends: no segment
+        comes later than these, and none reads those that halt when all others have."""
         self.threshold, self.leave, self.ends, self.left = threshold, leave, ends, EVERY_ROW
-        self.share, self.remaining = share, torch.ones_like(share)  # [n] of the rows left; 1 - weights, 0 once halted
+        self.share, self.remaining = share, torch.ones_like(share)  # [n] of the rows left: 1 - weights; both 0 once halted
         self.output: Tensor | None = None                           # [N, D]
-        self.loops = self.ponder = self.visits = 0  # means over segments: until halting; these + remainder; computed
+        self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
 
     def add(self, h: Tensor, p: Tensor, last: bool) -> Tensor:
         """Takes the states after a loop, h [n, D], and their halting probabilities p [n]; returns the states of the
         segments that the next loop computes, none after the last."""
-        running = self.remaining > 0                                # the others have halted in the loop before
-        stops = torch.ones_like(running) if last else 1 - self.remaining + p >= self.threshold
+        stays = self.share > 0                                      # the others have halted in the loop before
+        stops = torch.ones_like(stays) if last else 1 - self.remaining + p >= self.threshold
         weight = torch.where(stops, self.remaining, p)
         part = weight[:, None].to(h.dtype) * h
         index = self.left.index
         self.output = part if self.output is None else (
             self.output + part if index is None else self.output.index_add(0, index, part))
-        self.visits = self.visits + self.share.sum()
-        counted = self.share @ running.to(self.share.dtype)
-        self.loops = self.loops + counted
-        self.ponder = self.ponder + counted + self.share @ torch.where(stops, self.remaining, 0)
-        self.remaining = torch.where(stops, 0, self.remaining - weight)
-        stays = running & (self.share > 0)
+        share = self.share.sum()
+        self.loops = self.loops + share
+        self.ponder = self.ponder + share + self.share @ torch.where(stops, self.remaining, 0)
+        self.share, self.remaining = self.share * ~stops, torch.where(stops, 0, self.remaining - weight)
         if last or not self.leave:
-            self.left, self.share = Left(mask=stays), self.share * stays
+            self.left = Left(mask=stays)
             return h[:0] if last else h
-        if self.ends and not (stays & ~stops).any():
+        if self.ends and not self.share.any():
             return h[:0]
         stay = stays.nonzero().squeeze(1)
-        if len(stay) == len(h):
-            return h
-        self.left = Left(stay if index is None else index.index_select(0, stay))
-        self.share, self.remaining = self.share.index_select(0, stay), self.remaining.index_select(0, stay)
-        return h.index_select(0, stay)
+        if len(stay) < len(h):
+            index = stay if index is None else index.index_select(0, stay)
+            self.share, self.remaining = self.share.index_select(0, stay), self.remaining.index_select(0, stay)
+            h = h.index_select(0, stay)
+        self.left = Left(index, halted=self.share == 0)
+        return h
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -287,10 +287,10 @@ def take_horizon(args, model: Spider, n_loops: int):
         raise UsageError(f"--{given[1]}: --{given[0]} gives the horizon already, by flag or environment; give one")
     if args.target_flops:
         per_byte = model.flops_per_byte(model.config.bytes_per_segment, n_loops, args.seq_len)
-        args.target_tokens = max(1, math.ceil(args.target_flops / per_byte))
+        args.target_tokens = max(1, math.ceil(min(args.target_flops / per_byte, 1 << 62)))
     elif args.target_param_data_ratio:
         parameters = sum(p.numel() for name, p in model.named_parameters() if component_of(name) != "Engram tables")
-        args.target_tokens = math.ceil(args.target_param_data_ratio * parameters)
+        args.target_tokens = math.ceil(min(args.target_param_data_ratio * parameters, 1 << 62))
     if args.target_tokens >= 1 << 62:
         raise UsageError(f"--{given[0]}: a horizon of {args.target_tokens:.0e} bytes: at most {1 << 62:.0e}")
     for flag in FLAGS:

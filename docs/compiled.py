@@ -184,10 +184,12 @@ def build(argv: list[str]):
     args = train.parse_args(["--model", "1b", "--seq_len", "256", "--micro_batch", "112", *argv], environ={})
     device = torch.device("cuda")
     train.take_recipe(args, device)
+    train.take_batch(args, 1)
     args.compile = "on" if args.compile == "auto" else args.compile
     with device:
         model = spider_model.Spider(train.model_config(args))
     model.to_empty = lambda device: model
+    train.take_horizon(args, model, args.n_loops)
     train.take_recompute(args, model, args.n_loops, "muon", args.precision, device)
     with mock.patch("torch.manual_seed"):
         train.make_real(model, device, args.precision, "grouped", args)

@@ -209,7 +209,7 @@ def halted(leave: str):
 
         def add(self, h, p, last):
             h = super().add(h, p, last)
-            self.left = spider_model.EVERY_ROW if leave == "never" else spider_model.Left(mask=self.remaining > 0)
+            self.left = spider_model.EVERY_ROW if leave == "never" else spider_model.Left(mask=self.share > 0)
             return h
 
     with mock.patch("spider_model.Halting", Halting):

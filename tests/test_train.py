@@ -263,6 +263,14 @@ def test_the_rate_of_a_small_recipe_falls_with_steps_and_width_and_warm_up_is_sh
     assert settled(*few, "--warmup_steps", "7").warmup_steps == 7 and settled(model="1b").warmup_steps == 10
 
 
+def test_halting_comes_in_over_an_eighth_of_the_horizon_wherever_the_run_stops(tmp_path, shards, monkeypatch):
+    seen, accumulate = [], train.accumulate
+    monkeypatch.setattr(train, "accumulate", lambda model, *rest: seen.append(model.halting_warmup) or accumulate(
+        model, *rest))
+    run(tmp_path, shards, "--warmup_steps", "0", "--target_tokens", str(32 * 64), steps=6)
+    assert seen == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
 def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_them():
     with torch.device("meta"):
         model = train.Spider(small_config())
@@ -276,7 +284,7 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
         assert args.target_tokens == expected
     for name in ("target_flops", "target_param_data_ratio"):
         with pytest.raises(train.UsageError, match=f"--{name}: a horizon of .* bytes: at most"):
-            train.take_horizon(parse_args([f"--{name}", "1e300"], environ={}), model, 2)
+            train.take_horizon(parse_args([f"--{name}", "1e308"], environ={}), model, 2)
     with pytest.raises(train.UsageError, match="--target_flops: --target_tokens gives the horizon already"):
         train.take_horizon(parse_args(["--target_flops", "1"], environ={"TARGET_TOKENS": "5"}), model, 2)
 
