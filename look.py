@@ -473,7 +473,7 @@ def tape(shown: Shown, model: Spider) -> Iterator[str]:
     c = model.config
     names = [f"last {n} byte{'s' * (n > 1)}" for n in c.engram_byte_orders]
     names += [f"last {n}, in the text" for n in c.engram_match_orders]
-    names += [f"since word {n}, in the text" for n in c.engram_match_words]
+    names += [f"word {n}, in the text" for n in c.engram_match_words]
     for name, gates in zip(names, zip(*shown.record.byte_gates[1:])):
         rows.append((name, "g", [bisect(GATES, gate) for gate in gates]))
     for (layer, loop), gates in sorted(shown.record.gates.items()):

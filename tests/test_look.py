@@ -125,7 +125,7 @@ def test_whatever_a_model_is_made_of_it_shows_what_it_has(changes, tmp_path, cap
     assert ("layer 2, loop 1" in page) == (changes.get("engram_layers") is None)
     assert ("last 1 byte<" in page) == (changes.get("engram_byte_orders") is None)
     assert "last 24, in the text<" in page
-    assert ("since word 2, in the text<" in page) == ("engram_match_words" in changes)
+    assert ("word 2, in the text<" in page) == ("engram_match_words" in changes)
     assert "bits per byte" in printed and "Curves" not in page
 
 
