@@ -186,7 +186,7 @@ def brief_warmup(config: SpiderConfig, steps: float) -> int:
 # docs/learning.md measures what tiny has.
 RECIPES = {
     "1b": {},
-    "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=80_000_000, lr=measured_rate,
+    "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=30_000_000, lr=measured_rate,
                   warmup_steps=brief_warmup, engram_reset=True, ckpt_every=250, eval_every=1000, eval_tokens=524_288),
     "tiny": dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate,
                  warmup_steps=brief_warmup, engram_reset=True, ckpt_every=500, eval_every=1000, eval_tokens=262_144),
