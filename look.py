@@ -83,7 +83,7 @@ class Record:
         self.first, self.visits = len(self.loops), Counter()      # segments before this pass; of each layer, in it
         self.loops += [0] * len(args[0])
 
-    def _open(self, left) -> dict[int, int]:
+    def _running(self, left) -> dict[int, int]:
         """Segments that had not halted before this loop, and the row of each among those that are computed."""
         rows = range(len(self.loops) - self.first) if left.index is None else left.index.tolist()
         halted = [False] * len(rows) if left.halted is None else left.halted.tolist()
@@ -92,16 +92,16 @@ class Record:
     def _recall(self, i: int, engram, args, _):
         h, recalled, left = args[:3]
         gate = engram.gate(h, left.pick(recalled.key)).flatten().tolist()
-        for segment, row in self._open(left).items():
+        for segment, row in self._running(left).items():
             self.gates.setdefault((i, self.visits[i]), {})[segment] = gate[row]
 
     def _visit(self, i: int, layer, args, output):
-        place, (_, routing, _), open = (i, self.visits[i]), output, self._open(args[3])
+        place, (_, routing, _), running = (i, self.visits[i]), output, self._running(args[3])
         self.visits[i] += 1
-        for segment in open if i == 0 else ():
+        for segment in running if i == 0 else ():
             self.loops[segment] += 1
-        if routing.topk_idx is not None and open:
-            chosen = routing.topk_idx[[*open.values()]].flatten()
+        if routing.topk_idx is not None and running:
+            chosen = routing.topk_idx[[*running.values()]].flatten()
             tokens = chosen.bincount(minlength=self.model.config.n_routed_experts).cpu()
             self.load[place] = self.load.get(place, 0) + tokens
 
