@@ -708,8 +708,8 @@ def locked(directory: Path):
 
 # What makes a run the same run: other values go on from the same weights, but as another run.
 IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
-            "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "beta1", "beta2",
-            "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
+            "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
+            "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
 
 
 def run_state(model: Spider, optimizers, progress: Progress, loader: data.Loader, args, world: World) -> dict:
@@ -820,7 +820,7 @@ class RunDirectory:
         if self.reset_steps:
             return progress
         optimizers.load_state_dict(state["optimizer_state_dict"])
-        before = dict(n_loops=state.get("n_loops", n_loops)) | state.get("flags", {})
+        before = dict(n_loops=state.get("n_loops", n_loops), dropout=0.0) | state.get("flags", {})  # dropout came later
         now = dict(n_loops=n_loops) | {name: getattr(args, name) for name in IDENTITY}
         changed = [f"--{name} was {before[name]}, is {now[name]}" for name in sorted(before.keys() & now)
                    if before[name] != now[name]]

@@ -275,21 +275,38 @@ class MoE(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # Segments: where bytes are cut, pooled and handed back
 
-def boundary_noise(seed: int | Tensor | None, sequences: int, length: int, device: torch.device) -> Tensor:
-    """Uniform noise [sequences, length] in (0, 1), fp32; row i is a function of seed + i alone (splitmix64).
+def byte_noise(seed: int | Tensor | None, sequences: int, length: int, device: torch.device) -> Tensor:
+    """A random number for each byte, int64 [sequences, length]; row i is a function of seed + i alone.
 
-    Without a seed it comes from torch's default generator."""
+    Without a seed they come from torch's default generator."""
     if seed is None:
-        return torch.rand(sequences, length, device=device)
+        return torch.randint(-1 << 63, (1 << 63) - 1, (sequences, length), device=device)
+    row = splitmix(0, torch.arange(sequences, device=device) + seed)
+    return splitmix(row[:, None], torch.arange(1, length + 1, device=device))
 
-    def mix(z):
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
-            z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
-        return z ^ ((z >> 31) & ((1 << 33) - 1))
-    golden = 0x9E3779B97F4A7C15 - (1 << 64)
-    row = mix((torch.arange(sequences, device=device) + seed) * golden)
-    bits = mix(row[:, None] + torch.arange(1, length + 1, device=device) * golden)
-    return (((bits >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
+
+def splitmix(start: Tensor | int, index: Tensor) -> Tensor:
+    """The numbers, int64, at `index` of those that splitmix64 makes from `start`."""
+    z = start + index * (0x9E3779B97F4A7C15 - (1 << 64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def uniform(number: Tensor) -> Tensor:
+    """fp32 in (0, 1) of random int64."""
+    return (((number >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
+
+
+def dropped(x: Tensor, rate: float, noise: Tensor | None, site: int) -> Tensor:
+    """Dropout: x [n, D] with a part `rate` of its numbers 0 and the others larger by as much. Which ones is a function
+    of the row's noise, int64 [n], another one at each site. Without noise x as it is."""
+    if noise is None or not rate:
+        return x
+    salt = splitmix(site, torch.arange(1, x.shape[1] + 1, device=x.device)).int()
+    z = (noise.int()[:, None] ^ salt).mul_(0x2C1B3C6D)                                       # a hash of 32 bits
+    z = ((z >> 15) & 0x1FFFF).bitwise_xor_(z).mul_(0x297A2D39)
+    return x * (z >= round((rate - 0.5) * (1 << 32))) / (1 - rate)
 
 
 def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -453,12 +470,14 @@ class RecurrentCore(nn.Module):
         return self.halt_predictor(rms_norm(h)).sigmoid().squeeze(1)
 
     def forward(self, z: Tensor, packing: Packing, shifted: Tensor, n_loops: int, share: Tensor, recompute: bool,
-                past: Past = (None, None), warmup: float = 1.0) -> tuple[Tensor, CoreStats | None]:
+                past: Past = (None, None), warmup: float = 1.0, dropout: float = 0.0,
+                noise: Tensor | None = None) -> tuple[Tensor, CoreStats | None]:
         """z [N, D] pooled segments, shifted [K, N] their last bytes, share [N] 1 / segments, 0 for rows that fill up;
-        past: when decoding, what layers hold of earlier segments; warmup: factor on halting probabilities.
+        past: when decoding, what layers hold of earlier segments; warmup: factor on halting probabilities; dropout: of
+        z and of the output, with noise [N].
 
         Returns what the bytes receive of each segment, [N, places * D], and statistics, None when decoding."""
-        e, h, visits = rms_norm(z), None, []
+        e, h, visits = dropped(rms_norm(z), dropout, noise, 0), None, []
         recalled = [layer.engram and layer.engram.recall(shifted, packing.position, z.dtype) for layer in self.layers]
         seen: list[Seen] = [(None, None)] * len(self.layers)
         counted = past[0] is None
@@ -477,7 +496,7 @@ class RecurrentCore(nn.Module):
             h = halting.add(h, warmup * self.halt(h), last=t == n_loops - 1)
             if len(h) == 0:
                 break
-        normed = rms_norm(halting.output)
+        normed = dropped(rms_norm(halting.output), dropout, noise, 1)
         output, places = self.out_proj(normed), self.config.places
         if places > 1:
             output = output.repeat(1, places) + F.linear(normed, self.place_proj.to(normed.dtype).flatten(0, 1))
@@ -639,6 +658,7 @@ class Spider(nn.Module):
         self.compiled = False                    # see compile_layers
         self.casts_early = True                  # False: weights are whole in their group's forward alone, cast there
         self.halting_warmup = 1.0                # in training on halting probabilities and ponder_weight
+        self.dropout = 0.0                       # in training, of what the core reads and of what it hands back
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
         self.engram_match = MatchMemory(c.engram_match_orders, c.engram_match_words) if c.match_contexts else None
@@ -728,14 +748,14 @@ class Spider(nn.Module):
             core.halt_predictor.bias.fill_(-3)
 
     def boundaries(self, x: Tensor, input_ids: Tensor, shifted: Tensor, packing: Packing,
-                   noise_seed: int | Tensor | None, summed: Tensor | None = None) -> Tensor:
+                   noise: Tensor | None, summed: Tensor | None = None) -> Tensor:
         """Where segments end: b [M] fp32 (0 or 1 in value). EOS always ends one, PAD never.
 
         Learned, a byte ends a segment where the sum of p over the document, plus an offset, passes a whole number:
         systematic sampling, in which each byte is cut with probability p as in independent draws, but segments are
-        even. The offset is drawn once a document when training, 0.5 otherwise, so that evaluation cuts as often as
-        training. The gradient goes straight through to p. summed [documents] float64: when decoding, the sum of p
-        over earlier steps; it goes on.
+        even. The offset is drawn once a document where there is noise [M], when training, 0.5 otherwise, so that
+        evaluation cuts as often as training. The gradient goes straight through to p. summed [documents] float64: when
+        decoding, the sum of p over earlier steps; it goes on.
         """
         c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
         if c.boundaries == "learned":
@@ -751,8 +771,8 @@ class Spider(nn.Module):
                 if summed is not None:
                     offset = offset + summed.index_select(0, packing.document)
                     summed.index_add_(0, packing.document, p.double())
-            if self.training:
-                offset = offset - 0.5 + boundary_noise(noise_seed, *input_ids.shape, ids.device).flatten()[start]
+            if noise is not None:
+                offset = offset - 0.5 + uniform(noise.index_select(0, start))
             b = ((total + offset).floor() > (before + offset).floor()).to(dtype)
             if p.requires_grad:
                 b = b + (p - p.detach()).nan_to_num(0)  # a count, whatever diverges
@@ -776,8 +796,9 @@ class Spider(nn.Module):
         return ((rate - c.boundary_alpha).relu() + (low - rate).relu()).mean()
 
     def recur(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
-              state: "DecodingState | None" = None) -> tuple[Tensor, CoreStats]:
-        """Runs the core on pooled segments z [N, D] that end where b [M] is 1, no document longer than `longest`.
+              noise: Tensor | None = None, state: "DecodingState | None" = None) -> tuple[Tensor, CoreStats]:
+        """Runs the core on pooled segments z [N, D] that end where b [M] is 1, no document longer than `longest`; noise
+        [M], when training, is dropout's.
 
         Its rows are filled up to few sizes, since kernels are made once per size; the surplus is a document apart. It
         is never empty: every rank runs the same parts of the model, and none leaves the others waiting.
@@ -797,7 +818,8 @@ class Spider(nn.Module):
                     Cache(state.convolved, packing, before, taps[-1] + 1).look_back(taps))
         z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)), packing, shifted.index_select(1, last_byte), n_loops,
                              share, self.recompute != "nothing" and torch.is_grad_enabled(), past,
-                             self.halting_warmup if self.training else 1.0)
+                             self.halting_warmup if self.training else 1.0, self.dropout,
+                             noise if noise is None else noise.index_select(0, last_byte))
         if state is not None:
             state.segment_latents, state.convolved = (cache.held for cache in past)
             state.segments = before + cu_seqlens.diff()
@@ -846,8 +868,8 @@ class Spider(nn.Module):
                 noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
         """input_ids [B, T] int64; labels [B, T], already shifted, -100 ignored; n_loops, or the config's.
 
-        In training mode row i's segment noise is a function of noise_seed + i, or comes from torch's default generator
-        where that is None. Documents end at EOS and begin at BOS; every row begins one. cu_seqlens is
+        In training mode row i's noise, of segments and dropout, is a function of noise_seed + i, or comes from torch's
+        default generator where that is None. Documents end at EOS and begin at BOS; every row begins one. cu_seqlens is
         document_cu_seqlens(input_ids): worked out beforehand on the host, it saves a wait for the device.
         """
         c, (sequences, length) = self.config, input_ids.shape
@@ -864,11 +886,12 @@ class Spider(nn.Module):
         segments, boundary_loss, handed = 0, none, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
-            b = self.boundaries(x, input_ids, shifted, packing, noise_seed)
+            noise = byte_noise(noise_seed, sequences, length, ids.device).flatten() if self.training else None
+            b = self.boundaries(x, input_ids, shifted, packing, noise)
             boundary_loss = self.boundary_loss(b, input_ids)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             segments = len(z)
-            z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops)
+            z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
             handed = self.hand_back(z, self.null_handed(), b, packing, segment_cu_seqlens)
             x = x + handed
         logits = self.after_core(x, packing, shifted, matched)                               # [M, vocab_size]
@@ -1011,7 +1034,7 @@ class Spider(nn.Module):
                 z, before = (z / total).to(x.dtype), state.handed
                 if len(z):
                     longest = int(segment_cu_seqlens.diff().max())
-                    z, _ = self.recur(z, b, segment_cu_seqlens, shifted, longest, state.n_loops, state)
+                    z, _ = self.recur(z, b, segment_cu_seqlens, shifted, longest, state.n_loops, state=state)
                     newest = z.index_select(0, (segment_cu_seqlens[1:] - 1).clamp_min(0))    # of each row
                     state.handed = torch.where(segment_cu_seqlens.diff()[:, None] > 0, newest, before)
                 else:

@@ -133,12 +133,14 @@ FLAGS = (
     Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
     Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a part of the peak"),
     Flag("weight_decay", 0.1, real(0), "of matrices; never of vectors and Engram tables"),
+    Flag("dropout", 0.0, real(0, 0.9), "of what the core reads and of what it hands back; grows over ten "
+         "epochs, from 0 in the first: what is read again is known by heart"),
     Flag("beta1", 0.9, real(0, 1, open_high=True), "AdamW's first decay"),
     Flag("beta2", 0.95, real(0, 1, open_high=True), "AdamW's second decay"),
     Flag("momentum", 0.95, real(0, 1, open_high=True), "Muon's momentum"),
     Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off"),
     Flag("max_skipped", 10, integer(1), "stop after so many steps in a row that are not finite"),
-    Flag("seed", 0, integer(0), "of weights, data order, segment noise and loop counts"),
+    Flag("seed", 0, integer(0), "of weights, data order, segment noise, dropout and loop counts"),
     # machine
     Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
     Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 where the hardware has it, fp8 only "
@@ -187,9 +189,11 @@ def brief_warmup(config: SpiderConfig, steps: float) -> int:
 RECIPES = {
     "1b": {},
     "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=30_000_000, lr=measured_rate,
-                  warmup_steps=brief_warmup, engram_reset=True, ckpt_every=250, eval_every=1000, eval_tokens=524_288),
+                  warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=250, eval_every=1000,
+                  eval_tokens=524_288),
     "tiny": dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate,
-                 warmup_steps=brief_warmup, engram_reset=True, ckpt_every=500, eval_every=1000, eval_tokens=262_144),
+                 warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=1000,
+                 eval_tokens=262_144),
 }
 
 
@@ -344,6 +348,14 @@ def empties_tables(args, loader: data.Loader, first: int) -> bool:
     """Whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will be
     read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
     return args.engram_reset and cost.epochs_over(loader, args.target_tokens - first * args.seq_len) >= 0.5
+
+
+def dropout_at(args, loader: data.Loader, first: int) -> float:
+    """The dropout of a step that begins at sequence `first`: none of text that is read for the first time, then more
+    each time, up to --dropout after DROPOUT_EPOCHS; of a mixture the mean over its sources."""
+    share = loader.counts / loader.counts.sum()
+    grown = (share * first // loader.windows / DROPOUT_EPOCHS).clip(max=1)
+    return args.dropout * float((share * grown).sum())
 
 
 def step_seed(seed: int, step: int, purpose: str) -> int:
@@ -615,7 +627,7 @@ class Batch:
     """One micro-step's sequences; what only the host can count cheaply is counted there, before they travel."""
     ids: Tensor                           # [B, T] int64
     labels: Tensor                        # [B, T] int64, -100 where nothing counts
-    noise_seed: int                       # of the first row's segment noise
+    noise_seed: int                       # of the first row's segments and dropout
     cu_seqlens: Tensor                    # int32 [documents + 1]
     targets: int                          # labels that count
     real: int                             # bytes that are not PAD
@@ -694,6 +706,7 @@ def out_of_memory(fault: Exception, args) -> str | None:
 # The run
 
 HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (docs/mechanisms.md, Halting)
+DROPOUT_EPOCHS = 10                       # until --dropout is all there: text is known by heart little by little
 STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
 
 
@@ -909,10 +922,13 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         model = Spider(config)
     take_batch(args, world.ranks)
     take_horizon(args, model, n_loops)
-    if args.engram_reset and not any(isinstance(module, EngramTable) for module in model.modules()):
-        if "engram_reset" in args.given:
-            raise UsageError("--engram_reset: this model has no Engram tables")
-        args.engram_reset = False         # the recipe's
+    tables = any(isinstance(module, EngramTable) for module in model.modules())
+    for name, off, part, there in (("engram_reset", False, "Engram tables", tables),
+                                   ("dropout", 0.0, "core", model.core is not None)):
+        if getattr(args, name) and not there:
+            if name in args.given:
+                raise UsageError(f"--{name}: this model has no {part}")
+            setattr(args, name, off)      # the recipe's
     remarks = []
     backend = resolve_backend(
         args.moe_backend, device, config, torch.float32 if precision == "fp32" else torch.bfloat16, remarks.append,
@@ -991,6 +1007,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             with leaving.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
                 batches, targets, epoch = feed.take()
                 loops = loops_of_step(args, n_loops, progress.step)
+                model.dropout = dropout_at(args, loader, first)
                 sums, tokens = accumulate(model, batches, loops, targets, world)
             if leaving.drops():
                 break

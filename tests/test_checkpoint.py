@@ -48,7 +48,7 @@ EVERY_KIND = (
     ("--precision", "fp32", "--no_gradient_checkpointing"),
     ("--precision", "bf16"), ("--precision", "fp8", "--fp8_experts"),
     ("--optimizer", "adamw"), ("--optimizer", "adamw8bit"), ("--moe_backend", "loop"), ("--engram_reset",),
-    ("--schedule", "wsd", "--target_tokens", "700"), ("--deterministic",))
+    ("--dropout", "0.3"), ("--schedule", "wsd", "--target_tokens", "700"), ("--deterministic",))
 
 
 @pytest.mark.parametrize("flags", EVERY_KIND, ids=" ".join)
@@ -119,7 +119,7 @@ def test_a_first_step_of_an_epoch_that_is_dropped_leaves_the_tables_as_they_were
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ((), ("--precision", "fp8"), ("--moe_backend", "grouped")), ids=" ".join)
 def test_deterministic_runs_go_on_exactly_on_a_gpu(tmp_path, shards, flags):
-    flags = ("--device", "cuda", "--deterministic", *flags)
+    flags = ("--device", "cuda", "--deterministic", "--dropout", "0.3", *flags)
     whole = run(tmp_path, shards, *flags, steps=20, ckpt="whole")
     for steps in (7, 20):
         parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
@@ -132,7 +132,8 @@ def test_random_combinations_of_flags_and_cuts_go_on_exactly(tmp_path, shards):
     generator = random.Random(0)
     choices = [("--random_loops",), ("--grad_accum", "3"), ("--no_gradient_checkpointing",), ("--engram_reset",),
                ("--schedule", "wsd", "--target_tokens", "900"), ("--seed", "5"), ("--micro_batch", "3"),
-               ("--eval_every", "3"), ("--ckpt_every", "7"), ("--sample_every", "5"), ("--moe_backend", "loop")]
+               ("--eval_every", "3"), ("--ckpt_every", "7"), ("--sample_every", "5"), ("--moe_backend", "loop"),
+               ("--dropout", "0.3")]
     for case in range(12):
         flags = [word for choice in choices if generator.random() < 0.4 for word in choice]
         flags += ["--optimizer", generator.choice(("adamw", "adamw8bit", "muon")),
@@ -988,6 +989,18 @@ def test_hyperparameters_come_from_this_runs_flags_not_from_the_checkpoint(tmp_p
     group = final_state(directory)["optimizer_state_dict"]["adamw"]["param_groups"][0]
     assert group["weight_decay"] == 0.3 and group["betas"] == (0.8, 0.95)
     assert "--weight_decay was 0.1, is 0.3" in capsys.readouterr().err
+
+
+def test_dropout_of_a_run_from_before_there_was_any_is_named(tmp_path, shards, capsys):
+    path = find_checkpoints(run(tmp_path, shards, "--dropout", "0", steps=1))[0].path
+    state = torch.load(path)
+    assert state["flags"].pop("dropout") == 0
+    torch.save(state, path)
+    run(tmp_path, shards, "--dropout", "0", steps=2)
+    assert "not the same run" not in capsys.readouterr().err
+    torch.save(state, path)
+    run(tmp_path, shards, "--resume", str(path), steps=3)
+    assert "--dropout was 0.0, is 0.5" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

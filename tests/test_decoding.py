@@ -262,8 +262,8 @@ def shifted_hand_back(z, null, b, *cu_seqlens, original=spider_model.unpool_segm
     return original(z, null, b.roll(1), *cu_seqlens)
 
 
-def sum_that_begins_anew(self, x, ids, shifted, packing, seed, summed=None, original=Spider.boundaries):
-    return original(self, x, ids, shifted, packing, seed)
+def sum_that_begins_anew(self, x, ids, shifted, packing, noise, summed=None, original=Spider.boundaries):
+    return original(self, x, ids, shifted, packing, noise)
 
 
 def mean_without_earlier_bytes(h, b, cu_seqlens, begun=None, original=spider_model.sum_segments):

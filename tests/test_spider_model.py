@@ -16,7 +16,8 @@ import layers
 import spider_model
 import tile_moe
 from engram import shifted_bytes, word_ends
-from spider_model import Halting, Spider, SpiderConfig, boundary_noise, places_behind, pool_segments, unpool_segments
+from spider_model import (Halting, Spider, SpiderConfig, byte_noise, dropped, places_behind, pool_segments, uniform,
+                          unpool_segments)
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
@@ -139,8 +140,8 @@ def check_halting():
 
 def check_noise():
     """A row's noise is a function of seed + row alone: however a batch is split, its rows keep theirs."""
-    whole = spider_model.boundary_noise(1000, 8, 16, torch.device("cpu"))
-    halves = [spider_model.boundary_noise(1000 + i, 4, 16, torch.device("cpu")) for i in (0, 4)]
+    whole = spider_model.byte_noise(1000, 8, 16, torch.device("cpu"))
+    halves = [spider_model.byte_noise(1000 + i, 4, 16, torch.device("cpu")) for i in (0, 4)]
     assert torch.equal(whole, torch.cat(halves))
 
 
@@ -335,13 +336,54 @@ def handed_back(model, ids):
     return received[0]
 
 
-def test_segment_noise_is_uniform_and_splits_with_the_batch():
-    check_noise()
-    noise = boundary_noise(7, 200, 500, torch.device("cpu"))
+def check_uniform(noise):
+    """Of numbers in (0, 1), [rows, columns]: as many of each size, and neighbours that say nothing of one another."""
     assert 0 < noise.min() and noise.max() < 1
     assert abs(noise.mean() - 1 / 2) < 0.005 and abs(noise.var() - 1 / 12) < 0.002
     for a, b in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1])):
         assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.02
+
+
+def test_noise_is_uniform_and_splits_with_the_batch():
+    check_noise()
+    check_uniform(uniform(byte_noise(7, 200, 500, torch.device("cpu"))))
+    check_uniform(uniform(byte_noise(None, 200, 500, torch.device("cpu"))))
+
+
+def test_dropout_drops_its_part_of_each_row_and_column_and_leaves_the_mean():
+    noise, x = byte_noise(3, 1, 2000, torch.device("cpu"))[0], torch.ones(2000, 400)
+    first, other = (dropped(x, 0.25, noise, site) for site in (0, 1))
+    assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    out = (first == 0).float()
+    assert abs(out.mean() - 0.25) < 0.002
+    assert (out.mean(0) - 0.25).abs().max() < 0.05 and (out.mean(1) - 0.25).abs().max() < 0.11  # five sigma
+    for a, b in ((out[:, 1:], out[:, :-1]), (out[1:], out[:-1]), (out, (other == 0).float())):
+        assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("cut", ({}, dict(boundaries="words", places=3, core_loss_weight=0.2)), ids=str)
+def test_dropout_is_of_training_a_function_of_the_rows_seed_and_falls_where_it_says(cut):
+    def nats(model, ids, seed):
+        return model(ids, ids, noise_seed=seed).nats_per_byte
+    ids = text(4, 48, seed=8)
+    model = awake(small_config(**cut))
+    with torch.no_grad():
+        plain, evaluated = nats(model, ids, 0), nats(model.eval(), ids, 0)
+        model.dropout = 0.5
+        assert nats(model, ids, 0) == evaluated
+        model.train()
+        assert abs(nats(model, ids, 0) - plain) > 1e-5 and nats(model, ids, 0) == nats(model, ids, 0)
+        rows = torch.stack([nats(model, ids[i:i + 1], i) for i in range(4)])
+        torch.testing.assert_close(nats(model, ids, 0), rows.mean())
+    seen = []
+    for module in (model.core.layers[0], model.core.out_proj):
+        module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        model.core.loop_embedding.zero_()
+        segments = int(model(ids, n_loops=1, noise_seed=0).segments)
+    read, handed = (rows[:segments] == 0 for rows in seen)
+    assert abs(read.float().mean() - 0.5) < 0.1 and abs(handed.float().mean() - 0.5) < 0.1
+    assert abs(handed[read].float().mean() - 0.5) < 0.1  # others than were read
 
 
 def test_a_byte_is_cut_as_often_as_its_probability_says_and_segments_are_even():
@@ -354,7 +396,8 @@ def test_a_byte_is_cut_as_often_as_its_probability_says_and_segments_are_even():
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
         p = model.boundary_predictor(layers.rms_norm(x)).squeeze(1).sigmoid()
         shifted = shifted_bytes(ids.flatten(), packing.position, 2)
-        cuts = torch.stack([model.boundaries(x, ids, shifted, packing, seed) for seed in range(3000)])
+        cuts = torch.stack([model.boundaries(x, ids, shifted, packing, noise) for noise in byte_noise(
+            0, 3000, 64, x.device)])
     assert p.std() > 0.05 and (cuts.mean(0) - p).abs().max() < 0.04
     assert (cuts.sum(1) - p.sum()).abs().max() <= 1  # independent draws would differ by several
 
@@ -458,7 +501,7 @@ def test_rows_that_leave_the_core_compute_what_masked_ones_do(cut, at_once, reco
     ids, labels, results = documents(30, 2, 70, 1, 25), text(1, 128, seed=9), []
     for leave in (True, False):
         model = awake(small_config(n_loops=5, n_recurrent_layers=3, engram_layers=(1, 2), **cut), dtype=torch.float64)
-        model.core.halted_leave, model.recompute = leave, recompute
+        model.core.halted_leave, model.recompute, model.dropout = leave, recompute, 0.3
         model.set_backend("loop")         # grouped products know no float64
         with torch.no_grad():
             model.core.halt_predictor.weight.mul_(0 if at_once else 100)
@@ -682,7 +725,7 @@ def test_recomputation_changes_no_gradient_and_counts_no_token_twice(cut):
     results = []
     for recompute in spider_model.RECOMPUTE:
         model = awake(small_config(**cut))
-        model.recompute = recompute
+        model.recompute, model.dropout = recompute, 0.3
         out = model(ids, ids, noise_seed=0)
         out.loss.backward()
         results.append((out, gradients(model)))
@@ -776,7 +819,7 @@ def wrong_remainder(self, h, p, last, original=Halting.add):
 
 def noise_of_the_batch(seed, sequences, length, device):
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(sequences, length, generator=generator)
+    return torch.randint(1 << 62, (sequences, length), generator=generator)
 
 
 def test_a_shifted_unpool_is_noticed(monkeypatch):
@@ -808,6 +851,6 @@ def test_a_wrong_act_remainder_is_noticed(monkeypatch):
 
 
 def test_noise_that_depends_on_the_batch_split_is_noticed(monkeypatch):
-    monkeypatch.setattr(spider_model, "boundary_noise", noise_of_the_batch)
+    monkeypatch.setattr(spider_model, "byte_noise", noise_of_the_batch)
     with pytest.raises(AssertionError):
         check_noise()

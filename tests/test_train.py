@@ -271,6 +271,21 @@ def test_halting_comes_in_over_an_eighth_of_the_horizon_wherever_the_run_stops(t
     assert seen == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
+def test_dropout_of_a_mixture_is_that_of_what_it_reads_again():
+    loader = SimpleNamespace(counts=np.array([7000, 3000]), windows=np.array([7000, 300]))
+    at = [train.dropout_at(SimpleNamespace(dropout=0.5), loader, g) for g in (0, 999, 1000, 9999, 10_000, 10 ** 6)]
+    assert at == pytest.approx([0, 0, 0.5 * 0.3 * 0.1, 0.5 * 0.3 * 0.9, 0.5 * (0.7 * 0.1 + 0.3), 0.5])
+
+
+def test_dropout_begins_with_the_second_epoch_and_is_all_there_in_the_eleventh(tmp_path, shards, monkeypatch):
+    seen, accumulate = [], train.accumulate
+    monkeypatch.setattr(train, "accumulate", lambda model, *rest: seen.append(model.dropout) or accumulate(
+        model, *rest))
+    lines = metrics(run(tmp_path, shards, "--dropout", "0.5", "--micro_batch", "20", "--eval_every", "0", steps=13))
+    assert [line["epoch"] for line in lines] == [*range(13)]
+    assert seen == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.5, 0.5])
+
+
 def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_them():
     with torch.device("meta"):
         model = train.Spider(small_config())
