@@ -477,7 +477,7 @@ class RecurrentCore(nn.Module):
         z and of the output, with noise [N].
 
         Returns what the bytes receive of each segment, [N, places * D], and statistics, None when decoding."""
-        e, h, visits = dropped(rms_norm(z), dropout, noise, 0), None, []
+        e, h, visits = dropped(rms_norm(z), dropout, noise, 1), None, []
         recalled = [layer.engram and layer.engram.recall(shifted, packing.position, z.dtype) for layer in self.layers]
         seen: list[Seen] = [(None, None)] * len(self.layers)
         counted = past[0] is None
@@ -496,7 +496,7 @@ class RecurrentCore(nn.Module):
             h = halting.add(h, warmup * self.halt(h), last=t == n_loops - 1)
             if len(h) == 0:
                 break
-        normed = dropped(rms_norm(halting.output), dropout, noise, 1)
+        normed = dropped(rms_norm(halting.output), dropout, noise, 2)
         output, places = self.out_proj(normed), self.config.places
         if places > 1:
             output = output.repeat(1, places) + F.linear(normed, self.place_proj.to(normed.dtype).flatten(0, 1))
@@ -658,7 +658,7 @@ class Spider(nn.Module):
         self.compiled = False                    # see compile_layers
         self.casts_early = True                  # False: weights are whole in their group's forward alone, cast there
         self.halting_warmup = 1.0                # in training on halting probabilities and ponder_weight
-        self.dropout = 0.0                       # in training, of what the core reads and of what it hands back
+        self.dropout = 0.0                       # in training, at both ends of the core; of bytes a fifth of it
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
         self.engram_match = MatchMemory(c.engram_match_orders, c.engram_match_words) if c.match_contexts else None
@@ -881,12 +881,12 @@ class Spider(nn.Module):
         packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
         shifted = shifted_bytes(ids, packing.position, c.longest_order)
         matched = self.engram_match and self.engram_match(ids, shifted, packing.document)
-        x = self.before_core(ids, packing, shifted, matched)                                 # [M, D]
+        noise = byte_noise(noise_seed, sequences, length, ids.device).flatten() if self.training else None
+        x = dropped(self.before_core(ids, packing, shifted, matched), self.dropout / 5, noise, 0)  # [M, D]
         none = self.embed_tokens.new_zeros(())
         segments, boundary_loss, handed = 0, none, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
-            noise = byte_noise(noise_seed, sequences, length, ids.device).flatten() if self.training else None
             b = self.boundaries(x, input_ids, shifted, packing, noise)
             boundary_loss = self.boundary_loss(b, input_ids)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
@@ -894,6 +894,7 @@ class Spider(nn.Module):
             z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
             handed = self.hand_back(z, self.null_handed(), b, packing, segment_cu_seqlens)
             x = x + handed
+        x = dropped(x, self.dropout / 5, noise, 3)
         logits = self.after_core(x, packing, shifted, matched)                               # [M, vocab_size]
 
         loss = nats = parts = by_byte = None

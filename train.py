@@ -133,8 +133,8 @@ FLAGS = (
     Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
     Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a part of the peak"),
     Flag("weight_decay", 0.1, real(0), "of matrices; never of vectors and Engram tables"),
-    Flag("dropout", 0.0, real(0, 0.9), "of what the core reads and of what it hands back; grows over ten "
-         "epochs, from 0 in the first: what is read again is known by heart"),
+    Flag("dropout", 0.0, real(0, 0.9), "of what the core reads and of what it hands back, a fifth as much of "
+         "bytes before and behind it; grows over ten epochs, from 0 in the first"),
     Flag("beta1", 0.9, real(0, 1, open_high=True), "AdamW's first decay"),
     Flag("beta2", 0.95, real(0, 1, open_high=True), "AdamW's second decay"),
     Flag("momentum", 0.95, real(0, 1, open_high=True), "Muon's momentum"),
@@ -922,13 +922,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         model = Spider(config)
     take_batch(args, world.ranks)
     take_horizon(args, model, n_loops)
-    tables = any(isinstance(module, EngramTable) for module in model.modules())
-    for name, off, part, there in (("engram_reset", False, "Engram tables", tables),
-                                   ("dropout", 0.0, "core", model.core is not None)):
-        if getattr(args, name) and not there:
-            if name in args.given:
-                raise UsageError(f"--{name}: this model has no {part}")
-            setattr(args, name, off)      # the recipe's
+    if args.engram_reset and not any(isinstance(module, EngramTable) for module in model.modules()):
+        if "engram_reset" in args.given:
+            raise UsageError("--engram_reset: this model has no Engram tables")
+        args.engram_reset = False         # the recipe's
     remarks = []
     backend = resolve_backend(
         args.moe_backend, device, config, torch.float32 if precision == "fp32" else torch.bfloat16, remarks.append,

@@ -121,8 +121,17 @@ def draw_worth(axes):
     axes.set_ylim(-0.006)
 
 
+def draw_passes(axes, text: str, arms_shown: tuple[str, ...]):
+    """Validation loss at the end of each of twelve passes over little text, seed 0."""
+    found = arms(f"read again, {text}", seed=0)
+    for name in arms_shown:
+        losses = [loss for _, loss in found[name][0]["by_step"]][:12]
+        axes.plot(range(1, len(losses) + 1), losses, marker="o", label=name)
+    finish(axes, f"tinyshakespeare, {text}, read twelve times", "passes", "validation loss, nats per byte")
+
+
 def save(name: str, *panels):
-    figure, axes = plt.subplots(1, len(panels), figsize=(16, 4.2), layout="constrained")
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.33 * len(panels), 4.2), layout="constrained")
     for panel, one in zip(panels, axes):
         panel(one)
     figure.savefig(HERE / name, dpi=100)
@@ -133,6 +142,11 @@ def main():
     save("learning-core.png",
          lambda axes: draw_time(axes, "core, tinyshakespeare", "tinyshakespeare, one pass (1 MB)"),
          lambda axes: draw_time(axes, "bytes", "Python, 10 MB, each byte read once"), draw_worth)
+    save("learning-passes.png",
+         lambda axes: draw_passes(axes, "250 kB", ("no dropout", "no core", "0.4 in every pass",
+                                                   "growing to 0.5: the recipe")),
+         lambda axes: draw_passes(axes, "1 MB", ("no core", "0.5 from the second pass on",
+                                                 "growing to 0.5: the recipe")))
 
 
 if __name__ == "__main__":

@@ -152,7 +152,6 @@ def test_what_this_machine_cannot_do_is_an_error_that_names_the_remedy(tmp_path,
     assert "--reset_steps" in refused([*base, "--reset_steps"], capsys)
     without = ["--set", "engram_layers=,engram_byte_orders="]
     assert "no Engram tables" in refused([*base, "--engram_reset", *without], capsys)
-    assert "no core" in refused([*base, "--dropout", "0.1", "--set", "n_recurrent_layers=0"], capsys)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert "WORLD_SIZE" in (line := refused(base, capsys)) and "torchrun" in line
 
@@ -193,7 +192,6 @@ def test_the_line_of_the_recipe_says_what_the_run_has_of_it(tmp_path, capsys):
     assert "--target_tokens 12000000 --lr 0.00476 --warmup_steps 40 --dropout 0.5 --engram_reset on" in taken()
     assert taken("--target_flops", "1e12").split()[6:10] == ["--lr", "0.02", "--warmup_steps", "2"]
     assert "--engram_reset" not in taken("--set", "engram_layers=,engram_byte_orders=")
-    assert "--dropout" not in taken("--set", "n_recurrent_layers=0")
     assert "--n_loops" not in taken("--n_loops", "1")
     given = [word for name, value in train.RECIPES["tiny"].items()
              for word in (f"--{name}", "5" if callable(value) else train.said(value))]

@@ -375,15 +375,18 @@ def test_dropout_is_of_training_a_function_of_the_rows_seed_and_falls_where_it_s
         assert abs(nats(model, ids, 0) - plain) > 1e-5 and nats(model, ids, 0) == nats(model, ids, 0)
         rows = torch.stack([nats(model, ids[i:i + 1], i) for i in range(4)])
         torch.testing.assert_close(nats(model, ids, 0), rows.mean())
-    seen = []
-    for module in (model.core.layers[0], model.core.out_proj):
-        module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    seen, cut = {}, model.boundaries
+    model.boundaries = lambda x, *given: seen.update({"prelude": x}) or cut(x, *given)
+    for name, module in (("core", model.core.layers[0]), ("handed", model.core.out_proj), ("coda", model.coda[0])):
+        module.register_forward_pre_hook(lambda module, args, name=name: seen.update({name: args[0]}))
     with torch.no_grad():
         model.core.loop_embedding.zero_()
         segments = int(model(ids, n_loops=1, noise_seed=0).segments)
-    read, handed = (rows[:segments] == 0 for rows in seen)
-    assert abs(read.float().mean() - 0.5) < 0.1 and abs(handed.float().mean() - 0.5) < 0.1
-    assert abs(handed[read].float().mean() - 0.5) < 0.1  # others than were read
+    out = {name: rows[:segments if name in ("core", "handed") else None] == 0 for name, rows in seen.items()}
+    for name, other, rate in (("core", "handed", 0.5), ("handed", "core", 0.5), ("prelude", "coda", 0.1),
+                              ("coda", "prelude", 0.1)):
+        assert abs(out[name].float().mean() - rate) < rate / 5, name
+        assert abs(out[name][out[other]].float().mean() - rate) < rate / 2, "sites share what they drop"
 
 
 def test_a_byte_is_cut_as_often_as_its_probability_says_and_segments_are_even():
