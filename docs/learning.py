@@ -131,7 +131,7 @@ def draw_passes(axes, text: str, arms_shown: tuple[str, ...]):
 
 
 def save(name: str, *panels):
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.33 * len(panels), 4.2), layout="constrained")
+    figure, axes = plt.subplots(1, len(panels), figsize=(16 / 3 * len(panels), 4.2), layout="constrained")
     for panel, one in zip(panels, axes):
         panel(one)
     figure.savefig(HERE / name, dpi=100)
@@ -144,9 +144,9 @@ def main():
          lambda axes: draw_time(axes, "bytes", "Python, 10 MB, each byte read once"), draw_worth)
     save("learning-passes.png",
          lambda axes: draw_passes(axes, "250 kB", ("no dropout", "no core", "0.4 in every pass",
-                                                   "growing to 0.5: the recipe")),
-         lambda axes: draw_passes(axes, "1 MB", ("no core", "0.5 from the second pass on",
-                                                 "growing to 0.5: the recipe")))
+                                                   "growing to 0.5 (the recipe)")),
+         lambda axes: draw_passes(axes, "1 MB", ("no core", "0.5 from the second pass on, 0.1 of bytes",
+                                                 "growing to 0.5 (the recipe)")))
 
 
 if __name__ == "__main__":
