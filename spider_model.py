@@ -881,8 +881,10 @@ class Spider(nn.Module):
         packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
         shifted = shifted_bytes(ids, packing.position, c.longest_order)
         matched = self.engram_match and self.engram_match(ids, shifted, packing.document)
-        noise = byte_noise(noise_seed, sequences, length, ids.device).flatten() if self.training else None
-        x = dropped(self.before_core(ids, packing, shifted, matched), self.dropout / 5, noise, 0)  # [M, D]
+        noise, of_bytes = None, self.dropout / 5
+        if self.training and (self.dropout or c.boundaries == "learned"):
+            noise = byte_noise(noise_seed, sequences, length, ids.device).flatten()
+        x = dropped(self.before_core(ids, packing, shifted, matched), of_bytes, noise, 0)    # [M, D]
         none = self.embed_tokens.new_zeros(())
         segments, boundary_loss, handed = 0, none, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
@@ -894,7 +896,7 @@ class Spider(nn.Module):
             z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
             handed = self.hand_back(z, self.null_handed(), b, packing, segment_cu_seqlens)
             x = x + handed
-        x = dropped(x, self.dropout / 5, noise, 3)
+        x = dropped(x, of_bytes, noise, 3)
         logits = self.after_core(x, packing, shifted, matched)                               # [M, vocab_size]
 
         loss = nats = parts = by_byte = None
