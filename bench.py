@@ -53,7 +53,8 @@ class Bench:
         self.args, self.device = args, world.place(train.resolve_device(args.device))
         self.gpu = self.device.type == "cuda"
         self.model = args.model or ("1b" if self.gpu else "tiny")
-        self.seq_len, self.micro_batch = args.seq_len or 256, args.micro_batch or (112 if self.gpu else 8)
+        self.seq_len = 256 if args.seq_len is None else args.seq_len
+        self.micro_batch = (112 if self.gpu else 8) if args.micro_batch is None else args.micro_batch
         checked = self.flags()
         train.model_config(checked)  # what train.py refuses is refused here, before anything is measured
         self.seq_len, self.micro_batch = checked.seq_len, checked.micro_batch
@@ -69,7 +70,7 @@ class Bench:
         """Writes what was measured so far to --out."""
         if self.args.out and self.world.leads:
             path = self.args.out / f"bench-{self.device.type}.json"
-            path.with_suffix(".tmp").write_text(json.dumps(self.about | self.results, indent=1) + "\n")
+            path.with_suffix(".tmp").write_text(json.dumps(self.about | self.results, indent=1, allow_nan=False) + "\n")
             path.with_suffix(".tmp").replace(path)
 
     def flags(self, **others):
@@ -532,6 +533,7 @@ def expected(model: Spider, replicas: int, shards: int, grad_accum: int, width: 
     ranks, near, far, hops = replicas * shards, 0.0, 0.0, 0
     tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, train.EngramTable)}
     halved = {id(p) for p in train.halved_weights(model) if len(p) % shards == 0}
+    matrices = optim.matrices_of(model)
     groups = len(model.prelude) + len(model.coda) + (model.core is not None) + 1
     for name, p in model.named_parameters():
         if name in tables:
@@ -542,7 +544,7 @@ def expected(model: Spider, replicas: int, shards: int, grad_accum: int, width: 
         own = -(-len(p) // shards) * (p.numel() // len(p))  # elements of a shard, filled up
         near += own * (shards - 1) * ((2 if id(p) in halved else 4) * gathers + 4)
         far += 2 * (replicas - 1) / replicas * 4 * own
-        if optim.is_matrix(name, p):
+        if name in matrices:
             near += (p.ndim == 2) * 2 * width * p.numel() / ranks * (shards - 1) / shards
             far += (replicas - 1) * width * p.numel() / ranks
     hops += (shards - 1) * (groups * (3 if grad_accum == 1 else 2) + 2) + (replicas - 1) * (2 * groups + 1)
@@ -654,13 +656,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--seq_len", help="bytes per sequence (256)")
     parser.add_argument("--micro_batch", help="sequences per step (112 on a GPU, else 8)")
-    parser.add_argument("--data_dir", help="a directory of shards for the training steps (made-up sentences)")
+    parser.add_argument("--data_dir", type=files.checked(files.a_path),
+                        help="a directory of shards for the training steps (made-up sentences)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
-    parser.add_argument("--out", type=Path, help="directory for bench-DEVICE.json and .png")
+    parser.add_argument("--out", type=files.checked(files.a_path), help="directory for bench-DEVICE.json and .png")
     parser.add_argument("--rehearse", choices=tuple(rehearsal.CARDS), help="what a step would cost on a card")
-    parser.add_argument("--minutes", type=float, help="begin no section when so many are nearly over; on a GPU 10")
+    parser.add_argument("--minutes", type=files.checked(train.real(0)),
+                        help="begin no section when so many are nearly over; on a GPU 10")
     parser.add_argument("--flags", help="with --rehearse: train.py's flags of the one step to rehearse")
     args = parser.parse_args(argv)
+    args.out = args.out and Path(args.out)
     if args.flags is not None and not args.rehearse:
         parser.error("--flags: it goes with --rehearse CARD")
     if args.data_dir is not None and args.rehearse:
@@ -726,7 +731,8 @@ def main(argv: list[str] | None = None) -> int:
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
                 about = dict(card=args.rehearse, torch=torch.__version__, commit=commit(), command=sys.argv)
-                (args.out / f"rehearsal-{args.rehearse}.json").write_text(json.dumps(about | tables, indent=1) + "\n")
+                (args.out / f"rehearsal-{args.rehearse}.json").write_text(
+                    json.dumps(about | tables, indent=1, allow_nan=False) + "\n")
             return 0
         if world.ranks > 1 and args.only != "traffic":
             raise train.UsageError("several ranks measure --only traffic: start one process for the rest")

@@ -23,7 +23,7 @@ import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
@@ -140,12 +140,12 @@ class CheckpointWriter:
                  in_parts: bool = False):
         self.directory, self.kept, self.keep_last, self.in_parts = directory, kept, keep_last, in_parts
         self.world = World() if world is None else world
-        self.group = self.world.group_beside() if in_parts else None
         if in_parts:
             import sharded  # noqa: F401  # takes a second, which is not to be one of the loop's
+            self.world.group_beside()
         self.step = step                  # of the newest state; that of the run's start is there already
         self.thread, self.copy = ThreadPoolExecutor(1), None
-        self.writing: Future | None = None
+        self.writing = self.thread.submit(lambda: None)
         self.failed_at: float | None = None
 
     def __enter__(self):
@@ -156,14 +156,14 @@ class CheckpointWriter:
 
     def save(self, state: dict, before_rename: Callable):
         """Copies a state and starts to write it, once the write before it is done. Every rank calls it."""
+        began = time.perf_counter()
+        self.wait()
         if not self.world.leads and not self.in_parts:
             for _, value, _ in nodes(state):
                 if isinstance(value, Rows):
                     value.gathered()
             self.step = state["step"]
             return
-        began = time.perf_counter()
-        self.wait()
         if self.in_parts:
             state = tree_map_only((Tensor, Rows), self.world.share, state)
         self.copy = copied(state, self.copy)
@@ -173,16 +173,15 @@ class CheckpointWriter:
         self.writing = self.thread.submit(self._write, self.copy, before_rename, time.perf_counter() - began)
 
     def wait(self) -> bool:
-        """Waits for the write under way; whether the last one succeeded."""
-        if self.writing:
-            self.writing.result()
+        """Waits for the write under way on any rank; whether the last one here succeeded. Every rank calls it."""
+        self.world.wait_for_all(self.writing)
+        self.writing.result()
         return self.failed_at is None
 
     def holds(self, step: int) -> bool:
         """Waits for the write under way; whether the state of a step is saved. Every rank calls it."""
-        if not self.world.leads:
-            self.wait()                   # for its own part
-        return self.world.lead(lambda: self.wait() and self.step == step)
+        saved = self.wait()
+        return self.world.lead(lambda: saved and self.step == step)
 
     def retry_is_due(self) -> bool:
         return self.failed_at is not None and time.monotonic() > self.failed_at + self.retry_after
@@ -196,7 +195,7 @@ class CheckpointWriter:
             if os.path.lexists(path) and path not in [old.path for old in self.kept]:
                 set_aside(path, state["lineage"])  # of a run before this one, which started over or went back
         try:
-            write_durably(path, state, make_room, self.in_parts, self.group)
+            write_durably(path, state, make_room, self.world if self.in_parts else None)
         except OSError as fault:
             self.failed_at = time.monotonic()
             if self.world.leads:
@@ -219,12 +218,13 @@ class CheckpointWriter:
                 logger.warning(f"{needless} stays: {fault.strerror}")
 
 
-def write_durably(path: Path, state: dict, before_rename: Callable, in_parts: bool, group=None):
-    """Writes a state in either form, whole or not at all. In parts every rank of the `group` calls it, with Shares for
-    tensors, and `before_rename` is called on the first one; OSError on all where one of them fails."""
-    if in_parts:
+def write_durably(path: Path, state: dict, before_rename: Callable, world: World | None):
+    """Writes a state as one file, or in parts where there is a `world`, whole or not at all. In parts every rank of it
+    calls it, with Shares for tensors, and `before_rename` is called on the first one; OSError on all where one of them
+    fails."""
+    if world is not None:
         import sharded                    # which writes by what is here
-        sharded.save(path, state, before_rename, group)
+        sharded.save(path, state, before_rename, world)
         return
     with files.durable(path, "wb", before_rename) as file:
         write_checkpoint(file, state)
@@ -560,7 +560,12 @@ def is_count(value) -> bool:
 
 
 def is_number(value) -> bool:
-    return type(value) in (int, float) and (abs(value) < 1e300 or value == math.inf)
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def is_lowest(value) -> bool:
+    """Tell whether a value is that of a lowest number so far, infinite where there was none."""
+    return is_number(value) or type(value) is float and value == math.inf
 
 
 def is_flat(value) -> bool:
@@ -571,12 +576,14 @@ def is_flat(value) -> bool:
 
 # What a checkpoint may hold, and what it has to look like.
 KINDS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch")}
-         | {name: is_number for name in ("best_loss", "noise", "lowest_average")}
-         | {name: lambda value: value is None or is_number(value) for name in (
-             "best_before_end", "average_loss", "last_loss")}
+         | {name: is_lowest for name in ("best_loss", "lowest_average")}
+         | {name: lambda value: value is None or is_number(value) for name in ("average_loss", "last_loss")}
          | {name: lambda value: isinstance(value, dict) for name in (
              "model_state_dict", "optimizer_state_dict", "cfg")}
-         | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, flags=is_flat,
+         | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, noise=is_number,
+                best_before_end=lambda value: value is None or is_lowest(value),
+                flags=lambda value: is_flat(value) and all(
+                    type(part) is not float or is_number(part) for part in value.values()),
                 owed=lambda value: value is None or is_flat(value) and is_count(value.get("step")) and all(
                     type(part) in (int, float, bool) for part in value.values()),
                 exploded=lambda value: type(value) is bool,
@@ -749,12 +756,14 @@ class RunDirectory:
     own, of the next `lineage`: it leaves the files of those before it. What it began with stands in started-over.json
     until it has saved, so that it is this run that goes on if it is killed before.
 
+    Weights of mock data are no start for real data, nor the other way round, unless --resume names them.
     Of several ranks the first one alone looks into it, reads and writes, and tells the others what it found.
     """
 
     def __init__(self, path: Path, resume: str | None, reset_steps: bool, closing: ExitStack, look_only: bool = False,
-                 world: World | None = None):
+                 world: World | None = None, mock_data: bool = False):
         self.path, self.closing, self.is_locked = path, closing, False
+        self.is_named, self.mock_data = bool(resume), mock_data
         self.world = World() if world is None else world
         self.found, self.origin, self.begins_again, self.reset_steps, self.starts_over, self.lineage = self.world.lead(
             lambda: self._look(resume, reset_steps, look_only))
@@ -763,6 +772,9 @@ class RunDirectory:
         """Locks the directory where it is there, and settles what the run goes on from."""
         from export import is_export      # which reads by what is here
         path, closing = self.path, self.closing
+        there = next(part for part in (path, *path.absolute().parents) if part.exists())
+        if not there.is_dir():
+            raise files.DataError(f"--ckpt_dir: {there} is a file, not a directory: name another")
         self.is_locked = path.is_dir() and not look_only
         if self.is_locked:
             closing.enter_context(locked(path))
@@ -798,6 +810,11 @@ class RunDirectory:
                                       f"it back, or delete this file to go on with the run before")
             logger.info(f"the run that began from {self.origin} had saved nothing yet: it begins again")
         state = load_checkpoint(self.origin, sealed=self.starts_over, mapped=self.world.ranks > 1)
+        of_mock_data = state.get("flags", {}).get("mock_data", self.mock_data)
+        if of_mock_data != self.mock_data and not self.is_named:
+            kinds = ("mock data", "real data") if of_mock_data else ("real data", "mock data")
+            raise CheckpointError(f"--ckpt_dir: {self.origin} learned from {kinds[0]}, this run reads {kinds[1]}: use "
+                                  f"another --ckpt_dir, or name it by --resume to go on from it all the same")
         if not self.reset_steps and "optimizer_state_dict" not in state:
             raise CheckpointError(f"--resume: {self.origin} has weights alone: --reset_steps starts a run with them")
         if state.get("exploded"):
@@ -805,6 +822,10 @@ class RunDirectory:
             back = f"; --resume {sound[-1]} goes back" if sound else ""
             logger.warning(f"{self.origin}: the loss had exploded before it{back}")
         return state
+
+    def start_line(self, state: dict) -> str:
+        """What a run takes from a state."""
+        return f"{'weights of' if self.reset_steps else 'goes on from'} {self.origin} (step {state['step']})"
 
     def restore(self, state: dict | None, model: Spider, optimizers, n_loops: int, loader: data.Loader,
                 args) -> Progress:
@@ -816,14 +837,18 @@ class RunDirectory:
         if not state:
             return progress
         self.world.load(model, state["model_state_dict"])
-        logger.info(f"{'weights of' if self.reset_steps else 'goes on from'} {self.origin} (step {state['step']})")
+        logger.info(self.start_line(state))
+        changed = [f"{name} was {before}, is {is_now}"
+                   for name, (before, is_now) in changes_of(state["cfg"], model.config).items()]
         if self.reset_steps:
+            if changed:
+                logger.info(f"changed by --set: {'; '.join(changed)}")
             return progress
         optimizers.load_state_dict(state["optimizer_state_dict"])
         before = dict(n_loops=state.get("n_loops", n_loops), dropout=0.0) | state.get("flags", {})  # dropout came later
         now = dict(n_loops=n_loops) | {name: getattr(args, name) for name in IDENTITY}
-        changed = [f"--{name} was {before[name]}, is {now[name]}" for name in sorted(before.keys() & now)
-                   if before[name] != now[name]]
+        changed += [f"--{name} was {before[name]}, is {now[name]}" for name in sorted(before.keys() & now)
+                    if before[name] != now[name]]
         targets = loader.targets.tolist()
         if state.get("targets", targets) != targets:
             changed.append(f"bytes to train on were {state['targets']}, are {targets}")
@@ -874,34 +899,70 @@ def existing_parent(path: str | Path) -> Path:
     return next(p for p in (Path(path).absolute(), *Path(path).absolute().parents) if p.is_dir())
 
 
-def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
-    """CheckpointError naming the fields in which a checkpoint's config is not the one asked for; loops may differ."""
+def changes_of(saved: dict, config: SpiderConfig) -> dict[str, tuple]:
+    """The fields in which a config is not a checkpoint's, what they were there and what they are; loops have a flag."""
     there = SpiderConfig(**saved)             # fields that came since then have their defaults
-    differing = [f"{f.name} {getattr(there, f.name)} there, {getattr(asked, f.name)} asked for" for f in fields(asked)
-                 if f.name != "n_loops" and getattr(there, f.name) != getattr(asked, f.name)]
-    if differing:
-        raise CheckpointError(f"{path} holds another model ({'; '.join(differing[:3])}): leave --model and --set out, "
-                              f"or use another --ckpt_dir")
+    return {f.name: (getattr(there, f.name), getattr(config, f.name)) for f in fields(config)
+            if f.name != "n_loops" and getattr(there, f.name) != getattr(config, f.name)}
+
+
+def shapes(config: SpiderConfig) -> dict[str, tuple]:
+    """Shapes by name of all that a model holds."""
+    with torch.device("meta"):
+        model = Spider(config)
+    return {name: tuple(x.shape) for part in (model.named_parameters(), model.named_buffers()) for name, x in part}
+
+
+def check_same_model(path: Path, saved: dict, asked: SpiderConfig):
+    """CheckpointError naming the fields by which the weights of a config have other shapes, or names, than a
+    checkpoint's; those that change none, and loops, may differ."""
+    there, changes = SpiderConfig(**saved), changes_of(saved, asked)
+    if not changes or shapes(replace(asked, n_loops=there.n_loops)) == shapes(there):
+        return
+
+    def reshapes(name: str) -> bool:
+        try:
+            return shapes(replace(there, **{name: getattr(asked, name)})) != shapes(there)
+        except ValueError:                # it goes with another field's change alone
+            return True
+    differing = [f"{name} {before} there, {now} asked for" for name, (before, now) in changes.items() if reshapes(name)]
+    raise CheckpointError(f"{path} holds another model ({'; '.join(differing[:3])}), and its weights keep their "
+                          f"shapes: leave that out of --model and --set, or train anew, without --resume, in a "
+                          f"--ckpt_dir of its own")
+
+
+def numbers_of(line: str) -> dict:
+    """Read a line of metrics.jsonl; what is no finite number there becomes null, as where it is written. ValueError
+    where it is not that of a step."""
+    def finite(text: str) -> float | None:
+        return value if math.isfinite(value := float(text)) else None
+    try:
+        numbers = json.loads(line, parse_float=finite, parse_constant=finite)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(numbers, dict) or not is_count(numbers.get("step")):
+        raise ValueError("it has no step")
+    return numbers
 
 
 class Metrics:
     """metrics.jsonl, a line a step. What a full disk does not take is said once, and written with a later line."""
 
     def __init__(self, path: Path, step: int, went_past_end: bool = False):
-        """Drops the lines behind `step`, which a resumed run writes again, and an evaluation that was due to the end
-        of a run alone where it now goes on."""
+        """Drops the lines behind `step`, which a resumed run writes again, and marks an evaluation that was due to the
+        end of a run alone where it now goes on."""
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{path} is no regular file: move it away")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         with files.durable(path) as file:
             for number, line in enumerate(lines, 1):
                 try:
-                    numbers = json.loads(line)
+                    numbers = numbers_of(line)
                     if numbers["step"] == step and went_past_end:
-                        numbers = {name: value for name, value in numbers.items() if not name.startswith("val_")}
+                        numbers["at_end"] = True
                     if numbers["step"] <= step:
-                        file.write(json.dumps(numbers) + "\n")
-                except (ValueError, TypeError, KeyError, RecursionError):
+                        file.write(json.dumps(numbers, allow_nan=False) + "\n")
+                except ValueError:
                     logger.warning(f"{path}: line {number} is left out, it was cut off or altered")
         self.path, self.pending, self.complete, self.lock = path, b"", True, threading.Lock()
         self.file = files.open_own(path, "ab", 0)
@@ -910,7 +971,7 @@ class Metrics:
         """Numbers that are not finite become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         with self.lock:
-            self.pending += json.dumps(finite).encode() + b"\n"
+            self.pending += json.dumps(finite, allow_nan=False).encode() + b"\n"
         try:
             self._write_pending()
             self.complete = True
@@ -944,14 +1005,14 @@ def convert(source: Path, target: Path):
     and of memory at most a whole state. CheckpointError where there is none, or something at `target` already."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already: name another")
-    state, in_parts = load_checkpoint(source, mapped=True), target.suffix != ".pt"
+    state, world = load_checkpoint(source, mapped=True), World({}) if target.suffix != ".pt" else None
     if "optimizer_state_dict" not in state:
         raise CheckpointError(f"{source} has weights alone: train.py --resume --reset_steps takes it as it is")
     state = whole(state)
-    if in_parts:
-        state = tree_map_only(Tensor, World({}).share, state)
+    if world is not None:
+        state = tree_map_only(Tensor, world.share, state)
     try:
-        write_durably(target, state, lambda: None, in_parts)
+        write_durably(target, state, lambda: None, world)
     except OSError as fault:
         raise CheckpointError(f"{target}: {fault.strerror or fault}") from None
     print(files.one_line(f"{target}: step {state['step']}, as {source} has it"))
@@ -962,12 +1023,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = data.Parser(description=__doc__.partition("\n")[0])
     command = parser.add_subparsers(required=True, metavar="{convert}").add_parser(
         "convert", help="write a checkpoint in the other form: DST.pt is one file, any other DST a directory of parts")
-    command.add_argument("source", metavar="SRC", type=Path)
-    command.add_argument("target", metavar="DST", type=Path)
+    command.add_argument("source", metavar="SRC", type=files.checked(files.a_path))
+    command.add_argument("target", metavar="DST", type=files.checked(files.a_path))
     status = 2
     try:
         args = parser.parse_args(argv)
-        convert(args.source, args.target)
+        convert(Path(args.source), Path(args.target))
         return 0
     except (CheckpointError, data.DataError) as fault:
         line = str(fault)

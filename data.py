@@ -7,7 +7,8 @@
 
 A shard is a headerless file of little-endian uint16 ids (tokenizer.py says which); `metadata.json` beside the shards
 describes them. The shards of a split are read as one stream, in the order of their names. What sequence g of a run
-holds is a pure function of (seed, g): any step, rank or restart works it out by itself, in O(1) memory.
+holds is a pure function of (seed, g): any step, rank or restart works it out by itself, in O(1) memory. Each source
+of a mixture is read to its end, in its own order, before it is read again.
 """
 
 import argparse
@@ -23,14 +24,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 
-from files import (DataError, Progress, each_once, naming, note_again, one_line, open_plain, reader_may_leave, say,
-                   walk)
+from files import (DataError, Progress, a_path, checked, each_once, identity, naming, note_again, number, one_line,
+                   open_plain, reader_may_leave, say, walk)
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 MIB = 1 << 20
@@ -119,12 +121,15 @@ def open_data(spec: str) -> list[Source]:
         return [open_source(spec, 1.0)]
     names, _, weights = zip(*(part.rpartition(":") for part in spec.split(",")))
     try:
-        weights = [float(weight) for weight in weights]
+        weights = [number(weight) for weight in weights]
     except ValueError:
         weights = [0]
     if not all(names) or not all(weight > 0 for weight in weights) or not sum(weights) < math.inf:
         raise DataError(f"{spec}: neither a directory nor a mixture, written dir:weight,dir:weight, weights above 0")
-    return [open_source(name, weight / sum(weights)) for name, weight in zip(names, weights)]
+    sources = [open_source(name, weight / sum(weights)) for name, weight in zip(names, weights)]
+    if len({identity(name) for name in names}) < len(names):
+        raise DataError(f"{spec}: names a directory twice: give it once, with the sum of its weights")
+    return sources
 
 
 def open_source(directory: str, weight: float) -> Source:
@@ -311,11 +316,23 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return out
 
 
+@lru_cache(maxsize=4)
+def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Assign each slot of a block to a source; return its number and the slot's rank among its own, int64 [slots]."""
+    ends = np.cumsum(counts)
+    slots = np.arange(ends[-1])
+    source = np.searchsorted(ends, permute(slots, len(slots), key(seed, 0, np.full_like(slots, block))), side="right")
+    rank = np.empty_like(slots)
+    rank[np.argsort(source, kind="stable")] = slots           # by source, in order
+    return source, rank - (ends - counts)[source]
+
+
 class Loader:
     """The training sequences of a run, numbered from 0 in one global order that ranks and micro-steps share out.
 
     Each epoch of a source covers every one of its targets (every id but the first) exactly once, cut anew into windows
-    of up to seq_len, in another order. Blocks of 10,000 sequences hold the sources in exact proportion to the weights.
+    of up to seq_len, in another order. Blocks of 10,000 sequences hold the sources in exact proportion to the weights,
+    in drawn order; each slot takes the next sequence of its source.
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int, seed: int):
@@ -324,7 +341,7 @@ class Loader:
         self.targets = np.array([len(source.train) - 1 for source in sources])
         self.windows = -(-self.targets // seq_len)                                    # in an epoch
         self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
-        self.ends = self.counts.cumsum()
+        self.share, self.deal = self.counts / BLOCK, partial(deal, seed, tuple(self.counts.tolist()))
         self.ahead_from, self.ahead = 0, self._place(np.arange(0))  # places of sequences worked out together
         for source, targets, count in zip(sources, self.targets, self.counts):
             if targets < seq_len:
@@ -351,21 +368,25 @@ class Loader:
         """Sequences g [n]: (input_ids, labels), int64 [n, seq_len]; labels are shifted, -100 does not count."""
         return cut_rows(self.stream, *self._place(np.asarray(g)), self.seq_len)
 
+    def epochs(self, g: int) -> np.ndarray:
+        """Count the passes over each source that were completed before sequence g; int64 [sources]."""
+        block, slot = divmod(g, BLOCK)
+        read = block * self.counts + np.bincount(self.deal(block)[0][:slot], minlength=len(self.counts))
+        return read // self.windows
+
     def epoch(self, g: int) -> int:
-        """The largest epoch, from 0, that a source has reached by sequence g; it never falls."""
-        block = g // BLOCK
-        source, index = self._deal(np.arange(block * BLOCK, g + 1))
-        reached = [index[source == k].max(initial=block * count - 1) for k, count in enumerate(self.counts)]
-        return int(max(reached // self.windows))
+        """Return the epoch of sequence g, from 0; of a mixture the mean of `epochs` by weight, rounded down."""
+        return int(self.counts @ self.epochs(g)) // BLOCK
 
     def _deal(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source number of sequences g, and their index in that source's own endless sequence."""
-        if len(self.counts) == 1:
-            return np.zeros_like(g), g
         block, slot = np.divmod(g, BLOCK)
-        slot = permute(slot, BLOCK, key(self.seed, 0, block))
-        source = np.searchsorted(self.ends, slot, side="right")
-        return source, block * self.counts[source] + slot - (self.ends - self.counts)[source]
+        source, index = np.empty_like(g), np.empty_like(g)
+        for number in np.unique(block).tolist():
+            here = block == number
+            owner, rank = (part[slot[here]] for part in self.deal(number))
+            source[here], index[here] = owner, number * self.counts[owner] + rank
+        return source, index
 
     def _place(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start and stop of sequences g in the joined stream: inputs are ids start .. stop - 1, labels one further."""
@@ -505,11 +526,11 @@ def whole(low: int, high: int = (1 << 62) - 1) -> Callable:
 class Parser(argparse.ArgumentParser):
     """Refuses with an exception; train.py's is made of it."""
 
-    def parse_args(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    def parse_args(self, argv: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
         for word in sys.argv[1:] if argv is None else argv:
             if word.startswith("--") and word.endswith("=--"):  # of which argparse makes []
                 self.error(f"argument {word[:-3]}: '--' is no value")
-        return super().parse_args(argv)
+        return super().parse_args(argv, namespace)
 
     def print_help(self, file: IO | None = None):
         with reader_may_leave():
@@ -524,21 +545,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}")
     command = commands.add_parser("prepare", help="make shards; the same command again goes on after a kill")
-    command.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSON-lines, parquet, directory, - (stdin)")
+    command.add_argument("inputs", nargs="+", type=checked(a_path), metavar="INPUT",
+                         help="text, JSON-lines, parquet, directory, - (stdin)")
     command.add_argument("--ext", type=endings, metavar="ENDINGS", help="take the files that end so (.py,.md,.rst) or "
                          "whatever is UTF-8 (text), and no others, each as one document")
     command.add_argument("--format", choices=FORMATS, help="what standard input is (txt)")  # all else has a name
-    command.add_argument("--out", dest="directory", required=True, metavar="DIR", help="where the shards go")
+    command.add_argument("--out", dest="directory", required=True, type=checked(a_path), metavar="DIR",
+                         help="where the shards go")
     command.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
-    command.add_argument("--val_fraction", type=float, default=0.1, help="part that validates, 0 <= fraction < 1 (0.1)")
+    command.add_argument("--val_fraction", type=checked(number), default=0.1,
+                         help="part that validates, 0 <= fraction < 1 (0.1)")
     command.add_argument("--workers", type=whole(1, 1 << 10), default=os.cpu_count(), help="processes (one per core)")
-    command.add_argument("--unit_mb", type=float, default=64, help="MB of input per unit of work and shard (64)")
+    command.add_argument("--unit_mb", type=checked(number), default=64,
+                         help="MB of input per unit of work and shard (64)")
     command.set_defaults(run=prepare)
     command = commands.add_parser("verify", help="check shards against metadata.json, or else their format")
-    command.add_argument("directory", metavar="DIR")
+    command.add_argument("directory", type=checked(a_path), metavar="DIR")
     command.set_defaults(run=verify)
     command = commands.add_parser("show", help="print what a run read: sequences by their number in its order")
-    command.add_argument("directory", nargs="?", metavar="SPEC", help="the run's --data_dir: a directory or a mixture")
+    command.add_argument("directory", nargs="?", type=checked(a_path), metavar="SPEC",
+                         help="the run's --data_dir: a directory or a mixture")
     command.add_argument("--mock_data", action="store_true", help="the synthetic data in place of SPEC")
     command.add_argument("--seq_len", type=whole(1), default=2048, help="the run's (2048)")
     command.add_argument("--seed", type=whole(0), default=0, help="the run's (0)")

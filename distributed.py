@@ -22,6 +22,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,10 +117,11 @@ class World:
 
     def __init__(self, environ=os.environ):
         numbers = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        good = {name: re.fullmatch("[0-9]{1,9}", text) for name, text in numbers.items()}
         self.rank, self.ranks, self.local_rank, self.local_ranks = (
-            int(text) if text.isdecimal() else default for text, default in zip(numbers.values(), (0, 1, 0, 1)))
+            int(numbers[name]) if good[name] else default for name, default in zip(numbers, (0, 1, 0, 1)))
         needed = [*numbers, "MASTER_ADDR", "MASTER_PORT"] if self.ranks > 1 else []
-        self.odd = [f"{name}={text!r}" for name, text in numbers.items() if text and not text.isdecimal()] + [
+        self.odd = [f"{name}={text!r}" for name, text in numbers.items() if text and not good[name]] + [
             f"{name} is not set" for name in needed if not environ.get(name)]
         self.device, self.shards, self.mesh, self.store = torch.device("cpu"), 1, None, None
         self.beside: dist.ProcessGroup | None = None
@@ -297,21 +299,37 @@ class World:
     # -----------------------------------------------------------------------------------------------------------------
     # Agreeing
 
-    def lead(self, work: Callable):
-        """What `work` returns on rank 0, or raises there, on every rank; of tensors the others get shapes (meta)."""
+    def lead(self, work: Callable, beside: bool = False):
+        """What `work` returns on rank 0, or raises there, on every rank; of tensors the others get shapes (meta).
+        `beside`: over the group beside, however long it takes."""
         if self.ranks == 1 or self.alone:
             return work()
         told, own = [None, None], None
+        if beside:
+            done = in_background(work if self.leads else lambda: None)
+            self.wait_for_all(done, beside)
+            work = done.result
         if self.leads:
             try:
                 own = work()
                 told[0] = tree_map_only(Tensor, lambda t: t.to("meta"), own)
             except Exception as fault:
                 told[1] = fault
-        dist.broadcast_object_list(told, 0, device=self.device)
+        dist.broadcast_object_list(told, 0, self.beside if beside else None, None if beside else self.device)
         if told[1] is not None:
             raise told[1]
         return own if self.leads else told[0]
+
+    def wait_for_all(self, work: Future, beside: bool = False):
+        """Wait until the work of every rank is done, however long that takes: the limit on waiting is for ranks that
+        are lost, and one that is heard of every second is not. `beside`: over the group beside."""
+        if self.ranks == 1 or self.alone:
+            wait([work])
+            return
+        busy = torch.ones(1, device="cpu" if beside else self.device)
+        while busy.item():
+            wait([work], min(HEARTBEAT, self.timeout / 4))
+            dist.all_reduce(busy.fill_(not work.done()), group=self.beside if beside else None)
 
     def goes_alone(self) -> bool:
         """Has the first rank do without the others from here on, where they are lost or wait in vain; false where it
@@ -658,15 +676,22 @@ def meet(store: dist.Store, rank: int, ranks: int, timeout: float) -> str:
 def within(seconds: float, work: Callable, otherwise):
     """What `work` returns, `otherwise` where it fails or takes longer: the store may have gone, or stand still, with
     its host."""
-    done = []
+    done = in_background(work)
+    wait([done], seconds)
+    return otherwise if not done.done() or isinstance(done.exception(), RuntimeError) else done.result()
+
+
+def in_background(work: Callable) -> Future:
+    """`work`, begun in a thread that the end of the process does not wait for."""
+    done = Future()
 
     def run():
-        with suppress(RuntimeError):
-            done.append(work())
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return done[0] if done else otherwise
+        try:
+            done.set_result(work())
+        except BaseException as fault:
+            done.set_exception(fault)
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 def lost(names: list[str]) -> WorldError:

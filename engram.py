@@ -7,16 +7,20 @@ what followed in the document where the last bytes stood before. Shapes as in sp
 
 import math
 import operator
+import warnings
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
-from layers import Cache, Left, Linear, inverse_rms_of, rms_norm, round_up
+from layers import Cache, Left, Linear, inverse_rms_of, rms_norm, round_up, wide
 from tokenizer import PAD_ID
 
 if TYPE_CHECKING:
@@ -73,7 +77,10 @@ def primes_below(limit: int, count: int) -> tuple[int, ...]:
 class EngramTable(nn.Module):
     """One memory's rows: for each order n and head, row (XOR over k < n of byte_{t-k} * multiplier_k) mod a prime of
     its own. The tables lie one after the other in `weight`; a row never used stays zero. Gradients of lookups are not
-    in weight.grad but in `gathered`, until `forget`."""
+    in weight.grad but in `gathered`, until `forget`. An optimizer that takes them from there, as optim.RowwiseAdagrad
+    does, sets `claimed`; the first other one that steps over the weight is warned of."""
+
+    claimed = warned = False              # warned: in this process, of any table
 
     def __init__(self, orders: tuple[int, ...], heads: int, rows: int, dim: int):
         super().__init__()
@@ -107,6 +114,10 @@ class EngramTable(nn.Module):
         They are listed as they come and, once more than half as many as the table has rows, summed by row: a step's
         memory is bounded by the table's, whatever the number of lookups and micro-steps. Merging equal rows before
         their squares are taken, as torch does when it adds sparse gradients on a CPU, would lose the squares."""
+        if not (self.claimed or EngramTable.warned):
+            unclaimed.add(self)
+            watch_optimizers()
+        grad = wide(grad)
         self.lookups.append((row, grad, torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1])))
         if 2 * sum(len(row) for row, _, _ in self.lookups) > len(self.weight):
             self.sum_up()
@@ -115,8 +126,8 @@ class EngramTable(nn.Module):
         """Sums by row all that was gathered: every row of the table, its gradients and mean squares."""
         if self.sums is None:
             rows = len(self.weight)
-            self.sums = (torch.arange(rows, device=self.weight.device), torch.zeros_like(self.weight),
-                         self.weight.new_zeros(rows))
+            zeros = torch.zeros_like(wide(self.weight))
+            self.sums = torch.arange(rows, device=self.weight.device), zeros, zeros.new_zeros(rows)
         for row, grad, square in self.lookups:
             self.sums[1].index_add_(0, row, grad)
             self.sums[2].index_add_(0, row, square)
@@ -129,6 +140,28 @@ class EngramTable(nn.Module):
 
     def forget(self):
         self.lookups, self.sums = [], None
+
+
+unclaimed: WeakSet[EngramTable] = WeakSet()  # tables that have gathered gradients which nothing takes, so far
+
+
+@cache
+def watch_optimizers() -> RemovableHandle:
+    """From the first call on every optimizer's step is looked at."""
+    return register_optimizer_step_post_hook(warn_of_unclaimed)
+
+
+def warn_of_unclaimed(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
+    """Warns of an optimizer, once in a process, that it leaves Engram tables as they are."""
+    if not unclaimed:
+        return
+    weights = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(id(table.weight) in weights and not table.claimed for table in unclaimed):
+        EngramTable.warned = True
+        unclaimed.clear()
+        warnings.warn(f"{type(optimizer).__name__} moves no row of the Engram tables that it was given, where most "
+                      f"parameters lie: their gradients are not in weight.grad. Take Spider's optim.Optimizers in its "
+                      f"place, or optim.RowwiseAdagrad beside it: docs/your-own-loop.md", stacklevel=3)
 
 
 class _Lookup(torch.autograd.Function):

@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from checkpoint import CheckpointError, check_regular, check_state, is_number, reading
+from checkpoint import CheckpointError, check_regular, check_state, is_count, is_number, numbers_of, reading
 from engram import EngramTable
 from files import sync
 from spider_model import Spider, SpiderConfig
@@ -53,7 +54,7 @@ def export(path: Path, state: dict, directory: str):
     """Writes the model of a checkpoint, its path and content, to a new or empty directory, which is whole or not there.
 
     CheckpointError where there is something in it already, or where it cannot be written."""
-    if "flags" not in state:
+    if "flags" not in state or is_export(path):
         raise CheckpointError(f"{path}: --export takes a checkpoint of a run, which says how it was trained")
     if state.get("exploded"):
         logger.warning(f"{path}: the loss had exploded before it")
@@ -115,10 +116,11 @@ def facts_of(path: Path, state: dict) -> dict:
     facts["flags"] = dict(state["flags"])
     if type(where := facts["flags"].get("data_dir")) is str:
         facts["flags"] |= dict(data_dir=re.sub("[^,]*/", "", where.rstrip("/")))  # names: where they lie is private
-    evaluated = [line for line in lines_of(path.parent / "metrics.jsonl", state) if is_number(line.get("val_bpb"))]
+    evaluated = [line for line in lines_of(path.parent / "metrics.jsonl", state)
+                 if is_number(line.get("val_bpb")) and line["val_bpb"] >= 0]
     if evaluated:
         facts |= dict(val_bpb=evaluated[-1]["val_bpb"], val_bpb_at_step=evaluated[-1]["step"])
-    if is_number(state.get("best_loss")) and math.isfinite(state["best_loss"]):
+    if is_number(state.get("best_loss")):
         facts["best_val_bpb"] = state["best_loss"] / math.log(2)
     return facts
 
@@ -127,12 +129,9 @@ def lines_of(path: Path, state: dict) -> list[dict]:
     """The lines of metrics.jsonl up to a checkpoint; none where they are missing, or of another run."""
     lines = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            numbers = json.loads(line)
-            if numbers["step"] <= state["step"]:
+        with suppress(ValueError):        # cut off or altered
+            if (numbers := numbers_of(line))["step"] <= state["step"]:
                 lines.append(numbers)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
     own = lines and (lines[-1]["step"], lines[-1].get("bytes_seen")) == (state["step"], state.get("bytes_seen"))
     return lines if own else []
 
@@ -196,7 +195,7 @@ def card(path: Path, config: SpiderConfig, n_loops: int, facts: dict) -> str:
     if revision := commit():
         lines.append(f"code of commit {revision}")
     return CARD.format(facts="".join(f"- {line}\n" for line in lines), name=json.dumps(path.name),
-                       flags=json.dumps(dict(recipe=facts.get("recipe"), **facts["flags"]), indent=2))
+                       flags=as_json(dict(recipe=facts.get("recipe")) | facts["flags"]).rstrip())
 
 
 CARD = '''---
@@ -234,7 +233,7 @@ print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=200), skip_
 - Padding, in front (as the tokenizer does it) or behind, changes nothing that the model says about a row.
 - `generate(n_loops=...)` and `model(..., n_loops=...)` take more or fewer loops than it was trained with.
 - `loss` is what training minimised; `nats_per_byte` beside it is the cross-entropy alone.
-- `dtype=torch.bfloat16` is the type of products; parameters stay fp32.
+- `dtype=torch.bfloat16` is the type of products; parameters stay fp32. `model.bfloat16()` and the like cast both.
 - Bytes that are not UTF-8 are decoded as U+FFFD; `AutoTokenizer.from_pretrained(..., errors="surrogateescape")` keeps
   them.
 - Fine-tuning: `python train.py --resume DIR --reset_steps --data_dir ...` of the project, which moves the Engram tables
@@ -251,14 +250,20 @@ def is_export(path: Path) -> bool:
 
 
 def read_export(path: Path) -> dict:
-    """What an export, a directory or its only safetensors file, has of a checkpoint: weights and what they are read
-    by. Nothing of it is executed. CheckpointError where a file is none that `export` writes."""
+    """What an export, a directory or its only safetensors file, has of a checkpoint: weights, what they are read by,
+    and what they were measured by. Nothing of it is executed. CheckpointError where a file is none that `export`
+    writes."""
     library, directory = safetensors(), path.parent if path.suffix == ".safetensors" else path
     with reading(directory / "config.json"):
         config = read_json(directory / "config.json")
         training = config.get("training", {})
         state = dict(model_state_dict={}, cfg=config["spider"], n_loops=config["n_loops"], step=training.get("step", 0))
         state |= {"recipe": training["recipe"]} if "recipe" in training else {}
+        flags = dict(training.get("flags", {}))  # of which these two are what a model is measured by
+        state["flags"] = {name: flags[name] for name in ("seq_len", "eval_tokens") if name in flags}
+        for name, value in state["flags"].items():
+            if not is_count(value):
+                raise ValueError(f"training.flags.{name}: {value!r} is no whole number")
     for file in [path] if path is not directory else weight_files(directory):
         with reading(file):
             state["model_state_dict"] |= read_weights(library, file)

@@ -3,9 +3,12 @@
 Faults of data are DataErrors, which name the file; what is said of them is one printable line, whatever the name holds.
 """
 
+import argparse
+import errno
 import fcntl
 import io
 import os
+import re
 import stat
 import sys
 import threading
@@ -22,11 +25,53 @@ class DataError(Exception):
 
 @contextmanager
 def naming(path):
-    """An operating system's error becomes a DataError that names the file, `path` where the error knows none."""
+    """Turn an operating system's error into a DataError that names the file, `path` where the error knows none; and a
+    MemoryError into one that names `path`."""
     try:
         yield
     except OSError as fault:
         raise DataError(f"{fault.filename or path}: {fault.strerror or fault}") from None
+    except MemoryError:
+        raise DataError(f"{path}: out of memory: free some, or let fewer processes work at once") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words of a command line: each parser raises ValueError with what it wants
+
+DECIMAL = re.compile(r"[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def decimal(text: str) -> str:
+    """Return a number as it was written, in plain ASCII decimals: int() and float() take 1_0, nan and other digits."""
+    if not DECIMAL.fullmatch(text):
+        raise ValueError("a number")
+    return text
+
+
+def number(text: str) -> float:
+    return float(decimal(text))
+
+
+def filled(kind: str) -> Callable:
+    """Make a parser that refuses the empty text: of an empty path pathlib makes the working directory."""
+    def parse(text: str) -> str:
+        if not text:
+            raise ValueError(kind)
+        return text
+    return parse
+
+
+a_path = filled("a path")
+
+
+def checked(parse: Callable) -> Callable:
+    """Make of a parser a type for argparse, which names the flag."""
+    def convert(text: str):
+        try:
+            return parse(text)
+        except ValueError as wanted:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+    return convert
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,12 +267,19 @@ def sync(path: Path):
         os.close(number)
 
 
+def is_replaceable(path: Path) -> bool:
+    """Tell whether a file may take a name: it is not that of a directory, a pipe or a device."""
+    return path.is_file() or not path.exists()
+
+
 @contextmanager
 def durable(path: Path, mode: str = "w", before_rename: Callable | None = None) -> Iterator[IO]:
     """A file that replaces the one of its name once it is whole and on the disk; an exception leaves that one alone.
 
     Yields the open temporary file, `.NAME.tmp` beside it; `before_rename` is called when that one is on the disk.
     """
+    if before_rename is None and not is_replaceable(path):  # it may make room
+        raise FileExistsError(errno.EEXIST, "no regular file: name another", str(path))
     temporary = path.with_name(f".{path.name}.tmp")
     with open_own(temporary, mode) as file:
         try:

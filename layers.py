@@ -38,21 +38,24 @@ class Linear(nn.Linear):
             self.cast = self.weight.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, weight_of(self, x.dtype), self.bias)
+        return F.linear(x, weight_of(self, x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class WideLinear(Linear):
-    """Linear in fp32 whatever its rows are, [N, D] -> [N, E]. On a GPU rows in bf16 are multiplied as they are."""
+    """Linear in at least fp32 whatever its rows and weights are, [N, D] -> [N, E]. On a GPU rows in bf16 are multiplied
+    as they are."""
 
     def cast_weight(self, dtype: torch.dtype):
         if dtype == torch.bfloat16 and self.weight.is_cuda:
             self.cast = halves(self.weight.detach(), 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16 and x.is_cuda:
-            y = _Wide.apply(x, self.weight, halves(self.weight.detach(), 0) if self.cast is None else self.cast)
-            return y if self.bias is None else y + self.bias
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        weight, bias = wide(self.weight), None if self.bias is None else wide(self.bias)
+        if x.dtype == torch.bfloat16 and x.is_cuda and weight.dtype == torch.float32:
+            y = _Wide.apply(x, weight, halves(weight.detach(), 0) if self.cast is None else self.cast)
+            return y if bias is None else y + bias
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        return F.linear(x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
 
 
 class _Wide(torch.autograd.Function):
@@ -90,6 +93,11 @@ def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
         if weight is not None and weight.dtype == dtype:
             return weight
     return linear.weight.to(dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in at least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def inverse_rms_of(x: Tensor, eps: float) -> Tensor:

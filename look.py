@@ -11,13 +11,13 @@ text, a checkpoint, a file or a name is escaped, and its policy lets no script r
 import base64
 import hashlib
 import html
-import json
 import math
 import os
 import sys
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
@@ -28,7 +28,8 @@ from loguru import logger
 
 import data
 import files
-from checkpoint import is_in_parts
+from checkpoint import is_in_parts, numbers_of
+from optim import quiet
 from spider_model import PIECE, Spider
 from tokenizer import BOS_ID
 
@@ -199,7 +200,7 @@ def show(model: Spider, n_loops: int, argument: str, checkpoint: Path, page: str
     text, name = take_text(argument)
     directory = checkpoint if checkpoint.is_dir() and not is_in_parts(checkpoint) else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
-    if out.exists() and not out.is_file():
+    if not files.is_replaceable(out):
         raise data.DataError(f"--html: {out} is no regular file: name another")
     shown = read(model, text, n_loops)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -274,21 +275,15 @@ Points = list[tuple[float, float]]
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The numbers of each line of metrics.jsonl that belongs to a step; nothing where there is no such file."""
+    """The numbers of each line of metrics.jsonl that is one of a step; nothing where there is no such file."""
     if not path.is_file():
         return []
     wanted, lines = {"step", "bytes_seen"}.union(*(panel[1::2] for panel in PANELS)), []
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in iter(partial(file.readline, 1 << 16), ""):
-            try:
-                numbers = json.loads(line)
-            except (ValueError, RecursionError):                  # cut off or altered
-                continue
-            if isinstance(numbers, dict):
-                numbers = {name: value for name, value in numbers.items()
-                           if name in wanted and type(value) in (int, float) and abs(value) < 1e30}
-                if "step" in numbers:
-                    lines.append(numbers)
+            with suppress(ValueError):                            # cut off or altered
+                lines.append({name: value for name, value in numbers_of(line).items()
+                              if name in wanted and type(value) in (int, float) and abs(value) < 1e30})
     return lines
 
 
@@ -323,9 +318,9 @@ def draw_curves(out: Path, runs: dict[str, list[dict]]):
     figure.subplots_adjust(0.04, 0.08, 0.99, 0.94, wspace=0.2, hspace=0.34)  # its own layouts take as long again
     for axes, (title, name, factor, val, val_factor) in zip(figure.subplots(2, 4).flat, PANELS):
         values = []
-        for number, (label, lines) in enumerate(runs.items()):
+        for number, lines in enumerate(runs.values()):
             line, dots = curve(lines, axis, name, factor), curve(lines, axis, val, val_factor)
-            axes.plot(*zip(*line or [((), ())]), lw=1.2, color=f"C{number}", label=label)
+            axes.plot(*zip(*line or [((), ())]), lw=1.2, color=f"C{number}", label=f"run {number}")
             axes.plot(*zip(*dots or [((), ())]), "o", ms=4, color=f"C{number}", mec="black", mew=0.6,
                       label=None if number else "validation")
             values += [value for _, value in line + dots]
@@ -335,7 +330,9 @@ def draw_curves(out: Path, runs: dict[str, list[dict]]):
             axes.set_ylim(*span(values))
     for axes in figure.axes[4:]:
         axes.set_xlabel(axis[2])
-    figure.axes[0].legend(fontsize=9)
+    labels = {f"run {number}": files.one_line(label) for number, label in enumerate(runs)}
+    for text in figure.axes[0].legend(fontsize=9).get_texts():    # before, $ and a leading _ would have meant something
+        text.set(text=labels.get(text.get_text(), text.get_text()), parse_math=False)
     with files.durable(out, "wb") as file:
         figure.savefig(file, dpi=90, format="png")
 
@@ -588,15 +585,17 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     out, *runs = argv or [""]
-    if not runs or not all(label and directory for label, _, directory in (run.partition("=") for run in runs)):
-        print("look.py: error: python look.py OUT.png LABEL=DIR ..., each DIR with a metrics.jsonl", file=sys.stderr)
+    places = {label: directory for label, _, directory in (run.partition("=") for run in runs)}
+    if not out or not runs or not all(map(all, places.items())) or len(places) < len(runs):
+        print("look.py: error: python look.py OUT.png LABEL=DIR ..., each LABEL once, each DIR with a metrics.jsonl",
+              file=sys.stderr)
         return 2
     try:
-        found = {label: read_metrics(Path(directory) / "metrics.jsonl")
-                 for label, _, directory in (run.partition("=") for run in runs)}
+        found = {label: read_metrics(Path(directory) / "metrics.jsonl") for label, directory in places.items()}
         if missing := [label for label, lines in found.items() if not lines]:
             raise data.DataError(f"{', '.join(missing)}: there are no lines in metrics.jsonl")
-        draw_curves(Path(out), found)
+        with quiet():                     # of signs that the font lacks
+            draw_curves(Path(out), found)
     except ImportError as fault:
         fault = f"{fault}: pip install -e \".[bench]\""
         print(f"look.py: error: {files.one_line(fault)}", file=sys.stderr)

@@ -14,7 +14,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Pre
 from transformers.utils import ModelOutput
 
 from engram import EngramTable
-from spider_model import DecodingState, Spider, SpiderConfig
+from layers import document_cu_seqlens
+from spider_model import DecodingState, Spider, SpiderConfig, check_ids
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 
@@ -60,11 +61,12 @@ class SpiderCausalLMOutput(ModelOutput):
 
 class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     """Spider as a causal language model. Parameters stay fp32 whatever the `dtype` that it is loaded with, which is
-    that of products, as in training.
+    that of products, as in training; `half()`, `to(dtype)` and the like cast both. float16 is for reading and writing:
+    gradients of a byte's loss are often too small for it.
 
     generate() decodes a byte at a time from a DecodingState. Drafts cannot be taken back from it, so that assisted
-    generation is refused. For training there is Spider's own train.py: an optimizer from elsewhere would not move the
-    Engram tables, whose gradients are not in weight.grad."""
+    generation is refused. For training there is Spider's own train.py: an optimizer from elsewhere does not move the
+    Engram tables, whose gradients are not in weight.grad; the project's docs/your-own-loop.md has what does."""
     config_class = SpiderHFConfig
     _is_stateful = True
 
@@ -108,15 +110,22 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values: SpiderCache | None = None, use_cache: bool | None = None,
                 n_loops: int | None = None, return_dict: bool | None = None) -> SpiderCausalLMOutput | tuple:
         """input_ids [B, T] int64; attention_mask [B, bytes so far], 0 at a row's ends alone; labels [B, T], which are
-        shifted here, as everywhere in transformers: input_ids serve, -100 is ignored; n_loops, or as many as trained.
+        shifted here, as everywhere in transformers: input_ids serve; n_loops, or as many as trained. A label does not
+        count where it is -100 or PAD, nor in padding: where the mask is 0, or PAD stands at a row's ends.
 
         Without cache it is the full pass, and `loss` what training minimises (in evaluation mode without the core's
-        own prediction), `nats_per_byte` the cross-entropy alone.
+        own prediction), `nats_per_byte` the cross-entropy alone; no part of either knows of padding.
         With use_cache, which labels exclude, a SpiderCache is made or goes on; both give the same logits, a row's
         padding or not. ValueError for a mask with holes."""
-        n_loops = self.config.n_loops if n_loops is None else n_loops
-        if attention_mask is not None and (past_key_values is None or not past_key_values.seen):
-            input_ids, labels = without_padding(input_ids, attention_mask, labels)
+        n_loops, cu_seqlens = self.config.n_loops if n_loops is None else n_loops, None
+        check_ids("input_ids", input_ids)
+        if labels is not None:
+            check_ids("labels", labels, *input_ids.shape)
+        if past_key_values is None or not past_key_values.seen:
+            kept, input_ids = without_padding(input_ids, attention_mask)
+            cu_seqlens = document_cu_seqlens(input_ids)
+            if labels is not None:        # the first byte's is told from nothing
+                labels = labels.masked_fill(~(kept & F.pad(kept[:, :-1], (1, 0))) | (labels == PAD_ID), -100)
         if use_cache or past_key_values is not None:
             if labels is not None:
                 raise ValueError("labels: a loss is that of a full pass; leave past_key_values and use_cache out")
@@ -126,26 +135,25 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values.seen += input_ids.shape[1]
         else:
             shifted = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
-            full = self.spider(input_ids, shifted, n_loops)
+            full = self.spider(input_ids.where(kept, PAD_ID), shifted, n_loops, cu_seqlens=cu_seqlens)
             output = SpiderCausalLMOutput(full.loss, full.logits, None, full.nats_per_byte)
         return output.to_tuple() if return_dict is False else output
 
 
-def without_padding(input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Rows whose bytes see nothing of their padding: input_ids and labels [B, T], attention_mask [B, T] 0 or 1.
+def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which bytes are no padding, bool [B, T], and rows whose bytes see nothing of theirs, input_ids [B, T]; of
+    attention_mask [B, T], 0 or 1. Padding is what the mask leaves out, and PAD at a row's ends.
 
     Padding in front becomes a document of its own, PAD ... EOS, behind which another begins; that behind the bytes is
-    seen by none. No label of padding, and none that would be told from it, counts."""
-    kept = attention_mask != 0
-    if attention_mask.shape != input_ids.shape or (F.pad(kept, (1, 1)).int().diff(dim=1) > 0).sum(1).ne(1).any():
+    seen by none."""
+    if attention_mask is not None and (attention_mask.shape != input_ids.shape or (
+            F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0).sum(1).ne(1).any()):
         raise ValueError("attention_mask: of the form of input_ids, with ones in a row and zeros only around them")
-    input_ids = input_ids.where(kept, PAD_ID)
-    in_front = kept.cumsum(1) == 0
-    input_ids = input_ids.masked_fill(in_front & ~F.pad(in_front[:, 1:], (0, 1)), EOS_ID)
-    if labels is not None:
-        told = F.pad(kept[:, :-1], (1, 0))
-        labels = labels.masked_fill(~(kept & told), -100)
-    return input_ids, labels
+    input_ids = input_ids if attention_mask is None else input_ids.where(attention_mask != 0, PAD_ID)
+    real = (input_ids != PAD_ID).int()
+    in_front, behind = real.cumsum(1) == 0, real.flip(1).cumsum(1).flip(1) == 0
+    ends = in_front & ~F.pad(in_front[:, 1:], (0, 1))
+    return ~(in_front | behind), input_ids.masked_fill(ends, EOS_ID)
 
 
 SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"} | {

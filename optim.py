@@ -8,14 +8,15 @@ import logging
 import math
 import warnings
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from checkpoint import CheckpointError
 from distributed import MIN_8BIT, Deal, World, check_blocks
-from engram import EngramTable
-from spider_model import Spider
+from engram import ByteEngram, EngramTable
+from spider_model import MoE, RecurrentCore, Spider
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -148,6 +149,8 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
     def __init__(self, tables: list[EngramTable], lr: float):
         self.tables = {table.weight: table for table in tables}
+        for table in tables:
+            table.claimed = True
         super().__init__([*self.tables], dict(lr=lr))
 
     @torch.no_grad()
@@ -156,12 +159,13 @@ class RowwiseAdagrad(torch.optim.Optimizer):
             for p in group["params"]:
                 gathered = self.tables[p].gathered()
                 if gathered and not self.state[p]:
-                    self.state[p]["sum"] = p.new_zeros(len(p))
+                    self.state[p]["sum"] = gathered[0][2].new_zeros(len(p))
                 for row, _, square in gathered:
                     self.state[p]["sum"].index_add_(0, row, square)
                 for row, grad, _ in gathered:
                     scale = -group["lr"] / (self.state[p]["sum"].index_select(0, row).sqrt_() + 1e-10)
-                    p.index_add_(0, row, grad * scale[:, None])  # its alpha would make it ten times slower on a CPU
+                    step = (grad * scale[:, None]).to(p.dtype)
+                    p.index_add_(0, row, step)  # its alpha would make it ten times slower on a CPU
 
     def zero_grad(self, set_to_none: bool = True):
         for table in self.tables.values():
@@ -175,6 +179,20 @@ class RowwiseAdagrad(torch.optim.Optimizer):
             self.state[p].clear()
 
 
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Numbers of the optimizers: train.py's flags of these names, and the defaults of those."""
+    lr: float = 3e-4
+    engram_lr: float = 0.25
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95
+
+
 class Optimizers:
     """The optimizers of one model by name, stepped together; what belongs to which is decided here.
 
@@ -182,11 +200,17 @@ class Optimizers:
     while that fades, and by weight decay. Muon leaves it alone.
     """
 
-    def __init__(self, model: Spider, name: str, args, world: World | None = None):
+    def __init__(self, model: Spider, name: str = "muon", args: OptimizerSettings = OptimizerSettings(),
+                 world: World | None = None):
+        """name: one of OPTIMIZERS, beside which tables have their own; args: what has the numbers of OptimizerSettings
+        under their names, as train.py's flags do; ValueError for another name."""
+        if name not in OPTIMIZERS:
+            raise ValueError(f"optimizer: {name!r} is not one of {', '.join(OPTIMIZERS)}")
         self.world = World() if world is None else world
         self.tables = tables = [m for m in model.modules() if isinstance(m, EngramTable)]
         params = self.world.parameters(model)
-        matrices = [p for key, p in params.items() if is_matrix(key, p)]
+        names = matrices_of(model)
+        matrices = [p for key, p in params.items() if key in names]
         taken = {id(p) for p in [table.weight for table in tables] + matrices}
         rest = [p for p in params.values() if id(p) not in taken]
         adam = [dict(params=[p for p in rest if p.ndim >= 2], weight_decay=args.weight_decay),
@@ -279,8 +303,18 @@ def check_optimizer_state(name: str, part: torch.optim.Optimizer):
                     raise ValueError(f"{key} {list(shape)} for a parameter {list(p.shape)}")
 
 
-def is_matrix(name: str, p: Tensor) -> bool:
-    """Whether a parameter is a matrix, or a stack of them, between hidden spaces: what Muon is for."""
-    apart = ("embed_tokens", "lm_head", "router", "boundary_predictor", "halt_predictor", "loop_embedding",
-             "conv_weight", "table", "gate")
-    return p.ndim >= 2 and not any(part in apart for part in name.split("."))
+# Stacks of matrices by what holds them, and Linears that do not lie between hidden spaces.
+STACKS = {MoE: ("w_gate", "w_up", "w_down"), RecurrentCore: ("lora_down", "lora_up", "place_proj"),
+          ByteEngram: ("followed",)}
+APART = {"lm_head", "router", "boundary_predictor", "halt_predictor", "gate"}
+
+
+def matrices_of(model: nn.Module) -> set[str]:
+    """Names of the parameters that are matrices between hidden spaces, or stacks of them: what Muon is for. What else
+    has two dimensions or more, a convolution's kernel or what the model does not know, is AdamW's."""
+    names = set()
+    for path, module in model.named_modules():
+        own = ("weight",) if isinstance(module, nn.Linear) and APART.isdisjoint(path.split(".")) else ()
+        own += tuple(name for kind, stacks in STACKS.items() if isinstance(module, kind) for name in stacks)
+        names |= {f"{path}.{name}" for name in own if module._parameters.get(name) is not None}
+    return names

@@ -34,7 +34,7 @@ from files import (DataError, Progress, durable, each_once, locked, naming, note
                    put_in_place, say, walk)
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 
-LINE_LIMIT = 256 * MIB        # longest JSON line
+LINE_LIMIT = 32 * MIB         # longest JSON line, which may take 30 times its size to parse, and longest parquet row
 STDIN = ".stdin.txt"          # standard input, while it is prepared
 
 
@@ -304,10 +304,14 @@ def read_jsonl(file: IO[bytes], number: int, start: int, stop: float, options: O
         offset += len(line)
 
 
+def too_long() -> str:
+    return f"more than {LINE_LIMIT:,} bytes: give a document as long as that as a .txt file, or in parts"
+
+
 def parse_document(line: bytes, field: str) -> bytes:
     """The bytes of a JSON line's document; ValueError with the reason where there is none."""
     if len(line) > LINE_LIMIT:
-        raise ValueError(f"a line of more than {LINE_LIMIT:,} bytes")
+        raise ValueError(f"a line of {too_long()}")
     try:
         record = json.loads(line.decode("utf-8"))
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
@@ -328,33 +332,44 @@ def open_parquet(file: IO[bytes]):
         import pyarrow.parquet
     except ImportError:
         raise DataError(f'{file.name}: parquet needs pyarrow; run: pip install -e ".[parquet]"') from None
-    try:
-        with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:  # of pages that have one
+    try:  # checks the pages that have a checksum; reads a column of a row group piece by piece
+        with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True, buffer_size=MIB) as table:
             yield table
+    except MemoryError:                   # pyarrow's own is one
+        raise
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as fault:
         raise DataError(f"{file.name}: {' '.join(str(fault).split())}") from None
 
 
 def cut_parquet(source: Input, number: int, options: Options) -> Iterator:
-    with open_plain(source.path) as file, open_parquet(file) as table:
+    with open_input(source.path) as file, open_parquet(file) as table:
         columns, row = {column.name: str(column.type) for column in table.schema_arrow}, 0
         if columns.get(options.field) not in ("string", "large_string"):
             raise DataError(f"{source.path}: no string column {options.field!r}; --field names another of: "
                             + ", ".join(f"{name} ({kind})" for name, kind in columns.items()))
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group)
-            yield rows.total_byte_size, (read_parquet, source.path, number, group, row, options)
+            stored = sum(column.total_uncompressed_size for column in map(rows.column, range(rows.num_columns))
+                         if column.path_in_schema == options.field)
+            if stored // LINE_LIMIT > rows.num_rows:
+                raise DataError(f"{source.path}: row group {group} has rows of {too_long()}")
+            # No row is longer than all that is stored, so these hold at most LINE_LIMIT bytes; fewer than 4 are slow.
+            at_once = max(4, min(256, LINE_LIMIT // max(1, stored)))
+            yield rows.total_byte_size, (read_parquet, source.path, number, group, row, at_once, options)
             row += rows.num_rows
 
 
-def read_parquet(file: IO[bytes], number: int, group: int, row: int, options: Options) -> Iterator:
-    """The documents of a row group, the first of which is row `row` of the file."""
+def read_parquet(file: IO[bytes], number: int, group: int, row: int, at_once: int, options: Options) -> Iterator:
+    """Yield the documents of a row group, whose first row is row `row` of the file, decoding `at_once` rows at a time:
+    with dictionaries and shared prefixes a kilobyte may hold gigabytes."""
     with open_parquet(file) as table:
-        for batch in table.iter_batches(256, row_groups=[group], columns=[options.field], use_threads=False):
-            for text in batch.column(0).cast("large_binary").to_pylist():
-                if text is None:
+        for batch in table.iter_batches(at_once, row_groups=[group], columns=[options.field], use_threads=False):
+            for text in batch.column(0):
+                if not text.is_valid:
                     raise DataError(f"{file.name}: row {row} (from 0) has no {options.field!r}")
-                yield draw_split(number, row, options), text, True, True
+                if len(text := text.as_buffer()) > LINE_LIMIT:
+                    raise DataError(f"{file.name}: row {row} (from 0) has {too_long()}")
+                yield draw_split(number, row, options), text.to_pybytes(), True, True
                 row += 1
 
 
@@ -537,8 +552,8 @@ def is_file_of(path: Path, size: int) -> bool:
 
 def prepare(args: argparse.Namespace):
     """Turns args.inputs into shards in args.directory; the same command again goes on where a killed run stopped."""
-    if not 0 <= args.val_fraction < 1 or not 0 < args.unit_mb < math.inf:
-        raise DataError("--val_fraction takes 0 or more, but less than 1; --unit_mb more than 0")
+    if not 0 <= args.val_fraction < 1 or not 0 < args.unit_mb <= 1e6:
+        raise DataError("--val_fraction takes 0 or more, but less than 1; --unit_mb more than 0 and at most 1e6")
     if args.format and "-" not in args.inputs:
         raise DataError("--format says what standard input is, and - is not among the inputs")
     out, unit_bytes = Path(args.directory), max(1, int(args.unit_mb * 1e6))

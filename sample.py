@@ -44,10 +44,12 @@ import look
 import prepare
 from checkpoint import CheckpointError, find_checkpoints, is_in_parts, load_checkpoint, whole
 from export import export, is_export
+from files import checked
+from leaving import wants_memory
 from spider_model import MAX_LOOPS, DecodingState, Spider, SpiderConfig
 from tokenizer import BOS_ID, EOS_ID
-from train import (EVAL_BYTES, FLAGS, RECIPES, Parser, UsageError, cross_entropy, evaluate, integer, keep_freed_memory,
-                   multiplies_bf16, real, resolve_device, start_log)
+from train import (EVAL_BYTES, FLAGS, RECIPES, Flag, Parser, UsageError, cross_entropy, evaluate, integer,
+                   keep_freed_memory, multiplies_bf16, real, resolve_device, start_log)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
@@ -85,11 +87,25 @@ def flag_of(state: dict, name: str) -> int:
     """What the run that wrote a checkpoint had for a flag, or its recipe has, where the checkpoint does not say."""
     flag = next(flag for flag in FLAGS if flag.name == name)
     value = RECIPES[state.get("recipe", "1b")].get(name, flag.default)
-    value = str(state.get("flags", {}).get(name, value))
+    return checked_flag(flag, state.get("flags", {}).get(name, value))
+
+
+def checked_flag(flag: Flag, value):
+    """What a checkpoint's run had for a flag, as train.py takes it; CheckpointError where no run has it."""
     try:
-        return flag.parse(value)
+        taken = flag.parse(str(value)) if flag.parse else bool(value)
+        if taken != value:
+            raise ValueError(f"a {type(taken).__name__}")
     except ValueError as wanted:
-        raise CheckpointError(f"{name} of the checkpoint's run: {value!r} is not {wanted}") from None
+        raise CheckpointError(f"{flag.name} of the checkpoint's run: {str(value)!r} is not {wanted}") from None
+    return taken
+
+
+def hand_over(path: Path, state: dict, directory: str):
+    """--export: the model, and the flags of its run once each is one that train.py takes."""
+    known, flags = {flag.name: flag for flag in FLAGS}, state.get("flags", {})
+    checked_flags = {name: checked_flag(known[name], value) for name, value in flags.items() if name in known}
+    export(path, state | dict(flags=flags | checked_flags) if flags else state, directory)
 
 
 def load_model(name: str, device: torch.device) -> tuple[Spider, int]:
@@ -281,8 +297,11 @@ def score(model: Spider, file: str, text: data.Stream | list[data.Source], seq_l
 def measure(args: argparse.Namespace, device: torch.device):
     """--eval: bits per byte of each text under each checkpoint and number of loops, as a table and as --json."""
     texts, found = {}, []
-    if args.json and not Path(args.json).parent.is_dir():                # known before minutes of work, not behind them
-        raise UsageError(f"--json: {args.json}: No such file or directory: make its directory first")
+    if args.json:                         # known before minutes of work, not behind them
+        if not Path(args.json).parent.is_dir():
+            raise UsageError(f"--json: {args.json}: No such file or directory: make its directory first")
+        if not files.is_replaceable(Path(args.json)):
+            raise UsageError(f"--json: {args.json}: no regular file: name another")
     for file in args.eval:
         texts[file] = data.open_data(file) if os.path.isdir(file) else prepare.read_stream(file, args.field)
         if isinstance(texts[file], list):
@@ -303,7 +322,7 @@ def measure(args: argparse.Namespace, device: torch.device):
     print_table(found)
     if args.json:
         with files.naming(args.json), files.durable(Path(args.json)) as out:
-            out.write(json.dumps(found, indent=1) + "\n")
+            out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
 def print_table(found: list[dict]):
@@ -326,20 +345,23 @@ def print_table(found: list[dict]):
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
+# What reads which flags. One that is given and would not be read is refused.
+READ_BY = {
+    "talking": {"n_loops", "device", "prompt", "bytes", "temperature", "top_k", "top_p", "samples", "seed", "raw"},
+    "--eval": {"n_loops", "device", "json", "field", "seq_len", "batch", "precision"},
+    "--show": {"n_loops", "device", "html"},
+    "--export": set(),
+}
+
+
 def each(parse: Callable) -> Callable:
     return lambda text: [parse(part) for part in text.split(",")]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    def checked(parse):
-        def convert(text):
-            try:
-                return parse(text)
-            except ValueError as wanted:
-                raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
-        return convert
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", nargs="*", help="a file, or a directory (checkpoints)")
+    path = checked(files.a_path)
+    parser.add_argument("checkpoint", nargs="*", type=path, help="a file, or a directory (checkpoints)")
     parser.add_argument("--n_loops", type=checked(each(integer(1, MAX_LOOPS))), metavar="N,...",
                         help="loops of the core (as trained); several for --eval")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -354,8 +376,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--seed", type=checked(integer(0)), default=0, help="of the draws (0)")
     group.add_argument("--raw", action="store_true", help="print bytes as they are, though a terminal may obey")
     group = parser.add_argument_group("measuring")
-    group.add_argument("--eval", nargs="+", metavar="FILE", help="texts, or directories of shards; several CHECKPOINTs")
-    group.add_argument("--json", metavar="OUT", help="the figures into a file, too")
+    group.add_argument("--eval", nargs="+", type=path, metavar="FILE",
+                       help="texts, or directories of shards; several CHECKPOINTs")
+    group.add_argument("--json", type=path, metavar="OUT", help="the figures into a file, too")
     group.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
     group.add_argument("--seq_len", type=checked(integer(2, 1 << 24)), help="bytes that the model sees (as trained)")
     group.add_argument("--batch", type=checked(integer(1, 1 << 20)),
@@ -365,15 +388,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("looking inside")
     group.add_argument("--show", metavar="FILE|TEXT", help="show how the model reads a text, here and in a page: a "
                        f"file, - (stdin) or the text itself; of it the first {look.LONGEST} bytes")
-    group.add_argument("--html", metavar="OUT", help="where --show writes the page (look.html beside the checkpoint)")
+    group.add_argument("--html", type=path, metavar="OUT",
+                       help="where --show writes the page (look.html beside the checkpoint)")
     group = parser.add_argument_group("handing over")
-    group.add_argument("--export", metavar="DIR", help="write what Hugging Face's libraries load into a new directory")
-    args = parser.parse_args(argv)
+    group.add_argument("--export", type=path, metavar="DIR",
+                       help="write what Hugging Face's libraries load into a new directory")
+    defaults = vars(parser.parse_args([]))
+    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))
+    given = [name for name, value in vars(args).items() if value is not None]
+    refuse_unread(given)
+    args = argparse.Namespace(**defaults | {name: getattr(args, name) for name in given})
     args.checkpoint = args.checkpoint or ["checkpoints"]
-    for flag, goes_with in (("json", "eval"), ("html", "show")):
-        if getattr(args, flag) is not None and getattr(args, goes_with) is None:
-            raise UsageError(f"--{flag} goes with --{goes_with}")
     return args
+
+
+def refuse_unread(given: Iterable[str]):
+    """UsageError for flags of which one would be passed over in silence."""
+    acts = [f"--{name}" for name in given if f"--{name}" in READ_BY] or ["talking"]
+    if len(acts) > 1:
+        raise UsageError(f"{' and '.join(acts)}: one at a time")
+    for name in given:
+        readers = [act for act, flags in READ_BY.items() if name in flags]
+        if readers and acts[0] not in readers:
+            raise UsageError(f"--{name} goes with {' or '.join(readers)}, not with {acts[0]}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -382,7 +419,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         if args.export is not None:
-            export(*read_checkpoint(only_one(args)), args.export)
+            hand_over(*read_checkpoint(only_one(args)), args.export)
             return 0
         device = resolve_device(args.device)
         if args.eval:
@@ -399,6 +436,13 @@ def main(argv: list[str] | None = None) -> int:
         if not isinstance(fault, BrokenPipeError):
             print(f"sample.py: error: {files.one_line(fault)}", file=sys.stderr)
             return 2
+    except (MemoryError, RuntimeError) as fault:
+        if not wants_memory(fault):
+            raise
+        remedy = "lower --batch or --seq_len" if args.eval else "it takes a machine with more of it" if (
+            args.show or args.export) else f"lower --samples (now {args.samples}) or --bytes"
+        print(f"sample.py: error: out of memory: {remedy}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -25,20 +24,22 @@ from torch.utils._pytree import tree_map_only
 
 import files
 from checkpoint import PLAIN, Digested, nodes, put_directory_in_place, remove, write_checkpoint
-from distributed import Share
+from distributed import Share, World, in_background
 from files import sync
 
 # One process without a group is what it says it takes for granted.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
-def save(path: Path, state: dict, before_rename: Callable, group: dist.ProcessGroup | None):
-    """Writes a state whose tensors are Shares; every rank of the group calls it, `before_rename` is the first one's.
+def save(path: Path, state: dict, before_rename: Callable, world: World):
+    """Writes a state whose tensors are Shares; every rank of the world calls it, `before_rename` is the first one's.
     OSError on all ranks, and nothing at `path`, where one of them cannot write."""
-    temporary, leads = path.with_name(f".{path.name}.tmp"), group is None or group.rank() == 0
+    temporary, group = path.with_name(f".{path.name}.tmp"), world.group_beside()
     shares = {".".join(map(str, place)): (place, value) for place, value, _ in nodes(state) if isinstance(value, Share)}
+    writer = Writer(temporary, world)
 
-    def finish(table: dict[str, dict], sums: dict[str, str]):
+    def finish():
+        table, sums = writer.table_and_sums()
         if table.keys() != shares.keys():
             raise RuntimeError(f"ranks disagree on {min(table.keys() ^ shares.keys())}")
         plain = tree_map_only(Share, lambda share: torch.empty(0, dtype=share.dtype), state)
@@ -48,11 +49,11 @@ def save(path: Path, state: dict, before_rename: Callable, group: dist.ProcessGr
         put_directory_in_place(temporary, path)
         sync(path.parent)
     try:
-        dcp.save(shares, storage_writer=Writer(temporary, finish), planner=Planner(), process_group=group,
-                 no_dist=group is None)
-    except CheckpointException as failed:
-        rank, (fault, _) = min(failed.failures.items())
-        if leads:
+        dcp.save(shares, storage_writer=writer, planner=Planner(), process_group=group, no_dist=group is None)
+        world.lead(finish, beside=group is not None)
+    except (CheckpointException, OSError) as failed:
+        rank, (fault, _) = min(getattr(failed, "failures", {0: (failed, None)}).items())
+        if world.leads:
             remove(temporary)
         if not isinstance(fault, OSError):
             raise fault from None
@@ -88,12 +89,13 @@ def item_of(name: str, share: Share) -> WriteItem:
 
 
 class Writer(dcp.FileSystemWriter):
-    """The library's, with the SHA-256 of each file; `finish_with` is called on the first rank, when all is written,
-    with the pieces of every tensor and these sums, and what it raises is raised on all ranks."""
+    """The library's, with the SHA-256 of each file. It waits for a rank that is slow to write outside the library's
+    collectives, which have the limit of ranks that are lost: `write_data` returns when all have written, and `finish`
+    leaves the rest to `table_and_sums`."""
 
-    def __init__(self, directory: Path, finish_with: Callable):
+    def __init__(self, directory: Path, world: World):
         super().__init__(directory, per_thread_copy_ahead=0)  # the copies are in host memory already
-        self.fs, self.finish_with = Files(), finish_with
+        self.fs, self.world = Files(), world
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan                       # the library makes the directory here, which the first rank has yet to remove
@@ -103,9 +105,13 @@ class Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Planner) -> Future:
-        self.fs.mkdir(self.path)
+        def write():
+            self.fs.mkdir(self.path)
+            return super(Writer, self).write_data(plan, planner).wait()
+        writing = in_background(write)
+        self.world.wait_for_all(writing, beside=True)
         try:
-            results = super().write_data(plan, planner).wait()
+            results = writing.result()
         except RuntimeError:
             raise self.fs.fault or OSError("torch.save failed") from None
         done = Future()
@@ -113,6 +119,11 @@ class Writer(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list]):
+        self.written = metadata, results
+
+    def table_and_sums(self) -> tuple[dict[str, dict], dict[str, str]]:
+        """Write the metadata, on the first rank, when all have written; the pieces of every tensor, and the sums."""
+        metadata, results = self.written
         sums = {name: sha256 for result in results for name, sha256 in result.pop().items()}
         super().finish(metadata, results)
         sums |= self.fs.sums
@@ -128,9 +139,9 @@ class Writer(dcp.FileSystemWriter):
             chunk = metadata.state_dict_metadata[one.index.fqn].chunks[one.index.index]
             first, rows = (chunk.offsets[0], chunk.sizes[0]) if chunk.sizes else (0, 1)
             pieces[one.index.fqn].append([numbers[where.relative_path], where.offset, where.length, first, rows])
-        self.finish_with({name: dict(shape=list(metadata.state_dict_metadata[name].size),
-                                     pieces=torch.tensor(sorted(found, key=lambda piece: piece[3])))
-                          for name, found in pieces.items()}, {name: sums[name] for name in numbers})
+        return ({name: dict(shape=list(metadata.state_dict_metadata[name].size),
+                            pieces=torch.tensor(sorted(found, key=lambda piece: piece[3])))
+                 for name, found in pieces.items()}, {name: sums[name] for name in numbers})
 
 
 class Files(FileSystem):

@@ -17,7 +17,8 @@ Everything runs on packed rows, [rows, hidden_size], with `cu_seqlens` marking w
 padded to a longest row, memory grows with the number of bytes, and no document sees another. Shapes in comments:
 B sequences of T bytes, M = B * T bytes, N segments of them, D hidden size, H heads, E experts, k experts per token,
 L core layers.
-Parameters are fp32 (the type that they were given); products run in `Spider.compute_dtype`.
+Parameters are fp32, or the type that they were given; products run in `Spider.compute_dtype`; sums over rows, logits
+and losses are fp32 at least (`wide_dtype`).
 """
 
 import logging
@@ -36,8 +37,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from engram import (WORD_BYTES, ByteEngram, EngramTable, MatchMemory, Recalled, SegmentEngram, primes_below,
                     shifted_bytes, word_ends)
 from layers import (EVERY_ROW, MLA, Block, Cache, Left, Linear, Packing, SwiGLU, WideLinear, document_cu_seqlens,
-                    document_starts, rms_norm, round_up)
-from tile_moe import Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
+                    document_starts, rms_norm, round_up, wide)
+from tile_moe import BACKENDS, Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
 from tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
 BOUNDARIES = ("learned", "words", "whitespace", "every_third", "every_byte")
@@ -123,8 +124,9 @@ class SpiderConfig:
                  "n_routed_experts, n_shared_experts: there must be a routed or a shared expert"),
                 (not self.n_routed_experts or self.n_experts_per_tok <= self.n_routed_experts,
                  "n_experts_per_tok must lie between 1 and n_routed_experts"),
-                (not self.n_recurrent_layers or all(0 <= i < self.n_recurrent_layers for i in self.engram_layers),
+                (all(0 <= i < (self.n_recurrent_layers or 256) for i in self.engram_layers),
                  "engram_layers must lie between 0 and n_recurrent_layers - 1"),
+                (len({*self.engram_layers}) == len(self.engram_layers), "engram_layers must name each layer once"),
                 (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders")):
             if not holds:
                 raise ValueError(rule)
@@ -164,7 +166,9 @@ class SpiderConfig:
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
-        """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M)."""
+        """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M); ValueError for any other name."""
+        if name not in PRESETS:
+            raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
 
 
@@ -350,7 +354,8 @@ class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, own, rows):
         ctx.save_for_backward(h, weight, own)
-        return weight.new_zeros(rows, h.shape[1]).index_add_(0, own, weight[:, None] * h)
+        products = weight[:, None] * h
+        return products.new_zeros(rows, h.shape[1]).index_add_(0, own, products)
 
     @staticmethod
     def backward(ctx, grad):
@@ -446,15 +451,16 @@ class RecurrentCore(nn.Module):
 
     def decay(self) -> Tensor:
         """A [D] = exp(-dt * exp(log_A)), inside (0, 1) in fp32 whatever is learned."""
-        rate = F.softplus(self.dt) * self.log_A.clamp(-15, 15).exp()
+        rate = F.softplus(wide(self.dt)) * wide(self.log_A).clamp(-15, 15).exp()
         return torch.exp(-rate.clamp(1e-4, 15))
 
     def inject(self, h: Tensor | None, e: Tensor, loop: int, decay: Tensor | None) -> Tensor:
         """A h + B e + loop_embedding, in fp32; h is None before the first loop."""
+        embedding = wide(self.loop_embedding[loop])
         if not self.config.lti:
-            v = e + self.loop_embedding[loop]
+            v = e + embedding
             return (v if h is None else v + h).to(e.dtype)
-        v = torch.addcmul(self.loop_embedding[loop], self.B, e)
+        v = torch.addcmul(embedding, wide(self.B), e)
         return (v if h is None else torch.addcmul(v, decay, h)).to(e.dtype)
 
     def adapt(self, y: Tensor, loop: int) -> Tensor:
@@ -512,7 +518,7 @@ class RecurrentCore(nn.Module):
     def balance(self, visits: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         """Sums over visits of their losses, see tile_moe.balance, and the load [L, E]; of (score, topk_idx, share) of
         each visit, those of as many rows together."""
-        layers, none = len(self.layers), self.loop_embedding.new_zeros(())
+        layers, none = len(self.layers), visits[0][2].new_zeros(())
         if not self.config.n_routed_experts:
             return none, none, none.new_zeros(layers, 0)
         parts = []
@@ -653,6 +659,7 @@ class Spider(nn.Module):
     def __init__(self, config: SpiderConfig):
         super().__init__()
         self.config, c = config, config
+        random_state = torch.get_rng_state()     # modules of others may draw values here, which init_weights replaces
         self.compute_dtype = torch.float32       # type of products and activations; parameters keep theirs
         self.recompute = "nothing"               # one of RECOMPUTE: layers whose activations the backward pass redoes
         self.compiled = False                    # see compile_layers
@@ -674,7 +681,18 @@ class Spider(nn.Module):
         self.coda = nn.ModuleList(Block(c) for _ in range(c.n_coda_layers))
         self.engram_output = ByteEngram(c, gated=True) if byte_memory else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
+        torch.set_rng_state(random_state)
         self.init_weights()
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """That of sums, logits and losses: at least fp32, whatever parameters and products are."""
+        return torch.promote_types(torch.promote_types(self.embed_tokens.dtype, self.compute_dtype), torch.float32)
+
+    def _apply(self, fn, recurse: bool = True):
+        """What `half()`, `to(dtype)` and the like do to parameters they do to the type of products."""
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        return super()._apply(fn, recurse)
 
     @torch.no_grad()
     def init_weights(self):
@@ -693,7 +711,17 @@ class Spider(nn.Module):
             null_segment, conv_weight           0
             Engram tables, followed             0; their hash constants from the table's place in the model
             expert_bias                         0
-        """
+            what modules of others hold         by their reset_parameters, drawn behind all of these
+
+        RuntimeError names what nobody initializes."""
+        unwritten = Unwritten(self)
+        self._init_own()
+        unwritten.reset()
+        if names := unwritten.names():
+            raise RuntimeError(f"nobody initializes {', '.join(names)}: give what holds it a reset_parameters() that "
+                               f"does; a constructor's values are lost where a model is made on the meta device")
+
+    def _init_own(self):
         c = self.config
         depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
         tables = 0
@@ -757,7 +785,7 @@ class Spider(nn.Module):
         evaluation cuts as often as training. The gradient goes straight through to p. summed [documents] float64: when
         decoding, the sum of p over earlier steps; it goes on.
         """
-        c, ids, dtype = self.config, input_ids.reshape(-1), self.embed_tokens.dtype
+        c, ids, dtype = self.config, input_ids.reshape(-1), self.wide_dtype
         if c.boundaries == "learned":
             p = self.boundary_predictor(rms_norm(x)).squeeze(1).sigmoid()          # [M]
             total = p.detach().double()
@@ -808,7 +836,8 @@ class Spider(nn.Module):
         byte = torch.arange(len(b), device=device)
         own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
         last_byte = byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]                # of each segment
-        share = F.pad(self.embed_tokens.new_full((segments,), 1 / max(1, segments)), (0, rows - segments))
+        share = z.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
+        share = F.pad(share, (0, rows - segments))
         cu_seqlens = F.pad(cu_seqlens, (0, int(rows > segments)), value=rows)
         before = None if state is None else state.segments
         packing = Packing.build(cu_seqlens, rows, longest, self.config, self.compute_dtype, 0, before)
@@ -862,7 +891,7 @@ class Spider(nn.Module):
             x = self.run(block, x, packing, cache and cache.of(i))
         if self.engram_output is not None:
             x = x + self.engram_output(x, shifted, matched)
-        return self.lm_head(rms_norm(x)).to(self.embed_tokens.dtype)
+        return self.lm_head(rms_norm(x)).to(self.wide_dtype)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
                 noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
@@ -871,8 +900,13 @@ class Spider(nn.Module):
         In training mode row i's noise, of segments and dropout, is a function of noise_seed + i, or comes from torch's
         default generator where that is None. Documents end at EOS and begin at BOS; every row begins one. cu_seqlens is
         document_cu_seqlens(input_ids): worked out beforehand on the host, it saves a wait for the device.
+
+        ValueError for input_ids or labels of another form.
         """
+        check_ids("input_ids", input_ids)
         c, (sequences, length) = self.config, input_ids.shape
+        if labels is not None:
+            check_ids("labels", labels, sequences, length)
         n_loops = c.n_loops if n_loops is None else n_loops
         ids = input_ids.reshape(-1)
         cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
@@ -885,7 +919,7 @@ class Spider(nn.Module):
         if self.training and (self.dropout or c.boundaries == "learned"):
             noise = byte_noise(noise_seed, sequences, length, ids.device).flatten()
         x = dropped(self.before_core(ids, packing, shifted, matched), of_bytes, noise, 0)    # [M, D]
-        none = self.embed_tokens.new_zeros(())
+        none = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
         segments, boundary_loss, handed = 0, none, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
@@ -960,7 +994,9 @@ class Spider(nn.Module):
         return obstacle
 
     def set_backend(self, backend: str):
-        """Which of tile_moe.BACKENDS computes the experts."""
+        """Which of tile_moe.BACKENDS computes the experts; ValueError for any other name."""
+        if backend not in BACKENDS:
+            raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
         for module in self.modules():
             if isinstance(module, MoE):
                 module.backend = backend
@@ -977,13 +1013,13 @@ class Spider(nn.Module):
         """The state of `rows` rows that have read nothing yet; n_loops, or the config's."""
         c, weight = self.config, self.embed_tokens
         n_loops, latent = c.n_loops if n_loops is None else n_loops, c.kv_lora_rank + c.qk_rope_head_dim
-        held = weight.new_zeros(0, dtype=self.compute_dtype)
+        held, summed = (weight.new_zeros(0, dtype=dtype) for dtype in (self.compute_dtype, self.wide_dtype))
         count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         null = held.new_zeros(c.hidden_size) if self.core is None else self.null_handed().detach().to(held.dtype)
         return DecodingState(
             n_loops=n_loops, last_bytes=count.new_full((rows, c.longest_order), PAD_ID), position=count,
-            segments=count.clone(), summed=count.double(), begun=weight.new_zeros(rows, c.hidden_size),
-            begun_bytes=weight.new_zeros(rows, 1), handed=null.repeat(rows, 1),
+            segments=count.clone(), summed=count.double(), begun=summed.new_zeros(rows, c.hidden_size),
+            begun_bytes=summed.new_zeros(rows, 1), handed=null.repeat(rows, 1),
             matches=count.new_zeros(1 + 2 * c.match_contexts, rows, 1),
             byte_latents=held.new_zeros(c.n_prelude_layers + c.n_coda_layers, 1, rows, 1, latent),
             segment_latents=held.new_zeros(c.n_recurrent_layers, n_loops, rows, 1, latent),
@@ -995,9 +1031,10 @@ class Spider(nn.Module):
         `forward` in evaluation mode over all that the rows have read. The core runs where a segment ends, for all that
         end here together. Inside `cast_weights_once` weights are cast for many steps at once.
 
-        RuntimeError in training mode, whose segments are drawn."""
+        RuntimeError in training mode, whose segments are drawn; ValueError for input_ids of another form."""
         if self.training:
             raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
+        check_ids("input_ids", input_ids, len(state.position), "n")
         rows, n = input_ids.shape
         known = torch.cat((state.last_bytes, input_ids), dim=1)
         starts = document_starts(known[:, -n - 1:])[:, 1:]
@@ -1121,6 +1158,49 @@ class Spider(nn.Module):
         return 6 * products + 3 * 2 * attention
 
 
+class Unwritten:
+    """What of a module nobody has written since this was made: floats are filled with NaN, which has to go, and of
+    other numbers a version is counted. On the meta device there is nothing to write."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        for tensor in self._tensors().values():
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
+        self.before = {name: (tensor, tensor._version) for name, tensor in self._tensors().items()
+                       if not tensor.is_floating_point()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: tensor for name, tensor in tensors if not (tensor.is_meta or tensor.is_inference())}
+
+    def names(self) -> list[str]:
+        tensors = self._tensors()
+        unwritten = {name: tensor is tensors.get(name) and tensor._version == version
+                     for name, (tensor, version) in self.before.items()}
+        return [name for name, tensor in tensors.items() if unwritten.get(name) or (
+            tensor.is_floating_point() and bool(tensor.isnan().any()))]
+
+    def reset(self):
+        """Has the module that holds it initialize it, or the next one around that has a reset_parameters."""
+        holders = []
+        for name in self.names():
+            path = name.split(".")[:-1]
+            around = (self.module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
+            holders += [module for module in around if hasattr(module, "reset_parameters")][:1]
+        for module in dict.fromkeys(holders):
+            module.reset_parameters()
+
+
+def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str = "T"):
+    """ValueError unless ids are int64 [rows, length], where a number must be met and a letter is any from 1 on."""
+    sizes = list(ids.shape)
+    if ids.dtype != torch.int64 or len(sizes) != 2 or any(
+            size != wanted if isinstance(wanted, int) else size < 1 for size, wanted in zip(sizes, (rows, length))):
+        raise ValueError(f"{name} must be int64 [{rows}, {length}], at least a byte of each row, not "
+                         f"{str(ids.dtype).removeprefix('torch.')} {sizes}")
+
+
 def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None,
          generator: torch.Generator | None) -> Tensor:
     """Draws a byte or EOS for each row of logits [rows, vocab_size] -> int64 [rows]. temperature 0 takes the likeliest;
@@ -1135,7 +1215,9 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
     if top_k is not None:
         ordered[:, top_k:] = 0
     if top_p is not None:
-        ordered[(ordered.cumsum(1) - ordered) / ordered.sum(1, keepdim=True) >= top_p] = 0
+        beyond = (ordered.cumsum(1) - ordered) / ordered.sum(1, keepdim=True) >= top_p
+        beyond[:, 0] = False                                                                 # fp32 has no 1e-50
+        ordered[beyond] = 0
     return order.gather(1, torch.multinomial(ordered, 1, generator=generator)).squeeze(1)
 
 

@@ -358,8 +358,14 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
     """rows [P, D] sorted by expert, each times its expert's weights [E, D, F]; expert_end [E] int32 -> [P, F].
 
     Rows behind the last expert's, and their gradients, come out uninitialised: nothing may sum over them."""
-    product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
+    product = {torch.bfloat16: F.grouped_mm, torch.float64: _multiply_in_turn}.get(rows.dtype, _uncompiled_grouped_mm)
     return product(rows, weights, offs=expert_end)
+
+
+def _multiply_in_turn(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """grouped_mm in float64, which torch's has not: one product after the other, for what is to be exact."""
+    *groups, tail = rows.tensor_split(offs.tolist())
+    return torch.cat([group @ weight for group, weight in zip(groups, weights)] + [tail @ torch.zeros_like(weights[0])])
 
 
 _uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # torch.compile accepts it in bf16 alone

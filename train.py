@@ -20,7 +20,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -45,7 +45,7 @@ from distributed import LeftByPeer, World, WorldError
 from engram import EngramTable
 from layers import Linear, document_cu_seqlens
 from leaving import Diverged, Leaving, Stopped, StopSignals, wants_memory
-from optim import Optimizers, multiplies_bf16, quiet
+from optim import OPTIMIZERS, Optimizers, OptimizerSettings, multiplies_bf16, quiet
 from spider_model import (LOSS_PARTS, MAX_LOOPS, PRESETS, RECOMPUTE, MoE, Spider, SpiderConfig, SpiderOutput,
                           component_of)
 from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend
@@ -72,7 +72,7 @@ class Flag:
 def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
     def parse(text):
         try:
-            value = int(text) if text.isdigit() else float(text)  # 10e9 is a whole number too
+            value = int(text) if files.decimal(text).isdigit() else float(text)  # 10e9 is a whole number too
         except ValueError:
             value = math.nan
         if not low <= value <= high or value != int(value):
@@ -83,10 +83,7 @@ def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
 
 def real(low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False) -> Callable:
     def parse(text):
-        try:
-            value = float(text)
-        except ValueError:
-            raise ValueError("a number") from None
+        value = files.number(text)
         excluded = (open_low and value == low) or (open_high and value == high) or math.isinf(value)
         if excluded or not low <= value <= high:
             raise ValueError(f"a number {'above' if open_low else 'of at least'} {low:g}" + (
@@ -104,6 +101,9 @@ def one_of(*choices: str) -> Callable:
     return parse
 
 
+HIGHEST_RATE = 1000.0                     # beyond it nothing is learned, and steps overflow
+MOST_MICRO_STEPS = 1 << 16
+
 # Defaults are the recipe of `1b`; RECIPES below has what is otherwise for the smaller models.
 FLAGS = (
     # model
@@ -112,32 +112,36 @@ FLAGS = (
     Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
     Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
     # data
-    Flag("data_dir", "data", str, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),
+    Flag("data_dir", "data", files.a_path, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),
     Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
     Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN"),
     Flag("micro_batch", 64, integer(1, 1 << 20), "sequences a device takes at once; fewer: less memory", "MICRO_BATCH"),
-    Flag("grad_accum", 1, integer(1, 1 << 16), "micro-steps per optimizer step", "GRAD_ACCUM"),
+    Flag("grad_accum", 1, integer(1, MOST_MICRO_STEPS), "micro-steps per optimizer step", "GRAD_ACCUM"),
     Flag("global_batch", None, integer(1), "bytes per optimizer step on all ranks together, in place of --grad_accum"),
     # horizon
     Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the schedule's horizon", "TARGET_TOKENS"),
     Flag("target_flops", None, real(0, open_low=True), "the horizon as training FLOPs, in place of --target_tokens"),
     Flag("target_param_data_ratio", None, real(0, open_low=True), "the same as bytes per parameter, tables left out"),
-    Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens"),
+    Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens, beyond which the "
+         "learning rate stays at its lowest"),
     # optimizer
-    Flag("optimizer", "auto", one_of("auto", "adamw", "adamw8bit", "muon"), "auto: muon (AdamW for the rest)"),
-    Flag("lr", 3e-4, real(0, open_low=True), "peak learning rate (Muon's steps have AdamW's size)", "LR"),
-    Flag("engram_lr", 0.25, real(0), "learning rate of the Engram tables: the size of a row's first step"),
+    Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon (AdamW for the rest)"),
+    Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's steps have AdamW's "
+         "size)", "LR"),
+    Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE),
+         "learning rate of the Engram tables: the size of a row's first step"),
     Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as an epoch begins"),
     Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear decay"),
     Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up"),
     Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
     Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a part of the peak"),
-    Flag("weight_decay", 0.1, real(0), "of matrices; never of vectors and Engram tables"),
+    Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE),
+         "of matrices; never of vectors and Engram tables"),
     Flag("dropout", 0.0, real(0, 0.9), "of what the core reads and of what it hands back, a fifth as much of "
          "bytes before and behind it; grows over ten epochs, from 0 in the first"),
-    Flag("beta1", 0.9, real(0, 1, open_high=True), "AdamW's first decay"),
-    Flag("beta2", 0.95, real(0, 1, open_high=True), "AdamW's second decay"),
-    Flag("momentum", 0.95, real(0, 1, open_high=True), "Muon's momentum"),
+    Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's first decay"),
+    Flag("beta2", OptimizerSettings.beta2, real(0, 1, open_high=True), "AdamW's second decay"),
+    Flag("momentum", OptimizerSettings.momentum, real(0, 1, open_high=True), "Muon's momentum"),
     Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off"),
     Flag("max_skipped", 10, integer(1), "stop after so many steps in a row that are not finite"),
     Flag("seed", 0, integer(0), "of weights, data order, segment noise, dropout and loop counts"),
@@ -151,24 +155,25 @@ FLAGS = (
     Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); alone: on; auto: on "
          "a GPU, where it works", alone="on"),
     Flag("shards", 1, integer(1, 1 << 16), "ranks that share out weights and optimizer state; the rest replicate them"),
-    Flag("rank_timeout", 300, real(0, open_low=True), "seconds that ranks wait for one another, after the first step"),
+    Flag("rank_timeout", 300, real(0, 1e6, open_low=True), "seconds that ranks wait for one another, after the first "
+         "step; for a save as long as it takes"),
     Flag("deterministic", False, None, "on a GPU: kernels that give the same bits every time, some slower"),
     Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "layers whose activations the backward pass computes again; "
          "auto: the fewest with which a step fits into the device's memory"),
     Flag("no_gradient_checkpointing", False, None, "the same as --recompute nothing"),
     # checkpoints
-    Flag("ckpt_dir", "checkpoints", str, "where checkpoints and metrics.jsonl go"),
+    Flag("ckpt_dir", "checkpoints", files.a_path, "where checkpoints and metrics.jsonl go; its mock/ with --mock_data"),
     Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY"),
     Flag("sharded_checkpoints", False, None, "write a directory, every rank its part, where one file gets too large"),
     Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
-    Flag("resume", None, str, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
+    Flag("resume", None, files.a_path, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
     Flag("reset_steps", False, None, "take the weights alone: fresh optimizer, step 0, data from the start"),
     # evaluation and logs
     Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none"),
     Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones"),
     Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none"),
     Flag("sample_prompt", None, str, "what samples go on from; without it held-out text, where there is evaluation"),
-    Flag("run", None, str, "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
+    Flag("run", None, files.filled("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
     Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
     Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
 )
@@ -184,15 +189,21 @@ def brief_warmup(config: SpiderConfig, steps: float) -> int:
     return int(min(40, steps / 25))
 
 
+def ten_evaluations(config: SpiderConfig, steps: float) -> int:
+    """Steps between evaluations, ten in a horizon of so many. On all that validates of tinyshakespeare one takes as
+    long as 8 steps of tiny: ten add 3% to the recipe's 2,930 steps, and 31% to one pass, 245."""
+    return max(1, math.ceil(steps / 10))
+
+
 # What a model trains with where neither flag nor environment says otherwise; a function makes it of config and steps.
 # docs/learning.md measures what tiny has.
 RECIPES = {
     "1b": {},
     "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=30_000_000, lr=measured_rate,
-                  warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=250, eval_every=1000,
+                  warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=250, eval_every=ten_evaluations,
                   eval_tokens=524_288),
     "tiny": dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate,
-                 warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=1000,
+                 warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=ten_evaluations,
                  eval_tokens=262_144),
 }
 
@@ -243,6 +254,8 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
         raise UsageError(f"--no_gradient_checkpointing: it is --recompute nothing, and --recompute {args.recompute} is "
                          "given: give one of the two")
     args.recompute = "nothing" if args.no_gradient_checkpointing else args.recompute
+    if args.mock_data and "ckpt_dir" not in args.given:
+        args.ckpt_dir = os.path.join(args.ckpt_dir, "mock")
     return args
 
 
@@ -270,17 +283,21 @@ def take_batch(args, ranks: int):
         raise UsageError(f"--grad_accum: {args.grad_accum} makes {args.grad_accum * at_once:,} bytes a step on {ranks} "
                          f"rank{'s' * (ranks > 1)}, --global_batch is {args.global_batch:,}: give one of the two")
     args.grad_accum = args.global_batch // at_once
+    if args.grad_accum > MOST_MICRO_STEPS:
+        raise UsageError(f"--global_batch: {args.global_batch:,} bytes are {args.grad_accum:,} micro-steps of "
+                         f"{at_once:,}: at most {MOST_MICRO_STEPS:,}, or raise --micro_batch")
 
 
 def take_recompute(args, model: Spider, n_loops: int, optimizer: str, precision: str, device: torch.device,
-                   world: World | None = None) -> str:
-    """Settles --recompute auto, alike on all ranks; returns the line that says what a step then takes."""
+                   world: World | None = None, rate: float | None = None) -> dict[str, float]:
+    """Settles --recompute auto, alike on all ranks; returns the bytes by purpose that a rank then takes of the device's
+    memory. `rate`: bytes per segment, where it is not the config's."""
     world = World() if world is None else world
-    there = cost.memory_of(device) / (world.local_ranks if device.type == "cpu" else 1)
-    estimate = partial(cost.estimate_memory, model, n_loops, args, optimizer, precision, device, world=world)
-    args.recompute, needed = world.lead(lambda: cost.choose_recompute(args.recompute, estimate, there))
-    return (f"recompute {args.recompute}, a step takes about {needed / 1e9:.3g} GB of {there / 1e9:.0f}"
-            + ": NOT ENOUGH" * (needed > there))
+    estimate = partial(cost.estimate_memory, model, n_loops, args, optimizer, precision, device, world=world, rate=rate)
+    args.recompute, memory = world.lead(lambda: cost.choose_recompute(
+        args.recompute, lambda recompute: cost.beside_tensors(model, optimizer, device, world) | estimate(recompute),
+        cost.memory_of(device, world)))
+    return memory
 
 
 def take_horizon(args, model: Spider, n_loops: int):
@@ -302,9 +319,9 @@ def take_horizon(args, model: Spider, n_loops: int):
             setattr(args, flag.name, rule(model.config, args.target_tokens / args.global_batch))
 
 
-def model_config(args) -> SpiderConfig:
-    """The config of the recipe's preset with what --n_loops and --set ask for."""
-    config = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=args.n_loops)
+def model_config(args, base: SpiderConfig | None = None) -> SpiderConfig:
+    """What --set makes of a config; without one, of the recipe's preset with --n_loops."""
+    config = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=args.n_loops) if base is None else base
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for setting in (args.set or "").split(",") if args.set else ():
         name, _, text = setting.partition("=")
@@ -317,9 +334,9 @@ def model_config(args) -> SpiderConfig:
             if kind is bool:
                 fields[name] = {"true": True, "false": False}[text.lower()]
             elif kind is tuple:
-                fields[name] = tuple(int(part) for part in text.split("+") if part)
+                fields[name] = tuple(int(files.decimal(part)) for part in text.split("+") if part)
             else:
-                fields[name] = kind(text)
+                fields[name] = text if kind is str else kind(files.decimal(text))
         except (ValueError, KeyError):
             wanted = {bool: "true or false", tuple: "whole numbers joined by +"}.get(kind, kind.__name__)
             raise UsageError(f"--set: {name} takes {wanted}, not {text!r}") from None
@@ -347,15 +364,14 @@ def lr_factor(step: int, horizon: int, args) -> float:
 def empties_tables(args, loader: data.Loader, first: int) -> bool:
     """Whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will be
     read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
-    return args.engram_reset and cost.epochs_over(loader, args.target_tokens - first * args.seq_len) >= 0.5
+    left = cost.epochs_over(loader, args.target_tokens - first * args.seq_len)
+    return args.engram_reset and float(loader.share @ left) >= 0.5
 
 
 def dropout_at(args, loader: data.Loader, first: int) -> float:
     """The dropout of a step that begins at sequence `first`: none of text that is read for the first time, then more
     each time, up to --dropout after DROPOUT_EPOCHS; of a mixture the mean over its sources."""
-    share = loader.counts / loader.counts.sum()
-    grown = (share * first // loader.windows / DROPOUT_EPOCHS).clip(max=1)
-    return args.dropout * float((share * grown).sum())
+    return args.dropout * float(loader.share @ (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1))
 
 
 def step_seed(seed: int, step: int, purpose: str) -> int:
@@ -691,6 +707,33 @@ def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, 
                 mean_loops=loops, expert_balance=balance, skipped=skipped, **dict(zip(LOSS_PARTS, parts)))
 
 
+TIMED = 2.0                               # seconds of steps that a dry run times, one at least
+
+
+def time_steps(config: SpiderConfig, n_loops: int, args, world: World, precision: str, backend: str, optimizer: str,
+               loader: data.Loader | None) -> float:
+    """Bytes/s of whole steps of a model of its own, as they are in the middle of a run: its data, learning rate and
+    dropout. Nothing is written. Where there is no data yet, made-up sentences serve."""
+    loader = data.Loader([data.mock_source(args.seed)], args.seq_len, args.seed) if loader is None else loader
+    with torch.device("meta"):
+        model = Spider(config)
+    make_real(model, world.device, precision, backend, args)
+    optimizers, times, batch = Optimizers(model, optimizer, args), [], args.global_batch // args.seq_len
+    horizon = math.ceil(args.target_tokens / args.global_batch)
+    while not times or sum(times) < TIMED:
+        step = horizon // 2 + len(times)
+        start = time.perf_counter()
+        batches = list(batches_of(loader, args, world, step, step * batch))
+        model.dropout = dropout_at(args, loader, step * batch)
+        sums, tokens = accumulate(model, batches, n_loops)
+        optimizers.set_lr(args.lr, lr_factor(step, horizon, args))
+        update(model, optimizers, sums, tokens, sum(part.real for part in batches), args)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return args.global_batch / float(np.median(times[1:] or times))  # the first one sets up
+
+
 def out_of_memory(fault: Exception, args) -> str | None:
     """One line of advice where an error is for want of memory, else None."""
     if not wants_memory(fault):
@@ -711,8 +754,8 @@ STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step 
 
 
 def command_line(argv: list[str] | None = None) -> int:
-    """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence; 128 and
-    the signal's number where one ended the run in order."""
+    """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence, and for
+    a dry run that finds not enough memory or disk; 128 and the signal's number where one ended the run in order."""
     status, args, world, shared = 2, None, World(), False
     with StopSignals(world) as stop:
         try:
@@ -720,9 +763,9 @@ def command_line(argv: list[str] | None = None) -> int:
             with ExitStack() as closing:
                 closing.enter_context(world)
                 closing.callback(setattr, stop, "seconds", None)  # nothing interrupts what the world tells the others
-                main(args, stop, closing, world)
+                done = main(args, stop, closing, world)
             sys.stdout.flush()
-            return 0
+            return done
         except BrokenPipeError:           # of `--dry_run | head`: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -778,25 +821,42 @@ def set_up(args, closing: ExitStack, world: World) -> tuple[torch.device, str]:
     return device, precision
 
 
-def config_of_run(args, origin: Path | None, state: dict | None) -> SpiderConfig:
-    """The model's config; that of the checkpoint `origin` where a run goes on from its `state`, as --n_loops then is."""
-    config = model_config(args)
+@contextmanager
+def refusals(args, world: World):
+    """Inside, what forbids to go on in --ckpt_dir ends a run; a dry run says so in a line, and looks on without it."""
+    try:
+        yield
+    except CheckpointError as fault:
+        if args.resume or not args.dry_run:
+            raise
+        if world.leads:
+            print(files.one_line(f"a run would be refused: {fault}"))
+
+
+def config_of_run(args, home: RunDirectory | None, state: dict | None, world: World) -> SpiderConfig:
+    """The model's config. Where a run goes on from its `state` it is that of the checkpoint, of which --set may change
+    what has no shape, and so is --n_loops; --model is to have its shapes."""
     if not state:
+        return model_config(args)
+    with refusals(args, world):
+        there = SpiderConfig(**state["cfg"])
+        config = model_config(args, dataclasses.replace(there, vocab_size=tokenizer.VOCAB_SIZE))
+        if state["cfg"].get("vocab_size") != config.vocab_size:
+            raise CheckpointError(f"{home.origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here "
+                                  f"are {config.vocab_size}")
+        for asked in (config, *(model_config(args),) * (args.model != "auto")):
+            check_same_model(home.origin, state["cfg"], asked)
+        if "n_loops" not in args.given:
+            args.n_loops = state.get("n_loops", config.n_loops)
+        if args.dry_run and world.leads:
+            print(files.one_line(home.start_line(state)))
         return config
-    if state["cfg"].get("vocab_size") != config.vocab_size:
-        raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
-                              f"{config.vocab_size}")
-    if args.model != "auto" or args.set:
-        check_same_model(origin, state["cfg"], config)
-    config = SpiderConfig(**state["cfg"])
-    if "n_loops" not in args.given:
-        args.n_loops = state.get("n_loops", config.n_loops)
-    return config
+    return model_config(args)
 
 
 def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device, precision: str, backend: str,
                         optimizer: str, recompute: tuple[str, str], world: World, remarks: list[str]):
-    """A line for each choice, those of `auto` marked, the remarks, one for the recipe: what --dry_run prints first."""
+    """A line for each choice, those of `auto` marked, the remarks, one for the recipe."""
     sizes = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=model.config.n_loops)
     name = args.recipe if model.config == sizes else f"{args.recipe}, changed"
     parameters = sum(p.numel() for p in model.parameters())
@@ -847,6 +907,15 @@ def start_wandb(args, progress: Progress, closing: ExitStack):
     return run
 
 
+def batches_of(loader: data.Loader, args, world: World, step: int, first: int) -> Iterable[Batch]:
+    """A rank's micro-batches of a step whose sequences begin at number `first`."""
+    noise = step_seed(args.seed, step, "noise")
+    for micro_step in range(args.grad_accum):
+        ids, labels, _ = loader.micro_batch(first, micro_step, args.micro_batch, world.rank, world.ranks)
+        noise_seed = noise + (micro_step * world.ranks + world.rank) * args.micro_batch
+        yield Batch.of(ids, labels, noise_seed).to(world.device)
+
+
 class Feed:
     """This rank's micro-batches, step after step; a thread works out those of a step during the one before it.
 
@@ -893,18 +962,34 @@ class Feed:
             self.first += self.args.micro_batch * self.world.ranks * self.args.grad_accum
 
     def _fetch(self, step: int, first: int) -> tuple[list[Batch], int]:
-        noise, out, rank, ranks = step_seed(self.args.seed, step, "noise"), [], self.world.rank, self.world.ranks
-        for micro_step in range(self.args.grad_accum):
+        out = []
+        for batch in batches_of(self.loader, self.args, self.world, step, first):
+            out.append(batch)
             if self.closed:
                 break
-            ids, labels, _ = self.loader.micro_batch(first, micro_step, self.args.micro_batch, rank, ranks)
-            noise_seed = noise + (micro_step * ranks + rank) * self.args.micro_batch
-            out.append(Batch.of(ids, labels, noise_seed).to(self.world.device))
         return out, self.loader.epoch(first)
 
 
-def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World):
-    """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`."""
+def dry_run(args, model: Spider, n_loops: int, precision: str, device: torch.device, world: World,
+            memory: dict[str, float], size: float, sources: list[data.Source], loader: data.Loader | None,
+            lengths: dict[str, float], usual: float, time_them: Callable, say: Callable) -> int:
+    """Prints what a run would take, the verdict first; exit status 1 where memory or disk do not suffice."""
+    enough = cost.print_verdict(args, memory, cost.memory_of(device, world), size)
+    peak = cost.product_rate(device) * world.ranks * (2 if precision == "fp8" else 1)
+    bound = peak / model.flops_per_byte(usual, n_loops, args.seq_len)
+    rate = cost.expected_rate(args, device, world.ranks, sum(memory.values()), bound, time_them)
+    warnings = (cost.horizon_warnings(args, loader, math.ceil(args.target_tokens / args.global_batch), lr_factor)
+                + cost.segment_warnings(model.config, lengths, args.seq_len))
+    cost.print_outlook(args, loader, sources, rate, warnings)
+    say()
+    cost.print_tables(model, n_loops, args, [flag.name for flag in FLAGS], usual)
+    print(describe_fp8(model, args.fp8_experts))
+    return 0 if enough else 1
+
+
+def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World) -> int:
+    """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`. Returns the exit status
+    of one that comes to its end."""
     start_log("INFO" if world.leads else "ERROR")
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -913,10 +998,13 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
 
     # -----------------------------------------------------------------------------------------------------------------
     # What to go on from, and which model that makes
-    home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, args.dry_run, world)
-    state = home.load()
+    home = state = None
+    with refusals(args, world):
+        home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, args.dry_run, world,
+                            args.mock_data)
+        state = home.load()
     take_recipe(args, device, state and state.get("recipe"))
-    config = config_of_run(args, home.origin, state)
+    config = config_of_run(args, home, state, world)
     n_loops = args.n_loops
     with torch.device("meta"):
         model = Spider(config)
@@ -932,27 +1020,27 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         agree=lambda able: int(world.sum(torch.tensor(int(able), device=device))) == world.ranks,
         compiled=args.compile == "on")
     optimizer = "muon" if args.optimizer == "auto" else args.optimizer
-    asked = args.recompute
-    recompute = take_recompute(args, model, n_loops, optimizer, precision, device, world), asked
-    say_what_was_chosen(args, model, n_loops, device, precision, backend, optimizer, recompute, world, remarks)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Data
+    # Data, and what the run takes
     sources = open_sources(args)
     loader = data.Loader(sources, args.seq_len, args.seed) if sources else None
-    alone, memory = (cost.estimate_memory(model, n_loops, args, optimizer, precision, device, args.recompute, ranks)
-                     for ranks in (None, world))
-    size = cost.checkpoint_size(alone)
-    if args.dry_run and world.leads:
-        cost.print_dry_run(model, n_loops, args, [flag.name for flag in FLAGS], memory, size, sources, loader, device,
-                           lr_factor)
-        print(describe_fp8(model, args.fp8_experts))
+    lengths = cost.segment_lengths(model, sources, args)
+    usual, asked = cost.mean_length(config, sources, lengths), args.recompute  # bytes per segment
+    memory = take_recompute(args, model, n_loops, optimizer, precision, device, world, usual)
+    size = cost.checkpoint_size(model, optimizer)
+    say = partial(say_what_was_chosen, args, model, n_loops, device, precision, backend, optimizer,
+                  (f"recompute {args.recompute}", asked), world, remarks)
     if args.dry_run:
-        return
+        time_them = partial(time_steps, config, n_loops, args, world, precision, backend, optimizer, loader)
+        return dry_run(args, model, n_loops, precision, device, world, memory, size, sources, loader, lengths, usual,
+                       time_them, say) if world.leads else 0
+    say()
+    logger.info(cost.describe_memory(memory, cost.memory_of(device, world)))
     validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
     eval_rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # at a time: without gradients there is room for more
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
-    cost.check_memory(sum(memory.values()) * (world.local_ranks if device.type == "cpu" else 1) + size, device)
+    cost.check_memory(sum(memory.values()), device, world)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model, real: values, FP8, compilation
@@ -972,10 +1060,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     last_step = args.max_steps or horizon
     flops_per_byte = lru_cache(lambda loops, rate: model.flops_per_byte(rate, loops, args.seq_len))
     ceiling = cost.product_rate(device) * world.ranks
-    usual = config.bytes_per_segment
-    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, usual) / 1e9:.2g} "
-                f"GFLOP per byte at {usual:.2g} bytes per segment; checkpoints in {home.path}")
-    for warning in cost.horizon_warnings(args, loader, horizon, lr_factor):
+    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, usual) / 1e9:.2g}"
+                f" GFLOP per byte at {usual:.2g} bytes per segment; checkpoints in {home.path}")
+    for warning in (*cost.horizon_warnings(args, loader, horizon, lr_factor),
+                    *cost.segment_warnings(config, lengths, args.seq_len)):
         logger.warning(warning)
     metrics_file, writer = home.open(progress, last_step, args.keep_last, size, args.sharded_checkpoints)
     tracker = start_wandb(args, progress, closing) if world.leads else None
@@ -995,6 +1083,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
 
     # -----------------------------------------------------------------------------------------------------------------
     # The loop
+    first_step = progress.step + 1
     while leaving.goes_on(progress):
         if progress.owed is None:         # else a run before this one did the step, and owes what follows it
             # ---------------------------------------------------------------------------------------------------------
@@ -1022,6 +1111,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             # Once in a while: a step to look at
             if progress.skipped or spike:
                 logger.warning(odd_step_line(progress, first, batch, args))
+            if progress.step == first_step and not lengths:  # of cuts that are learned no sample tells before
+                for warning in cost.segment_warnings(config, {f"step {first_step}": numbers["bytes_per_segment"]},
+                                                     args.seq_len):
+                    logger.warning(warning)
             if profiler:
                 profiler.step()
         metrics = progress.owed
@@ -1051,6 +1144,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     if not writer.holds(progress.step):
         save()
     leaving.report(progress, how_to_go_on(args))
+    return 0
 
 
 def leave_curves(directory: Path, stop: StopSignals):

@@ -1,7 +1,11 @@
 """What several test files share: a small model with every component awake, bytes for it, and whole small runs."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +15,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
+CACHE = tempfile.TemporaryDirectory()     # before transformers is imported: no network, nothing in the home directory
+os.environ |= dict(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import data  # noqa: E402
 import look  # noqa: E402
 import rehearsal  # noqa: E402
+import train  # noqa: E402
 from checkpoint import find_checkpoints  # noqa: E402
 from engram import EngramTable, MatchMemory  # noqa: E402
+from layers import wide  # noqa: E402
 from spider_model import Spider, SpiderConfig  # noqa: E402
 from tokenizer import BOS_ID, EOS_ID  # noqa: E402
 from train import accumulate, command_line, update  # noqa: E402
@@ -31,10 +39,20 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_curves():
-    """Runs draw no curves.png, which takes longer than their steps; tests/test_look.py has them draw it."""
+def interrupts():
+    """Tests and the processes that they start hear SIGINT, also where a shell has its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_slow():
+    """Runs draw no curves.png, and dry runs time no step: both take longer than the rest of them. tests/test_look.py
+    and tests/test_cost.py have them do it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(look, "draw_curves", lambda *_: None)
+        patch.setattr(train, "time_steps", lambda *_: 1000.0)
         yield
 
 
@@ -76,7 +94,7 @@ def gradients(model: Spider) -> dict:
     found = {name: p.grad for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         if isinstance(module, EngramTable) and module.gathered():
-            found[f"{name}.weight"] = torch.zeros_like(module.weight)
+            found[f"{name}.weight"] = torch.zeros_like(wide(module.weight))
             for row, grad, _ in module.gathered():
                 found[f"{name}.weight"].index_add_(0, row, grad)
     return found
@@ -103,6 +121,18 @@ def contents(directory: Path) -> dict[str, bytes]:
 def prepare(*args) -> int:
     """`data.py prepare` in this process, without others to work for it; its exit status."""
     return data.main(["prepare", "--workers", "1", *map(str, args)])
+
+
+MEASURED = """
+import atexit, re
+atexit.register(lambda: print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]))
+"""
+
+
+def measured(code: str, *argv) -> tuple[subprocess.CompletedProcess, int]:
+    """Run Python code in a process of its own; also its peak memory in kB, to which getrusage would add this one's."""
+    done = subprocess.run([sys.executable, "-c", MEASURED + code, *argv], cwd=ROOT, text=True, capture_output=True)
+    return done, int(done.stdout.split()[-1])
 
 
 SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
@@ -147,9 +177,10 @@ def final_state(directory):
 
 
 def metrics(directory):
-    """Lines of metrics.jsonl without what depends on the clock."""
+    """Lines of metrics.jsonl without what depends on the clock, or on where the run once ended."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tok_per_sec", "bf16_mfu", "memory", "time")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("tok_per_sec", "bf16_mfu", "memory", "time", "at_end")
+             and not ("at_end" in line and k.startswith("val_"))} for line in lines]
 
 
 def assert_same(a, b, where=""):

@@ -70,16 +70,40 @@ def test_every_step_can_be_the_one_where_a_run_is_interrupted(tmp_path, shards):
     assert_same_runs(whole, parts)
 
 
-def test_a_mixture_goes_on_exactly_in_each_sources_own_epoch(tmp_path, shards):
+@pytest.fixture
+def mixture(tmp_path, shards) -> str:
+    """Of which an epoch is about 33 sequences of 32 bytes."""
     other = tmp_path / "other"
     other.mkdir()
     np.random.default_rng(1).choice(np.frombuffer(b"xyz ", np.uint8), 400).astype("<u2").tofile(other / "a.bin")
-    mixture = f"{shards}:0.6,{other}:0.4"
-    whole = run(tmp_path, mixture, steps=36, ckpt="whole")
-    for steps in (11, 23, 36):
+    return f"{shards}:0.6,{other}:0.4"
+
+
+def test_a_mixture_goes_on_exactly_in_each_sources_own_epoch(tmp_path, mixture):
+    whole = run(tmp_path, mixture, steps=40, ckpt="whole")
+    for steps in (11, 23, 40):
         parts = run(tmp_path, mixture, steps=steps, ckpt="parts")
     assert final_state(whole)["epoch"] >= 2
     assert_same_runs(whole, parts)
+
+
+def test_the_evaluation_at_an_end_that_a_run_went_past_stays_marked_and_counts_for_nothing(tmp_path, shards):
+    for steps in (6, 8, 9):               # 8 is a multiple of --eval_every
+        directory = run(tmp_path, shards, steps=steps)
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "val_loss" in line] == [n for n in (4, 6, 8, 9) if n <= steps]
+        assert [line["step"] for line in lines if line.get("at_end")] == [6] * (steps > 6)
+    assert_same_runs(run(tmp_path, shards, steps=9, ckpt="whole"), directory)
+
+
+def test_tables_of_a_mixture_are_emptied_as_its_second_epoch_begins(tmp_path, mixture, monkeypatch):
+    emptied, update = [], train.update
+    monkeypatch.setattr(train, "update", lambda *args, empty_tables: (emptied.append(empty_tables), update(
+        *args, empty_tables=empty_tables))[1])
+    lines = metrics(run(tmp_path, mixture, "--engram_reset", "--eval_every", "0", steps=30))
+    epochs = [line["epoch"] for line in lines]
+    assert 13 < epochs.index(1) < 23 and epochs == sorted(epochs) and epochs[-1] == 1
+    assert [step for step, empties in enumerate(emptied) if empties] == [epochs.index(1)]
 
 
 def test_evaluating_sampling_and_saving_may_change_between_the_parts_of_a_run(tmp_path, shards):
@@ -555,7 +579,7 @@ def test_a_resumed_run_keeps_nothing_of_its_checkpoint_mapped(tmp_path, shards, 
 
 def test_a_micro_batch_that_no_memory_holds_is_refused_at_start(tmp_path, shards, capsys):
     assert train.command_line(run_flags(shards, tmp_path / "run", "--micro_batch", "1e6")) == 2
-    assert "--micro_batch: a step takes about" in capsys.readouterr().err.splitlines()[-1]
+    assert "--micro_batch: a run takes about" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
@@ -812,6 +836,8 @@ def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path
     dict(owed=dict(step=1, loss="x")), dict(owed=dict(loss=1.0)), dict(owed=dict(step=2)), dict(owed=dict(step=True)),
     dict(owed=dict(step=1, loss=10 ** 400)), dict(n_loops=4097), dict(flags=dict(seed=10 ** 400)),
     dict(average_loss=1.0, last_loss=None), dict(flags=dict(lr=torch.ones(2))),
+    dict(average_loss=math.inf, last_loss=1.0), dict(last_loss=math.inf, average_loss=1.0), dict(noise=math.inf),
+    dict(flags=dict(lr=math.inf)), dict(flags=dict(lr=math.nan)), dict(lowest_average=-math.inf),
     dict(targets=[torch.ones(2)]), dict(best_loss=math.nan), dict(exploded="no"), dict(optimizer_state_dict=[]),
     dict(lineage=None)), ids=lambda change: next(iter(change)))
 def test_plain_values_that_no_run_writes_are_refused_by_name(tmp_path, trained, shards, change, capsys):
@@ -919,6 +945,20 @@ def test_a_line_of_metrics_that_a_kill_cut_short_is_dropped(tmp_path, shards):
     assert [line["step"] for line in metrics(directory)] == [1, 2, 3, 4]
 
 
+def test_what_is_no_finite_number_in_metrics_is_null_again_when_a_run_goes_on(tmp_path, shards):
+    """Where an earlier version, or somebody else, wrote it: lines are JSON for any reader."""
+    directory, foreign = run(tmp_path, shards, steps=2), []
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        foreign.append(line.replace('"step": 1,', '"step": 1, "a": NaN, "b": Infinity, "c": -Infinity, "d": 1e999,'))
+    foreign += ['{"step": Infinity}', '{"step": -1}', '{"step": 1.0}']
+    (directory / "metrics.jsonl").write_text("\n".join(foreign))
+    run(tmp_path, shards, steps=3)
+    lines = metrics(directory)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [lines[0].get(name, 0) for name in "abcd"] == [None] * 4 and lines[0]["loss"] > 1
+    assert not any(word in (directory / "metrics.jsonl").read_text() for word in ("NaN", "Infinity"))
+
+
 def test_the_most_loops_that_a_flag_takes_are_read_back(tmp_path, trained, capsys):
     for n_loops, fits in ((MAX_LOOPS, True), (MAX_LOOPS + 1, False)):
         torch.save(trained | dict(n_loops=n_loops), tmp_path / "spider-step1.pt")
@@ -962,6 +1002,38 @@ def test_another_model_than_the_checkpoints_is_refused_with_the_difference(tmp_p
     argv = ["--data_dir", str(shards), "--ckpt_dir", str(directory), "--set", SMALL + ",hidden_size=64"]
     assert train.command_line(argv) == 2
     assert "hidden_size 32 there, 64 asked for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags,said", ((("--reset_steps",), "changed by --set:"), ((), "not the same run any more:")))
+def test_what_has_no_shape_changes_with_a_line_and_stays_changed(tmp_path, shards, flags, said, capsys):
+    """--set changes the checkpoint's model, so that nothing else of it need be given again."""
+    origin = run(tmp_path, shards, steps=1) / "spider-step1.pt"
+    setting, changed = ("--set", "core_loss_weight=0.5,act_threshold=0.9"), dict(core_loss_weight=0.5, act_threshold=0.9)
+    directory = run(tmp_path, shards, "--resume", str(origin), *flags, *setting, steps=2, ckpt="on")
+    line, = [line for line in capsys.readouterr().err.splitlines() if said in line]
+    assert line.endswith(f"{said} act_threshold was 0.99, is 0.9; core_loss_weight was 0.0, is 0.5")
+    assert final_state(directory)["cfg"] == final_state(tmp_path / "run")["cfg"] | changed
+    assert metrics(directory)[-1]["core_loss"] > 0
+    argv = run_flags(shards, directory, *setting, steps=4)
+    for again in (argv[:-2], argv):                        # without any --set, and by the same
+        at = again.index("--set")
+        assert train.command_line(again[:at] + again[at + 2:]) == 0
+    assert "act_threshold" not in capsys.readouterr().err
+    assert final_state(directory)["step"] == 4 and final_state(directory)["cfg"]["core_loss_weight"] == 0.5
+
+
+@pytest.mark.parametrize("flags", ((), ("--reset_steps",)))
+def test_what_has_a_shape_is_refused_by_name_with_a_remedy_that_helps(tmp_path, shards, flags, capsys):
+    """Fields that could change go unnamed; cuts that are no longer learned would leave weights over."""
+    origin = run(tmp_path, shards, steps=1) / "spider-step1.pt"
+    for setting, named in (("ponder_weight=0,act_threshold=0.5,rope_theta=10,places=3", "places 1 there, 3"),
+                           ("boundaries=words", "boundaries learned there, words"),
+                           ("act=false", "act True there, False")):
+        argv = run_flags(shards, tmp_path / "new", "--resume", str(origin), *flags, "--set", setting)
+        assert train.command_line(argv) == 2 and not (tmp_path / "new").exists()
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"train.py: error: {origin} holds another model ({named} asked for), and its weights keep their shapes: "
+            f"leave that out of --model and --set, or train anew, without --resume, in a --ckpt_dir of its own")
 
 
 def test_a_config_of_before_a_field_came_is_one_with_its_default():

@@ -1,18 +1,30 @@
 """What a run would take: memory, the layers that are recomputed for it, a rate."""
 
+import json
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
 import weakref
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import final_state, run, run_flags, text
+from conftest import ROOT, SMALL, contents, final_state, run, run_flags, small_config, text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cost
+import data
 import train
 from spider_model import RECOMPUTE
-from train import Batch, parse_args
+from train import Batch, parse_args, time_steps
+
 
 class Live(TorchDispatchMode):
     """Bytes of the tensors made inside it that are alive, and the most there were."""
@@ -56,8 +68,8 @@ def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_docu
 def test_auto_recomputes_the_least_that_fits_with_room_to_spare_and_all_where_nothing_does():
     needs = dict(nothing=dict(a=50.0, b=10.0), core=dict(a=30.0, b=10.0), all=dict(a=20.0, b=5.0))
     for there, chosen in ((70, "nothing"), (61, "core"), (45, "core"), (44, "all"), (5, "all")):
-        assert cost.choose_recompute("auto", needs.get, there) == (chosen, sum(needs[chosen].values()))
-    assert cost.choose_recompute("core", needs.get, 5) == ("core", 40.0)
+        assert cost.choose_recompute("auto", needs.get, there) == (chosen, needs[chosen])
+    assert cost.choose_recompute("core", needs.get, 5) == ("core", needs["core"])
 
 
 def estimated(recompute: str, *flags, precision="bf16") -> float:
@@ -82,10 +94,10 @@ def test_the_flag_of_the_original_is_recompute_nothing_and_what_is_chosen_is_one
     with pytest.raises(train.UsageError, match="--no_gradient_checkpointing: it is --recompute nothing, and"):
         parse_args(["--no_gradient_checkpointing", "--recompute", "all"])
     states = []
-    for flags, said in (((), "recompute nothing, a step takes about"), (("--recompute", "all"), "recompute all,")):
+    for flags, said in (((), "recompute nothing (auto)"), (("--recompute", "all"), "recompute all")):
         states.append(final_state(run(tmp_path, shards, *flags, steps=2, ckpt="run" + "".join(flags))))
         lines = [line for line in capsys.readouterr().err.splitlines() if said in line]
-        assert len(lines) == 1 and ("(auto)" in lines[0]) == (not flags)
+        assert len(lines) == 1 and lines[0].endswith(said)
     for name, value in states[0]["model_state_dict"].items():
         torch.testing.assert_close(states[1]["model_state_dict"][name], value, rtol=1e-3, atol=1e-4, msg=name)
 
@@ -94,13 +106,142 @@ def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, s
     argv = run_flags(shards, tmp_path / "run", "--micro_batch", str(1 << 20), "--seq_len", "600")
     assert train.command_line([*argv, "--recompute", "auto"]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert "--micro_batch: a step takes about" in err[-1] and any("recompute all" in line and "NOT ENOUGH" in line
-                                                                  for line in err)
+    assert "--micro_batch: a run takes about" in err[-1] and any(line.endswith("recompute all (auto)") for line in err)
+    assert any("memory: about" in line and "NOT ENOUGH" in line for line in err)
 
 
-@pytest.mark.parametrize("lines", ("", "[" * 200_000, '{"tok_per_sec": 0}', '{"tok_per_sec": 1e-320}', '{"a": 1}', "3"))
-def test_a_rate_that_no_run_had_is_not_gone_by(tmp_path, lines):
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    args = parse_args(["--ckpt_dir", str(tmp_path)])
-    rate, origin = cost.expected_rate(args, torch.device("cpu"), 1e6)
-    assert 0 < rate < math.inf and origin.startswith("estimated")
+@pytest.mark.parametrize("lines", ("[" * 200_000, '{"step": 2, "tok_per_sec": 0, "bytes_seen": 128}', '{"step": 2}', "3",
+                                   '{"step": 2, "tok_per_sec": 1e-320, "bytes_seen": 128}',
+                                   '{"tok_per_sec": 9, "bytes_seen": 128}',
+                                   '{"step": 2, "tok_per_sec": 9, "bytes_seen": 7}'))
+def test_a_rate_that_no_run_had_or_one_of_other_steps_is_not_gone_by(tmp_path, lines):
+    args = parse_args(["--ckpt_dir", str(tmp_path), "--global_batch", "64"])
+    line = '{"step": 1, "tok_per_sec": 5.0, "bytes_seen": %d}'
+    first = line % 64
+    for text, rate in ((first, None), (f"{first}\n{line % 128}", 5.0), (f"{first}\n{lines}", None), ("", None)):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        assert cost.rate_of_run(args) == rate
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a process takes, and the dry run
+
+def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_path):
+    """With the process itself and the copy for checkpoints; what it may come to take later stands apart."""
+    flags = ["--mock_data", "--max_steps", "3", "--ckpt_every", "2", "--eval_every", "0", "--ckpt_dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, ROOT / "train.py", "--model", "tiny", "--device", "cpu", "--seq_len", "1024",
+                           *flags], text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    line, = [line for line in done.stderr.splitlines() if "memory: about" in line]
+    said = {name: float(size) for name, size in re.findall(r"[,:] ([a-z][a-z ,]*?) (\d+\.\d\d)(?=,|$)", line)}
+    peak = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory"]
+    total = float(re.search(r"about (\S+) GB", line)[1])
+    assert total == pytest.approx(sum(said.values()), abs=0.05)
+    sure = total - sum(size for name, size in said.items() if "at most" in name)
+    assert {"this process before them", "copy for checkpoints", "parameters"} <= said.keys()
+    assert 0.6 * peak < sure and peak < 1.1 * total
+
+
+def test_what_dropout_drops_is_counted_a_byte_a_number():
+    bytes_and_segments = 112 * 256 * (1 + 1 / train.SpiderConfig().bytes_per_segment)
+    grown = estimated("nothing", "--dropout", "0.5") - estimated("nothing")
+    assert grown * 1e9 == pytest.approx(2 * 2048 * bytes_and_segments, rel=0.02)
+
+
+def test_the_estimate_is_worked_out_once(tmp_path, shards, monkeypatch):
+    estimate, calls = cost.estimate_memory, []
+    monkeypatch.setattr(cost, "estimate_memory", lambda *args, **options: calls.append(1) or estimate(*args, **options))
+    run(tmp_path, shards, "--recompute", "core", steps=1)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("short", ((), ("memory",), ("disk",), ("memory", "disk")), ids="-".join)
+def test_the_dry_run_says_first_what_does_not_suffice_and_ends_with_status_1(tmp_path, shards, monkeypatch, short,
+                                                                             capsys):
+    if "memory" in short:
+        monkeypatch.setattr(cost, "memory_of", lambda *_: 1e6)
+    if "disk" in short:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e5))
+    assert train.command_line(run_flags(shards, tmp_path / "run", "--dry_run")) == (1 if short else 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (f"NOT ENOUGH {' and '.join(short)}" if short else "enough memory and disk")
+    places = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in (
+        "memory: about", "disk: ", "run: ", "data: ", "model tiny, changed", "parameters by component", "flags")]
+    assert places == sorted(places) and places[3] < 8 and not (tmp_path / "run").exists()
+
+
+def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothing(tmp_path, shards, monkeypatch,
+                                                                                   capsys):
+    """Two micro-steps of two sequences each; a clock by which everything takes half a second."""
+    seen, accumulate, update = [], train.accumulate, train.update
+    monkeypatch.setattr(train, "accumulate", lambda model, batches, loops: (
+        seen.append((model.dropout, loops, [(tuple(batch.ids.shape), batch.noise_seed) for batch in batches])),
+        accumulate(model, batches, loops))[1])
+    monkeypatch.setattr(train, "update", lambda *args: (seen.append("update"), update(*args))[1])
+    monkeypatch.setattr(train, "time_steps", time_steps)
+    monkeypatch.setattr(train.time, "perf_counter", partial(next, count(0, 0.5)))
+    before = contents(shards)
+    argv = run_flags(shards, tmp_path / "run", "--dry_run", "--grad_accum", "2", "--target_tokens", "12800")
+    assert train.command_line(argv) == 0
+    assert "at 256 bytes/s (steps of these sizes, timed here)" in capsys.readouterr().out
+    noise = [train.step_seed(0, step, "noise") for step in range(50, 54)]
+    assert seen[1::2] == ["update"] * 4 and seen[::2] == [
+        (seen[0][0], 2, [((2, 32), seed), ((2, 32), seed + 2)]) for seed in noise]
+    assert 0.4 < seen[0][0] <= 0.5 and contents(shards) == before and os.listdir(tmp_path) == ["data"]
+
+
+@pytest.mark.parametrize("reason,said", (("slow", "since it takes too long"), ("full", "for want of memory"),
+                                         ("ranks", "of several ranks"), ("compiled", "of compiled layers")))
+def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_path, monkeypatch, reason, said):
+    args = SimpleNamespace(ckpt_dir=str(tmp_path), global_batch=64, compile="on" if reason == "compiled" else "off")
+    bound, needed = 1.0 if reason == "slow" else 1e6, math.inf if reason == "full" else 1.0
+    at_least, rate, origin = cost.expected_rate(args, torch.device("cpu"), 1 + (reason == "ranks"), needed, bound, None)
+    assert (at_least, rate) == ("at least ", bound) and f"no step was timed, {said}" in origin
+
+
+def test_a_duration_is_in_units_that_people_have():
+    said = [cost.lasting(seconds) for seconds in (0.26, 90, 125, 3599, 7200, 2.48e4 * 3600, 1e13)]
+    assert said == ["0.3 seconds", "90 seconds", "2.1 minutes", "60 minutes", "2.0 hours", "2.8 years", "316,881 years"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Segments
+
+def source(name: str, text: bytes, weight: float = 1.0) -> data.Source:
+    ids = np.frombuffer(text, np.uint8).astype(np.uint16)
+    return data.Source(name, weight, *(data.Stream([data.Shard("memory", ids)]),) * 2)
+
+
+@pytest.mark.parametrize("rule,lengths,mean", (
+    ("words", (4, 64), 1 / (0.75 / 4 + 0.25 / 64)), ("every_third", (64 / 21,) * 2, 64 / 21), ("learned", (), None)))
+def test_segments_are_measured_on_the_text_of_each_source_by_the_models_own_rule(rule, lengths, mean):
+    """Words of three letters and a space, and one without an end; what is learned cannot be measured before."""
+    sources = [source("words", b"abc def " * 500, 0.75), source("bases", b"ACGT" * 1000, 0.25)]
+    with torch.device("meta"):
+        model = train.Spider(small_config(boundaries=rule))
+    found = cost.segment_lengths(model, sources, parse_args(["--seq_len", "64"]))
+    assert (*found.values(),) == pytest.approx(lengths, rel=0.03)
+    mean = model.config.bytes_per_segment if mean is None else mean
+    assert cost.mean_length(model.config, sources, found) == pytest.approx(mean, rel=0.03)
+
+
+@pytest.mark.parametrize("dry", (True, False))
+def test_text_whose_words_never_end_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
+    np.random.default_rng(0).choice(np.frombuffer(b"ACGT", np.uint8), 700).astype("<u2").tofile(shards / "train-0.bin")
+    for rule, warned in (("words", 1), ("every_third", 0)):
+        setting = SMALL.replace("boundaries=learned", f"boundaries={rule}")
+        argv = run_flags(shards, tmp_path / rule, "--set", setting, *["--dry_run"] * dry, steps=2)
+        assert train.command_line(argv) == 0
+        lines = [line for part in capsys.readouterr() for line in part.splitlines() if "a segment has" in line]
+        assert len(lines) == warned
+        assert all(f"{shards}: a segment has 32 bytes" in line for line in lines)
+        assert all(line.endswith("--set boundaries=every_third or learned in place of words") for line in lines)
+
+
+def test_learned_cuts_that_end_next_to_nothing_are_a_warning_at_the_first_step(tmp_path, shards, capsys):
+    setting = SMALL.replace("boundary_prior=0.15", "boundary_prior=0.0001")
+    for flags, warned in ((("--set", setting), 1), ((), 0)):
+        run(tmp_path, shards, *flags, "--eval_every", "0", steps=2, ckpt=f"run{warned}")
+        lines = [line for line in capsys.readouterr().err.splitlines() if "a segment has" in line]
+        assert len(lines) == warned and all("step 1: " in line for line in lines)
+        assert all(line.endswith("--set boundaries=every_third in place of learned") for line in lines)

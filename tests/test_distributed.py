@@ -26,9 +26,11 @@ import data
 import leaving
 import optim
 import train
+from checkpoint import find_checkpoints
 from distributed import World, WorldError, meet
 from train import command_line, parse_args
 
+PARTS = ("--sharded_checkpoints",)
 LIMIT = 240                               # seconds in which ranks must have ended, on a busy machine
 
 
@@ -84,6 +86,16 @@ def full_disk(step):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, state)
     checkpoint.write_checkpoint, checkpoint.CheckpointWriter.retry_after = faulty, 0.0
+
+
+def slow_disk(seconds):
+    """Each file of a checkpoint takes so long."""
+    opened = checkpoint.Digested.__init__
+
+    def slow(self, file):
+        time.sleep(seconds)
+        opened(self, file)
+    checkpoint.Digested.__init__ = slow
 
 
 def late(step):
@@ -387,6 +399,37 @@ def test_a_full_disk_on_rank_0_stops_nobody_and_is_tried_again(tmp_path, shards,
     statuses, said = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 0, 3)]).end()
     assert statuses == [0, 0], said
     assert said.count("CHECKPOINT NOT SAVED") >= 1 and final_state(tmp_path / "run")["step"] == 8
+
+
+@pytest.mark.parametrize("form, victim, steps", (
+    ((), 0, 2), (PARTS, 1, 1), pytest.param(PARTS, 0, 2, marks=pytest.mark.slow)), ids=("file", "part", "parts"))
+def test_a_write_may_take_longer_than_ranks_wait_for_a_lost_one(tmp_path, shards, processes, form, victim, steps):
+    """In the middle, where the next save waits for it, and at the end."""
+    argv = run_flags(shards, tmp_path / "run", *form, "--rank_timeout", "3", "--ckpt_every", "1", "--eval_every", "0",
+                     steps=steps)
+    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(slow_disk, victim, 4.5)]).end()
+    assert statuses == [0, 0], said
+    assert [one.step for one in find_checkpoints(tmp_path / "run")] == [*range(1, steps + 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
+@pytest.mark.parametrize("form, victim, seconds", (((), 0, 300), ((), 1, 30), (PARTS, 0, 300), (PARTS, 1, 300)),
+                         ids=("writer", "other", "first part", "other part"))
+def test_a_rank_that_is_lost_while_another_waits_for_a_write_is_named(tmp_path, shards, processes, form, victim,
+                                                                      seconds, number):
+    """In time, but for a first rank that is left: it writes its file to the end."""
+    argv = run_flags(shards, tmp_path / "run", *form, "--rank_timeout", "5", "--eval_every", "0", steps=2)
+    job = Job(processes, tmp_path, 2, argv, faults=[(slow_disk, 0, seconds)])
+    until(lambda: any(tmp_path.glob("run/.spider-step2*")))
+    os.kill(job.ranks[victim].pid, number)
+    job.ranks[1 - victim].join(120)
+    assert job.ranks[1 - victim].exitcode == 2
+    job.ranks[victim].kill()
+    _, said = job.end()
+    (line,) = last_lines(said)
+    assert f"lost rank {victim}" in line, said
+    assert bool(find_checkpoints(tmp_path / "run")) == (seconds == 30)
 
 
 @pytest.mark.slow

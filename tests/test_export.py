@@ -2,31 +2,28 @@
 
 import ast
 import json
+import math
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-CACHE = tempfile.TemporaryDirectory()     # before transformers is imported: no network, nothing in the home directory
-os.environ |= dict(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+import numpy as np
+import pytest
+import torch
+from conftest import awake, final_state, make_shards, metrics, run, small_config, text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from conftest import awake, final_state, make_shards, metrics, run, small_config, text  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-import export  # noqa: E402
-import sample  # noqa: E402
-import tokenizer as bytes_alone  # noqa: E402
-from checkpoint import load_checkpoint  # noqa: E402
-from tokenizer import BOS_ID, EOS_ID, PAD_ID  # noqa: E402
-from train import command_line  # noqa: E402
+import export
+import sample
+import tokenizer as bytes_alone
+from checkpoint import load_checkpoint
+from tokenizer import BOS_ID, EOS_ID, PAD_ID
+from train import command_line
 
 CPU = torch.device("cpu")
 
@@ -182,6 +179,26 @@ def test_padding_changes_nothing_in_front_of_a_row_or_behind_it(model):
                 assert written[i, :len(expected)].tolist() == expected
 
 
+@pytest.mark.parametrize("row", ([BOS_ID, *b"abc def gh"], [*b"no begin"], [*b"two", EOS_ID, BOS_ID, *b"ab", EOS_ID]))
+def test_padding_changes_no_part_of_the_loss_whatever_the_mask_and_labels_say_of_it(model, row):
+    alone = model(torch.tensor([row]), labels=torch.tensor([row]))
+    for front, behind, filler in ((7, 0, PAD_ID), (7, 0, 9), (1, 0, PAD_ID), (0, 5, PAD_ID), (3, 4, PAD_ID),
+                                  (3, 4, EOS_ID)):
+        ids = torch.tensor([[filler] * front + row + [filler] * behind])
+        mask = torch.tensor([[0] * front + [1] * len(row) + [0] * behind])
+        unlabelled = ids.masked_fill(mask == 0, -100)
+        cases = [(mask, ids), (mask, unlabelled)]
+        if filler == PAD_ID:              # as the tokenizer pads; then the ids say as much as the mask
+            cases += [(None, ids), (None, unlabelled), (torch.ones_like(mask), ids)]
+        for given, labels in cases:
+            padded = model(ids, attention_mask=given, labels=labels)
+            for part in ("loss", "nats_per_byte"):
+                torch.testing.assert_close(padded[part], alone[part], rtol=0, atol=2e-6)
+            torch.testing.assert_close(padded.logits[:, front:front + len(row)], alone.logits)
+    ids, labels = torch.tensor([row[:4] + [PAD_ID] + row[4:]]), torch.tensor([row[:4] + [-100] + row[4:]])
+    torch.testing.assert_close(model(ids, labels=ids).loss, model(ids, labels=labels).loss)
+
+
 @pytest.mark.parametrize("row", ([1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 1, 1]))
 def test_a_mask_that_is_no_padding_is_refused(model, row):
     with pytest.raises(ValueError, match="attention_mask: of the form of input_ids"):
@@ -224,6 +241,24 @@ def test_a_lower_precision_is_that_of_products_alone(exported, model, spider):
     finally:
         spider.compute_dtype = torch.float32
     assert len(continuation(half, ids[0].tolist(), 5)) == 5 and model.spider.compute_dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float64"))
+@pytest.mark.parametrize("how", ("loaded", "cast"))
+def test_a_model_of_any_precision_tells_learns_and_writes(exported, model, dtype, how):
+    """What is loaded in a type keeps its parameters; half(), bfloat16() and to() cast them, and products with them."""
+    dtype, ids = getattr(torch, dtype), text(2, 30)
+    other = loaded(exported, dtype=dtype) if how == "loaded" else loaded(exported).to(dtype)
+    assert {p.dtype for p in other.parameters()} == {dtype if how == "cast" else torch.float32}
+    assert other.spider.compute_dtype == dtype
+    expected, found = (one(ids, labels=ids) for one in (model, other))
+    assert found.logits.dtype == found.loss.dtype == torch.promote_types(dtype, torch.float32)
+    near = {torch.float16: 5e-3, torch.bfloat16: 5e-2, torch.float64: 1e-5}[dtype]
+    torch.testing.assert_close(found.loss.float(), expected.loss, rtol=0, atol=near)
+    found.loss.backward()
+    assert sum(p.grad is not None and bool(p.grad.isfinite().all()) for p in other.parameters()) > 40
+    assert other.generate(ids[:, :9], max_new_tokens=5, do_sample=False).shape == (2, 14)
+    assert other.float().spider.compute_dtype == torch.float32 == other.spider.wide_dtype
 
 
 def test_weights_in_several_files_are_the_same_weights(checkpoint, exported, tmp_path, monkeypatch):
@@ -403,6 +438,32 @@ def test_an_export_talks(exported, checkpoint, capsys):
     assert "--export takes a checkpoint of a run" in refusal(capsys, [exported, "--export", "x"], sample.main)
 
 
+def test_an_export_is_measured_as_its_checkpoint_is(exported, checkpoint, tmp_path):
+    """By the sequences and the validation bytes of the run, which are not its recipe's."""
+    flags = torch.load(checkpoint)["flags"] | dict(eval_tokens=64)
+    torch.save(torch.load(checkpoint) | dict(flags=flags), tmp_path / "spider-step6.pt")
+    assert sample.main([str(tmp_path / "spider-step6.pt"), "--export", str(tmp_path / "out")]) == 0
+    (tmp_path / "text").write_bytes(b"abc def gh " * 20)
+    origins = [tmp_path / "spider-step6.pt", tmp_path / "out", tmp_path / "out" / "model.safetensors"]
+    out, texts = tmp_path / "figures.json", [checkpoint.parent.parent / "data", tmp_path / "text"]
+    assert sample.main([*map(str, origins), "--eval", *map(str, texts), "--json", str(out)]) == 0
+    names = "file", "bytes", "bits_per_byte", "seq_len"
+    figures = [tuple(one[name] for name in names) for one in json.loads(out.read_text())]
+    assert figures[:2] == figures[2:4] == figures[4:] and [seq_len for *_, seq_len in figures[:2]] == [32, 32]
+    assert figures[0][1] <= 64
+    changed(tmp_path / "out" / "config.json", lambda config: config["training"].pop("flags"))
+    assert sample.main([str(tmp_path / "out"), "--eval", str(texts[1]), "--json", str(out)]) == 0  # an older export
+    assert json.loads(out.read_text())[0]["seq_len"] == 4096                                 # the recipe's
+
+
+@pytest.mark.parametrize("name", ("seq_len", "eval_tokens"))
+@pytest.mark.parametrize("value", (1 << 60, 0, -1, 32.0, "32", True, None, [32], "x\x1b[2J", float("inf")))
+def test_a_length_that_no_run_had_is_refused_in_a_line_before_it_is_used(exported, tmp_path, capsys, name, value):
+    directory = copied(exported, tmp_path)
+    changed(directory / "config.json", lambda config: config["training"]["flags"].update({name: value}))
+    assert name in refusal(capsys, [directory, "--eval", directory / "README.md"], sample.main)
+
+
 def copied(exported, tmp_path) -> Path:
     directory = tmp_path / "copy"
     directory.mkdir()
@@ -467,6 +528,7 @@ SPOILT = {
     "loops": (spoil_config(lambda c: c.update(n_loops=1 << 40)), "n_loops"),
     "recipe": (spoil_config(lambda c: c["training"].update(recipe="x")), "recipe"),
     "step": (spoil_config(lambda c: c["training"].update(step="x")), "step"),
+    "flags": (spoil_config(lambda c: c["training"].update(flags=[1])), "config.json is not"),
     "training": (spoil_config(lambda c: c.update(training=3)), "config.json is not a checkpoint"),
     "cut off": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors is not a checkpoint"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors does not exist"),
@@ -533,6 +595,55 @@ def test_the_model_card_has_the_facts_and_nothing_that_others_wrote_but_as_json(
     assert sample.main([str(tmp_path / "spider-step5.pt"), "--export", str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "0.1000" not in card and "\n# Not so" not in card and "\x1b" not in card
+
+
+HEADING = "5\n\n# Not so <img src=x onerror=alert(1)>\n"
+
+
+@pytest.mark.parametrize("name, value", (
+    ("lr", math.inf), ("lr", -math.inf), ("lr", math.nan), ("lr", -1.0), ("lr", HEADING), ("lr", True),
+    ("seq_len", HEADING), ("seq_len", math.inf), ("seq_len", -5), ("seq_len", 10 ** 15), ("seq_len", "32"),
+    ("seq_len", False), ("seq_len", None), ("schedule", HEADING), ("engram_reset", HEADING), ("seed", 0.5),
+    ("data_dir", ""), ("data_dir", 7), ("no_such_flag", math.inf)))
+def test_flags_that_no_run_has_are_refused_before_they_reach_the_model_card(checkpoint, tmp_path, capsys, name, value):
+    state = torch.load(checkpoint)
+    torch.save(state | dict(flags=state["flags"] | {name: value}), tmp_path / "spider-step6.pt")
+    line = refusal(capsys, [tmp_path / "spider-step6.pt", "--export", tmp_path / "out"], sample.main)
+    assert f"{tmp_path / 'spider-step6.pt'}: flags: not" in line or f"{name} of the checkpoint's run: " in line, line
+    assert [file.name for file in tmp_path.iterdir()] == ["spider-step6.pt"]
+
+
+def test_a_model_card_holds_whatever_a_stranger_wrote_as_json_alone(checkpoint, tmp_path):
+    state = torch.load(checkpoint)
+    flags = {"data_dir": HEADING, HEADING: HEADING, "```": "```\n</pre>\u2028# Not so", "recipe": HEADING,
+             "seq_len": 48}
+    torch.save(state | dict(flags=state["flags"] | flags), tmp_path / "spider-step6.pt")
+    assert sample.main([str(tmp_path / "spider-step6.pt"), "--export", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    above, _, below = card.partition("```json\n")
+    block, _, below = below.partition("\n```\n")
+    assert "48 bytes a sequence" in above and "Not so" not in above + below and "<" not in above + below
+    name, _, written = block.partition("\n")
+    assert json.loads(name) == "spider-step6.pt" and json.loads(written).items() >= {HEADING: HEADING}.items()
+    config = json.loads((tmp_path / "out" / "config.json").read_text(), parse_constant=pytest.fail)
+    assert config["max_position_embeddings"] == 48 and card.isascii()
+
+
+@pytest.mark.parametrize("value", ("Infinity", "-Infinity", "NaN", "1e999", "-1", "true", "null", '"<b>"', "[]",
+                                   "9" * 400))
+@pytest.mark.parametrize("name", ("val_bpb", "step", "bytes_seen"))
+def test_figures_of_metrics_that_no_run_writes_are_passed_over(checkpoint, tmp_path, name, value):
+    state = torch.load(checkpoint)
+    torch.save(state, tmp_path / "spider-step6.pt")
+    lines = [dict(step=5, bytes_seen=320, val_bpb=2.5), dict(step=6, bytes_seen=state["bytes_seen"])]
+    (tmp_path / "metrics.jsonl").write_text(
+        f"{json.dumps(lines[0])}\n" + json.dumps(dict(step=6, bytes_seen=state["bytes_seen"], val_bpb=9.5) | {
+            name: "VALUE"}).replace('"VALUE"', value) + f"\n{json.dumps(lines[1])}\n")
+    assert sample.main([str(tmp_path / "spider-step6.pt"), "--export", str(tmp_path / "out")]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text(), parse_constant=pytest.fail)
+    assert config["training"]["val_bpb"] in ((2.5, 9.5) if name == "bytes_seen" else (2.5,))
+    assert config["training"]["val_bpb_at_step"] in (5, 6)
+    assert "2.5000 bits per byte" in (tmp_path / "out" / "README.md").read_text() or name == "bytes_seen"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

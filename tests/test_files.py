@@ -43,6 +43,18 @@ def test_a_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path,
     assert contents(tmp_path) == {"a": b"old"}
 
 
+@pytest.mark.parametrize("name", [".", "/", "..", "folder", "pipe", "link"])
+def test_a_durable_file_takes_the_place_of_no_directory_pipe_or_device(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file") as fault, files.durable(Path(name)) as file:
+        file.write("new")
+    assert fault.value.filename == name and sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
+    assert Path("link").is_symlink() and Path("pipe").is_fifo()
+
+
 def spooled(folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"new")))
     spool(folder / ".stdin.txt", None)

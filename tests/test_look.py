@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -308,3 +309,34 @@ def test_curves_of_several_runs_are_one_picture_and_what_is_missing_is_named(tmp
     assert "one: there are no lines" in refused(f"two={tmp_path / 'a'}", f"one={tmp_path}")
     assert look.main([str(out), f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_are_drawn_as_they_are_and_none_is_left_out(tmp_path, monkeypatch, capsys, recwarn):
+    figure = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(look, "draw_curves", draw_curves)
+    drawn = {}
+
+    def save(self, *args, real=figure.Figure.savefig, **kwargs):
+        drawn["texts"] = [text.get_text() for text in self.axes[0].get_legend().get_texts()]
+        real(self, *args, **kwargs)
+    monkeypatch.setattr(figure.Figure, "savefig", save)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2, "val_loss": 1}\n{"step": 2, "loss": 1}\n')
+    labels = ["$\\frac$", "$$", "$x^{$", "$x$", "_hidden", "_", "%s {}", "\\", "a\nb\x1b[2J", "\udcff\u202e", "漢🕸", " "]
+    assert look.main([str(tmp_path / "o.png"), *(f"{label}={tmp_path}" for label in labels)]) == 0
+    assert drawn["texts"][:1] + drawn["texts"][2:] == [*labels[:8], "a\\nb\\x1b[2J", "\\udcff\\u202e", "漢🕸", " "]
+    assert drawn["texts"][1] == "validation" and capsys.readouterr().err == "" and not recwarn.list
+
+
+@pytest.mark.parametrize("out", ("", ".", "/", "folder", "pipe", "x" * 300, "gone/x.png"))
+def test_a_picture_that_could_go_nowhere_is_one_line(tmp_path, monkeypatch, capsys, out):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(look, "draw_curves", draw_curves)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n')
+    assert look.main([out, f"a={tmp_path}"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("look.py: error: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "metrics.jsonl", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()

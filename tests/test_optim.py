@@ -2,15 +2,16 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 from conftest import awake, small_config, text, train_step
 
-import optim
+import engram
 import train
 from engram import EngramTable
-from optim import Muon, Optimizers, RowwiseAdagrad, orthogonalize
+from optim import Muon, Optimizers, OptimizerSettings, RowwiseAdagrad, matrices_of, orthogonalize
 from train import Batch, parse_args
 
 
@@ -194,6 +195,67 @@ def test_what_tables_gathered_ends_with_the_step_whichever_way_it_ends():
     assert not any(table.gathered() for table in other.modules() if isinstance(table, EngramTable))
 
 
+@pytest.fixture
+def unwarned(monkeypatch):
+    """As in a process that has warned of nothing."""
+    monkeypatch.setattr(EngramTable, "warned", False)
+    engram.unclaimed.clear()
+
+
+def step_of(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:
+    """What a step of a loop of one's own, with two passes, says."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for seed in range(2):
+            ids = text(2, 32, seed)
+            model(ids, ids).loss.backward()
+        optimizer.step()
+        zero_grad()
+    return [str(warning.message) for warning in said]
+
+
+@pytest.mark.parametrize("zeroes", ("optimizer", "model"))
+def test_an_optimizer_that_leaves_tables_as_they_are_is_named_once_a_process(unwarned, zeroes):
+    model, other = awake(small_config()), awake(small_config())
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in (model, other)]
+    zero_grad = (optimizers[0] if zeroes == "optimizer" else model).zero_grad
+    before = model.engram_input.table.weight.detach().clone()
+    line, = step_of(optimizers[0], model, zero_grad)
+    assert line.startswith("AdamW ") and "optim.Optimizers" in line and "docs/your-own-loop.md" in line
+    assert torch.equal(model.engram_input.table.weight, before)
+    assert not step_of(optimizers[0], model, zero_grad) and not step_of(optimizers[1], other, other.zero_grad)
+
+
+def test_who_takes_the_tables_rows_or_means_to_leave_them_is_told_nothing(unwarned):
+    model = awake(small_config())
+    dense = [p for name, p in model.named_parameters() if not name.endswith("table.weight")]
+    assert not step_of(torch.optim.AdamW(dense), model, model.zero_grad)  # has no tables
+    ids = text(2, 32)
+    model(ids, ids).loss.backward()       # a look at gradients, and a step that is skipped
+    model.zero_grad()
+    other = awake(small_config())
+    assert not step_of(torch.optim.AdamW(other.core.out_proj.parameters()), other, other.zero_grad)
+    tables = RowwiseAdagrad([module for module in model.modules() if isinstance(module, EngramTable)], lr=0.25)
+    everything = torch.optim.AdamW(model.parameters())
+    assert not step_of(everything, model, lambda: (tables.step(), tables.zero_grad()))
+    for name in ("muon", "adamw"):
+        model = awake(small_config())
+        optimizers = Optimizers(model, name)
+        assert not step_of(optimizers, model, optimizers.zero_grad)
+
+
+def test_optimizers_take_settings_by_name_and_no_name_of_another_kind():
+    model = awake(small_config())
+    optimizers = Optimizers(model, "muon", OptimizerSettings(lr=0.01, momentum=0.5, beta1=0.8, engram_lr=0.1))
+    groups = {name: part.param_groups[0] for name, part in optimizers.parts.items()}
+    assert groups["muon"]["lr"] == groups["adamw"]["lr"] == 0.01 and groups["engram"]["lr"] == 0.1
+    assert groups["muon"]["momentum"] == 0.5 and groups["adamw"]["betas"] == (0.8, 0.95)
+    args = parse_args([], environ={})
+    assert vars(OptimizerSettings()).items() <= vars(args).items()
+    with pytest.raises(ValueError, match="optimizer: 'sgd' is not one of adamw, adamw8bit, muon"):
+        Optimizers(model, "sgd")
+
+
 @pytest.mark.parametrize("name", ("adamw", "adamw8bit", "muon"))
 def test_every_parameter_is_trained_once_tables_at_a_rate_of_their_own_without_decay(name):
     model = awake(small_config())
@@ -217,8 +279,21 @@ def test_every_parameter_is_trained_once_tables_at_a_rate_of_their_own_without_d
 
 def test_experts_and_hidden_matrices_go_to_muon_embeddings_head_and_router_do_not():
     model = awake(small_config())
-    by_muon = {key for key, p in model.named_parameters() if optim.is_matrix(key, p)}
+    by_muon = matrices_of(model)
     assert {"core.layers.0.moe.w_gate", "core.lora_up", "prelude.0.attention.q_a_proj.weight",
             "core.layers.1.engram.key_proj.weight", "engram_output.proj.weight"} <= by_muon
     assert not {"embed_tokens", "lm_head.weight", "core.layers.0.moe.router.weight", "core.loop_embedding",
                 "engram_output.gate.weight", "engram_input.table.weight", "core.halt_predictor.weight"} & by_muon
+
+
+def test_of_what_the_model_does_not_know_linears_alone_go_to_muon_whatever_its_shapes_and_names():
+    model = awake(small_config())
+    before, block = matrices_of(model), model.prelude[0]
+    block.conv, block.table = torch.nn.Conv1d(32, 32, 4, groups=32), torch.nn.Embedding(9, 32)
+    block.w_gate, block.w_up = torch.nn.Parameter(torch.ones(4, 32, 8)), torch.nn.Parameter(torch.ones(8, 32))
+    block.more, block.pairs = torch.nn.Linear(32, 32), torch.nn.Bilinear(4, 4, 4)
+    model.core.layers[0].moe.w_extra = torch.nn.Parameter(torch.ones(4, 32, 8))
+    assert matrices_of(model) == before | {"prelude.0.more.weight"}
+    optimizers = Optimizers(model, "muon", parse_args([]))
+    by_adamw = {id(p) for group in optimizers.parts["adamw"].param_groups for p in group["params"]}
+    assert {id(block.conv.weight), id(block.w_gate), id(block.pairs.weight)} <= by_adamw

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHARED, contents, prepare
+from conftest import ROOT, SHARED, contents, measured, prepare
 
 import data
 from files import Progress, durable
@@ -429,6 +430,74 @@ def test_parquet_rows_become_documents(tmp_path, capsys):
         assert not list(tmp_path.glob("bad/*.bin"))
 
 
+@pytest.mark.parametrize("encoding, size", [("RLE_DICTIONARY", 4 << 20), ("DELTA_BYTE_ARRAY", 1 << 20)])
+def test_parquet_is_read_in_memory_for_a_row_not_for_as_many_as_there_are(tmp_path, encoding, size):
+    """A row 256 times over, which both encodings store once."""
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs the extra: pip install -e '.[parquet]'")
+    import pyarrow.parquet as parquet
+    row, path = pyarrow.array(["a" * size]), tmp_path / "a.parquet"
+    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 256, pyarrow.int32()), row)
+    if encoding == "RLE_DICTIONARY":
+        how = dict(store_schema=False)
+    else:
+        rows, how = rows.cast("string"), dict(use_dictionary=False, column_encoding=dict(text=encoding))
+    parquet.write_table(pyarrow.table(dict(text=rows)), path, compression="zstd", **how)
+    assert path.stat().st_size < 5000
+    code = ("import sys, prepare; options = prepare.Options('text', 0.0, 1);"
+            "[(_, (reader, path, *rest))] = prepare.cut_parquet(prepare.measure(sys.argv[1], 'parquet'), 0, options);"
+            "read = [len(text) for _, text, _, _ in reader(open(path, 'rb'), *rest)]; print(len(read), *set(read))")
+    done, peak = measured(code, path)
+    assert done.stdout.startswith(f"256 {size}\n") and peak < 260_000, done          # kB: Python, LINE_LIMIT some times
+
+
+def test_a_parquet_row_of_more_bytes_than_a_json_line_may_have_is_refused(tmp_path, monkeypatch, capsys):
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet needs the extra: pip install -e '.[parquet]'")
+    import pyarrow.parquet as parquet
+    monkeypatch.setattr("prepare.LINE_LIMIT", 5000)
+    for lengths, said in (([5000, 10, 5001], "row 2 (from 0) has more than 5,000 bytes"), ([5000, 10, 5000], None),
+                          ([9000, 9000], "row group 0 has rows of more than 5,000 bytes")):
+        texts = [random.Random(i).randbytes(length).hex()[:length] for i, length in enumerate(lengths)]
+        parquet.write_table(pyarrow.table(dict(text=texts)), tmp_path / "a.parquet")
+        status = prepare(tmp_path / "a.parquet", "--val_fraction", "0", "--out", tmp_path / "o")
+        error = capsys.readouterr().err
+        assert status == 2 * (said is not None) and (not said or f"a.parquet: {said}" in error and ".txt" in error)
+        if status == 0:
+            assert [len(text) for text in documents(tmp_path / "o", "train")] == lengths
+            shutil.rmtree(tmp_path / "o")
+
+
+def values(size: int) -> bytes:
+    """A JSON line of about so many bytes, of which Python makes an object each three."""
+    return b'{"text": "a", "more": [' + b"{}," * (size // 3) + b"0]}\n"
+
+
+def limited(memory: int, *argv) -> subprocess.CompletedProcess:
+    """`data.py prepare` in processes of at most so many bytes."""
+    return subprocess.run([sys.executable, "data.py", "prepare", *argv], cwd=ROOT, text=True, capture_output=True,
+                          env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory)))
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_want_of_memory_is_one_line_that_names_the_file_and_leaves_no_shard(tmp_path, workers):
+    (tmp_path / "a.jsonl").write_bytes(LINE)
+    (tmp_path / "b.jsonl").write_bytes(values(24 << 20))      # 600 MB
+    done = limited(600_000_000, tmp_path, "--workers", workers, "--unit_mb", "1", "--out", tmp_path / "o")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("prepare: ")]
+    assert done.returncode == 2 and len(lines) == 1 and f"error: {tmp_path}/b.jsonl: out of memory" in lines[0], done
+    assert not list(tmp_path.glob("o/*.tmp"))
+
+
+def test_a_packed_line_that_is_far_longer_than_its_file_is_refused_before_it_fills_memory(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(values(60 << 20)))
+    assert path.stat().st_size < 65_000
+    done = limited(500_000_000, path, "--workers", "1", "--out", tmp_path / "o")
+    assert done.returncode == 2 and done.stderr.startswith(f"data.py: error: {path}:1: a line of more than 33,554,432 "
+                                                           "bytes: ") and ".txt" in done.stderr, done
+    assert done.stderr.count("\n") == 1 and os.listdir(tmp_path) == [path.name]
+
+
 LINE = b'{"text": "fine"}\n'
 BAD = {
     "broken line": ({"x.jsonl": 2 * LINE + b'\n{"text": "fi\n'}, ["x.jsonl"], ["x.jsonl:4: not JSON", "offset 35"]),
@@ -673,9 +742,8 @@ def test_ctrl_c_ends_the_reading_of_packed_files_and_the_same_command_goes_on(tm
     for name in ("a.txt.gz", "b.txt.gz"):
         (tmp_path / name).write_bytes(gzip.compress(bytes(1 << 20), 1) * 200)
     command = [sys.executable, "data.py", "prepare", tmp_path, "--workers", "2", "--unit_mb", "0.00001", "--out"]
-    run, deadline = subprocess.Popen([*command, tmp_path / "o"], cwd=ROOT, stderr=subprocess.PIPE,
-                                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
-                                     ), time.monotonic() + 60
+    run = subprocess.Popen([*command, tmp_path / "o"], cwd=ROOT, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("o/.train*.tmp"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     run.send_signal(signal.SIGINT)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, awake, final_state, make_shards, metrics, run, small_config
+from conftest import ROOT, awake, contents, final_state, make_shards, metrics, run, small_config
 
 import data
 import prepare
@@ -246,6 +246,15 @@ def test_ctrl_c_ends_a_turn_and_what_was_written_till_then_stays_said(monkeypatc
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+@pytest.mark.slow
+def test_where_interrupts_are_ignored_as_in_a_background_job_the_tests_of_them_pass():
+    tests = ("tests/test_sample.py", "tests/test_prepare.py", "tests/test_checkpoint.py", "-k",
+             "ctrl_c or finishes_the_step and None")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-qx", *tests], cwd=ROOT, text=True, capture_output=True,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert done.returncode == 0, done.stdout
+
+
 def test_behind_the_end_of_a_document_a_dialogue_begins_another(monkeypatch, capsysbinary):
     model, fed = awake(small_config(), seed=1).eval(), []
     read = sample.read
@@ -260,7 +269,6 @@ def test_a_terminal_is_a_dialogue_that_ctrl_c_ends_at_its_prompt(trained):
     def take_terminal():
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has its background jobs ignore it
     process = subprocess.Popen([sys.executable, ROOT / "sample.py", trained, "--bytes", "5"], stdin=theirs,
                                stdout=theirs, stderr=subprocess.PIPE, preexec_fn=take_terminal)
     os.close(theirs)
@@ -288,6 +296,64 @@ def test_ctrl_c_ends_a_text_with_status_130(trained, monkeypatch, capsys):
     monkeypatch.setattr(Spider, "go_on", go_on)
     assert sample.main([str(trained), "--prompt", "x"]) == 130
     assert capsys.readouterr() == ("xa\n", "")
+
+
+@pytest.mark.parametrize("top_p", (5e-324, 1e-308, 1e-50, 1e-46))
+def test_any_top_p_above_0_draws_and_leaves_the_likeliest(trained, top_p):
+    model, _ = sample.load_model(str(trained), torch.device("cpu"))
+    assert list(model.generate([257, 97], 5, top_p=top_p)) == list(model.generate([257, 97], 5, 0))
+
+
+@pytest.mark.parametrize("fault", (MemoryError(), RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory")))
+def test_want_of_memory_is_one_line_with_the_remedy(trained, tmp_path, monkeypatch, capsys, fault):
+    def fail(*args, **kwargs):
+        raise fault
+    (tmp_path / "a.txt").write_text("abc")
+    for name, flags, remedy in (("step", ("--prompt", "x", "--samples", "65536"), "lower --samples (now 65536) or "),
+                                ("forward", ("--eval", tmp_path / "a.txt"), "--batch"),
+                                ("step", ("--show", "abc"), "machine")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Spider, name, fail)
+            line = refusal(capsys, trained, *flags)
+        assert "out of memory" in line and remedy in line
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is read by what
+
+@pytest.mark.parametrize("argv, said", (
+    ("--eval a.txt --show abc", "--eval and --show: one at a time"),
+    ("--show abc --export new", "--show and --export: one at a time"),
+    ("--eval a.txt --export new", "--eval and --export: one at a time"),
+    ("--json out", "--json goes with --eval"), ("--show abc --json out", "--json goes with --eval, not with --show"),
+    ("--html out", "--html goes with --show"), ("--eval a.txt --html out", "--html goes with --show, not with --eval"),
+    ("--export new --html out", "--html goes with --show, not with --export"),
+    ("--eval a.txt --samples 3", "--samples goes with talking, not with --eval"),
+    ("--eval a.txt --prompt x", "--prompt goes with talking, not with --eval"),
+    ("--show abc --prompt x", "--prompt goes with talking, not with --show"),
+    ("--export new --raw", "--raw goes with talking, not with --export"),
+    ("--show abc --top_k 4", "--top_k goes with talking"), ("--show abc --top_p 0.5", "--top_p goes with talking"),
+    ("--show abc --seed 0", "--seed goes with talking"), ("--show abc --bytes 500", "--bytes goes with talking"),
+    ("--eval a.txt --temperature 0.8", "--temperature goes with talking"),
+    ("--prompt x --field text", "--field goes with --eval"), ("--prompt x --seq_len 64", "--seq_len goes with --eval"),
+    ("--show abc --batch 4", "--batch goes with --eval"), ("--prompt x --precision auto", "--precision goes with"),
+    ("--export new --n_loops 2", "--n_loops goes with talking or --eval or --show, not with --export"),
+    ("--export new --device cpu", "--device goes with talking or --eval or --show, not with --export")))
+def test_a_flag_that_would_not_be_read_is_refused_and_nothing_is_done(trained, tmp_path, monkeypatch, capsys, argv,
+                                                                      said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("abc")
+    before = contents(trained)
+    assert said in refusal(capsys, trained, *argv.split())
+    assert contents(tmp_path) == {"a.txt": b"abc"} and contents(trained) == before
+
+
+def test_every_flag_is_read_by_something_and_its_default_is_no_flag_that_was_given():
+    parsed = vars(sample.parse_args([]))
+    assert parsed.keys() - {"checkpoint", "eval", "show", "export"} == {
+        name for flags in sample.READ_BY.values() for name in flags}
+    assert parsed | dict(bytes=500, temperature=0.8, samples=1, seed=0, raw=False, field="text", device="auto",
+                         precision="auto", prompt=None, checkpoint=["checkpoints"]) == parsed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -400,3 +466,6 @@ def test_figures_that_could_go_nowhere_are_not_measured_first(tmp_path, capsys):
     argv = ["no checkpoint", "--eval", str(tmp_path / "a.txt"), "--json", str(tmp_path / "gone" / "out")]
     assert sample.main(argv) == 2
     assert f"--json: {tmp_path / 'gone' / 'out'}: No such file or directory" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    for odd in (".", "/", tmp_path, tmp_path / "pipe"):
+        assert f"--json: {odd}: no regular file" in refusal(capsys, "none", "--eval", tmp_path / "a.txt", "--json", odd)

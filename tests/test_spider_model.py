@@ -16,6 +16,7 @@ import layers
 import spider_model
 import tile_moe
 from engram import shifted_bytes, word_ends
+from optim import RowwiseAdagrad
 from spider_model import (Halting, Spider, SpiderConfig, byte_noise, dropped, places_behind, pool_segments, uniform,
                           unpool_segments)
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
@@ -449,7 +450,8 @@ def test_the_decay_stays_inside_0_and_1_and_the_state_bounded_at_64_loops():
     with torch.no_grad():
         torch.testing.assert_close(model.core.decay(), torch.full((32,), math.exp(-0.1)), rtol=0, atol=1e-6)
     for lr in (1e-2, 1.0, 1e3, 1e6):
-        optimizer = torch.optim.SGD(model.core.parameters(), lr=lr)
+        dense = [p for name, p in model.core.named_parameters() if not name.endswith("table.weight")]
+        optimizer = torch.optim.SGD(dense, lr=lr)
         model(ids, ids, noise_seed=1).loss.backward()
         for p in (model.core.log_A, model.core.dt):
             p.grad.add_(torch.randn_like(p))
@@ -560,6 +562,34 @@ def test_where_all_segments_halt_nothing_is_computed_once_more_unless_later_ones
     torch.testing.assert_close(whole, stepped, rtol=1e-4, atol=1e-5)
 
 
+TYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("parameters", TYPES, ids=str)
+@pytest.mark.parametrize("products", TYPES, ids=str)
+def test_parameters_and_products_may_be_of_any_types_and_sums_are_as_exact(parameters, products):
+    """In bf16 a segment's bytes would be counted to 256 at most."""
+    model, ids = awake(small_config(boundaries="words")), torch.full((1, 600), ord("a"))
+    ids[0, 5], ids[0, 550:] = ord(" "), text(1, 50)
+    expected = model.eval()(ids, ids).loss
+    model = model.to(parameters).train()
+    assert model.compute_dtype == parameters
+    model.compute_dtype = products
+    out = model(ids, ids, noise_seed=0)
+    assert out.logits.dtype == torch.promote_types(torch.promote_types(parameters, products), torch.float32)
+    torch.testing.assert_close(out.loss.float(), expected, rtol=0, atol=2e-2 if torch.bfloat16 in (
+        parameters, products) else 2e-3)
+    out.loss.backward()
+    optimizer = RowwiseAdagrad([model.engram_input.table], lr=0.25)
+    optimizer.step()
+    assert all(g is None or g.isfinite().all() for g in gradients(model).values())
+    assert model.engram_input.table.weight.isfinite().all() and model.engram_input.table.weight.dtype == parameters
+    with torch.no_grad():
+        full, state = model.eval()(ids).logits, model.decoding_state()
+        stepped = torch.cat([model.step(part, state) for part in ids.split([300, 299, 1], dim=1)], dim=1)
+    torch.testing.assert_close(stepped, full, rtol=0, atol=1e-1 if torch.finfo(products).bits == 16 else 1e-5)
+
+
 def test_without_core_there_is_neither_segment_nor_loop():
     model = awake(small_config(n_recurrent_layers=0))
     out = model(ids := text(2, 32), ids, noise_seed=0)
@@ -599,6 +629,80 @@ def test_meta_construction_then_init_weights_equals_direct_construction():
         assert torch.equal(a, b), name
 
 
+class Convolved(layers.Block):
+    """A block as a researcher may extend it: modules of torch's own, and a parameter in a list."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.conv, self.norm = torch.nn.Conv1d(config.hidden_size, 8, 4), torch.nn.BatchNorm1d(8)
+        self.scales = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(3))])
+
+    def reset_parameters(self):
+        self.scales[0].data.fill_(2)
+
+
+def everything(model) -> dict:
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def from_meta(config) -> Spider:
+    """A model as train.py makes it, in memory that holds something."""
+    with torch.device("meta"):
+        model = Spider(config)
+    model.to_empty(device="cpu")
+    for tensor in everything(model).values():
+        tensor.data.fill_(77)
+    torch.manual_seed(1)
+    model.init_weights()
+    return model
+
+
+def test_modules_that_the_model_does_not_know_initialize_themselves_and_change_no_weight_of_its_own(monkeypatch):
+    torch.manual_seed(1)
+    plain = everything(Spider(config := small_config()))
+    monkeypatch.setattr(spider_model, "Block", Convolved)
+    torch.manual_seed(1)
+    direct, later = everything(Spider(config)), everything(from_meta(config))
+    assert direct.keys() == later.keys() > plain.keys()
+    for name, tensor in direct.items():
+        assert torch.equal(tensor, later[name]) and (name not in plain or torch.equal(tensor, plain[name])), name
+    assert 0 < direct["prelude.0.conv.weight"].abs().max() <= 128 ** -0.5
+    assert not torch.equal(direct["prelude.0.conv.weight"], direct["coda.0.conv.weight"])
+    assert (direct["prelude.0.scales.0"] == 2).all() and (direct["coda.0.norm.running_var"] == 1).all()
+    assert direct["coda.0.norm.num_batches_tracked"] == 0
+
+
+class Gained(layers.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = torch.nn.Parameter(torch.ones(()))
+
+
+FORGOTTEN = {
+    "scale": lambda block: setattr(block, "scale", torch.nn.Parameter(torch.ones(3))),
+    "halves": lambda block: block.register_parameter("halves", torch.nn.Parameter(torch.ones(2, dtype=torch.float16))),
+    "mask": lambda block: block.register_buffer("mask", torch.ones(4, 4).tril().bool()),
+    "counts": lambda block: block.register_buffer("counts", torch.arange(3), persistent=False),
+    "more.gain": lambda block: block.add_module("more", Gained(4, 4)),
+    "mixing.in_proj_weight": lambda block: block.add_module("mixing", torch.nn.MultiheadAttention(4, 2)),
+}
+
+
+@pytest.mark.parametrize("make", (Spider, from_meta))
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_what_nobody_initializes_is_named(monkeypatch, make, name):
+    """However it was constructed: what a constructor sets is lost where a model is made on the meta device."""
+    class Forgetful(layers.Block):
+        def __init__(self, config):
+            super().__init__(config)
+            FORGOTTEN[name](self)
+    monkeypatch.setattr(spider_model, "Block", Forgetful)
+    with pytest.raises(RuntimeError, match=f"nobody initializes prelude.0.{name}.*coda.0.{name}.*reset_parameters"):
+        make(small_config())
+    with torch.device("meta"):
+        Spider(small_config())            # where there is no value
+
+
 def test_the_1b_model_has_996m_parameters_in_the_shares_of_the_design():
     with torch.device("meta"):
         model = Spider(SpiderConfig.preset("1b"))
@@ -632,6 +736,28 @@ def test_every_number_of_the_config_has_a_range_that_its_presets_lie_inside(pres
         for beyond in (twice, -1, math.nan, math.inf, 10 ** 5000, "1", None, True):
             with pytest.raises(ValueError, match=f"^{name} must be "):
                 dataclasses.replace(config, **{name: beyond})
+
+
+def test_what_a_model_cannot_be_given_is_named_with_what_it_takes():
+    model, ids = awake(small_config()), text(2, 8)
+    for backend in ("nonsense", "auto", None):
+        with pytest.raises(ValueError, match=f"{backend!r} is not one of loop, grouped, tile"):
+            model.set_backend(backend)
+    with pytest.raises(ValueError, match="'huge' is not one of 1b, small, tiny"):
+        SpiderConfig.preset("huge")
+    for odd, found in ((ids[0], r"\[8\]"), (ids[None], r"\[1, 2, 8\]"), (ids.float(), "float32"), (ids.int(), "int32"),
+                       (ids[:, :0], r"\[2, 0\]"), (ids[:0], r"\[0, 8\]")):
+        with pytest.raises(ValueError, match=rf"^input_ids must be int64 \[B, T\], .*{found}"):
+            model(odd)
+    for odd, found in ((ids[0], r"\[8\]"), (ids[:, 1:], r"\[2, 7\]"), (ids[:1], r"\[1, 8\]"), (ids.float(), "float32")):
+        with pytest.raises(ValueError, match=rf"^labels must be int64 \[2, 8\], .*{found}"):
+            model(ids, odd)
+    model.eval()
+    for odd, found in ((ids[0], r"\[8\]"), (ids[:1], r"\[1, 8\]"), (ids[:, :0], r"\[2, 0\]"), (ids.int(), "int32")):
+        with pytest.raises(ValueError, match=rf"^input_ids must be int64 \[2, n\], .*{found}"):
+            model.step(odd, model.decoding_state(2))
+    with pytest.raises(ValueError, match=r"^input_ids must be int64 \[1, n\], .*\[1, 0\]"):
+        list(model.generate([], 3))
 
 
 @st.composite

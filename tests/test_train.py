@@ -11,8 +11,10 @@ from conftest import assert_same, awake, final_state, gradients, metrics, run, s
 
 import cost
 import data
+import spider_model
 import train
 from leaving import Leaving
+from layers import Block
 from optim import Optimizers
 from train import Batch, lr_factor, parse_args
 
@@ -71,6 +73,34 @@ def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
             assert other[key] == pytest.approx(results[0][key], rel=1e-4), key
 
 
+def test_a_module_that_a_researcher_adds_trains_from_values_of_its_own(tmp_path, shards, monkeypatch):
+    class Mixed(Block):
+        """Each byte sees the three before it through a convolution, which the model knows nothing of."""
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.conv = torch.nn.Conv1d(config.hidden_size, config.hidden_size, 4, padding=3, groups=config.hidden_size)
+
+        def run(self, x, packing, cache=None):
+            return super().run(x + self.conv(x.T)[:, :len(x)].T, packing, cache)
+
+    def to_empty(self, **settings):
+        """Memory is seldom empty."""
+        for tensor in nn_to_empty(self, **settings).state_dict().values():
+            tensor.fill_(3e35 if tensor.is_floating_point() else 3)
+        return self
+    nn_to_empty = torch.nn.Module.to_empty
+    monkeypatch.setattr(spider_model, "Block", Mixed)
+    monkeypatch.setattr(torch.nn.Module, "to_empty", to_empty)
+    directory = run(tmp_path, shards, "--precision", "fp32", "--dropout", "0", steps=30)
+    assert metrics(directory)[-1]["loss"] < 3 < 5 < metrics(directory)[0]["loss"] < 6
+    state = final_state(directory)
+    weight = state["model_state_dict"]["prelude.0.conv.weight"]
+    assert weight.shape == (32, 1, 4) and 0 < weight.abs().max() < 1
+    by_muon = state["optimizer_state_dict"]["muon"]["state"].values()
+    assert by_muon and not any(part["momentum_buffer"].shape == weight.shape for part in by_muon)
+
+
 def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
     """At a zero row, a norm without a fitting eps multiplies the gradient by thousands, which Adagrad never forgets."""
     sums = []
@@ -108,7 +138,7 @@ def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_ru
     state = {path: path.read_bytes() for path in directory.glob("*.pt")}
     capsys.readouterr()
     argv = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", "40", "--device", "cpu",
-            "--ckpt_dir", str(directory), "--lr", "1e30", "--grad_clip", "0", "--eval_every", "0", "--max_skipped", "3"]
+            "--ckpt_dir", str(directory), "--lr", "1000", "--warmup_steps", "0", "--grad_clip", "0", "--eval_every", "0", "--max_skipped", "3"]
     assert train.command_line(argv) == 1
     assert "lower --lr" in capsys.readouterr().err.splitlines()[-1]
     assert all(path.read_bytes() == data for path, data in state.items())
@@ -263,6 +293,15 @@ def test_the_rate_of_a_small_recipe_falls_with_steps_and_width_and_warm_up_is_sh
     assert settled(*few, "--warmup_steps", "7").warmup_steps == 7 and settled(model="1b").warmup_steps == 10
 
 
+@pytest.mark.parametrize("recipe", ("tiny", "small"))
+def test_a_horizon_of_a_small_recipe_has_ten_evaluations(recipe):
+    every = train.RECIPES[recipe]["eval_every"]
+    for steps in (91, 245, 2930, 46_875):
+        args = SimpleNamespace(eval_every=every(train.SpiderConfig.preset(recipe), steps - 0.3), sample_every=0)
+        assert train.pauses_left(args, 1, steps) == 10
+    assert every(None, 0.5) == 1
+
+
 def test_halting_comes_in_over_an_eighth_of_the_horizon_wherever_the_run_stops(tmp_path, shards, monkeypatch):
     seen, accumulate = [], train.accumulate
     monkeypatch.setattr(train, "accumulate", lambda model, *rest: seen.append(model.halting_warmup) or accumulate(
@@ -271,10 +310,18 @@ def test_halting_comes_in_over_an_eighth_of_the_horizon_wherever_the_run_stops(t
     assert seen == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
+def mixture(*parts: tuple[int, float]) -> data.Loader:
+    """A loader of sequences of one byte from sources of so many, by weight."""
+    return data.Loader([data.Source(str(k), weight, data.Stream([data.Shard("memory", np.zeros(size + 1, np.uint16))]),
+                                    None) for k, (size, weight) in enumerate(parts)], 1, 0)
+
+
 def test_dropout_of_a_mixture_is_that_of_what_it_reads_again():
-    loader = SimpleNamespace(counts=np.array([7000, 3000]), windows=np.array([7000, 300]))
-    at = [train.dropout_at(SimpleNamespace(dropout=0.5), loader, g) for g in (0, 999, 1000, 9999, 10_000, 10 ** 6)]
-    assert at == pytest.approx([0, 0, 0.5 * 0.3 * 0.1, 0.5 * 0.3 * 0.9, 0.5 * (0.7 * 0.1 + 0.3), 0.5])
+    loader, args = mixture((7000, 0.7), (300, 0.3)), SimpleNamespace(dropout=0.5)
+    second, eighth = (next(g for g in range(10_000) if loader.epochs(g)[1] == epoch) for epoch in (1, 7))
+    assert 700 < second < 1400            # its share of the first sequences is not to the digit 0.3
+    at = [train.dropout_at(args, loader, g) for g in (0, second - 1, second, eighth, 10_000, 10 ** 6)]
+    assert at == pytest.approx([0, 0, 0.5 * 0.3 * 0.1, 0.5 * 0.3 * 0.7, 0.5 * (0.7 * 0.1 + 0.3), 0.5])
 
 
 def test_dropout_begins_with_the_second_epoch_and_is_all_there_in_the_eleventh(tmp_path, shards, monkeypatch):
@@ -328,6 +375,17 @@ def test_tables_are_not_emptied_where_less_than_half_a_pass_is_left():
                   train.empties_tables(args, loader, epoch * int(loader.windows[0]))]
         assert starts == emptied
     assert not train.empties_tables(parse_args(["--target_tokens", str(9 * targets)]), loader, int(loader.windows[0]))
+
+
+def test_tables_of_a_mixture_are_emptied_as_a_pass_over_it_begins_and_for_a_small_part_of_it_not_more_often():
+    args = SimpleNamespace(engram_reset=True, seq_len=1, target_tokens=5000)
+
+    def emptied(loader):
+        epochs = [loader.epoch(g) for g in range(5000)]
+        return [g for g in range(1, 5000) if epochs[g] > epochs[g - 1] and train.empties_tables(args, loader, g)]
+    for times, begun in enumerate(emptied(mixture((500, 0.5), (500, 0.5))), 1):
+        assert abs(begun - 1000 * times) < 100
+    assert times == 4 and emptied(mixture((100_000, 0.9), (100, 0.1))) == []  # read five times over
 
 
 def test_the_time_left_counts_evaluations_and_samples_to_come():
