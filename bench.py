@@ -21,7 +21,6 @@ import operator
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,15 +30,30 @@ from pathlib import Path
 
 import torch
 
-import cost
-import data
-import distributed
-import files
-import optim
-import rehearsal
 import tile_moe
 import train
-from spider_model import PRESETS, RECOMPUTE, Spider, pool_segments, unpool_segments
+from spider import console, errors
+from spider.data.loader import Loader
+from spider.data.shards import mock_source, open_data
+from spider.dev import rehearsal
+from spider.flags import Parser, a_path, checked, real
+from spider.model import engram, parameters
+from spider.model.config import PRESETS, RECOMPUTE
+from spider.model.segments import pool_segments, unpool_segments
+from spider.training import optim
+from spider.training.batches import Batch
+from spider.training.machine import (
+    keep_freed_memory,
+    multiplies_bf16,
+    peak_memory,
+    resolve_compile,
+    resolve_device,
+    resolve_precision,
+)
+from spider.training.ranks import FIRST_STEP, World
+from spider.training.traffic import Traffic
+from spider.version import commit
+from spider_model import Spider
 
 # In this order: a run that is cut off after five minutes still has what matters most.
 SECTIONS = ("ceilings", "headline", "parts", "precisions", "backends", "segments", "rates", "sequences", "loops",
@@ -49,8 +63,8 @@ SECTIONS = ("ceilings", "headline", "parts", "precisions", "backends", "segments
 class Bench:
     """The machine, the settings, and what was measured so far."""
 
-    def __init__(self, args, world: distributed.World):
-        self.args, self.device = args, world.place(train.resolve_device(args.device))
+    def __init__(self, args, world: World):
+        self.args, self.device = args, world.place(resolve_device(args.device))
         self.gpu = self.device.type == "cuda"
         self.model = args.model or ("1b" if self.gpu else "tiny")
         self.seq_len = 256 if args.seq_len is None else args.seq_len
@@ -58,11 +72,11 @@ class Bench:
         checked = self.flags()
         train.model_config(checked)  # what train.py refuses is refused here, before anything is measured
         self.seq_len, self.micro_batch = checked.seq_len, checked.micro_batch
-        self.compiles = train.resolve_compile("auto", self.device)[0]
-        self.precision = train.resolve_precision("auto", self.device, compiles=False)[0]
-        self.fp8 = train.resolve_precision("auto", self.device, compiles=True)[0] == "fp8"
+        self.compiles = resolve_compile("auto", self.device)[0]
+        self.precision = resolve_precision("auto", self.device, compiles=False)[0]
+        self.fp8 = resolve_precision("auto", self.device, compiles=True)[0] == "fp8"
         self.results, self.world = {}, world
-        self.sources = data.open_data(args.data_dir) if args.data_dir else [data.mock_source(0)]
+        self.sources = open_data(args.data_dir) if args.data_dir else [mock_source(0)]
         self.card = rehearsal.card_of(torch.cuda.get_device_name()) if self.gpu else None
         self.about = {}
 
@@ -138,11 +152,12 @@ def show(value) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The machine
 
+
 def ceilings(b: Bench):
     """Matrix products and copies as large as fit: what nothing can exceed."""
     n, rows = 8192 if b.gpu else 2048, []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        if dtype == torch.bfloat16 and not optim.multiplies_bf16(b.device):
+        if dtype == torch.bfloat16 and not multiplies_bf16(b.device):
             continue
         x, w = (torch.randn(n, n, device=b.device).to(dtype) for _ in range(2))
         rows.append({"what": f"{name} product, {n} cubed", "rate": 2 * n ** 3 / b.seconds(lambda: x @ w) / 1e12,
@@ -177,6 +192,7 @@ def matrix_rate(b: Bench, precision: str) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # The steps that are rehearsed, measured
 
+
 def headline(b: Bench):
     """Every step of the rehearsal's table: time, memory; of the first also its kernels and the host's time. Elsewhere
     than on a GPU those of them that suit, in the precision that does."""
@@ -200,7 +216,7 @@ def headline(b: Bench):
         rows.append({"step": name, "ms": seconds * 1e3, "bytes/s": step.bytes / seconds, "bytes/segment": rate,
                      "bf16_mfu": step.flops(rate) * step.bytes / seconds / matrix_rate(b, "bf16")})
         if b.gpu:
-            rows[-1]["peak GB"] = cost.peak_memory(b.device)
+            rows[-1]["peak GB"] = peak_memory(b.device)
         if len(rows) == 1:
             rows[0] |= {"kernels": kernels(step)} if b.gpu else {}
             rows[0]["host, ms"] = host_time(b)
@@ -247,6 +263,7 @@ def bounds(b: Bench, found: dict):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
+
 def trainer(b: Bench, rate: float | None = None, **flags):
     """A closure that does one optimizer step, and the model; `rate` sets the bytes per segment, else the config does."""
     args = b.flags(**flags)
@@ -271,14 +288,14 @@ def trainer(b: Bench, rate: float | None = None, **flags):
             model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -torch.tensor(rate - 1.0).log().item())
     optimizers = optim.Optimizers(model, optimizer, args)
     optimizers.set_lr(1e-20, 1.0)  # the boundaries stay where they were put; at 0 Muon would leave its products out
-    loader, count = data.Loader(b.sources, args.seq_len, 0), [0]
+    loader, count = Loader(b.sources, args.seq_len, 0), [0]
 
     def step():
         batches = []
         for _ in range(args.grad_accum):
             ids, labels, _ = loader.micro_batch(count[0] * args.micro_batch, 0, args.micro_batch)
             count[0] += 1
-            batches.append(train.Batch.of(ids, labels, count[0] << 20).to(b.device))
+            batches.append(Batch.of(ids, labels, count[0] << 20).to(b.device))
         sums, tokens = train.accumulate(model, batches, args.n_loops)
         return train.update(model, optimizers, sums, tokens, sum(batch.real for batch in batches), args)
     step.bytes = args.micro_batch * args.seq_len * args.grad_accum
@@ -325,12 +342,12 @@ def row_of(b: Bench, label: str, step, times: list[float], bytes_per_segment: fl
            "slowest/fastest step": max(times) / min(times), "bf16_mfu": flops / matrix_rate(b, "bf16"),
            "of ceiling": flops / matrix_rate(b, step.precision)}
     if b.gpu:
-        row["peak GB"] = cost.peak_memory(b.device)
+        row["peak GB"] = peak_memory(b.device)
     return row
 
 
 def precisions(b: Bench):
-    names = ["fp32"] + ["bf16"] * optim.multiplies_bf16(b.device) + ["fp8"] * b.fp8
+    names = ["fp32"] + ["bf16"] * multiplies_bf16(b.device) + ["fp8"] * b.fp8
     variants = [(name, dict(precision=name)) for name in names]
     if b.fp8:
         variants.append(("fp8, experts too", dict(precision="fp8", fp8_experts=True)))
@@ -395,6 +412,7 @@ def core(b: Bench):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inside a step
+
 
 def parts(b: Bench):
     """Time of a step by part, not compiled: the forward pass by module, synchronised around each; then backward, clip,
@@ -483,6 +501,7 @@ def segments(b: Bench):
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 
+
 def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024):
     """Time of a byte that one row writes behind texts of several lengths, beside the full pass over 1,024 bytes that it
     stands for, in turn, on a CPU in fp32; fresh weights, so that no segment halts early. The floor: weights multiplied
@@ -490,7 +509,7 @@ def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024)
     args, rows = b.flags(), []
     torch.manual_seed(0)
     model = Spider(train.model_config(args)).to(b.device).eval()
-    model.compute_dtype = torch.bfloat16 if b.gpu and optim.multiplies_bf16(b.device) else torch.float32
+    model.compute_dtype = torch.bfloat16 if b.gpu and multiplies_bf16(b.device) else torch.float32
     c, size = model.config, torch.finfo(model.compute_dtype).bits // 8
     latent = size * (c.kv_lora_rank + c.qk_rope_head_dim)
     with model.cast_weights_once(), torch.no_grad():
@@ -523,6 +542,7 @@ def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024)
 # ---------------------------------------------------------------------------------------------------------------------
 # Several ranks
 
+
 NEAR, FAR, LATENCY = 450e9, 50e9, 5e-6   # bytes/s of a rank within a node and beyond it, s of a message: assumptions
 PAPER_STEP = 4 * 112 * 256               # bytes of text a rank does in a step, the original's
 
@@ -531,9 +551,9 @@ def expected(model: Spider, replicas: int, shards: int, grad_accum: int, width: 
     """Bytes that a rank sends in a step under Muon within its replica and beyond, and messages one after the other;
     width: bytes of a number of Muon's products. The model's `compute_dtype` says what weights are gathered as."""
     ranks, near, far, hops = replicas * shards, 0.0, 0.0, 0
-    tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, train.EngramTable)}
-    halved = {id(p) for p in train.halved_weights(model) if len(p) % shards == 0}
-    matrices = optim.matrices_of(model)
+    tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, engram.EngramTable)}
+    halved = {id(p) for p in parameters.halved_weights(model) if len(p) % shards == 0}
+    matrices = parameters.matrices_of(model)
     groups = len(model.prelude) + len(model.coda) + (model.core is not None) + 1
     for name, p in model.named_parameters():
         if name in tables:
@@ -574,21 +594,21 @@ def traffic(b: Bench):
     b.table("traffic, on paper", rows)
 
 
-def counted(b: Bench, world: distributed.World, shards: int, grad_accum: int, precision: str) -> dict:
+def counted(b: Bench, world: World, shards: int, grad_accum: int, precision: str) -> dict:
     """Bytes of the second of two steps of this rank, beside the formula."""
     world.arrange(shards)
     args = b.flags(grad_accum=grad_accum, precision=precision, device=b.device.type)
     with torch.device("meta"):
         model = Spider(train.model_config(args))
     model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    near, far, _ = expected(model, world.replicas, shards, grad_accum, 2 if optim.multiplies_bf16(b.device) else 4)
+    near, far, _ = expected(model, world.replicas, shards, grad_accum, 2 if multiplies_bf16(b.device) else 4)
     train.make_real(model, b.device, precision, "grouped", args, world)
     optimizers = optim.Optimizers(model, "muon", args, world)
-    loader = data.Loader(b.sources, args.seq_len, 0)
+    loader = Loader(b.sources, args.seq_len, 0)
     for step in range(2):
-        batches = [train.Batch.of(*loader.micro_batch(0, i, args.micro_batch, world.rank, world.ranks)[:2], step).to(
+        batches = [Batch.of(*loader.micro_batch(0, i, args.micro_batch, world.rank, world.ranks)[:2], step).to(
             b.device) for i in range(grad_accum)]
-        with distributed.Traffic() as counter:
+        with Traffic() as counter:
             sums, tokens = train.accumulate(model, batches, args.n_loops, None, world)
             train.update(model, optimizers, sums, tokens, batches[0].real, args)
     return {"replicas": world.replicas, "shards": shards, "micro-steps": grad_accum, "precision": precision,
@@ -597,6 +617,7 @@ def counted(b: Bench, world: distributed.World, shards: int, grad_accum: int, pr
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A device that is not there
+
 
 def rehearse(args) -> dict[str, list[dict]]:
     """The tables of a step on the card of --rehearse, each line as soon as it is known."""
@@ -620,7 +641,7 @@ def rehearse(args) -> dict[str, list[dict]]:
     tables = {"steps": rows} | rehearsal.details(found)
     for name, rows in list(tables.items())[1:]:
         print_rows(name, rows)
-    here = Bench(argparse.Namespace(**vars(args) | dict(device="cpu", model="1b", set=None)), distributed.World({}))
+    here = Bench(argparse.Namespace(**vars(args) | dict(device="cpu", model="1b", set=None)), World({}))
     tables["host"] = [{"Python, dispatcher and autograd of a bf16 step": label, "CPU ms here": host_time(here, **flags)}
                       for label, flags in (("core recomputed", {}), ("nothing recomputed", dict(recompute="nothing")),
                                            ("nothing, compiled", dict(recompute="nothing", compile="on")))]
@@ -631,6 +652,7 @@ def rehearse(args) -> dict[str, list[dict]]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
+
 
 def plot(b: Bench, path: Path):
     """Throughput over sequence length, where it was measured and matplotlib is there."""
@@ -650,18 +672,18 @@ def plot(b: Bench, path: Path):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = train.Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(PRESETS), help="1b on a GPU, else tiny")
     parser.add_argument("--set", help="fields of SpiderConfig to change, as in train.py")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--seq_len", help="bytes per sequence (256)")
     parser.add_argument("--micro_batch", help="sequences per step (112 on a GPU, else 8)")
-    parser.add_argument("--data_dir", type=files.checked(files.a_path),
+    parser.add_argument("--data_dir", type=checked(a_path),
                         help="a directory of shards for the training steps (made-up sentences)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
-    parser.add_argument("--out", type=files.checked(files.a_path), help="directory for bench-DEVICE.json and .png")
+    parser.add_argument("--out", type=checked(a_path), help="directory for bench-DEVICE.json and .png")
     parser.add_argument("--rehearse", choices=tuple(rehearsal.CARDS), help="what a step would cost on a card")
-    parser.add_argument("--minutes", type=files.checked(train.real(0)),
+    parser.add_argument("--minutes", type=checked(real(0)),
                         help="begin no section when so many are nearly over; on a GPU 10")
     parser.add_argument("--flags", help="with --rehearse: train.py's flags of the one step to rehearse")
     args = parser.parse_args(argv)
@@ -676,14 +698,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure_sections(args, world: distributed.World):
+def measure_sections(args, world: World):
     """Every section that was asked for: tables on stdout, and figures in --out."""
     b = Bench(args, world)
-    world.join(b.device, 1, distributed.FIRST_STEP)
+    world.join(b.device, 1, FIRST_STEP)
     if args.out and world.leads:
         args.out.mkdir(parents=True, exist_ok=True)
     if not b.gpu:
-        train.keep_freed_memory()
+        keep_freed_memory()
     machine = torch.cuda.get_device_name() if b.gpu else f"{processor()}, {torch.get_num_threads()} threads"
     print(f"{machine}; torch {torch.__version__}; commit {commit()}; model {b.model}, {b.precision}, micro-batch "
           f"{b.micro_batch}, sequence {b.seq_len}")
@@ -725,7 +747,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with one line on stderr for a bad flag or file."""
     train.logger.remove()
     try:
-        args, world = parse_args(argv), distributed.World()
+        args, world = parse_args(argv), World()
         if args.rehearse:
             tables = rehearse(args)
             if args.out:
@@ -735,24 +757,19 @@ def main(argv: list[str] | None = None) -> int:
                     json.dumps(about | tables, indent=1, allow_nan=False) + "\n")
             return 0
         if world.ranks > 1 and args.only != "traffic":
-            raise train.UsageError("several ranks measure --only traffic: start one process for the rest")
+            raise errors.UsageError("several ranks measure --only traffic: start one process for the rest")
         with world, nullcontext() if world.leads else redirect_stdout(None):
             measure_sections(args, world)
         return 0
-    except (train.UsageError, data.DataError, distributed.WorldError, rehearsal.RehearsalError) as fault:
+    except (errors.UsageError, errors.DataError, errors.WorldError, rehearsal.RehearsalError) as fault:
         line = str(fault)
     except BrokenPipeError:               # of `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as fault:
         line = f"{fault.filename}: {fault.strerror}"
-    print(f"bench.py: error: {files.one_line(line)}", file=sys.stderr)
+    print(f"bench.py: error: {console.one_line(line)}", file=sys.stderr)
     return 2
-
-
-def commit() -> str:
-    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
-                          cwd=Path(__file__).parent).stdout.strip()
 
 
 def processor() -> str:

@@ -38,18 +38,20 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-import data
-import files
-import look
-import prepare
-from checkpoint import CheckpointError, find_checkpoints, is_in_parts, load_checkpoint, whole
-from export import export, is_export
-from files import checked
-from leaving import wants_memory
-from spider_model import MAX_LOOPS, DecodingState, Spider, SpiderConfig
+from spider import console, errors, files
+from spider.data import loader, prepare, shards
+from spider.errors import CheckpointError, UsageError
+from spider.export.directory import export, is_export
+from spider.flags import Flag, Parser, a_path, checked, integer, real
+from spider.inspect import page, reading
+from spider.model.config import MAX_LOOPS, SpiderConfig
+from spider.model.decoding import DecodingState
+from spider.training.checkpoint import is_in_parts, load_checkpoint, whole
+from spider.training.checkpoint_files import find_checkpoints
+from spider.training.machine import keep_freed_memory, multiplies_bf16, resolve_device, start_log, wants_memory
+from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
-from train import (EVAL_BYTES, FLAGS, RECIPES, Flag, Parser, UsageError, cross_entropy, evaluate, integer,
-                   keep_freed_memory, multiplies_bf16, real, resolve_device, start_log)
+from train import EVAL_BYTES, FLAGS, RECIPES, cross_entropy, evaluate
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
@@ -134,6 +136,7 @@ def load_one(args: argparse.Namespace, device: torch.device) -> tuple[Spider, in
 # ---------------------------------------------------------------------------------------------------------------------
 # Talking
 
+
 def prompt_of(args: argparse.Namespace) -> bytes | None:
     """What is to be gone on from: the bytes that were given, also where they are not UTF-8; None: a dialogue."""
     if args.prompt is not None:
@@ -166,7 +169,7 @@ def write(parts: Iterable[bytes], raw: bool):
             if raw:
                 sys.stdout.buffer.write(part)
             else:
-                print(*(c if c in "\n\t" else files.one_line(c) for c in decoder.decode(part)), sep="", end="")
+                print(*(c if c in "\n\t" else console.one_line(c) for c in decoder.decode(part)), sep="", end="")
             sys.stdout.flush()
     finally:
         print(decoder.decode(b"", final=True), flush=True)
@@ -260,7 +263,8 @@ def talk(args: argparse.Namespace, device: torch.device):
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring
 
-def windows(stream: data.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
+
+def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
     """Batches (ids, labels) [n, seq_len] in which every byte of a stream but the first id is a label once, and the
     number of ids in all of them. Windows overlap by half, and what lies in two counts in the first."""
     last, stride = len(stream) - 1, max(1, seq_len // 2)
@@ -268,19 +272,19 @@ def windows(stream: data.Stream, seq_len: int, batch: int) -> tuple[Iterator[tup
 
     def batches():
         for start in np.split(starts, range(batch, len(starts), batch)):
-            ids, labels = data.cut_rows(stream, start, np.minimum(start + seq_len, last), seq_len)
+            ids, labels = loader.cut_rows(stream, start, np.minimum(start + seq_len, last), seq_len)
             labels[torch.from_numpy(start > 0), :seq_len - stride] = -100
             yield ids, labels.masked_fill_(labels > 255, -100)
     return batches(), len(starts) * seq_len
 
 
-def score(model: Spider, file: str, text: data.Stream | list[data.Source], seq_len: int, eval_tokens: int, batch: int,
+def score(model: Spider, file: str, text: shards.Stream | list[shards.Source], seq_len: int, eval_tokens: int, batch: int,
           n_loops: int, device: torch.device) -> tuple[int, float]:
     """Bytes that were predicted and bits for each; of a prepared directory's sources, the trainer's own figure.
 
     DataError where there is no byte to predict, FloatingPointError where a loss is no finite number."""
     if isinstance(text, list):
-        rows = data.validation_rows(text, seq_len, eval_tokens)
+        rows = loader.validation_rows(text, seq_len, eval_tokens)
         count, bits = int((rows[1] != -100).sum()), evaluate(model, rows, batch, n_loops, device)["val_bpb"]
     else:
         batches, size = windows(text, min(seq_len, max(2, len(text) - 1)), batch) if len(text) > 1 else ((), 0)
@@ -288,7 +292,7 @@ def score(model: Spider, file: str, text: data.Stream | list[data.Source], seq_l
         bits = nats / math.log(2)
         logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {n_loops}, {rate:.2f} bytes per segment")
     if not count:
-        raise data.DataError(f"{file}: no byte in there")
+        raise errors.DataError(f"{file}: no byte in there")
     if not math.isfinite(bits):
         raise FloatingPointError("the model's loss is not a finite number: its weights are ruined")
     return count, bits
@@ -303,9 +307,9 @@ def measure(args: argparse.Namespace, device: torch.device):
         if not files.is_replaceable(Path(args.json)):
             raise UsageError(f"--json: {args.json}: no regular file: name another")
     for file in args.eval:
-        texts[file] = data.open_data(file) if os.path.isdir(file) else prepare.read_stream(file, args.field)
+        texts[file] = shards.open_data(file) if os.path.isdir(file) else prepare.read_stream(file, args.field)
         if isinstance(texts[file], list):
-            data.check(texts[file])
+            shards.check(texts[file])
     bf16 = args.precision == "bf16" or args.precision == "auto" and multiplies_bf16(device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -333,10 +337,10 @@ def print_table(found: list[dict]):
             (entry["checkpoint"], entry["file"], entry["bytes"]) for entry in found):
         bits = {entry["n_loops"]: f"{entry['bits_per_byte']:.4f}" for entry in found
                 if (entry["checkpoint"], entry["file"]) == (checkpoint, file)}
-        lines.append([files.one_line(checkpoint), files.one_line(file), f"{count:,}",
+        lines.append([console.one_line(checkpoint), console.one_line(file), f"{count:,}",
                       *(bits.get(n, "") for n in loops)])
     widths = [max(map(len, column)) for column in zip(*lines)]
-    with files.reader_may_leave():
+    with console.reader_may_leave():
         for line in lines:
             print("  ".join(part.ljust(width) if i < 2 else part.rjust(width)
                             for i, (part, width) in enumerate(zip(line, widths))))
@@ -360,7 +364,7 @@ def each(parse: Callable) -> Callable:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    path = checked(files.a_path)
+    path = checked(a_path)
     parser.add_argument("checkpoint", nargs="*", type=path, help="a file, or a directory (checkpoints)")
     parser.add_argument("--n_loops", type=checked(each(integer(1, MAX_LOOPS))), metavar="N,...",
                         help="loops of the core (as trained); several for --eval")
@@ -387,7 +391,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                        help="of the products; auto: bf16 where the hardware has it, as in training")
     group = parser.add_argument_group("looking inside")
     group.add_argument("--show", metavar="FILE|TEXT", help="show how the model reads a text, here and in a page: a "
-                       f"file, - (stdin) or the text itself; of it the first {look.LONGEST} bytes")
+                       f"file, - (stdin) or the text itself; of it the first {reading.LONGEST} bytes")
     group.add_argument("--html", type=path, metavar="OUT",
                        help="where --show writes the page (look.html beside the checkpoint)")
     group = parser.add_argument_group("handing over")
@@ -425,16 +429,16 @@ def main(argv: list[str] | None = None) -> int:
         if args.eval:
             measure(args, device)
         elif args.show is not None:
-            look.show(*load_one(args, device), args.show, Path(args.checkpoint[0]), args.html)
+            page.show(*load_one(args, device), args.show, Path(args.checkpoint[0]), args.html)
         else:
             talk(args, device)
     except KeyboardInterrupt:
         return 130
-    except (CheckpointError, UsageError, data.DataError, FloatingPointError, OSError) as fault:
+    except (CheckpointError, UsageError, errors.DataError, FloatingPointError, OSError) as fault:
         if isinstance(fault, OSError):    # of standard output: what is left to flush goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(fault, BrokenPipeError):
-            print(f"sample.py: error: {files.one_line(fault)}", file=sys.stderr)
+            print(f"sample.py: error: {console.one_line(fault)}", file=sys.stderr)
             return 2
     except (MemoryError, RuntimeError) as fault:
         if not wants_memory(fault):

@@ -25,7 +25,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -34,174 +34,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from engram import (WORD_BYTES, ByteEngram, EngramTable, MatchMemory, Recalled, SegmentEngram, primes_below,
-                    shifted_bytes, word_ends)
-from layers import (EVERY_ROW, MLA, Block, Cache, Left, Linear, Packing, SwiGLU, WideLinear, document_cu_seqlens,
-                    document_starts, rms_norm, round_up, wide)
+from spider.model.attention import MLA
+from spider.model.cache import Cache
+from spider.model.casting import Linear, WideLinear, wide
+from spider.model.config import SpiderConfig
+from spider.model.decoding import PIECE, DecodingState, Past, Seen, check_ids, draw
+from spider.model.engram import ByteEngram, EngramTable, Recalled, SegmentEngram
+from spider.model.initialization import Unwritten
+from spider.model.layers import Block, SwiGLU
+from spider.model.match_memory import MatchMemory
+from spider.model.ngrams import shifted_bytes, word_ends
+from spider.model.noise import byte_noise, dropped, uniform
+from spider.model.norm import rms_norm
+from spider.model.packing import EVERY_ROW, Left, Packing, document_cu_seqlens, document_starts, round_up
+from spider.model.parameters import component_of
+from spider.model.segments import places_behind, pool_segments, sum_segments, unpool_segments
 from tile_moe import BACKENDS, Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
-from tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
-
-BOUNDARIES = ("learned", "words", "whitespace", "every_third", "every_byte")
-RECOMPUTE = ("nothing", "core", "all")
-MAX_LOOPS = 4096                          # of the core, in a flag as in a checkpoint
-
-
-@dataclass
-class SpiderConfig:
-    """Every size of the model; plain values, saved in the checkpoint. The defaults are `1b`."""
-    vocab_size: int = VOCAB_SIZE
-    hidden_size: int = 2048               # multiples of 16, as those of experts: grouped products take no others
-    n_prelude_layers: int = 2
-    n_recurrent_layers: int = 6           # 0: no core, the byte layers alone, as a control arm
-    n_coda_layers: int = 2
-    n_loops: int = 6                      # loops trained with; beyond them the last one's adapter serves
-    # attention (MLA)
-    n_heads: int = 16
-    q_lora_rank: int = 768
-    kv_lora_rank: int = 320
-    qk_nope_head_dim: int = 64
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128                 # the query/key width, a multiple of 8: every attention kernel takes that
-    rope_theta: float = 10000.0
-    byte_window: int = 0                  # bytes that prelude and coda look back on, their own included; 0: all
-    # feed-forward and experts
-    intermediate_size: int = 4096         # of the dense layers of prelude and coda
-    n_routed_experts: int = 32            # 0: only the shared one, a dense feed-forward
-    n_shared_experts: int = 1             # as one SwiGLU of n_shared_experts * moe_intermediate_size
-    n_experts_per_tok: int = 2
-    moe_intermediate_size: int = 512
-    expert_bias_rate: float = 0.001       # step of the selection bias, once per optimizer step
-    aux_loss_weight: float = 0.01
-    z_loss_weight: float = 0.001
-    # segments
-    boundaries: str = "learned"           # or where words end; or, as control arms, whitespace, every_third, every_byte
-    boundary_prior: float = 0.3           # first rate of boundaries per byte
-    boundary_loss_weight: float = 1.0
-    boundary_alpha: float = 1 / 3         # boundaries per byte are kept between alpha - lambda * sigma and alpha
-    boundary_lambda: float = 3.0
-    boundary_sigma: float = 0.023
-    places: int = 1                       # rows of a segment for the bytes behind it, each a projection of its own
-    # recurrence
-    lti: bool = True                      # False: v = h + e, to measure what the stable injection is worth
-    lora_rank: int = 16                   # of the adapter of each loop; 0: none
-    act: bool = True                      # False: the last loop's state is the output
-    act_threshold: float = 0.99
-    ponder_weight: float = 0.001          # of the ACT cost; 0: none
-    core_loss_weight: float = 0.0         # of the cross-entropy of the core's own prediction of the next byte; 0: none
-    # Engram: tables of hashed n-grams, before some core layers and at byte rate before prelude and head
-    engram_layers: tuple[int, ...] = (1, 4)
-    engram_orders: tuple[int, ...] = (3, 4, 6, 8)
-    engram_heads: int = 4                 # hashes per order
-    engram_rows: int = 29_000             # rows of each hash's table, about (the next free prime below)
-    engram_dim: int = 64                  # width of a row
-    engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
-    engram_byte_rows: int = 47_300
-    engram_byte_dim: int = 128
-    engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # of what followed in the document; (): none
-    engram_match_words: tuple[int, ...] = ()  # the same of what stands behind the n-th last end of a word
-
-    def __post_init__(self):
-        for f in fields(self):
-            value, kind = getattr(self, f.name), type(f.default)
-            if kind is tuple and type(value) is list:                      # when read back from JSON
-                setattr(self, f.name, value := tuple(value))
-            if type(value) not in ((int, float) if kind is float else (kind,)) or (
-                    kind is tuple and any(type(part) is not int for part in value)):
-                raise ValueError(f"{f.name} must be of type {'tuple of int' if kind is tuple else kind.__name__}")
-            low, high = RANGES.get(f.name, (value, value))
-            if not low <= value <= high:
-                raise ValueError(f"{f.name} must be at least {low} and at most {high}")
-        for holds, rule in (
-                (self.hidden_size % 16 == 0, "hidden_size must be a multiple of 16"),
-                (self.moe_intermediate_size % 16 == 0, "moe_intermediate_size must be a multiple of 16"),
-                (self.qk_nope_head_dim + self.qk_rope_head_dim == self.v_head_dim,
-                 "qk_nope_head_dim + qk_rope_head_dim must equal v_head_dim"),
-                (self.v_head_dim % 8 == 0, "v_head_dim must be a multiple of 8"),
-                (self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
-                (self.boundaries in BOUNDARIES, f"boundaries must be one of {', '.join(BOUNDARIES)}"),
-                (0 < self.boundary_prior < 1, "boundary_prior must lie between 0 and 1"),
-                (self.n_routed_experts + self.n_shared_experts > 0,
-                 "n_routed_experts, n_shared_experts: there must be a routed or a shared expert"),
-                (not self.n_routed_experts or self.n_experts_per_tok <= self.n_routed_experts,
-                 "n_experts_per_tok must lie between 1 and n_routed_experts"),
-                (all(0 <= i < (self.n_recurrent_layers or 256) for i in self.engram_layers),
-                 "engram_layers must lie between 0 and n_recurrent_layers - 1"),
-                (len({*self.engram_layers}) == len(self.engram_layers), "engram_layers must name each layer once"),
-                (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders")):
-            if not holds:
-                raise ValueError(rule)
-        for name in ("engram_orders", "engram_byte_orders", "engram_match_orders", "engram_match_words"):
-            orders = getattr(self, name)
-            unit, most = ("words", WORD_BYTES // 2) if name.endswith("words") else ("bytes", 32)
-            if list(orders) != sorted(set(orders)) or not all(1 <= order <= most for order in orders):
-                raise ValueError(f"{name} must be ascending numbers of {unit} from 1 to {most}")
-        for name, tables in (("engram", self.engram_heads), ("engram_byte", 1)):
-            orders, rows = getattr(self, f"{name}_orders"), getattr(self, f"{name}_rows")
-            if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
-                raise ValueError(f"{name}_rows must be larger: {len(orders) * tables} tables need primes below it")
-
-    @property
-    def bytes_per_segment(self) -> float:
-        """About how many there will be: in the middle of the boundary loss's band, or as the other rules cut English
-        prose (words: Python about 9, Chinese 3)."""
-        least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
-        return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
-                "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
-
-    @property
-    def longest_order(self) -> int:
-        """Bytes that anything looks back on to find what it recalls."""
-        return max((2, WORD_BYTES * bool(self.engram_match_words))
-                   + self.engram_orders + self.engram_byte_orders + self.engram_match_orders)
-
-    @property
-    def match_contexts(self) -> int:
-        """Contexts that are looked for in the document."""
-        return len(self.engram_match_orders) + len(self.engram_match_words)
-
-    @property
-    def scores_core(self) -> bool:
-        """Whether training counts the core's own prediction of the next byte."""
-        return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
-
-    @classmethod
-    def preset(cls, name: str) -> "SpiderConfig":
-        """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M); ValueError for any other name."""
-        if name not in PRESETS:
-            raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
-        return cls(**PRESETS[name])
-
-
-# What each number may be: beyond it nothing sensible lies, and what is built of it would take for ever or overflow.
-RANGES = {
-    "vocab_size": (VOCAB_SIZE, 1 << 16), "hidden_size": (1, 1 << 16), "n_prelude_layers": (0, 256),
-    "n_recurrent_layers": (0, 256), "n_coda_layers": (0, 256), "n_loops": (1, MAX_LOOPS), "n_heads": (1, 1024),
-    "q_lora_rank": (1, 1 << 16), "kv_lora_rank": (1, 1 << 16), "qk_nope_head_dim": (1, 256),
-    "qk_rope_head_dim": (1, 256), "v_head_dim": (1, 256), "rope_theta": (1, 1e12), "byte_window": (0, 1 << 16),
-    "intermediate_size": (1, 1 << 18),
-    "n_routed_experts": (0, 4096), "n_shared_experts": (0, 256), "n_experts_per_tok": (1, 256),
-    "moe_intermediate_size": (1, 1 << 18), "expert_bias_rate": (0, 1), "aux_loss_weight": (0, 1e6),
-    "z_loss_weight": (0, 1e6), "boundary_prior": (0, 1), "boundary_loss_weight": (0, 1e6), "boundary_alpha": (0, 1),
-    "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "places": (1, 256), "lora_rank": (0, 4096),
-    "act_threshold": (0, 1), "ponder_weight": (0, 1e6), "core_loss_weight": (0, 1e6), "engram_heads": (1, 16),
-    "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),
-    "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096),
-}
-
-# What makes the core pay, measured on tiny (docs/learning.md).
-BY_WORDS = dict(boundaries="words", places=8, core_loss_weight=0.2, engram_match_words=(1, 2))
-PRESETS = {
-    "1b": {},
-    "small": dict(hidden_size=768, n_recurrent_layers=4, n_loops=2, n_heads=12, q_lora_rank=256, kv_lora_rank=128,
-                  qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=1536, n_routed_experts=16,
-                  moe_intermediate_size=256, engram_layers=(1, 3), engram_rows=12_000, engram_dim=32,
-                  engram_byte_rows=24_000, engram_byte_dim=64, **BY_WORDS),
-    "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=1, n_coda_layers=1, n_loops=1, n_heads=2,
-                 q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
-                 byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4,
-                 engram_layers=(0,), engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072,
-                 engram_byte_dim=32, **BY_WORDS),
-}
+from tokenizer import EOS_ID, PAD_ID
 
 
 class CoreStats(NamedTuple):              # a tuple: FSDP looks for the gradients' way back in those
@@ -232,8 +81,10 @@ LOSS_PARTS = "boundary_loss", "aux_loss", "z_loss", "ponder_loss", "core_loss"
 # ---------------------------------------------------------------------------------------------------------------------
 # Mixture of experts
 
+
 class MoE(nn.Module):
     """Routed experts and a shared one, [N, D] -> [N, D]; no capacity, no token is dropped."""
+    matrix_stacks = "w_gate", "w_up", "w_down"
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
@@ -276,136 +127,6 @@ class MoE(nn.Module):
         return (y if self.shared is None else y + self.shared(x)), Routing(score, topk_idx, places)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Segments: where bytes are cut, pooled and handed back
-
-def byte_noise(seed: int | Tensor | None, sequences: int, length: int, device: torch.device) -> Tensor:
-    """A random number for each byte, int64 [sequences, length]; row i is a function of seed + i alone.
-
-    Without a seed they come from torch's default generator."""
-    if seed is None:
-        return torch.randint(-1 << 63, (1 << 63) - 1, (sequences, length), device=device)
-    row = splitmix(0, torch.arange(sequences, device=device) + seed)
-    return splitmix(row[:, None], torch.arange(1, length + 1, device=device))
-
-
-def splitmix(start: Tensor | int, index: Tensor) -> Tensor:
-    """The numbers, int64, at `index` of those that splitmix64 makes from `start`."""
-    z = start + index * (0x9E3779B97F4A7C15 - (1 << 64))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
-        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
-
-
-def uniform(number: Tensor) -> Tensor:
-    """fp32 in (0, 1) of random int64."""
-    return (((number >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
-
-
-def dropped(x: Tensor, rate: float, noise: Tensor | None, site: int) -> Tensor:
-    """Dropout: x [n, D] with a part `rate` of its numbers 0 and the others larger by as much. Which ones is a function
-    of the row's noise, int64 [n], another one at each site. Without noise x as it is."""
-    if noise is None or not rate:
-        return x
-    salt = splitmix(site, torch.arange(1, x.shape[1] + 1, device=x.device)).int()
-    z = (noise.int()[:, None] ^ salt).mul_(0x2C1B3C6D)                                       # a hash of 32 bits
-    z = ((z >> 15) & 0x1FFFF).bitwise_xor_(z).mul_(0x297A2D39)
-    return x * (z >= round((rate - 0.5) * (1 << 32))) / (1 - rate)
-
-
-def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of each finished segment's bytes, in O(M * D), with the gradient of the published dense einsum.
-
-    h [M, D]; b [M], 1 where a segment ends (0 or 1 in value, straight-through gradient); cu_seqlens int32
-    [documents + 1]. Returns z [N, D], documents in order, and segment_cu_seqlens int32 [documents + 1]. Bytes behind a
-    document's last boundary belong to no segment. The gradient to b runs through w_t = 1 + c_t - stopgrad(c_t), c_t the
-    number of boundaries before t in the document (FlexiTokens, arXiv 2507.12720).
-    """
-    z, total, segment_cu_seqlens = sum_segments(h, b, cu_seqlens)
-    segments = len(z) + 1 - len(cu_seqlens)
-    return (z[:segments] / total[:segments]).to(h.dtype), segment_cu_seqlens
-
-
-def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
-                 begun: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same before the division: sums [N + documents, D], weights [N + documents, 1] and segment_cu_seqlens. Behind
-    the finished segments stands what each document has begun; so it comes in again, [documents, D] and [documents, 1],
-    where the document goes on."""
-    document, finished = _documents_and_segments(b, cu_seqlens)
-    segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
-    segments = int(segment_cu_seqlens[-1])                                                   # host synchronisation
-    own = finished - b.detach().round().long()                                               # [M], segment of each byte
-    own = torch.where(own < segment_cu_seqlens.index_select(0, document + 1), own, segments + document)
-    before = b.cumsum(0) - b
-    before = before - before.index_select(0, cu_seqlens.index_select(0, document))           # c_t
-    weight = 1 + before - before.detach()
-    rows = segments + len(cu_seqlens) - 1
-    total = weight.new_zeros(rows, 1).index_add(0, own, weight[:, None])
-    z = _SumRows.apply(h, weight, own, rows)
-    if begun is not None:
-        first = own.index_select(0, cu_seqlens[:-1])
-        z, total = z.index_add(0, first, begun[0]), total.index_add(0, first, begun[1])
-    return z, total, segment_cu_seqlens.to(torch.int32)
-
-
-class _SumRows(torch.autograd.Function):
-    """Rows h [M, D] times weights [M] summed up where `own` [M] says, [rows, D]; torch's own keeps the products."""
-
-    @staticmethod
-    def forward(ctx, h, weight, own, rows):
-        ctx.save_for_backward(h, weight, own)
-        products = weight[:, None] * h
-        return products.new_zeros(rows, h.shape[1]).index_add_(0, own, products)
-
-    @staticmethod
-    def backward(ctx, grad):
-        h, weight, own = ctx.saved_tensors
-        grad = grad.index_select(0, own)
-        to_weight = (grad * h).sum(1)
-        return grad.mul_(weight[:, None]).to(h.dtype), to_weight, None, None
-
-
-def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor,
-                    place: Tensor | None = None) -> Tensor:
-    """Hands each byte the last segment of its document finished at or before it: causal with nothing to shift.
-
-    z [N, D], null [D] for bytes before a document's first boundary, or one for each document, [documents, D]; b [M],
-    cu_seqlens and segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; no gradient reaches b.
-    With `place` [M] a segment has several rows, z [N, P, D] and null [P, D]; a byte receives that of its place.
-    """
-    document, finished = _documents_and_segments(b, cu_seqlens)
-    null = null.view(-1, *z.shape[1:])
-    own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished + len(null) - 1,
-                      document.clamp_max(len(null) - 1))
-    rows = torch.cat((null.to(z.dtype), z))
-    if place is not None:
-        own, rows = own * z.shape[1] + place, rows.flatten(0, 1)
-    return rows.index_select(0, own)
-
-
-def places_behind(b: Tensor, start: Tensor, places: int, begun: Tensor | int = 0) -> Tensor:
-    """How far bytes lie behind the last boundary of their document, at most `places` - 1: 0 at the boundary, int64 [M].
-
-    start [M]: the first byte of each one's document; begun [M]: when decoding, the bytes that earlier steps brought
-    behind their last boundary."""
-    row = torch.arange(len(b), device=b.device)
-    last = torch.where(b.detach() > 0, row, -1).cummax(0).values
-    return (row - torch.where(last < start, start - 1 - begun, last)).clamp_max(places - 1)
-
-
-def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Per byte, int64 [M]: its document, and the segments of all documents finished at or before it."""
-    row = torch.arange(len(b), device=b.device)
-    return torch.searchsorted(cu_seqlens[1:], row, right=True), b.detach().round().long().cumsum(0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The recurrent core
-
-Seen = tuple[Tensor | None, Tensor | None]  # of a core layer, [N, ...]: latents and what the convolution read
-Past = tuple[Cache | None, Cache | None]    # the same of earlier steps, when decoding
-
-
 class RecurrentBlock(nn.Module):
     """A layer of the core at segment rate: memory where it has one, attention, experts."""
 
@@ -431,6 +152,7 @@ class RecurrentBlock(nn.Module):
 
 class RecurrentCore(nn.Module):
     """The looped layers: h <- y + LoRA_t(y), y = layers(A h + B e + loop_embedding[t]), read out by ACT."""
+    matrix_stacks = "lora_down", "lora_up", "place_proj"
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
@@ -611,46 +333,6 @@ class Halting:
             h = h.index_select(0, stay)
         self.left = Left(index, halted=self.share == 0)
         return h
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole model
-
-PIECE = 256                               # bytes a row that one pass of decoding takes, which bounds its memory
-
-
-@dataclass
-class DecodingState:
-    """What a model knows of what each row has read: tensors and plain values, so that vars(state.copy()) can be saved,
-    and DecodingState(**saved) goes on. It is of the device and compute_dtype of the model that made it. C is the width
-    of a latent; places double as they fill up."""
-    n_loops: int
-    last_bytes: Tensor                    # int64 [rows, longest_order], PAD before the document
-    position: Tensor                      # int64 [rows], bytes of the document so far
-    segments: Tensor                      # int64 [rows], finished segments of it
-    summed: Tensor                        # float64 [rows], boundary probabilities over it
-    begun: Tensor                         # [rows, D], sum of the bytes behind the last boundary
-    begun_bytes: Tensor                   # [rows, 1], their number
-    handed: Tensor                        # [rows, places * D], what bytes receive of the last finished segment
-    matches: Tensor                       # int64 [1 + 2 * match contexts, rows, places]: see MatchMemory.step
-    byte_latents: Tensor                  # [prelude and coda layers, 1, rows, places, C], normed and rotated
-    segment_latents: Tensor               # [L, n_loops, rows, places, C]: as each segment's last loop left them
-    convolved: Tensor                     # [Engram layers of the core, n_loops, rows, places, D]: what they convolve
-
-    def copy(self, rows: list[int] | None = None) -> "DecodingState":
-        """A state of its own of all rows, or of the named ones, as often as they are named."""
-        def pick(x):
-            if not isinstance(x, Tensor) or rows is None:
-                return x.clone() if isinstance(x, Tensor) else x
-            return x.index_select({5: 2, 3: 1}.get(x.ndim, 0), torch.tensor(rows, device=x.device))
-        return DecodingState(**{name: pick(x) for name, x in vars(self).items()})
-
-    def start_documents(self, rows: Tensor, null: Tensor | None):
-        """Forgets what the rows, bool [rows], have read: nothing looks behind a document's start."""
-        for x in (self.position, self.segments, self.summed, self.begun, self.begun_bytes, self.last_bytes):
-            x.masked_fill_(rows.view(-1, *(1,) * (x.ndim - 1)), PAD_ID if x is self.last_bytes else 0)
-        if null is not None:
-            self.handed = torch.where(rows[:, None], null.to(self.handed.dtype), self.handed)
 
 
 class Spider(nn.Module):
@@ -1156,80 +838,3 @@ class Spider(nn.Module):
         attention = 2 * c.n_heads * c.v_head_dim * (
             seen * (c.n_prelude_layers + c.n_coda_layers) + c.n_recurrent_layers * n_loops * rate * rate * seq_len / 2)
         return 6 * products + 3 * 2 * attention
-
-
-class Unwritten:
-    """What of a module nobody has written since this was made: floats are filled with NaN, which has to go, and of
-    other numbers a version is counted. On the meta device there is nothing to write."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-        for tensor in self._tensors().values():
-            if tensor.is_floating_point():
-                tensor.fill_(math.nan)
-        self.before = {name: (tensor, tensor._version) for name, tensor in self._tensors().items()
-                       if not tensor.is_floating_point()}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        return {name: tensor for name, tensor in tensors if not (tensor.is_meta or tensor.is_inference())}
-
-    def names(self) -> list[str]:
-        tensors = self._tensors()
-        unwritten = {name: tensor is tensors.get(name) and tensor._version == version
-                     for name, (tensor, version) in self.before.items()}
-        return [name for name, tensor in tensors.items() if unwritten.get(name) or (
-            tensor.is_floating_point() and bool(tensor.isnan().any()))]
-
-    def reset(self):
-        """Has the module that holds it initialize it, or the next one around that has a reset_parameters."""
-        holders = []
-        for name in self.names():
-            path = name.split(".")[:-1]
-            around = (self.module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1))
-            holders += [module for module in around if hasattr(module, "reset_parameters")][:1]
-        for module in dict.fromkeys(holders):
-            module.reset_parameters()
-
-
-def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str = "T"):
-    """ValueError unless ids are int64 [rows, length], where a number must be met and a letter is any from 1 on."""
-    sizes = list(ids.shape)
-    if ids.dtype != torch.int64 or len(sizes) != 2 or any(
-            size != wanted if isinstance(wanted, int) else size < 1 for size, wanted in zip(sizes, (rows, length))):
-        raise ValueError(f"{name} must be int64 [{rows}, {length}], at least a byte of each row, not "
-                         f"{str(ids.dtype).removeprefix('torch.')} {sizes}")
-
-
-def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None,
-         generator: torch.Generator | None) -> Tensor:
-    """Draws a byte or EOS for each row of logits [rows, vocab_size] -> int64 [rows]. temperature 0 takes the likeliest;
-    top_k leaves the k likeliest, top_p the likeliest ones that together have the probability p."""
-    logits = logits.float().clone()
-    logits[:, 256:EOS_ID] = -math.inf                                                        # PAD, BOS
-    logits[:, EOS_ID + 1:] = -math.inf                                                       # sentinels
-    if temperature == 0:
-        return logits.argmax(1)
-    logits = (logits - logits.amax(1, keepdim=True)).double() / temperature                  # any temperature above 0
-    ordered, order = logits.softmax(1).float().sort(descending=True)
-    if top_k is not None:
-        ordered[:, top_k:] = 0
-    if top_p is not None:
-        beyond = (ordered.cumsum(1) - ordered) / ordered.sum(1, keepdim=True) >= top_p
-        beyond[:, 0] = False                                                                 # fp32 has no 1e-50
-        ordered[beyond] = 0
-    return order.gather(1, torch.multinomial(ordered, 1, generator=generator)).squeeze(1)
-
-
-def component_of(name: str) -> str:
-    """The line of the parameter table that a parameter belongs to."""
-    parts = name.split(".")
-    for part, component in (("table", "Engram tables"), ("followed", "Engram tables"), ("engram", "Engram projections"),
-                            ("engram_input", "Engram projections"), ("engram_output", "Engram projections"),
-                            ("prelude", "prelude"), ("coda", "coda"), ("boundary_predictor", "boundary predictor"),
-                            ("attention", "core attention"), ("router", "router"), ("shared", "shared experts"),
-                            ("moe", "routed experts"), ("out_proj", "handing back"), ("place_proj", "handing back"),
-                            ("core", "loop adapters, injection, halting")):
-        if part in parts:
-            return component
-    return "embedding and head"

@@ -68,6 +68,7 @@ def describe(device: torch.device) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Whether TileKernels can serve
 
+
 def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | None:
     """Why TileKernels cannot serve this model on this device, and the remedy; None if they can. Compiles the kernels
     that training will call: seconds for each the first time, then they come from tilelang's cache."""
@@ -306,6 +307,7 @@ class _Weigh(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 # Routing
 
+
 class Routing(NamedTuple):
     """One router's decision on N tokens."""
     score: Tensor | None      # [N, E] fp32; None without routed experts, as all the rest
@@ -353,6 +355,7 @@ def balance(score: Tensor, topk_idx: Tensor, share: Tensor, backend: str) -> tup
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Experts
+
 
 def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
     """rows [P, D] sorted by expert, each times its expert's weights [E, D, F]; expert_end [E] int32 -> [P, F].

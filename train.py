@@ -9,25 +9,16 @@ step), so that an interrupted run ends like an undisturbed one. `python train.py
 """
 
 import argparse
-import ctypes
 import dataclasses
-import hashlib
-import importlib.util
 import math
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,71 +26,37 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
-import cost
-import data
-import files
-import look
 import tokenizer
-from checkpoint import CheckpointError, Progress, RunDirectory, check_same_model, run_state
-from distributed import LeftByPeer, World, WorldError
-from engram import EngramTable
-from layers import Linear, document_cu_seqlens
-from leaving import Diverged, Leaving, Stopped, StopSignals, wants_memory
-from optim import OPTIMIZERS, Optimizers, OptimizerSettings, multiplies_bf16, quiet
-from spider_model import (LOSS_PARTS, MAX_LOOPS, PRESETS, RECOMPUTE, MoE, Spider, SpiderConfig, SpiderOutput,
-                          component_of)
+from spider import console, errors, flags
+from spider.data import shards
+from spider.data.loader import Loader, validation_rows
+from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped, UsageError, WorldError
+from spider.flags import Flag, Parser, integer, one_of, real
+from spider.model.config import MAX_LOOPS, PRESETS, RECOMPUTE, SpiderConfig
+from spider.model.engram import EngramTable
+from spider.model.parameters import component_of, halved_weights
+from spider.training import dry_run, machine
+from spider.training.batches import Batch, Feed, batches_of, step_seed
+from spider.training.curves import leave_curves
+from spider.training.fp8 import convert_to_fp8, describe_fp8
+from spider.training.machine import (
+    keep_freed_memory,
+    multiplies_bf16,
+    resolve_compile,
+    resolve_device,
+    resolve_precision,
+    start_log,
+    wants_memory,
+)
+from spider.training.memory import beside_tensors, check_memory, checkpoint_size, choose_recompute, estimate_memory
+from spider.training.optim import OPTIMIZERS, Optimizers, OptimizerSettings
+from spider.training.ranks import World
+from spider.training.run_directory import RunDirectory, check_same_model, run_state
+from spider.training.run_log import odd_step_line, progress_line
+from spider.training.stopping import Leaving, StopSignals
+from spider.training.trackers import start_profiler, start_wandb
+from spider_model import LOSS_PARTS, Spider, SpiderOutput
 from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend
-
-
-class UsageError(Exception):
-    """Something that was asked for cannot be done; the message is one line that names it and the remedy."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags and environment: flag, then environment variable, then default
-
-@dataclass(frozen=True)
-class Flag:
-    """One setting of the command line; `parse` turns its text into a value or raises ValueError with what it wants."""
-    name: str
-    default: object
-    parse: Callable | None                # None: a switch; alone it means on, and `off` undoes a recipe's
-    help: str
-    env: str | None = None
-    alone: str | None = None              # the text that it stands for without one, where it need not have one
-
-
-def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
-    def parse(text):
-        try:
-            value = int(text) if files.decimal(text).isdigit() else float(text)  # 10e9 is a whole number too
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or value != int(value):
-            raise ValueError(f"a whole number of at least {low}" + f" and at most {high}" * (high < 1 << 61))
-        return int(value)
-    return parse
-
-
-def real(low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False) -> Callable:
-    def parse(text):
-        value = files.number(text)
-        excluded = (open_low and value == low) or (open_high and value == high) or math.isinf(value)
-        if excluded or not low <= value <= high:
-            raise ValueError(f"a number {'above' if open_low else 'of at least'} {low:g}" + (
-                "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high:g}"))
-        return value
-    return parse
-
-
-def one_of(*choices: str) -> Callable:
-    def parse(text):
-        if text not in choices:
-            raise ValueError(f"one of {', '.join(choices)}")
-        return text
-    parse.choices = choices               # --help shows them
-    return parse
-
 
 HIGHEST_RATE = 1000.0                     # beyond it nothing is learned, and steps overflow
 MOST_MICRO_STEPS = 1 << 16
@@ -112,7 +69,7 @@ FLAGS = (
     Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
     Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
     # data
-    Flag("data_dir", "data", files.a_path, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),
+    Flag("data_dir", "data", flags.a_path, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),
     Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
     Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN"),
     Flag("micro_batch", 64, integer(1, 1 << 20), "sequences a device takes at once; fewer: less memory", "MICRO_BATCH"),
@@ -162,18 +119,18 @@ FLAGS = (
          "auto: the fewest with which a step fits into the device's memory"),
     Flag("no_gradient_checkpointing", False, None, "the same as --recompute nothing"),
     # checkpoints
-    Flag("ckpt_dir", "checkpoints", files.a_path, "where checkpoints and metrics.jsonl go; its mock/ with --mock_data"),
+    Flag("ckpt_dir", "checkpoints", flags.a_path, "where checkpoints and metrics.jsonl go; its mock/ with --mock_data"),
     Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY"),
     Flag("sharded_checkpoints", False, None, "write a directory, every rank its part, where one file gets too large"),
     Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
-    Flag("resume", None, files.a_path, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
+    Flag("resume", None, flags.a_path, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
     Flag("reset_steps", False, None, "take the weights alone: fresh optimizer, step 0, data from the start"),
     # evaluation and logs
     Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none"),
     Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones"),
     Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none"),
     Flag("sample_prompt", None, str, "what samples go on from; without it held-out text, where there is evaluation"),
-    Flag("run", None, files.filled("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
+    Flag("run", None, flags.filled("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
     Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
     Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
 )
@@ -211,11 +168,6 @@ RECIPES = {
 def said(value) -> str:
     """A recipe's value in words."""
     return "by the horizon" if callable(value) else "on" if value is True else str(value)
-
-
-class Parser(data.Parser):
-    def error(self, message):
-        raise UsageError(files.one_line(message))
 
 
 def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
@@ -293,10 +245,10 @@ def take_recompute(args, model: Spider, n_loops: int, optimizer: str, precision:
     """Settles --recompute auto, alike on all ranks; returns the bytes by purpose that a rank then takes of the device's
     memory. `rate`: bytes per segment, where it is not the config's."""
     world = World() if world is None else world
-    estimate = partial(cost.estimate_memory, model, n_loops, args, optimizer, precision, device, world=world, rate=rate)
-    args.recompute, memory = world.lead(lambda: cost.choose_recompute(
-        args.recompute, lambda recompute: cost.beside_tensors(model, optimizer, device, world) | estimate(recompute),
-        cost.memory_of(device, world)))
+    estimate = partial(estimate_memory, model, n_loops, args, optimizer, precision, device, world=world, rate=rate)
+    args.recompute, memory = world.lead(lambda: choose_recompute(
+        args.recompute, lambda recompute: beside_tensors(model, optimizer, device, world) | estimate(recompute),
+        machine.memory_of(device, world)))
     return memory
 
 
@@ -334,9 +286,9 @@ def model_config(args, base: SpiderConfig | None = None) -> SpiderConfig:
             if kind is bool:
                 fields[name] = {"true": True, "false": False}[text.lower()]
             elif kind is tuple:
-                fields[name] = tuple(int(files.decimal(part)) for part in text.split("+") if part)
+                fields[name] = tuple(int(flags.decimal(part)) for part in text.split("+") if part)
             else:
-                fields[name] = text if kind is str else kind(files.decimal(text))
+                fields[name] = text if kind is str else kind(flags.decimal(text))
         except (ValueError, KeyError):
             wanted = {bool: "true or false", tuple: "whole numbers joined by +"}.get(kind, kind.__name__)
             raise UsageError(f"--set: {name} takes {wanted}, not {text!r}") from None
@@ -348,6 +300,7 @@ def model_config(args, base: SpiderConfig | None = None) -> SpiderConfig:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pure functions of the step
+
 
 def lr_factor(step: int, horizon: int, args) -> float:
     """Learning rate of a step (from 0) as a part of the peak: linear warm-up, then --schedule down to the floor."""
@@ -361,23 +314,17 @@ def lr_factor(step: int, horizon: int, args) -> float:
     return args.min_lr_fraction + (1 - args.min_lr_fraction) * shape
 
 
-def empties_tables(args, loader: data.Loader, first: int) -> bool:
+def empties_tables(args, loader: Loader, first: int) -> bool:
     """Whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will be
     read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
-    left = cost.epochs_over(loader, args.target_tokens - first * args.seq_len)
+    left = dry_run.epochs_over(loader, args.target_tokens - first * args.seq_len)
     return args.engram_reset and float(loader.share @ left) >= 0.5
 
 
-def dropout_at(args, loader: data.Loader, first: int) -> float:
+def dropout_at(args, loader: Loader, first: int) -> float:
     """The dropout of a step that begins at sequence `first`: none of text that is read for the first time, then more
     each time, up to --dropout after DROPOUT_EPOCHS; of a mixture the mean over its sources."""
     return args.dropout * float(loader.share @ (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1))
-
-
-def step_seed(seed: int, step: int, purpose: str) -> int:
-    """A well-mixed number below 2^62 for one purpose in one step."""
-    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 def loops_of_step(args, n_loops: int, step: int) -> int:
@@ -388,157 +335,8 @@ def loops_of_step(args, n_loops: int, step: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Devices and precision
-
-def resolve_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: no CUDA device is visible; use --device cpu")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
-def obstacle_to_compile(device: torch.device) -> str | None:
-    """What keeps torch.compile from working here, with the remedy, or None: it compiles a small function, runs it and
-    its gradient and compares, seconds where nothing is cached."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; run: pip install triton"
-    x = torch.linspace(-2, 2, 64, device=device).view(8, 8).requires_grad_()
-    try:
-        results = []
-        for function in (small_function, torch.compile(small_function)):
-            y = function(x)
-            results.append((y, *torch.autograd.grad(y, x)))
-        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
-    except Exception as fault:            # whatever Triton, its C compiler and its cache provoke
-        return f"torch.compile fails here ({str(fault).strip().splitlines()[0][:200]}); it needs a C++ compiler" + (
-            " and a Triton that knows this GPU" * (device.type == "cuda"))
-    return None
-
-
-def small_function(x: Tensor) -> Tensor:
-    return (nn.functional.silu(x) @ x).square().mean()
-
-
-def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
-    """Whether layers are compiled, and of `auto` why; what was asked for is checked."""
-    if name == "off" or name == "auto" and device.type == "cpu":
-        return False, "on a CPU it takes minutes before the first step" * (name == "auto")
-    obstacle = obstacle_to_compile(device)
-    if obstacle and name == "on":
-        raise UsageError(f"--compile: {obstacle}; --compile off goes without")
-    return not obstacle, (obstacle or "a small function compiles and agrees") * (name == "auto")
-
-
-def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[str, str]:
-    """The precision, and of `auto` why: the fastest that the hardware has, FP8 only with compiled layers, since its
-    casts are many small kernels (docs/performance.md). A named one is checked."""
-    on_gpu = device.type == "cuda"
-    fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
-    if name == "fp8" and on_gpu and not fp8:
-        raise UsageError("--precision fp8: this GPU has no FP8 (it needs compute capability 8.9); use --precision bf16")
-    if name == "fp8" and not on_gpu:
-        logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
-    if name != "auto":
-        return name, ""
-    if fp8 and compiles:
-        return "fp8", "the GPU has it, and layers are compiled"
-    if multiplies_bf16(device):
-        return "bf16", "fp8 pays only with --compile" * fp8
-    return "fp32", "there are no bf16 products here"
-
-
-def keep_freed_memory():
-    """Has glibc keep what tensors free for the next ones: handed back, it is faulted in again page by page."""
-    trim_threshold, top_pad, mmap_max = -1, -2, -4
-    with suppress(OSError, AttributeError):  # another C library: nothing to set
-        libc = ctypes.CDLL("libc.so.6")
-        for parameter, size in ((mmap_max, 0), (trim_threshold, (1 << 31) - 1), (top_pad, 1 << 26)):
-            libc.mallopt(parameter, size)
-
-
-def start_log(level: str = "INFO"):
-    """Log lines go to stderr: the time and a printable line, whatever a file's name, a checkpoint or a model put in."""
-    logger.configure(handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}", level=level)],
-                     patcher=lambda record: record.update(message=files.one_line(record["message"])))
-
-
-# Modules with one of these in their name stay in high precision.
-NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "norm", "embed_tokens", "lm_head",
-             "halt_predictor", "router")
-
-
-def takes_fp8(module: nn.Module, name: str) -> bool:
-    """Whether a module is one that FP8 converts."""
-    return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
-
-
-def halved_weights(model: Spider) -> list[nn.Parameter]:
-    """Weights that all products take as bf16; those of FP8 are cast from fp32."""
-    if model.compute_dtype != torch.bfloat16:
-        return []
-    linears = [m.weight for name, m in model.named_modules() if type(m) is Linear and takes_fp8(m, name)]
-    return linears + [w for m in model.modules() if isinstance(m, MoE) and m.config.n_routed_experts
-                      for w in (m.w_gate, m.w_up, m.w_down)]
-
-
-def convert_to_fp8(model: Spider, device: torch.device, experts: bool):
-    """Swaps the model's Linears for torchao's Float8Linear, tensorwise, in place; parameters stay the same objects.
-
-    Weights are cast once per optimizer step (Spider.cast_weights_once), and evaluation multiplies without FP8.
-    torchao's own axiswise recipe clashes with recomputation. `experts`: the stacked weights of the experts as well.
-    """
-    with quiet():
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-        from torchao.float8.float8_training_tensor import GemmInputRole
-
-    class FP8Linear(Float8Linear):
-        """torchao's, whose product takes a weight that was cast before."""
-        cast = None
-
-        def cast_weight(self, dtype: torch.dtype):
-            if not self.training:
-                return Linear.cast_weight(self, dtype)
-            self.cast = hp_tensor_to_float8_dynamic(
-                self.weight.t(), self.config.cast_config_weight.target_dtype, self.multiplying(16),
-                gemm_input_role=GemmInputRole.WEIGHT)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.training:
-                return Linear.forward(self, x)
-            weight = self.weight.t() if self.cast is None else self.cast
-            rows = x.numel() // x.shape[-1]  # what the weight's gradient sums over
-            return matmul_with_hp_or_float8_args.apply(x, weight, self.multiplying(rows), self.config)
-
-        def multiplying(self, rows: int):
-            """torchao's settings of the three products, to pad what is no multiple of 16 and nothing else: it copies
-            what it pads, where nothing is added too."""
-            summed = self.in_features, self.out_features, rows
-            return type(self.linear_mm_config)(*(product._replace(pad_inner_dim=size % 16 > 0) for product, size
-                                                 in zip(self.linear_mm_config, summed)))
-
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True,
-                                 emulate=device.type == "cpu")
-    convert_to_float8_training(model, config=config, module_filter_fn=takes_fp8)
-    for module in model.modules():
-        if isinstance(module, Float8Linear):
-            module.__class__ = FP8Linear
-        elif isinstance(module, MoE):
-            module.fp8 = experts
-
-
-def describe_fp8(model: Spider, experts: bool) -> str:
-    """One line: how many Linears FP8 converts, and what it leaves and why. Ask before the conversion."""
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
-    count = sum(takes_fp8(module, name) for name, module in linears)
-    return (f"FP8 converts {count} of {len(linears)} Linears; high precision by name: {', '.join(kept)}; "
-            + ("the routed experts by row and column scales" if experts else
-               "the routed experts stay in bf16: their products are small, see --fp8_experts"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Evaluation and samples
+
 
 EVAL_BYTES = 8192                         # least bytes to evaluate at a time
 
@@ -549,7 +347,7 @@ def cross_entropy(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size:
     """Mean nats of the labels that count, their number, and bytes per segment, over batches of (ids, labels), each
     [n, T] int64, of `size` ids together, dealt out to ranks; the model comes back in the mode that it was in."""
     world = World() if world is None else world
-    progress = files.Progress("evaluates", size) if sys.stderr.isatty() and world.leads else None
+    progress = console.Progress("evaluates", size) if sys.stderr.isatty() and world.leads else None
     sums, training = torch.zeros(4, device=device, dtype=torch.float64), model.training
     model.eval()
     with model.cast_weights_once():
@@ -608,6 +406,7 @@ def print_sample(model: Spider, step: int, n_loops: int, args, held_out: Tensor 
 # ---------------------------------------------------------------------------------------------------------------------
 # One optimizer step
 
+
 def make_real(model: Spider, device: torch.device, precision: str, backend: str, args,
               world: World | None = None):
     """Turns a model on the meta device into one that trains: values from --seed, precision, backend, compilation; of
@@ -636,29 +435,6 @@ def warm_up(model: Spider, micro_batch: int, seq_len: int, n_loops: int, device:
         for noise_seed in range(2):
             model(ids, ids, n_loops=n_loops, noise_seed=noise_seed).loss.backward()
     model.zero_grad(set_to_none=True)
-
-
-@dataclass
-class Batch:
-    """One micro-step's sequences; what only the host can count cheaply is counted there, before they travel."""
-    ids: Tensor                           # [B, T] int64
-    labels: Tensor                        # [B, T] int64, -100 where nothing counts
-    noise_seed: int                       # of the first row's segments and dropout
-    cu_seqlens: Tensor                    # int32 [documents + 1]
-    targets: int                          # labels that count
-    real: int                             # bytes that are not PAD
-
-    @classmethod
-    def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> "Batch":
-        """A batch on the host."""
-        return cls(ids, labels, noise_seed, document_cu_seqlens(ids), int((labels != -100).sum()),
-                   int((ids != tokenizer.PAD_ID).sum()))
-
-    def to(self, device: torch.device) -> "Batch":
-        if device.type == "cpu":
-            return self
-        moved = (t.pin_memory().to(device, non_blocking=True) for t in (self.ids, self.labels, self.cu_seqlens))
-        return dataclasses.replace(self, **dict(zip(("ids", "labels", "cu_seqlens"), moved)))
 
 
 def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int | None = None,
@@ -711,10 +487,10 @@ TIMED = 2.0                               # seconds of steps that a dry run time
 
 
 def time_steps(config: SpiderConfig, n_loops: int, args, world: World, precision: str, backend: str, optimizer: str,
-               loader: data.Loader | None) -> float:
+               loader: Loader | None) -> float:
     """Bytes/s of whole steps of a model of its own, as they are in the middle of a run: its data, learning rate and
     dropout. Nothing is written. Where there is no data yet, made-up sentences serve."""
-    loader = data.Loader([data.mock_source(args.seed)], args.seq_len, args.seed) if loader is None else loader
+    loader = Loader([shards.mock_source(args.seed)], args.seq_len, args.seed) if loader is None else loader
     with torch.device("meta"):
         model = Spider(config)
     make_real(model, world.device, precision, backend, args)
@@ -748,6 +524,7 @@ def out_of_memory(fault: Exception, args) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
+
 HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (docs/mechanisms.md, Halting)
 DROPOUT_EPOCHS = 10                       # until --dropout is all there: text is known by heart little by little
 STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
@@ -769,7 +546,7 @@ def command_line(argv: list[str] | None = None) -> int:
         except BrokenPipeError:           # of `--dry_run | head`: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        except (UsageError, cost.TooLarge, CheckpointError, data.DataError, BackendError, WorldError) as fault:
+        except (UsageError, errors.TooLarge, CheckpointError, errors.DataError, BackendError, WorldError) as fault:
             line = f"error: {fault}"
         except LeftByPeer:
             return status
@@ -787,7 +564,7 @@ def command_line(argv: list[str] | None = None) -> int:
         stop.seconds = None
         with suppress(OSError):           # stderr may be gone
             if world.says(line, shared):
-                print(f"train.py: {files.one_line(line)}\n", end="", file=sys.stderr)  # of several ranks: one write
+                print(f"train.py: {console.one_line(line)}\n", end="", file=sys.stderr)  # of several ranks: one write
     return status
 
 
@@ -830,7 +607,7 @@ def refusals(args, world: World):
         if args.resume or not args.dry_run:
             raise
         if world.leads:
-            print(files.one_line(f"a run would be refused: {fault}"))
+            print(console.one_line(f"a run would be refused: {fault}"))
 
 
 def config_of_run(args, home: RunDirectory | None, state: dict | None, world: World) -> SpiderConfig:
@@ -849,7 +626,7 @@ def config_of_run(args, home: RunDirectory | None, state: dict | None, world: Wo
         if "n_loops" not in args.given:
             args.n_loops = state.get("n_loops", config.n_loops)
         if args.dry_run and world.leads:
-            print(files.one_line(home.start_line(state)))
+            print(console.one_line(home.start_line(state)))
         return config
     return model_config(args)
 
@@ -870,119 +647,40 @@ def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device,
                           * (world.ranks > 1)):
         say(choice + " (auto)" * (asked == "auto"))
     for remark in remarks:
-        say(files.one_line(remark))
+        say(console.one_line(remark))
     if args.why:
-        say(files.one_line(f"chosen so (auto): {'; '.join(args.why)}"))
+        say(console.one_line(f"chosen so (auto): {'; '.join(args.why)}"))
     recipe = RECIPES[args.recipe]
     taken = [f"--{name} {said(getattr(args, name))}" for name, value in recipe.items() if name not in args.given
              and (callable(value) or value == getattr(args, name))]  # else a checkpoint's, or another horizon's
     nothing = "nothing is taken from it" if recipe else "every default of --help"
     say(f"recipe of {args.recipe}: {' '.join(taken) or nothing}")
     if args.environment:
-        say(files.one_line(f"from the environment: {' '.join(args.environment)}"))
+        say(console.one_line(f"from the environment: {' '.join(args.environment)}"))
 
 
-def open_sources(args) -> list[data.Source]:
+def open_sources(args) -> list[shards.Source]:
     """The data, checked; nothing where a dry run names none and there is none yet."""
     if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
         return []
-    sources = [data.mock_source(args.seed)] if args.mock_data else data.open_data(args.data_dir)
-    data.check(sources)
+    sources = [shards.mock_source(args.seed)] if args.mock_data else shards.open_data(args.data_dir)
+    shards.check(sources)
     return sources
 
 
-def start_wandb(args, progress: Progress, closing: ExitStack):
-    """The wandb run that --run names, or None; a checkpoint of the same name says which one to go on with."""
-    if not args.run:
-        return None
-    before = progress.wandb if progress.wandb and progress.wandb["name"] == args.run else {}
-    settings = {flag.name: getattr(args, flag.name) for flag in FLAGS}
-    try:
-        import wandb
-        run = wandb.init(project="spider", name=args.run, id=before.get("id"), resume="allow", config=settings)
-    except Exception as fault:            # of its installation, its settings, its network, its service
-        raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
-    progress.wandb = dict(name=args.run, id=run.id)
-    closing.callback(run.finish)
-    return run
-
-
-def batches_of(loader: data.Loader, args, world: World, step: int, first: int) -> Iterable[Batch]:
-    """A rank's micro-batches of a step whose sequences begin at number `first`."""
-    noise = step_seed(args.seed, step, "noise")
-    for micro_step in range(args.grad_accum):
-        ids, labels, _ = loader.micro_batch(first, micro_step, args.micro_batch, world.rank, world.ranks)
-        noise_seed = noise + (micro_step * world.ranks + world.rank) * args.micro_batch
-        yield Batch.of(ids, labels, noise_seed).to(world.device)
-
-
-class Feed:
-    """This rank's micro-batches, step after step; a thread works out those of a step during the one before it.
-
-    The thread is a daemon: where a disk holds it up, a signal and the end of the process do not wait for it.
-    """
-
-    def __init__(self, loader: data.Loader, args, world: World, progress: Progress, closing: ExitStack):
-        self.loader, self.args, self.world = loader, args, world
-        self.first, self.steps = progress.bytes_seen // args.seq_len, count(progress.step)
-        self.wanted, self.fetched, self.next, self.closed = SimpleQueue(), SimpleQueue(), None, False
-        world.look_ahead = self.look_ahead
-        self.thread = Thread(target=self._fetch_all, daemon=True)
-        self.thread.start()
-        self.wanted.put(True)
-        closing.callback(self.close)
-
-    def take(self) -> tuple[list[Batch], int, int]:
-        """The next step's batches, the targets in those of all ranks, and the epoch that it begins in; the batches of
-        the step after it are begun. What keeps one rank from its batches is met by all."""
-        targets = self.world.before_step()
-        (batches, epoch), self.next = self.next, None
-        self.wanted.put(True)
-        return batches, targets, epoch
-
-    def look_ahead(self) -> tuple[int, BaseException | None]:
-        """This rank's targets in the next step, or what keeps it from its batches; waits for them."""
-        if self.next is None:
-            self.next = self.fetched.get()
-        if isinstance(self.next, BaseException):
-            return 0, self.next
-        return sum(batch.targets for batch in self.next[0]), None
-
-    def close(self):
-        self.closed = True
-        self.wanted.put(False)
-        self.thread.join(1.0)             # a thread that is well ends in order
-
-    def _fetch_all(self):
-        while self.wanted.get():
-            try:
-                self.fetched.put(self._fetch(next(self.steps), self.first))
-            except BaseException as fault:
-                self.fetched.put(fault)
-            self.first += self.args.micro_batch * self.world.ranks * self.args.grad_accum
-
-    def _fetch(self, step: int, first: int) -> tuple[list[Batch], int]:
-        out = []
-        for batch in batches_of(self.loader, self.args, self.world, step, first):
-            out.append(batch)
-            if self.closed:
-                break
-        return out, self.loader.epoch(first)
-
-
 def dry_run(args, model: Spider, n_loops: int, precision: str, device: torch.device, world: World,
-            memory: dict[str, float], size: float, sources: list[data.Source], loader: data.Loader | None,
+            memory: dict[str, float], size: float, sources: list[shards.Source], loader: Loader | None,
             lengths: dict[str, float], usual: float, time_them: Callable, say: Callable) -> int:
     """Prints what a run would take, the verdict first; exit status 1 where memory or disk do not suffice."""
-    enough = cost.print_verdict(args, memory, cost.memory_of(device, world), size)
-    peak = cost.product_rate(device) * world.ranks * (2 if precision == "fp8" else 1)
+    enough = dry_run.print_verdict(args, memory, machine.memory_of(device, world), size)
+    peak = machine.product_rate(device) * world.ranks * (2 if precision == "fp8" else 1)
     bound = peak / model.flops_per_byte(usual, n_loops, args.seq_len)
-    rate = cost.expected_rate(args, device, world.ranks, sum(memory.values()), bound, time_them)
-    warnings = (cost.horizon_warnings(args, loader, math.ceil(args.target_tokens / args.global_batch), lr_factor)
-                + cost.segment_warnings(model.config, lengths, args.seq_len))
-    cost.print_outlook(args, loader, sources, rate, warnings)
+    rate = dry_run.expected_rate(args, device, world.ranks, sum(memory.values()), bound, time_them)
+    warnings = (dry_run.horizon_warnings(args, loader, math.ceil(args.target_tokens / args.global_batch), lr_factor)
+                + dry_run.segment_warnings(model.config, lengths, args.seq_len))
+    dry_run.print_outlook(args, loader, sources, rate, warnings)
     say()
-    cost.print_tables(model, n_loops, args, [flag.name for flag in FLAGS], usual)
+    dry_run.print_tables(model, n_loops, args, [flag.name for flag in FLAGS], usual)
     print(describe_fp8(model, args.fp8_experts))
     return 0 if enough else 1
 
@@ -1024,11 +722,11 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     # -----------------------------------------------------------------------------------------------------------------
     # Data, and what the run takes
     sources = open_sources(args)
-    loader = data.Loader(sources, args.seq_len, args.seed) if sources else None
-    lengths = cost.segment_lengths(model, sources, args)
-    usual, asked = cost.mean_length(config, sources, lengths), args.recompute  # bytes per segment
+    loader = Loader(sources, args.seq_len, args.seed) if sources else None
+    lengths = dry_run.segment_lengths(model, sources, args)
+    usual, asked = dry_run.mean_length(config, sources, lengths), args.recompute  # bytes per segment
     memory = take_recompute(args, model, n_loops, optimizer, precision, device, world, usual)
-    size = cost.checkpoint_size(model, optimizer)
+    size = checkpoint_size(model, optimizer)
     say = partial(say_what_was_chosen, args, model, n_loops, device, precision, backend, optimizer,
                   (f"recompute {args.recompute}", asked), world, remarks)
     if args.dry_run:
@@ -1036,11 +734,11 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         return dry_run(args, model, n_loops, precision, device, world, memory, size, sources, loader, lengths, usual,
                        time_them, say) if world.leads else 0
     say()
-    logger.info(cost.describe_memory(memory, cost.memory_of(device, world)))
-    validation = data.validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
+    logger.info(dry_run.describe_memory(memory, machine.memory_of(device, world)))
+    validation = validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
     eval_rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # at a time: without gradients there is room for more
     logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
-    cost.check_memory(sum(memory.values()), device, world)
+    check_memory(sum(memory.values()), device, world)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model, real: values, FP8, compilation
@@ -1059,14 +757,14 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     horizon = progress.step + math.ceil(bytes_left / (batch * args.seq_len))
     last_step = args.max_steps or horizon
     flops_per_byte = lru_cache(lambda loops, rate: model.flops_per_byte(rate, loops, args.seq_len))
-    ceiling = cost.product_rate(device) * world.ranks
+    ceiling = machine.product_rate(device) * world.ranks
     logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, usual) / 1e9:.2g}"
                 f" GFLOP per byte at {usual:.2g} bytes per segment; checkpoints in {home.path}")
-    for warning in (*cost.horizon_warnings(args, loader, horizon, lr_factor),
-                    *cost.segment_warnings(config, lengths, args.seq_len)):
+    for warning in (*dry_run.horizon_warnings(args, loader, horizon, lr_factor),
+                    *dry_run.segment_warnings(config, lengths, args.seq_len)):
         logger.warning(warning)
     metrics_file, writer = home.open(progress, last_step, args.keep_last, size, args.sharded_checkpoints)
-    tracker = start_wandb(args, progress, closing) if world.leads else None
+    tracker = start_wandb(args, {flag.name: getattr(args, flag.name) for flag in FLAGS}, progress, closing) if world.leads else None
     profiler = start_profiler(device, home.path, closing) if args.profile and world.leads else None
     if progress.written >= last_step:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
@@ -1104,7 +802,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             rate = batch * args.seq_len / (time.perf_counter() - step_start)
             # ---------------------------------------------------------------------------------------------------------
             mfu = rate * flops_per_byte(loops, round(max(1.0, numbers["bytes_per_segment"]), 2)) / ceiling
-            numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=cost.peak_memory(device), time=time.time())
+            numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=machine.peak_memory(device), time=time.time())
             spike = progress.record(numbers, (first + batch) * args.seq_len, epoch)
             remaining = leaving.seconds_left(progress.step, pauses_left(args, progress.step, last_step))
             logger.info(progress_line(progress.owed, last_step, remaining, device))
@@ -1112,7 +810,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             if progress.skipped or spike:
                 logger.warning(odd_step_line(progress, first, batch, args))
             if progress.step == first_step and not lengths:  # of cuts that are learned no sample tells before
-                for warning in cost.segment_warnings(config, {f"step {first_step}": numbers["bytes_per_segment"]},
+                for warning in dry_run.segment_warnings(config, {f"step {first_step}": numbers["bytes_per_segment"]},
                                                      args.seq_len):
                     logger.warning(warning)
             if profiler:
@@ -1147,61 +845,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     return 0
 
 
-def leave_curves(directory: Path, stop: StopSignals):
-    """At the end of a run that no signal ended, whose seconds are for saving: curves.png beside its metrics, where
-    matplotlib is installed."""
-    try:
-        if stop.asked is None and (lines := look.read_metrics(directory / "metrics.jsonl")):
-            with quiet():
-                look.draw_curves(directory / "curves.png", {"training": lines})
-    except ModuleNotFoundError:
-        pass
-    except Exception as fault:            # of its installation, of a full disk: no fault of the run
-        logger.warning(f"curves.png is not drawn: {fault}")
-
-
 def pauses_left(args, step: int, last_step: int) -> int:
     """Evaluations and samples that a run still makes from a step on, its own and those of the end included."""
     return sum(last_step // every - (step - 1) // every + (last_step % every > 0)
                for every in (args.eval_every, args.sample_every) if every)
-
-
-def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:
-    """The step's numbers for people; `remaining` in seconds."""
-    bpb = metrics["loss"] / math.log(2)
-    return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {bpb:.4f} | "
-            f"lr {metrics['lr']:.2e} | norm {metrics['grad_norm']:.3f} | {metrics['tok_per_sec']:,.0f} bytes/s | "
-            + f"MFU {metrics['bf16_mfu']:.1%} | " * (device.type == "cuda")
-            + f"{metrics['bytes_per_segment']:.2f} bytes/segment | {metrics['mean_loops']:.2f} loops | "
-            f"balance {metrics['expert_balance']:.2f} | {metrics['memory']:.2f} GB | "
-            f"ETA {timedelta(seconds=round(remaining))}")
-
-
-def odd_step_line(progress: Progress, first: int, batch: int, args) -> str:
-    """What was odd about the last step, and the command that shows its sequences, `batch` from `first` on."""
-    loss, where = progress.owed["loss"], "--mock_data" if args.mock_data else shlex.quote(args.data_dir)
-    what = ("skipped: loss or gradient is not finite" if progress.skipped else
-            f"is a spike: loss {loss:.3f}, {progress.average_loss:.3f} on average")
-    return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {args.seq_len} --seed "
-            f"{args.seed} --first {first} --count {batch}")
-
-
-def start_profiler(device: torch.device, directory: Path, closing: ExitStack):
-    """torch's profiler over steps 3 to 5 of this process; leaves trace.json for chrome://tracing or Perfetto."""
-    from torch.profiler import ProfilerActivity, profile, schedule
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-
-    def write(finished):
-        finished.export_chrome_trace(str(directory / "trace.json"))
-        order = f"self_{device.type}_time_total"
-        table = finished.key_averages().table(sort_by=order, row_limit=25)
-        for line in ("profile of steps 3 to 5:", *table.split("\n")):
-            logger.info(line)
-    profiler = profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
-                       on_trace_ready=write)
-    profiler.start()
-    closing.callback(profiler.stop)
-    return profiler
 
 
 if __name__ == "__main__":

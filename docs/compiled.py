@@ -34,9 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-import optim  # noqa: E402
-import spider_model  # noqa: E402
-import train  # noqa: E402
+import spider_model
+import train
+from spider.model.segments import _documents_and_segments, _SumRows
+from spider.training import batches, optim
 
 RATE = 3.3                                # bytes per segment
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, warp_size=32,
@@ -132,7 +133,7 @@ class Eager(TorchDispatchMode):
 def sum_segments(h, b, cu_seqlens, begun=None, count=[]):
     """spider_model.sum_segments, the number of segments not read from the device but RATE's, another each time."""
     count.append(1)
-    document, finished = spider_model._documents_and_segments(b, cu_seqlens)
+    document, finished = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
     segments = int(len(h) / (RATE - 0.1 * (len(count) % 3)))
     own = finished - b.detach().round().long()
@@ -142,7 +143,7 @@ def sum_segments(h, b, cu_seqlens, begun=None, count=[]):
     weight = 1 + before - before.detach()
     rows = segments + len(cu_seqlens) - 1
     total = weight.new_zeros(rows, 1).index_add(0, own, weight[:, None])
-    z = spider_model._SumRows.apply(h, weight, own, rows)
+    z = _SumRows.apply(h, weight, own, rows)
     return z, total, segment_cu_seqlens.to(torch.int32)
 
 
@@ -196,10 +197,10 @@ def build(argv: list[str]):
     return args, model
 
 
-def batch_of(args, documents: int) -> train.Batch:
+def batch_of(args, documents: int) -> batches.Batch:
     ids = torch.empty(args.micro_batch, args.seq_len, dtype=torch.int64, device="cuda")
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="cuda")
-    return train.Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
+    return batches.Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
 
 
 def compile_kernels(graph: Graph) -> tuple[int, int, float]:

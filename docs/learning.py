@@ -11,13 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from train import RECIPES, measured_rate  # noqa: E402
+from train import RECIPES, measured_rate
 
 RUNS = [json.loads(line) for line in (HERE / "learning.jsonl").read_text().splitlines()]
 

@@ -24,10 +24,14 @@ from torch import Tensor
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-import spider_model  # noqa: E402
-from optim import Optimizers  # noqa: E402
-from spider_model import Spider, SpiderConfig  # noqa: E402
-from train import Batch, accumulate, keep_freed_memory, lr_factor, parse_args, update  # noqa: E402
+import spider_model
+from spider.model import packing
+from spider.model.config import SpiderConfig
+from spider.training.batches import Batch
+from spider.training.machine import keep_freed_memory
+from spider.training.optim import Optimizers
+from spider_model import Spider
+from train import accumulate, lr_factor, parse_args, update
 
 # One dense layer of the core and nothing beside it: what an arm adds is what it measures.
 BARE = dict(hidden_size=64, n_prelude_layers=0, n_recurrent_layers=1, n_coda_layers=0, n_loops=1, n_heads=2,
@@ -209,7 +213,7 @@ def halted(leave: str):
 
         def add(self, h, p, last):
             h = super().add(h, p, last)
-            self.left = spider_model.EVERY_ROW if leave == "never" else spider_model.Left(mask=self.share > 0)
+            self.left = packing.EVERY_ROW if leave == "never" else packing.Left(mask=self.share > 0)
             return h
 
     with mock.patch("spider_model.Halting", Halting):

@@ -14,20 +14,21 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
-sys.path.insert(0, str(ROOT))
 CACHE = tempfile.TemporaryDirectory()     # before transformers is imported: no network, nothing in the home directory
 os.environ |= dict(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-import data  # noqa: E402
-import look  # noqa: E402
-import rehearsal  # noqa: E402
-import train  # noqa: E402
-from checkpoint import find_checkpoints  # noqa: E402
-from engram import EngramTable, MatchMemory  # noqa: E402
-from layers import wide  # noqa: E402
-from spider_model import Spider, SpiderConfig  # noqa: E402
-from tokenizer import BOS_ID, EOS_ID  # noqa: E402
-from train import accumulate, command_line, update  # noqa: E402
+import data
+import train
+from spider.dev import rehearsal
+from spider.model.casting import wide
+from spider.model.config import SpiderConfig
+from spider.model.engram import EngramTable
+from spider.model.match_memory import MatchMemory
+from spider.training import curves
+from spider.training.checkpoint_files import find_checkpoints
+from spider_model import Spider
+from tokenizer import BOS_ID, EOS_ID
+from train import accumulate, command_line, update
 
 
 def pytest_collection_modifyitems(items):
@@ -51,7 +52,7 @@ def nothing_slow():
     """Runs draw no curves.png, and dry runs time no step: both take longer than the rest of them. tests/test_look.py
     and tests/test_cost.py have them do it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(look, "draw_curves", lambda *_: None)
+        patch.setattr(curves, "draw_curves", lambda *_: None)
         patch.setattr(train, "time_steps", lambda *_: 1000.0)
         yield
 

@@ -17,20 +17,26 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_shards, measured, run, run_flags
 
 import bench
-import checkpoint
 import data
-import look
-import prepare
 import sample
+import spider_model
 import train
-from distributed import World
-from files import number, one_line
-from spider_model import SpiderConfig
+from conftest import make_shards, measured, run, run_flags
+from spider import errors, files
+from spider.console import one_line
+from spider.data import prepare, shards
+from spider.data.loader import Loader
+from spider.data.shards import Shard, check, find_shards, open_data, read_metadata
+from spider.errors import UsageError
+from spider.files import durable
+from spider.flags import number
+from spider.model.config import SpiderConfig
+from spider.training import checkpoint, checkpoint_files, checkpoint_writer, curves
+from spider.training.ranks import World
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
-from train import FLAGS, UsageError, parse_args
+from train import FLAGS, parse_args
 
 PROGRESS = "prepare: ", "verify: ", "standard input: "
 JUNK = [None, True, -1, 0, 1.5, 1e300, 10 ** 30, "", "x", "\ud800", "../x.bin", "a\nb\x00", [], {}, [[]], [None],
@@ -159,8 +165,8 @@ def test_a_damaged_shard_is_named_by_whatever_reads_it(prepared, capsys, spoil, 
         damaged = snapshot(prepared)
         for reader in [] if said is None else [["verify", prepared], ["show", prepared, "--seq_len", "9"]]:
             if spoil is too_high and reader[0] == "show":     # training looks at all ids first
-                with pytest.raises(data.DataError) as fault:
-                    data.check(data.open_data(str(prepared)))
+                with pytest.raises(errors.DataError) as fault:
+                    check(open_data(str(prepared)))
                 line = str(fault.value)
             else:
                 line = complaint(capsys, *reader)
@@ -197,8 +203,8 @@ def test_what_may_not_be_read_is_named_and_not_passed_over(prepared, tmp_path, n
             path.chmod(0o755)
         (prepared / name).chmod(0)
         os.seteuid(user or 65534)                             # root may read everything
-        with pytest.raises(data.DataError) as fault:
-            data.open_data(str(prepared))
+        with pytest.raises(errors.DataError) as fault:
+            open_data(str(prepared))
         assert str(fault.value) == f"{prepared / name}: Permission denied"
     finally:
         os.seteuid(user)
@@ -249,7 +255,7 @@ def test_whatever_the_links_every_file_is_found_once_and_at_its_own_place(tmp_pa
                     np.full(5, i, "<u2").tofile(path.with_suffix(".bin"))
                     files.add(str(path.with_suffix(".bin")))
         if files:
-            assert {path for path, _, _ in data.find_shards(str(root))} == files
+            assert {path for path, _, _ in find_shards(str(root))} == files
             shutil.rmtree(root)                               # or a link to all of them leads to this one
     capsys.readouterr()
 
@@ -337,31 +343,31 @@ def test_a_shard_that_changes_during_the_run_stops_it_and_the_same_order_goes_on
             path.unlink(missing_ok=True)
             np.full(100, i, "<u2").tofile(path)
             os.utime(path, ns=(case, case))                   # or the clock's tick could hide a change
-        loader = data.Loader(data.open_data(str(tmp_path)), 8, case)
+        loader = Loader(open_data(str(tmp_path)), 8, case)
         before = [part.tolist() for part in loader.rows(g)]
         path = rng.choice(paths[:3])
         change(rng, path)
-        with pytest.raises(data.DataError) as fault:
+        with pytest.raises(errors.DataError) as fault:
             loader.micro_batch(0, 0, 48)
         line = str(fault.value)
         assert line.startswith(f"{path}: changed during the run (") and "same command" in line and "\n" not in line
         others = [i for i in g if before[0][i][0] not in (paths.index(path), paths.index(path) - 1)]
         assert loader.rows(others)[0].tolist() == [before[0][i] for i in others]        # they were not touched
         np.full(100, paths.index(path), "<u2").tofile(path)
-        assert [part.tolist() for part in data.Loader(data.open_data(str(tmp_path)), 8, case).rows(g)] == before
+        assert [part.tolist() for part in Loader(open_data(str(tmp_path)), 8, case).rows(g)] == before
 
 
 def test_a_shard_that_changes_while_a_batch_is_read_is_noticed(tmp_path, monkeypatch):
     path, checks = tmp_path / "a.bin", []
     np.zeros(100, "<u2").tofile(path)
-    loader = data.Loader(data.open_data(str(tmp_path)), 8, 0)
+    loader = Loader(open_data(str(tmp_path)), 8, 0)
 
-    def check(shard, real=data.Shard.check_unchanged):
+    def check(shard, real=Shard.check_unchanged):
         real(shard)
         checks.append(shard)
         os.utime(path, ns=(len(checks), 0))
-    monkeypatch.setattr(data.Shard, "check_unchanged", check)
-    with pytest.raises(data.DataError, match="a.bin: changed during the run"):
+    monkeypatch.setattr(Shard, "check_unchanged", check)
+    with pytest.raises(errors.DataError, match="a.bin: changed during the run"):
         loader.micro_batch(0, 0, 4)
     assert len(checks) == 1
 
@@ -370,7 +376,7 @@ def test_a_shard_that_changes_while_a_batch_is_read_is_noticed(tmp_path, monkeyp
 # metadata.json
 
 def streams(spec: Path) -> list:
-    [found] = data.open_data(str(spec))
+    [found] = open_data(str(spec))
     return [[(shard.path, shard.ids.tolist()) for shard in stream.shards] for stream in (found.train, found.val)]
 
 
@@ -410,7 +416,7 @@ def test_damaged_metadata_is_named_or_harmless(prepared, capsys):
         (folder / "metadata.json").write_bytes(bad)
         try:
             assert streams(prepared) == sound, bad
-        except data.DataError as fault:
+        except errors.DataError as fault:
             named += 1
             line = str(fault)
             assert line.startswith(f"{folder}{os.sep}") and ("metadata.json" in line or ".bin: " in line), (bad, line)
@@ -439,7 +445,7 @@ def test_a_count_in_metadata_that_is_none_is_named(prepared, capsys, ids):
 
 
 def test_a_record_without_an_end_is_named_in_bounded_memory(prepared, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(data, "RECORD_LIMIT", 2000)
+    monkeypatch.setattr(shards, "RECORD_LIMIT", 2000)
     path = prepared / "web" / "metadata.json"
     path.write_text(" " * 2001)
     assert f"{path}: longer than 2,000 bytes" in complaint(capsys, "verify", prepared)
@@ -457,7 +463,7 @@ def test_a_journal_of_any_content_is_named_or_its_units_are_done_again(tmp_path,
     argv = ["prepare", str(tmp_path / "a.txt"), "--workers", "1", "--unit_mb", "0.001", "--out"]
     assert data.main([*argv, str(tmp_path / "undisturbed")]) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(prepare, "durable", lambda path, real=prepare.durable:
+        patched.setattr(files, "durable", lambda path, real=durable:
                         real(path) if path.name == "prepare.jsonl" else sys.exit("killed before the end"))
         with pytest.raises(SystemExit):
             data.main([*argv, str(out)])
@@ -565,7 +571,7 @@ def test_a_parquet_file_without_the_column_or_damaged_is_named(tmp_path, capsys)
         line = complaint(capsys, *argv, field)
         assert f"{path}: no string column" in line and "text (string)" in line and len(os.listdir(tmp_path)) == 1
     assert data.main([*argv, "text"]) == 0
-    shards = [entry["sha256"] for entry in data.read_metadata(tmp_path / "o")["shards"]]
+    shards = [entry["sha256"] for entry in read_metadata(tmp_path / "o")["shards"]]
     shutil.rmtree(tmp_path / "o")
     for case in range(250):
         path.write_bytes(mutated(rng, sound) if case else sound.replace(b"part", b"\x80art"))  # a name, no UTF-8
@@ -576,7 +582,7 @@ def test_a_parquet_file_without_the_column_or_damaged_is_named(tmp_path, capsys)
             refused += 1
             assert status == 2 and len(lines) == 1 and f"{path}: " in lines[0] and len(os.listdir(tmp_path)) == 1, lines
         else:                                                 # the damage was to what is not read
-            assert [entry["sha256"] for entry in data.read_metadata(tmp_path / "o")["shards"]] == shards
+            assert [entry["sha256"] for entry in read_metadata(tmp_path / "o")["shards"]] == shards
             shutil.rmtree(tmp_path / "o")
     assert refused > 120
 
@@ -634,8 +640,8 @@ def test_a_long_or_odd_list_in_the_config_of_a_checkpoint_is_refused_before_anyt
         tmp_path, trained, monkeypatch, name, value):
     """Of 200,000 layers with Engram, a state to decode with would be of 419 GB."""
     torch.save(trained | dict(cfg=trained["cfg"] | {name: value}), path := tmp_path / "spider-step3.pt")
-    monkeypatch.setattr(checkpoint, "Spider", lambda config: pytest.fail("built"))
-    with pytest.raises(checkpoint.CheckpointError, match=name):
+    monkeypatch.setattr(spider_model, "Spider", lambda config: pytest.fail("built"))
+    with pytest.raises(errors.CheckpointError, match=name):
         checkpoint.load_checkpoint(path)
     with pytest.raises(ValueError, match=name):
         SpiderConfig(**{"n_recurrent_layers": 0, name: value})
@@ -646,9 +652,9 @@ def read_or_refused(path: Path, capsys) -> bool:
     try:
         checkpoint.load_checkpoint(path, sealed=False)
         return True
-    except checkpoint.CheckpointError as fault:
+    except errors.CheckpointError as fault:
         assert one_line(fault).startswith(f"{path}") and len(str(fault)) < 70_000
-        assert checkpoint.find_checkpoints(path.parent) == []
+        assert checkpoint_files.find_checkpoints(path.parent) == []
         return False
 
 
@@ -735,8 +741,8 @@ def test_a_number_is_written_in_plain_decimals_wherever_one_is_taken(tmp_path, m
         assert not text or World({name: text}).odd
     (tmp_path / "web").mkdir()
     (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(data.DataError, match="neither a directory nor a mixture"):
-        data.open_data(f"web:{text}")
+    with pytest.raises(errors.DataError, match="neither a directory nor a mixture"):
+        open_data(f"web:{text}")
     for flag in ("--val_fraction", "--unit_mb"):
         assert flag in complaint(capsys, "prepare", "a.txt", "--out", "o", f"{flag}={text}")
     for flag in ("--seq_len", "--seed", "--first", "--count"):
@@ -789,8 +795,8 @@ def test_a_batch_of_more_micro_steps_than_memory_holds_is_refused(capsys):
 
 def command_line(program: str, *argv) -> int:
     """The exit status of one of the project's command lines."""
-    main = dict(train=train.command_line, sample=sample.main, data=data.main, look=look.main, bench=bench.main,
-                checkpoint=checkpoint.main)[program]
+    main = dict(train=train.command_line, sample=sample.main, data=data.main, look=curves.main, bench=bench.main,
+                checkpoint=checkpoint_writer.main)[program]
     return main([*map(str, argv)])
 
 
@@ -889,7 +895,7 @@ def test_a_source_that_is_named_twice_is_refused_under_whatever_names(tmp_path, 
         np.zeros(300, "<u2").tofile(f"{name}/x.bin")
     Path("link").symlink_to("web")
     assert f"{spec}: names a directory twice" in complaint(capsys, "show", "--seq_len", "8", spec)
-    assert len(data.open_data("web:1,code:1")) == 2
+    assert len(open_data("web:1,code:1")) == 2
 
 
 def test_any_mixture_is_opened_or_named(tmp_path, monkeypatch, capsys):
@@ -904,11 +910,11 @@ def test_any_mixture_is_opened_or_named(tmp_path, monkeypatch, capsys):
                  + rng.choice(weights[:4] if case % 2 else weights) for _ in range(rng.randrange(1, 4))]
         spec = ",".join(parts)
         try:
-            sources = data.open_data(spec)
+            sources = open_data(spec)
             assert math.isclose(sum(s.weight for s in sources), 1) and {s.name for s in sources} <= {"web", "code"}
-            data.Loader(sources, 8, 0).rows([0, 1])
+            Loader(sources, 8, 0).rows([0, 1])
             opened += 1
-        except data.DataError as fault:
+        except errors.DataError as fault:
             line = complaint(capsys, "show", "--seq_len", "8", "--", spec)
             assert one_line(fault) in line
             assert line.startswith(tuple(f"data.py: error: {one_line(name)}: " for name in (

@@ -23,15 +23,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, assert_same, final_state, make_shards, metrics, run, run_flags, small_config
 
-import checkpoint
 import data
-import optim
 import sample
 import train
-from checkpoint import CheckpointError, CheckpointWriter, Metrics, Progress, find_checkpoints
-from spider_model import MAX_LOOPS
+from conftest import SMALL, assert_same, final_state, make_shards, metrics, run, run_flags, small_config
+from spider import errors
+from spider.errors import CheckpointError
+from spider.model.config import MAX_LOOPS
+from spider.training import checkpoint, optim, run_directory
+from spider.training.checkpoint_files import find_checkpoints
+from spider.training.checkpoint_writer import CheckpointWriter
+from spider.training.progress import Progress
+from spider.training.run_log import Metrics
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact resumption
@@ -550,7 +554,7 @@ def test_a_run_that_another_overtakes_between_look_and_lock_is_refused(tmp_path,
     def overtaken(*args):
         make_real(*args)
         (tmp_path / "run").mkdir()
-        others.enter_context(checkpoint.locked(tmp_path / "run"))
+        others.enter_context(run_directory.locked(tmp_path / "run"))
     monkeypatch.setattr(train, "make_real", overtaken)
     with ExitStack() as others:
         assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
@@ -968,7 +972,7 @@ def test_the_most_loops_that_a_flag_takes_are_read_back(tmp_path, trained, capsy
             if fits:
                 assert parse(argv).n_loops in (n_loops, [n_loops])
             else:
-                with pytest.raises(train.UsageError, match="at most 4096"):
+                with pytest.raises(errors.UsageError, match="at most 4096"):
                     parse(argv)
 
 
@@ -1041,9 +1045,9 @@ def test_a_config_of_before_a_field_came_is_one_with_its_default():
     saved = asdict(asked)
     for name in ("places", "core_loss_weight", "engram_match_words"):
         saved.pop(name)
-    checkpoint.check_same_model(Path("old.pt"), saved, asked)
+    run_directory.check_same_model(Path("old.pt"), saved, asked)
     with pytest.raises(CheckpointError, match="places 1 there, 8 asked for"):
-        checkpoint.check_same_model(Path("old.pt"), saved, replace(asked, places=8))
+        run_directory.check_same_model(Path("old.pt"), saved, replace(asked, places=8))
 
 
 def test_another_optimizer_than_the_checkpoints_is_refused_by_name(tmp_path, shards, capsys):
@@ -1109,7 +1113,7 @@ def test_want_of_memory_in_an_evaluation_loses_no_step_either(tmp_path, shards, 
     (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
                   "allocate 80000000000 bytes. Error code 12"), "80000000000 bytes were asked for"),
     (MemoryError("Unable to allocate 14.9 GiB for an array"), "14.9 GiB were asked for"),
-    (data.DataError("a.bin: changed during the run"), "a.bin: changed")))
+    (errors.DataError("a.bin: changed during the run"), "a.bin: changed")))
 def test_want_of_memory_and_bad_data_end_a_run_with_advice_and_lose_no_step(tmp_path, shards, monkeypatch, capsys,
                                                                            fault, said):
     accumulate, steps = train.accumulate, itertools.count(1)
@@ -1122,7 +1126,7 @@ def test_want_of_memory_and_bad_data_end_a_run_with_advice_and_lose_no_step(tmp_
     assert train.command_line(run_flags(shards, tmp_path / "run", "--ckpt_every", "100")) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("train.py: error: ") and said in line
-    assert isinstance(fault, data.DataError) or "--micro_batch (now 2)" in line
+    assert isinstance(fault, errors.DataError) or "--micro_batch (now 2)" in line
     assert final_state(tmp_path / "run")["step"] == 3
     monkeypatch.undo()
     assert_same_runs(run(tmp_path, shards), run(tmp_path, shards, ckpt="whole"))

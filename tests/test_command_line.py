@@ -9,15 +9,16 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, contents, run, run_flags
 
 import bench
-import cost
-import optim
 import train
-from checkpoint import find_checkpoints
-from distributed import World
-from train import FLAGS, UsageError, parse_args
+from conftest import ROOT, SMALL, contents, run, run_flags
+from spider.errors import UsageError
+from spider.model import config, parameters
+from spider.training import machine, optim
+from spider.training.checkpoint_files import find_checkpoints
+from spider.training.ranks import World
+from train import FLAGS, parse_args
 
 ORIGINALS = {"seq_len": 2048, "micro_batch": 64, "grad_accum": 1, "n_loops": 6, "lr": 3e-4, "precision": "auto",
              "compile": "auto", "resume": None, "reset_steps": False, "ckpt_dir": "checkpoints", "data_dir": "data",
@@ -113,7 +114,7 @@ def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
 
 def test_every_field_of_the_config_is_read_by_the_model():
     source = "".join((ROOT / f"{name}.py").read_text() for name in ("spider_model", "layers", "engram"))
-    for field in train.dataclasses.fields(train.SpiderConfig):
+    for field in train.dataclasses.fields(config.SpiderConfig):
         assert re.search(rf"\b(c|config)\.{field.name}\b", source), field.name
 
 
@@ -208,7 +209,7 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     done = subprocess.run([sys.executable, "-c", probe, "--model", "1b", "--dry_run", "--mock_data", "--device", "cpu"],
                           cwd=tmp_path, text=True, capture_output=True, timeout=600,
                           env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    assert cost.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
+    assert machine.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
     assert done.returncode == done.stdout.startswith("NOT ENOUGH"), done.stderr
     for said in ("recipe of 1b: every default of --help", "hidden_size = 2048", "routed experts", "Engram tables",
                  "active per byte", "FLOPs per byte", "memory: about", "free for checkpoints of 7.3", "ids checked",
@@ -250,7 +251,7 @@ def test_a_step_of_the_benchmark_is_a_whole_one_and_leaves_the_model_as_it_was(m
     monkeypatch.setattr(optim, "orthogonalize", lambda matrices, *rest: (
         done.append(matrices[:, 0, 0].numel()), orthogonalize(matrices, *rest))[1])
     step()
-    matrices = optim.matrices_of(model)
+    matrices = parameters.matrices_of(model)
     assert sum(done) == sum(p[..., 0, 0].numel() for name, p in model.named_parameters() if name in matrices)
     for name, p in model.named_parameters():
         if name in before:

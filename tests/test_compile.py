@@ -3,16 +3,20 @@ that they have on a GPU, and graphs are made but not translated: what Inductor m
 
 import pytest
 import torch
-from conftest import awake, documents, gradients, small_config, text, train_step
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import train
-from layers import Packing
-from optim import Optimizers
+from conftest import awake, documents, gradients, small_config, text, train_step
+from spider.errors import UsageError
+from spider.model.packing import Packing
+from spider.training import machine
+from spider.training.batches import Batch
+from spider.training.machine import resolve_compile, resolve_precision
+from spider.training.optim import Optimizers
 from spider_model import Spider
-from train import Batch, UsageError, parse_args, resolve_compile, resolve_precision
+from train import parse_args
 
 
 def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
@@ -147,7 +151,7 @@ def gpu(monkeypatch):
     def pretend(capability=(9, 0), obstacle=None):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: capability >= (8, 0))
-        monkeypatch.setattr(train, "obstacle_to_compile", lambda device: obstacle)
+        monkeypatch.setattr(machine, "obstacle_to_compile", lambda device: obstacle)
         return torch.device("cuda")
     return pretend
 
@@ -184,11 +188,11 @@ def test_what_keeps_a_small_function_from_compiling_is_one_line(monkeypatch):
     def broken(function):
         raise RuntimeError("no compiler\nand much more")
     monkeypatch.setattr("torch.compile", broken)
-    assert train.obstacle_to_compile(torch.device("cpu")).startswith("torch.compile fails here (no compiler); it needs")
+    assert machine.obstacle_to_compile(torch.device("cpu")).startswith("torch.compile fails here (no compiler); it needs")
     monkeypatch.setattr("torch.compile", lambda function: lambda x: 2 * function(x))
-    assert "fails here" in train.obstacle_to_compile(torch.device("cpu"))
+    assert "fails here" in machine.obstacle_to_compile(torch.device("cpu"))
     monkeypatch.setattr("torch.compile", lambda function: function)
-    assert train.obstacle_to_compile(torch.device("cpu")) is None
+    assert machine.obstacle_to_compile(torch.device("cpu")) is None
 
 
 def test_the_flag_alone_means_on():

@@ -15,15 +15,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, contents, final_state, run, run_flags, small_config, text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import cost
-import data
+import spider_model
 import train
-from spider_model import RECOMPUTE
-from train import Batch, parse_args, time_steps
+from conftest import ROOT, SMALL, contents, final_state, run, run_flags, small_config, text
+from spider import errors
+from spider.data.shards import Shard, Source, Stream
+from spider.model import config
+from spider.model.config import RECOMPUTE
+from spider.training import dry_run, machine, memory
+from spider.training.batches import Batch
+from spider.training.memory import choose_recompute, estimate_memory
+from train import parse_args, time_steps
 
 
 class Live(TorchDispatchMode):
@@ -53,8 +58,8 @@ def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_docu
     args = parse_args(["--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--device", "cpu", *flags])
     train.take_recipe(args, torch.device("cpu"))
     with torch.device("meta"):
-        model = train.Spider(train.model_config(args))
-    said = cost.estimate_memory(model, 2, args, "muon", precision, torch.device("cpu"), args.recompute)
+        model = spider_model.Spider(train.model_config(args))
+    said = estimate_memory(model, 2, args, "muon", precision, torch.device("cpu"), args.recompute)
     train.make_real(model, torch.device("cpu"), precision, "grouped", args)
     ids = text(8, 256)
     ends = torch.tensor(lengths * (256 // sum(lengths))).cumsum(0)
@@ -68,8 +73,8 @@ def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_docu
 def test_auto_recomputes_the_least_that_fits_with_room_to_spare_and_all_where_nothing_does():
     needs = dict(nothing=dict(a=50.0, b=10.0), core=dict(a=30.0, b=10.0), all=dict(a=20.0, b=5.0))
     for there, chosen in ((70, "nothing"), (61, "core"), (45, "core"), (44, "all"), (5, "all")):
-        assert cost.choose_recompute("auto", needs.get, there) == (chosen, needs[chosen])
-    assert cost.choose_recompute("core", needs.get, 5) == ("core", needs["core"])
+        assert choose_recompute("auto", needs.get, there) == (chosen, needs[chosen])
+    assert choose_recompute("core", needs.get, 5) == ("core", needs["core"])
 
 
 def estimated(recompute: str, *flags, precision="bf16") -> float:
@@ -77,8 +82,8 @@ def estimated(recompute: str, *flags, precision="bf16") -> float:
     args = parse_args(["--model", "1b", "--seq_len", "256", "--micro_batch", "112", *flags], environ={})
     train.take_recipe(args, torch.device("cuda"))
     with torch.device("meta"):
-        model = train.Spider(train.model_config(args))
-    return sum(cost.estimate_memory(model, args.n_loops, args, "muon", precision, torch.device("cuda"),
+        model = spider_model.Spider(train.model_config(args))
+    return sum(estimate_memory(model, args.n_loops, args, "muon", precision, torch.device("cuda"),
                                     recompute).values()) / 1e9
 
 
@@ -91,7 +96,7 @@ def test_what_is_recomputed_takes_less_memory_and_other_rows_more():
 
 def test_the_flag_of_the_original_is_recompute_nothing_and_what_is_chosen_is_one_line(tmp_path, shards, capsys):
     assert parse_args(["--no_gradient_checkpointing"]).recompute == "nothing" and parse_args([]).recompute == "auto"
-    with pytest.raises(train.UsageError, match="--no_gradient_checkpointing: it is --recompute nothing, and"):
+    with pytest.raises(errors.UsageError, match="--no_gradient_checkpointing: it is --recompute nothing, and"):
         parse_args(["--no_gradient_checkpointing", "--recompute", "all"])
     states = []
     for flags, said in (((), "recompute nothing (auto)"), (("--recompute", "all"), "recompute all")):
@@ -120,7 +125,7 @@ def test_a_rate_that_no_run_had_or_one_of_other_steps_is_not_gone_by(tmp_path, l
     first = line % 64
     for text, rate in ((first, None), (f"{first}\n{line % 128}", 5.0), (f"{first}\n{lines}", None), ("", None)):
         (tmp_path / "metrics.jsonl").write_text(text)
-        assert cost.rate_of_run(args) == rate
+        assert dry_run.rate_of_run(args) == rate
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,14 +148,14 @@ def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_pat
 
 
 def test_what_dropout_drops_is_counted_a_byte_a_number():
-    bytes_and_segments = 112 * 256 * (1 + 1 / train.SpiderConfig().bytes_per_segment)
+    bytes_and_segments = 112 * 256 * (1 + 1 / config.SpiderConfig().bytes_per_segment)
     grown = estimated("nothing", "--dropout", "0.5") - estimated("nothing")
     assert grown * 1e9 == pytest.approx(2 * 2048 * bytes_and_segments, rel=0.02)
 
 
 def test_the_estimate_is_worked_out_once(tmp_path, shards, monkeypatch):
-    estimate, calls = cost.estimate_memory, []
-    monkeypatch.setattr(cost, "estimate_memory", lambda *args, **options: calls.append(1) or estimate(*args, **options))
+    estimate, calls = estimate_memory, []
+    monkeypatch.setattr(memory, "estimate_memory", lambda *args, **options: calls.append(1) or estimate(*args, **options))
     run(tmp_path, shards, "--recompute", "core", steps=1)
     assert calls == [1]
 
@@ -159,7 +164,7 @@ def test_the_estimate_is_worked_out_once(tmp_path, shards, monkeypatch):
 def test_the_dry_run_says_first_what_does_not_suffice_and_ends_with_status_1(tmp_path, shards, monkeypatch, short,
                                                                              capsys):
     if "memory" in short:
-        monkeypatch.setattr(cost, "memory_of", lambda *_: 1e6)
+        monkeypatch.setattr(machine, "memory_of", lambda *_: 1e6)
     if "disk" in short:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e5))
     assert train.command_line(run_flags(shards, tmp_path / "run", "--dry_run")) == (1 if short else 0)
@@ -195,21 +200,21 @@ def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothi
 def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_path, monkeypatch, reason, said):
     args = SimpleNamespace(ckpt_dir=str(tmp_path), global_batch=64, compile="on" if reason == "compiled" else "off")
     bound, needed = 1.0 if reason == "slow" else 1e6, math.inf if reason == "full" else 1.0
-    at_least, rate, origin = cost.expected_rate(args, torch.device("cpu"), 1 + (reason == "ranks"), needed, bound, None)
+    at_least, rate, origin = dry_run.expected_rate(args, torch.device("cpu"), 1 + (reason == "ranks"), needed, bound, None)
     assert (at_least, rate) == ("at least ", bound) and f"no step was timed, {said}" in origin
 
 
 def test_a_duration_is_in_units_that_people_have():
-    said = [cost.lasting(seconds) for seconds in (0.26, 90, 125, 3599, 7200, 2.48e4 * 3600, 1e13)]
+    said = [dry_run.lasting(seconds) for seconds in (0.26, 90, 125, 3599, 7200, 2.48e4 * 3600, 1e13)]
     assert said == ["0.3 seconds", "90 seconds", "2.1 minutes", "60 minutes", "2.0 hours", "2.8 years", "316,881 years"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Segments
 
-def source(name: str, text: bytes, weight: float = 1.0) -> data.Source:
+def source(name: str, text: bytes, weight: float = 1.0) -> Source:
     ids = np.frombuffer(text, np.uint8).astype(np.uint16)
-    return data.Source(name, weight, *(data.Stream([data.Shard("memory", ids)]),) * 2)
+    return Source(name, weight, *(Stream([Shard("memory", ids)]),) * 2)
 
 
 @pytest.mark.parametrize("rule,lengths,mean", (
@@ -218,11 +223,11 @@ def test_segments_are_measured_on_the_text_of_each_source_by_the_models_own_rule
     """Words of three letters and a space, and one without an end; what is learned cannot be measured before."""
     sources = [source("words", b"abc def " * 500, 0.75), source("bases", b"ACGT" * 1000, 0.25)]
     with torch.device("meta"):
-        model = train.Spider(small_config(boundaries=rule))
-    found = cost.segment_lengths(model, sources, parse_args(["--seq_len", "64"]))
+        model = spider_model.Spider(small_config(boundaries=rule))
+    found = dry_run.segment_lengths(model, sources, parse_args(["--seq_len", "64"]))
     assert (*found.values(),) == pytest.approx(lengths, rel=0.03)
     mean = model.config.bytes_per_segment if mean is None else mean
-    assert cost.mean_length(model.config, sources, found) == pytest.approx(mean, rel=0.03)
+    assert dry_run.mean_length(model.config, sources, found) == pytest.approx(mean, rel=0.03)
 
 
 @pytest.mark.parametrize("dry", (True, False))

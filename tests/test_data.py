@@ -14,20 +14,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+from conftest import ROOT, prepare
+from spider import errors
+from spider.data import loader, shards
+from spider.data.loader import BLOCK, Loader, key, permute, shares, validation_rows
+from spider.data.shards import Shard, Source, Stream, check, mock_source, open_data
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 
-def stream(ids) -> data.Stream:
-    return data.Stream([data.Shard("memory", np.asarray(ids, np.uint16))])
+def stream(ids) -> Stream:
+    return Stream([Shard("memory", np.asarray(ids, np.uint16))])
 
 
-def source(ids, val=(), name="s", weight=1.0) -> data.Source:
-    return data.Source(name, weight, stream(ids), stream(val))
+def source(ids, val=(), name="s", weight=1.0) -> Source:
+    return Source(name, weight, stream(ids), stream(val))
 
 
 def write_shard(path: Path, ids) -> Path:
@@ -43,13 +47,13 @@ def write_shard(path: Path, ids) -> Path:
 @settings(max_examples=60, deadline=None)
 def test_the_permutation_is_a_bijection(n, seed):
     index = np.arange(n)
-    keys = data.key(seed, np.zeros(n, int))
-    assert sorted(data.permute(index, n, keys)) == list(index)
+    keys = key(seed, np.zeros(n, int))
+    assert sorted(permute(index, n, keys)) == list(index)
 
 
 def test_permutations_scatter_and_do_not_resemble_each_other():
     index = np.arange(1000)
-    orders = [data.permute(index, 1000, data.key(seed, 0 * index)) for seed in range(20)]
+    orders = [permute(index, 1000, key(seed, 0 * index)) for seed in range(20)]
     for order, other in zip(orders, orders[1:]):
         assert 280 < np.abs(np.diff(order)).mean() < 390     # of a random order: 333
         assert (order == other).sum() < 9                    # on average one place agrees
@@ -57,9 +61,9 @@ def test_permutations_scatter_and_do_not_resemble_each_other():
 
 
 def test_each_index_is_permuted_under_its_own_key_and_size():
-    sizes, keys = np.array([10, 1000, 10, 7]), data.key(3, np.array([0, 1, 2, 3]))
-    together = data.permute(np.array([4, 4, 4, 4]), sizes, keys)
-    alone = [data.permute(np.array([4]), int(n), keys[i:i + 1])[0] for i, n in enumerate(sizes)]
+    sizes, keys = np.array([10, 1000, 10, 7]), key(3, np.array([0, 1, 2, 3]))
+    together = permute(np.array([4, 4, 4, 4]), sizes, keys)
+    alone = [permute(np.array([4]), int(n), keys[i:i + 1])[0] for i, n in enumerate(sizes)]
     assert list(together) == alone
 
 
@@ -67,7 +71,7 @@ def test_each_index_is_permuted_under_its_own_key_and_size():
 @settings(max_examples=150, deadline=None)
 def test_every_epoch_covers_each_target_exactly_once(draw, targets, epoch, seed):
     seq_len = draw.draw(st.integers(1, targets))
-    loader, n = data.Loader([source(range(targets + 1))], seq_len, seed), -(-targets // seq_len)
+    loader, n = Loader([source(range(targets + 1))], seq_len, seed), -(-targets // seq_len)
     assert [loader.epoch(g) for g in (n * epoch, n * epoch + n - 1)] == [epoch, epoch]
     ids, labels = loader.rows(np.arange(n * epoch, n * epoch + n))
     assert ids.shape == labels.shape == (n, seq_len) and ids.dtype == labels.dtype == torch.int64
@@ -78,28 +82,28 @@ def test_every_epoch_covers_each_target_exactly_once(draw, targets, epoch, seed)
 
 
 def test_epochs_differ_in_order_and_cut():
-    loader, n = data.Loader([source(range(251))], 16, 1), 16
+    loader, n = Loader([source(range(251))], 16, 1), 16
     epochs = [loader.rows(np.arange(n) + n * epoch)[1][:, 0].tolist() for epoch in range(8)]
     assert len({tuple(firsts) for firsts in epochs}) == 8 and len({frozenset(firsts) for firsts in epochs}) > 3
-    even = data.Loader([source(range(241))], 16, 1)           # windows fit: only the order differs
+    even = Loader([source(range(241))], 16, 1)           # windows fit: only the order differs
     epochs = [even.rows(np.arange(15) + 15 * epoch)[1][:, 0].tolist() for epoch in range(8)]
     assert len({tuple(firsts) for firsts in epochs}) == 8 and len({frozenset(firsts) for firsts in epochs}) == 1
-    assert data.Loader([source(range(251))], 16, 2).rows(np.arange(n))[1][:, 0].tolist() != epochs[0]
+    assert Loader([source(range(251))], 16, 2).rows(np.arange(n))[1][:, 0].tolist() != epochs[0]
 
 
 def test_the_order_of_a_single_source_is_that_of_every_version():
     """Two stretches of 64 sequences, so that checkpoints of runs go on with the bytes that come next."""
-    loader = data.Loader([source(range(251))], 16, 1)
+    loader = Loader([source(range(251))], 16, 1)
     for first, digest in ((0, "e77f9ec93055275e"), (25_000, "f779e3482e77c273")):
         ids, labels = loader.rows(np.arange(first, first + 64))
         assert hashlib.sha256(ids.numpy().tobytes() + labels.numpy().tobytes()).hexdigest().startswith(digest)
 
 
-@pytest.mark.parametrize("first", (30, data.BLOCK - 7))
+@pytest.mark.parametrize("first", (30, BLOCK - 7))
 @pytest.mark.parametrize("ranks, micro_batch, grad_accum", [(1, 16, 1), (1, 4, 4), (2, 8, 1), (2, 1, 8), (8, 2, 1)])
 def test_the_global_batch_is_the_same_on_any_ranks_and_micro_steps(ranks, micro_batch, grad_accum, first):
     sources = [source(range(200)), source(range(50, 250), name="t", weight=0.5)]
-    loader = data.Loader(sources, 8, 5)
+    loader = Loader(sources, 8, 5)
     parts = [loader.micro_batch(first, m, micro_batch, rank, ranks) for m in range(grad_accum) for rank in range(ranks)]
     ids, labels, g = (torch.cat(part) for part in zip(*parts))
     assert g.tolist() == list(range(first, first + 16)) and g.dtype == torch.int64
@@ -107,30 +111,30 @@ def test_the_global_batch_is_the_same_on_any_ranks_and_micro_steps(ranks, micro_
 
 
 def test_targets_that_are_pad_do_not_count():
-    ids, labels = data.Loader([source([1, 2, PAD_ID, 3, PAD_ID])], 4, 0).rows(np.arange(1))
+    ids, labels = Loader([source([1, 2, PAD_ID, 3, PAD_ID])], 4, 0).rows(np.arange(1))
     assert ids.tolist() == [[1, 2, PAD_ID, 3]] and labels.tolist() == [[2, -100, 3, -100]]
 
 
 def test_the_cut_into_files_does_not_change_what_is_read():
     ids = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint16)
-    shards = data.Stream([data.Shard(f"{i}", part) for i, part in enumerate(np.split(ids, [1, 2, 300, 333, 999]))])
-    loaders = [data.Loader([data.Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)]
+    shards = Stream([Shard(f"{i}", part) for i, part in enumerate(np.split(ids, [1, 2, 300, 333, 999]))])
+    loaders = [Loader([Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)]
     assert all(torch.equal(*pair) for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders)))
     assert shards.where(300) == "3: byte offset 0" and shards.part(298, 400).part(1, 9).where(0) == "2: byte offset 594"
 
 
 def test_sources_have_their_exact_shares_in_every_block_and_their_own_epochs():
     sources = [source([200] * 5000, weight=7.0), source(range(101), name="t", weight=3.0)]
-    loader, block = data.Loader(sources, 1, 4), np.arange(data.BLOCK)
+    loader, block = Loader(sources, 1, 4), np.arange(BLOCK)
     orders = []
     for number in (0, 3):
-        labels = loader.rows(number * data.BLOCK + block)[1].flatten()
+        labels = loader.rows(number * BLOCK + block)[1].flatten()
         assert torch.bincount(labels, minlength=201)[1:].tolist() == [30] * 100 + [0] * 99 + [7000]
         assert 0.6 < (labels[:2000] == 200).float().mean() < 0.8
         orders.append(labels.tolist())
     assert [label == 200 for label in orders[0]] != [label == 200 for label in orders[1]]
-    assert orders[0] == data.Loader(sources, 1, 4).rows(block)[1].flatten().tolist()
-    assert orders[0] != data.Loader(sources, 1, 5).rows(block)[1].flatten().tolist()
+    assert orders[0] == Loader(sources, 1, 4).rows(block)[1].flatten().tolist()
+    assert orders[0] != Loader(sources, 1, 5).rows(block)[1].flatten().tolist()
     passes = [loader.epochs(g).tolist() for g in (0, 1, 10_000, 20_000)]          # of 4,999 windows and of 100
     assert passes == [[0, 0], [0, 0], [1, 30], [2, 60]] and loader.epoch(20_000) == int(0.7 * 2 + 0.3 * 60)
     epochs = [loader.epoch(g) for g in range(0, 25_000, 50)]
@@ -147,8 +151,8 @@ def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(mixtur
     sources = [source(range(81 * k, 81 * k + targets + 1), name=str(k), weight=weight)
                for k, (targets, weight) in enumerate(mixture)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "BLOCK", block)
-        loader = data.Loader(sources, seq_len, seed)
+        patch.setattr(loader, "BLOCK", block)
+        loader = Loader(sources, seq_len, seed)
         rows = loader.rows(np.arange(count))
         labels = [row[row != -100].tolist() for row in rows[1]]
         owners, windows = [row[0] // 81 for row in labels], [-(-targets // seq_len) for targets, _ in mixture]
@@ -163,30 +167,30 @@ def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(mixtur
             assert loader.epochs(g).tolist() == passes
             assert loader.epoch(g) == sum(map(mul, loader.counts.tolist(), passes)) // block
         first = draw.draw(st.integers(0, count - 1))          # and another process goes on anywhere
-        again = data.Loader(sources, seq_len, seed).micro_batch(first, 0, count - first)
+        again = Loader(sources, seq_len, seed).micro_batch(first, 0, count - first)
         assert torch.equal(again[0], rows[0][first:]) and torch.equal(again[1], rows[1][first:])
 
 
 def test_shares_go_by_largest_remainder():
-    assert data.shares([1, 2], 10_000) == [3333, 6667] and data.shares([1, 1, 1], 10_000) == [3334, 3333, 3333]
-    assert data.shares([1e-9, 1], 100) == [0, 100] and data.shares([0.7, 0.3], 0) == [0, 0]
+    assert shares([1, 2], 10_000) == [3333, 6667] and shares([1, 1, 1], 10_000) == [3334, 3333, 3333]
+    assert shares([1e-9, 1], 100) == [0, 100] and shares([0.7, 0.3], 0) == [0, 0]
 
 
 def test_validation_rows_are_the_first_targets_shared_by_weight():
     a, b = source(range(9), range(0, 50), "a", 3.0), source(range(9), range(100, 106), "b", 1.0)
-    ids, labels = data.validation_rows([a], 4, 10)
+    ids, labels = validation_rows([a], 4, 10)
     assert labels.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, -100, -100]]
     assert ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, PAD_ID, PAD_ID]]
-    labels = data.validation_rows([a, b], 4, 16)[1]
+    labels = validation_rows([a, b], 4, 16)[1]
     assert labels[labels != -100].tolist() == [*range(1, 13), *range(101, 105)]
-    labels = data.validation_rows([a, b], 4, 1000)[1]         # what a source lacks is not there
+    labels = validation_rows([a, b], 4, 1000)[1]         # what a source lacks is not there
     assert labels[labels != -100].tolist() == [*range(1, 50), *range(101, 106)]
-    again = data.validation_rows([a, b], 7, 16)[1]            # the cut does not change the bytes
+    again = validation_rows([a, b], 7, 16)[1]            # the cut does not change the bytes
     assert again[again != -100].tolist() == [*range(1, 13), *range(101, 105)]
 
 
 def test_mock_data_are_documents_easy_to_learn_and_a_function_of_the_seed():
-    mock, again, other = (data.mock_source(seed) for seed in (1, 1, 2))
+    mock, again, other = (mock_source(seed) for seed in (1, 1, 2))
     ids = mock.train.read(0, len(mock.train))
     assert np.array_equal(ids, again.train.read(0, len(again.train)))
     assert not np.array_equal(ids[:500], other.train.read(0, 500))
@@ -206,7 +210,7 @@ def test_shards_of_others_load_from_nested_folders_in_order_of_their_names(tmp_p
     write_shard(tmp_path / "c" / "validation" / "x.bin", [8, 9])
     write_shard(tmp_path / "b" / "val_1.bin", [7])
     (tmp_path / "metadata.json").write_text('{"tokens": 9, "shards": 14}')            # of somebody else's kind
-    [found] = data.open_data(str(tmp_path))
+    [found] = open_data(str(tmp_path))
     assert found.train.read(0, 6).tolist() == [1, 2, 3, 4, 5, 6] and len(found.train) == 6
     assert found.val.read(0, 3).tolist() == [7, 8, 9]
 
@@ -217,14 +221,14 @@ def test_metadata_says_which_shards_validate(tmp_path):
     entries = [dict(name=f"{name}.bin", split=split, ids=ids, sha256="")
                for name, split, ids in [("one", "val", 2), ("value", "train", 1)]]
     (tmp_path / "metadata.json").write_text(json.dumps(dict(shards=entries)))
-    [found] = data.open_data(str(tmp_path))
+    [found] = open_data(str(tmp_path))
     assert found.train.read(0, 1).tolist() == [3] and found.val.read(0, 2).tolist() == [1, 2]
 
 
 def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
     write_shard(tmp_path / "a.bin", np.arange(1000) % 256)
     write_shard(tmp_path / "b.bin", np.arange(1000, 1005) % 256)
-    [found] = data.open_data(str(tmp_path))
+    [found] = open_data(str(tmp_path))
     assert len(found.train) == 995 and found.val.read(0, 10).tolist() == [i % 256 for i in range(995, 1005)]
     assert found.val.where(0) == f"{tmp_path}/a.bin: byte offset 1990"
     assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
@@ -234,8 +238,8 @@ def test_a_mixture_names_directories_and_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("web", "code", "a:1"):
         write_shard(tmp_path / name / "x.bin", range(200))
-    assert [(s.name, s.weight) for s in data.open_data("web:3,code:1")] == [("web", 0.75), ("code", 0.25)]
-    assert [(s.name, s.weight) for s in data.open_data("a:1")] == [("a:1", 1.0)]      # a directory of that name
+    assert [(s.name, s.weight) for s in open_data("web:3,code:1")] == [("web", 0.75), ("code", 0.25)]
+    assert [(s.name, s.weight) for s in open_data("a:1")] == [("a:1", 1.0)]      # a directory of that name
 
 
 def test_more_shards_than_a_process_may_first_open_load(tmp_path):
@@ -244,7 +248,7 @@ def test_more_shards_than_a_process_may_first_open_load(tmp_path):
     low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 9, high))
-        [found] = data.open_data(str(tmp_path))
+        [found] = open_data(str(tmp_path))
         assert found.train.read(0, 40).tolist() == list(range(40))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
@@ -265,9 +269,9 @@ SENTINELS = [0, 1, 2, 3, BOS_ID, PAD_ID, EOS_ID, 259, VOCAB_SIZE - 1]
 
 def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_as_they_stand_and_only_pad_is_no_target(tmp_path):
     write_shard(tmp_path / "x.bin", [*SENTINELS, 65] * 30)
-    [found] = sources = data.open_data(str(tmp_path))
-    data.check(sources)
-    ids, labels = data.Loader(sources, len(found.train) - 1, 0).rows(np.arange(1))
+    [found] = sources = open_data(str(tmp_path))
+    check(sources)
+    ids, labels = Loader(sources, len(found.train) - 1, 0).rows(np.arange(1))
     read = found.train.read(0, len(found.train)).astype(int).tolist()
     assert ids[0].tolist() == read[:-1] and set(read) == {*SENTINELS, 65}
     assert labels[0].tolist() == [-100 if i == PAD_ID else i for i in read[1:]]
@@ -297,8 +301,8 @@ FAULTS = {
 @pytest.mark.parametrize("make, spec, said", FAULTS.values(), ids=FAULTS)
 def test_bad_data_is_one_line_that_names_the_place(tmp_path, make, spec, said):
     make(tmp_path)
-    with pytest.raises(data.DataError) as fault:
-        data.check(data.open_data(spec.format(p=tmp_path)))
+    with pytest.raises(errors.DataError) as fault:
+        check(open_data(spec.format(p=tmp_path)))
     message = str(fault.value)
     assert "\n" not in message and all(part.format(p=tmp_path) in message for part in said), message
 
@@ -309,33 +313,33 @@ def test_bad_data_is_one_line_that_names_the_place(tmp_path, make, spec, said):
     ([source(range(99)), source(range(99), name="t", weight=1e-5)], "t: weight 1e-05 is not one sequence in 10,000"),
 ])
 def test_sources_that_cannot_be_drawn_from_are_refused(sources, said):
-    with pytest.raises(data.DataError) as fault:
-        data.Loader(sources, 64, 0)
+    with pytest.raises(errors.DataError) as fault:
+        Loader(sources, 64, 0)
     assert str(fault.value).startswith(said)
-    data.Loader([source(range(65))], 64, 0)
+    Loader([source(range(65))], 64, 0)
 
 
 @pytest.mark.parametrize("val, tokens", [([], 10), ([1], 10), ([1, 2], 0)])
 def test_validation_without_a_byte_is_refused(val, tokens):
-    with pytest.raises(data.DataError, match="s: no byte to validate on"):
-        data.validation_rows([source([1, 2], val)], 4, tokens)
+    with pytest.raises(errors.DataError, match="s: no byte to validate on"):
+        validation_rows([source([1, 2], val)], 4, tokens)
 
 
 def test_large_data_are_checked_at_their_ends_and_the_rest_when_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHECK_ALL", 1000)
-    monkeypatch.setattr(data, "MIB", 200)
+    monkeypatch.setattr(shards, "CHECK_ALL", 1000)
+    monkeypatch.setattr(shards, "MIB", 200)
     ids = np.zeros(1000, int)
     for place in (50, 950):
         ids[:], ids[place] = 0, 300
         write_shard(tmp_path / "x.bin", ids)
-        with pytest.raises(data.DataError, match=f"x.bin: byte offset {2 * place}: id 300"):
-            data.check(data.open_data(str(tmp_path)))
+        with pytest.raises(errors.DataError, match=f"x.bin: byte offset {2 * place}: id 300"):
+            check(open_data(str(tmp_path)))
     ids[:], ids[500] = 0, 300
     write_shard(tmp_path / "x.bin", ids)
-    sources = data.open_data(str(tmp_path))
-    data.check(sources)
-    with pytest.raises(data.DataError, match="x.bin: byte offset 1000: id 300"):
-        data.Loader(sources, 100, 0).rows(np.arange(10))
+    sources = open_data(str(tmp_path))
+    check(sources)
+    with pytest.raises(errors.DataError, match="x.bin: byte offset 1000: id 300"):
+        Loader(sources, 100, 0).rows(np.arange(10))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,8 +427,8 @@ def test_show_prints_what_the_loader_gives(tmp_path, capsys):
     write_shard(tmp_path / "wild" / "2.bin", wild[500:])
     write_shard(tmp_path / "tame" / "x.bin", tame)
     spec = f"{tmp_path}/wild:2,{tmp_path}/tame:1"
-    sources = data.open_data(spec)
-    loader, first, count = data.Loader(sources, 64, 3), 20, 60
+    sources = open_data(spec)
+    loader, first, count = Loader(sources, 64, 3), 20, 60
     ids, labels, g = loader.micro_batch(first, 0, count)
     assert data.main(["show", spec, *f"--seq_len 64 --seed 3 --first {first} --count {count}".split()]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -446,7 +450,7 @@ def test_show_prints_what_the_loader_gives(tmp_path, capsys):
 def test_show_of_the_mock_data_is_what_a_mock_run_reads(capsys):
     assert data.main(["show", "--mock_data", "--seed", "7", "--first", "5", "--seq_len", "100", "--count", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    ids, labels, _ = data.Loader([data.mock_source(7)], 100, 7).micro_batch(5, 0, 2)
+    ids, labels, _ = Loader([mock_source(7)], 100, 7).micro_batch(5, 0, 2)
     assert [shown(line[4:]) for line in lines[1::2]] == torch.cat([ids, labels[:, -1:]], 1).tolist()
     assert lines[0].startswith("5: epoch 0, mock, mock data: byte offset ")
     for arguments in ([], ["data", "--mock_data"]):

@@ -5,14 +5,18 @@ import random
 
 import pytest
 import torch
-from conftest import awake, documents, small_config, text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import spider_model
-from engram import MatchMemory, SegmentEngram
-from layers import Cache, Packing
-from spider_model import DecodingState, Spider, draw
+from conftest import awake, documents, small_config, text
+from spider.model import decoding, segments
+from spider.model.cache import Cache
+from spider.model.decoding import DecodingState, draw
+from spider.model.engram import SegmentEngram
+from spider.model.match_memory import MatchMemory
+from spider.model.packing import Packing
+from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
@@ -89,7 +93,7 @@ def test_steps_equal_the_full_pass_to_rounding_in_float32(backend):
 
 
 def test_a_prompt_longer_than_a_pass_is_read_in_several(monkeypatch):
-    monkeypatch.setattr(spider_model, "PIECE", 7)
+    monkeypatch.setattr(decoding, "PIECE", 7)
     check_steps(halting_model(), rows_of_documents(), [23])
 
 
@@ -258,7 +262,7 @@ def no_later_loop(self, x):
     return held
 
 
-def shifted_hand_back(z, null, b, *cu_seqlens, original=spider_model.unpool_segments):
+def shifted_hand_back(z, null, b, *cu_seqlens, original=segments.unpool_segments):
     return original(z, null, b.roll(1), *cu_seqlens)
 
 
@@ -266,7 +270,7 @@ def sum_that_begins_anew(self, x, ids, shifted, packing, noise, summed=None, ori
     return original(self, x, ids, shifted, packing, noise)
 
 
-def mean_without_earlier_bytes(h, b, cu_seqlens, begun=None, original=spider_model.sum_segments):
+def mean_without_earlier_bytes(h, b, cu_seqlens, begun=None, original=segments.sum_segments):
     return original(h, b, cu_seqlens)
 
 

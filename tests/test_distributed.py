@@ -19,15 +19,15 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, assert_same, final_state, make_shards, metrics, run_flags
 
-import checkpoint
-import data
-import leaving
-import optim
 import train
-from checkpoint import find_checkpoints
-from distributed import World, WorldError, meet
+from conftest import ROOT, SMALL, assert_same, final_state, make_shards, metrics, run_flags
+from spider import errors
+from spider.errors import WorldError
+from spider.model import parameters
+from spider.training import batches, checkpoint, checkpoint_writer, machine, stopping
+from spider.training.checkpoint_files import find_checkpoints
+from spider.training.ranks import World, meet
 from train import command_line, parse_args
 
 PARTS = ("--sharded_checkpoints",)
@@ -69,13 +69,13 @@ def drift(step):
 
 
 def bad_data(step):
-    fetch = train.Feed._fetch
+    fetch = batches.Feed._fetch
 
     def faulty(self, number, first):
         if number == step:
-            raise data.DataError("bad.bin: byte offset 6: id 999 is above 271: damaged, or no shard")
+            raise errors.DataError("bad.bin: byte offset 6: id 999 is above 271: damaged, or no shard")
         return fetch(self, number, first)
-    train.Feed._fetch = faulty
+    batches.Feed._fetch = faulty
 
 
 def full_disk(step):
@@ -85,7 +85,7 @@ def full_disk(step):
         if state["step"] <= step:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, state)
-    checkpoint.write_checkpoint, checkpoint.CheckpointWriter.retry_after = faulty, 0.0
+    checkpoint.write_checkpoint, checkpoint_writer.CheckpointWriter.retry_after = faulty, 0.0
 
 
 def slow_disk(seconds):
@@ -103,7 +103,7 @@ def late(step):
 
 
 def whole_width(step):
-    train.halved_weights = lambda model: []
+    parameters.halved_weights = lambda model: []
 
 
 def mistake(step):
@@ -138,7 +138,7 @@ def child(rank, ranks, ports, argvs, log, faults):
     os.dup2(stream.fileno(), 2)
     sys.stderr = stream
     torch.set_num_threads(1)
-    optim.multiplies_bf16 = lambda device: False  # Muon's products too in fp32, where another order of sums shows least
+    machine.multiplies_bf16 = lambda device: False  # Muon's products too in fp32, where another order of sums shows least
     for fault, victim, step in faults:
         if victim == rank:
             fault(step)
@@ -199,12 +199,12 @@ def steps_done(directory) -> int:
 
 def runs_alone(argv):
     """The same on one rank, in this process, with Muon's products in fp32 too."""
-    multiplies = optim.multiplies_bf16
-    optim.multiplies_bf16 = lambda device: False
+    multiplies = machine.multiplies_bf16
+    machine.multiplies_bf16 = lambda device: False
     try:
         assert command_line(argv) == 0
     finally:
-        optim.multiplies_bf16 = multiplies
+        machine.multiplies_bf16 = multiplies
 
 
 def assert_same_losses(one, other, steps=20):
@@ -478,8 +478,8 @@ def test_a_second_job_in_the_same_directory_is_refused_once(tmp_path, shards, pr
 
 
 def test_a_signal_that_came_before_an_evaluation_ends_it_in_its_body_and_not_before():
-    with leaving.StopSignals() as stop:
-        run = leaving.Leaving(stop, None, 0, 10, 1)
+    with stopping.StopSignals() as stop:
+        run = stopping.Leaving(stop, None, 0, 10, 1)
         os.kill(os.getpid(), signal.SIGTERM)
         with run.pause(1):
             time.sleep(10)
@@ -570,7 +570,7 @@ def test_the_batch_of_all_ranks_settles_the_micro_steps_or_the_other_way_round(r
     (3, ("--global_batch", "4096"), "not a multiple of the 384"),
     (2, ("--global_batch", "4096", "--grad_accum", "4"), "--grad_accum: 4 makes 1,024 bytes a step on 2 ranks")))
 def test_a_batch_that_cannot_be_or_contradicts_is_one_line(ranks, flags, words):
-    with pytest.raises(train.UsageError, match=words):
+    with pytest.raises(errors.UsageError, match=words):
         train.take_batch(parse_args(["--micro_batch", "4", "--seq_len", "32", *flags]), ranks)
 
 

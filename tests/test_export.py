@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import awake, final_state, make_shards, metrics, run, small_config, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import export
 import sample
-import tokenizer as bytes_alone
-from checkpoint import load_checkpoint
-from tokenizer import BOS_ID, EOS_ID, PAD_ID
+from conftest import awake, final_state, make_shards, metrics, run, small_config, text
+from spider.export import directory
+from spider.export.directory import INDEX, MODULES, ROOT
+from spider.training.checkpoint import load_checkpoint
+from tokenizer import BOS_ID, EOS_ID, PAD_ID, decode, encode
 from train import command_line
 
 CPU = torch.device("cpu")
@@ -76,12 +76,12 @@ def continuation(model, ids: list[int], n: int = 12, **settings) -> list[int]:
 # There
 
 def test_an_export_carries_its_code_and_looks_for_no_module_of_ours_elsewhere(exported, model):
-    ours = {f"{name}.py" for name in export.MODULES}
+    ours = {f"{name}.py" for name in MODULES}
     assert {file.name for file in exported.iterdir()} == ours | {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", "README.md"}
     assert len({file.stat().st_mode for file in exported.iterdir()}) == 1
     for name in ours:
-        code, source = (exported / name).read_text(), (export.ROOT / name).read_text()
+        code, source = (exported / name).read_text(), (ROOT / name).read_text()
         assert code.replace("from .", "from ") == source
         imported = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                     for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))
@@ -262,7 +262,7 @@ def test_a_model_of_any_precision_tells_learns_and_writes(exported, model, dtype
 
 
 def test_weights_in_several_files_are_the_same_weights(checkpoint, exported, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(directory, "SHARD_BYTES", 60_000)
     assert sample.main([str(checkpoint), "--export", str(tmp_path / "shards")]) == 0
     names = [file.name for file in (tmp_path / "shards").glob("*.safetensors")]
     assert len(names) > 2 and f"model-00001-of-{len(names):05}.safetensors" in names
@@ -277,7 +277,7 @@ def test_what_is_saved_and_loaded_again_is_the_same_model(exported, model, token
     tokenizer.save_pretrained(tmp_path / "again")
     again, ids = loaded(tmp_path / "again"), text(1, 30)
     assert torch.equal(model(ids).logits, again(ids).logits) and again.config.to_dict()["n_loops"] == 3
-    for name in (*(f"{name}.py" for name in export.MODULES), "generation_config.json"):
+    for name in (*(f"{name}.py" for name in MODULES), "generation_config.json"):
         assert (tmp_path / "again" / name).exists(), name
     assert again.generation_config.suppress_tokens == model.generation_config.suppress_tokens
     back = load_checkpoint(tmp_path / "again")
@@ -294,7 +294,7 @@ def test_what_is_saved_and_loaded_again_is_the_same_model(exported, model, token
 @given(st.text())
 def test_a_text_is_its_bytes_and_comes_back(tokenizer, content):
     ids = tokenizer(content)["input_ids"]
-    assert ids == bytes_alone.encode(content)[1:-1] == tokenizer.encode(content, add_special_tokens=False)
+    assert ids == encode(content)[1:-1] == tokenizer.encode(content, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids) == content
     assert tokenizer.convert_tokens_to_string(tokenizer.tokenize(content)) == content
 
@@ -302,7 +302,7 @@ def test_a_text_is_its_bytes_and_comes_back(tokenizer, content):
 @settings(deadline=None, max_examples=40)
 @given(st.binary())
 def test_any_bytes_come_back_where_they_are_asked_for(exported, tokenizer, content):
-    assert tokenizer.decode(list(content)) == bytes_alone.decode(content)
+    assert tokenizer.decode(list(content)) == decode(content)
     tokenizer.errors = "surrogateescape"
     try:
         kept = tokenizer.decode(list(content))
@@ -474,7 +474,7 @@ def copied(exported, tmp_path) -> Path:
 
 def test_nothing_of_an_export_is_executed_or_read_but_config_and_weights(exported, tmp_path):
     directory, mark = copied(exported, tmp_path), tmp_path / "executed"
-    for name in export.MODULES:
+    for name in MODULES:
         (directory / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')")
     for name in ("pytorch_model.bin", "model.pt", "spider-step9.pt"):
         (directory / name).write_bytes(b"cposix\nsystem\n(S'touch " + os.fsencode(mark) + b"'\ntR.")
@@ -503,7 +503,7 @@ def spoil_config(change):
 
 def index_of(name):
     def spoil(directory):
-        (directory / export.INDEX).write_text(json.dumps(dict(weight_map=dict(a=name))))
+        (directory / INDEX).write_text(json.dumps(dict(weight_map=dict(a=name))))
     return spoil
 
 
@@ -540,8 +540,8 @@ SPOILT = {
     "type": (spoil_weights(lambda w: w.update({"spider.null_segment": torch.ones(32).bool()})), "is of type BOOL"),
     "elsewhere": (index_of("../model.safetensors"), "is no file beside it"),
     "in the root": (index_of("/dev/zero"), "is no file beside it"),
-    "no name": (index_of([1]), export.INDEX),
-    "a number": (index_of(3), export.INDEX),
+    "no name": (index_of([1]), INDEX),
+    "a number": (index_of(3), INDEX),
     "control characters": (index_of("\x1b[2J"), "\\x1b[2J does not exist"),
 }
 
@@ -571,7 +571,7 @@ def test_an_export_is_whole_or_not_there_and_takes_no_files_place(checkpoint, ex
         raise library.SafetensorError("No space left on device")
     (tmp_path / "empty").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(export, "write_weights", fail)
+        patch.setattr(directory, "write_weights", fail)
         for name in ("empty", "new"):
             assert f"{name} cannot be written: No space left on device" in to(tmp_path / name)
     assert not list((tmp_path / "empty").iterdir())

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import contents, prepare
 
-import files
-from checkpoint import Metrics
-from prepare import ShardWriter, spool
+from conftest import contents, prepare
+from spider import files
+from spider.data.prepare import ShardWriter, spool
+from spider.training.run_log import Metrics
 
 
 def test_a_durable_file_takes_its_name_when_it_is_on_the_disk_and_not_before(tmp_path, monkeypatch):

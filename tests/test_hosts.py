@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT, assert_same, final_state, make_shards, metrics, run_flags
 
 pytestmark = pytest.mark.slow

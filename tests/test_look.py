@@ -7,19 +7,25 @@ import os
 import re
 import signal
 import sys
+from bisect import bisect
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import awake, final_state, make_shards, run, run_flags, small_config
+from loguru import logger
 
-import look
+import data
 import sample
 import train
-from look import draw_curves  # the real one, of which conftest makes nothing
-from spider_model import PIECE
+from conftest import awake, final_state, make_shards, run, run_flags, small_config
+from spider import errors
+from spider.inspect import page, reading, terminal
+from spider.inspect.page import SCRIPT, chart, text_view, ticks
+from spider.model.decoding import PIECE
+from spider.training import curves, stopping
+from spider.training.curves import draw_curves
 from tokenizer import BOS_ID
 
 ODD = ("<script>alert(1)</script> \x1b]0;t\x07\x9b2J \u202e\u2028\x00\t\r\n é漢🕸 </title></style>\"'&amp;"
@@ -42,7 +48,7 @@ def show(model, text: bytes, tmp_path, capsys, lines=()) -> tuple[str, str]:
     """What show prints and the page that it writes, with these lines in metrics.jsonl."""
     (tmp_path / "text").write_bytes(text)
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    look.show(model, 3, str(tmp_path / "text"), tmp_path, None)
+    page.show(model, 3, str(tmp_path / "text"), tmp_path, None)
     return capsys.readouterr().out, (tmp_path / "look.html").read_text()
 
 
@@ -68,7 +74,7 @@ class Page(HTMLParser):
 def test_what_is_shown_is_what_the_full_pass_computes(length):
     model, text = model_of(), text_of(length)
     ids = torch.tensor([[BOS_ID, *text]])
-    shown = look.read(model, text, 3)
+    shown = reading.read(model, text, 3)
     record = shown.record
     out = model(ids, torch.cat((ids[:, 1:], torch.tensor([[-100]])), dim=1), n_loops=3)
     assert shown.bits_per_byte * math.log(2) == pytest.approx(out.nats_per_byte.item(), rel=1e-9)
@@ -87,11 +93,11 @@ def test_what_is_shown_is_what_the_full_pass_computes(length):
 
 def test_gates_shown_are_the_ones_that_the_model_multiplies_by(monkeypatch):
     model, text = model_of(), text_of(40)
-    before = look.read(model, text, 2)
+    before = reading.read(model, text, 2)
     engram, gate = model.core.layers[1].engram, model.engram_output.gate
     monkeypatch.setattr(type(engram), "gate", lambda self, h, key: h.new_full((len(h), 1), 0.25))
     gate.weight.data.zero_()
-    after = look.read(model, text, 2)
+    after = reading.read(model, text, 2)
     assert {value for gates in after.record.gates.values() for value in gates.values()} == {0.25}
     assert {value for gates in after.record.byte_gates for value in gates} == {0.5}
     assert all(0 < value < 1 and value != 0.25 for gates in before.record.gates.values() for value in gates.values())
@@ -105,7 +111,7 @@ def test_a_model_that_was_looked_at_is_as_it_was_before(monkeypatch):
         if fails:
             monkeypatch.setattr(model, "after_core", lambda *_: calls.append(1) or 1 / 0)
         try:
-            look.read(model, text, 2)
+            reading.read(model, text, 2)
         except ZeroDivisionError:
             calls.append(2)
         assert "boundaries" not in vars(model)
@@ -151,13 +157,13 @@ def test_nothing_that_is_shown_reaches_a_terminal_as_a_command(tmp_path, monkeyp
 
 def test_a_character_of_several_bytes_is_one_with_all_of_their_bits(capsys):
     text = "a漢\xe9".encode() + b"\xe6\xbc!"
-    found = list(look.characters(text))
+    found = list(reading.characters(text))
     assert found == [("a", 0, 1), ("漢", 1, 4), ("é", 4, 6), ("\\xe6", 6, 7), ("\\xbc", 7, 8), ("!", 8, 9)]
-    shown = look.read(model_of(boundaries="every_byte"), text, 3)
-    plain = "".join(look.in_terminal(shown, False)).split("\n")[0]
+    shown = reading.read(model_of(boundaries="every_byte"), text, 3)
+    plain = "".join(terminal.in_terminal(shown, False)).split("\n")[0]
     assert re.sub("[│¹²³]", "|", plain) == "a|漢|é|\\xe6|\\xbc|!|"           # never within one
     shown.bits[1:4] = 1.5, 1.25, 4.0
-    assert f'<b class=s{look.bisect(look.BITS, 6.75)} title="漢' in "".join(look.text_view(shown))
+    assert f'<b class=s{bisect(reading.BITS, 6.75)} title="漢' in "".join(text_view(shown))
 
 
 def test_a_page_holds_what_it_shows_as_text_and_loads_nothing(tmp_path, capsys):
@@ -168,7 +174,7 @@ def test_a_page_holds_what_it_shows_as_text_and_loads_nothing(tmp_path, capsys):
     found = Page(page)
     tags, names = [tag for tag, _ in found.elements], {name for _, attrs in found.elements for name in attrs}
     assert tags.count("script") == tags.count("style") == tags.count("title") == 1 and "img" not in tags
-    assert found.within["script"].strip() == look.SCRIPT.strip()
+    assert found.within["script"].strip() == SCRIPT.strip()
     assert not [name for name in names if name.startswith("on") or name in ("src", "href", "style")]
     assert "alert(3)" not in page and "://" not in page
     assert all(c.isprintable() or c == "\n" for c in page)
@@ -183,57 +189,57 @@ def test_a_page_holds_what_it_shows_as_text_and_loads_nothing(tmp_path, capsys):
 
 def test_lines_of_metrics_that_are_cut_off_or_altered_are_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert look.read_metrics(path) == look.read_metrics(tmp_path) == []
+    assert curves.read_metrics(path) == curves.read_metrics(tmp_path) == []
     good = [dict(step=step, bytes_seen=100 * step, loss=10.0 / step) for step in range(1, 1001)]
     bad = ("", "[1]", "7", '{"loss": 1}', '{"step": "<b>"}', '{"step": 1', "\xff\x00", "[" * 100_000, "1" * 5000)
     odd = '{"step": 1001, "bytes_seen": 100100, "loss": %s}'
     no_loss = (odd % value for value in ("1e999", "NaN", "null", "true", "9" * 400))
     path.write_text("\n".join([*map(json.dumps, good), *bad, *no_loss]))
-    lines = look.read_metrics(path)
+    lines = curves.read_metrics(path)
     assert lines[:1000] == good and all(line == dict(step=1001, bytes_seen=100100) for line in lines[1000:])
-    axis = look.axis_of([lines])
-    points = look.curve(lines, axis, "loss", 2)
-    assert axis[0] == "bytes_seen" and 200 < len(points) <= look.POINTS
+    axis = curves.axis_of([lines])
+    points = curves.curve(lines, axis, "loss", 2)
+    assert axis[0] == "bytes_seen" and 200 < len(points) <= curves.POINTS
     assert points[0] == (pytest.approx(400e-6), pytest.approx(2 * (10 + 5 + 10 / 3 + 2.5) / 4))
-    assert look.axis_of([lines, [dict(step=1)]])[0] == "step"
+    assert curves.axis_of([lines, [dict(step=1)]])[0] == "step"
     for values in ([1.0], [3.0] * 50, [0.0, 0.0], [-1e30, 1e30], [5.0, *[1.0] * 99]):
-        low, high = look.span(values)
-        assert low < min(values) and high > sorted(values)[len(values) // 2] and len(look.ticks(low, high)) < 12
+        low, high = curves.span(values)
+        assert low < min(values) and high > sorted(values)[len(values) // 2] and len(ticks(low, high)) < 12
         lines = [dict(step=step, lr=value) for step, value in enumerate(values)]
-        assert "nan" not in look.chart(lines, ("step", 1, "steps"), "rate", "lr", 1, "", 1)
+        assert "nan" not in chart(lines, ("step", 1, "steps"), "rate", "lr", 1, "", 1)
 
 
 def test_a_text_is_a_file_or_standard_input_or_stands_for_itself_and_is_cut_between_characters(tmp_path, monkeypatch):
     path = tmp_path / "text"
     path.write_bytes(b"from a file")
-    assert look.take_text(str(path)) == (b"from a file", str(path))
-    assert look.take_text("no file, \udcff") == (b"no file, \xff", "a text")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * (look.LONGEST + 1))))
-    assert look.take_text("-") == (b"x" * look.LONGEST, f"the first {look.LONGEST:,} bytes of standard input")
-    path.write_bytes(b"x" * look.LONGEST)
-    assert look.take_text(str(path)) == (b"x" * look.LONGEST, str(path))
+    assert reading.take_text(str(path)) == (b"from a file", str(path))
+    assert reading.take_text("no file, \udcff") == (b"no file, \xff", "a text")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * (reading.LONGEST + 1))))
+    assert reading.take_text("-") == (b"x" * reading.LONGEST, f"the first {reading.LONGEST:,} bytes of standard input")
+    path.write_bytes(b"x" * reading.LONGEST)
+    assert reading.take_text(str(path)) == (b"x" * reading.LONGEST, str(path))
     for before in range(1, 5):
-        path.write_bytes(b"x" * (look.LONGEST - before) + "🕸🕸".encode())
-        text = look.take_text(str(path))[0]
-        assert text.decode().endswith("x🕸" if before == 4 else "xx") and len(text) == look.LONGEST - before % 4
+        path.write_bytes(b"x" * (reading.LONGEST - before) + "🕸🕸".encode())
+        text = reading.take_text(str(path))[0]
+        assert text.decode().endswith("x🕸" if before == 4 else "xx") and len(text) == reading.LONGEST - before % 4
     path.write_bytes(b"\x80" * 5000)
-    assert len(look.take_text(str(path))[0]) >= look.LONGEST - 3
+    assert len(reading.take_text(str(path))[0]) >= reading.LONGEST - 3
     for empty in ("", str(tmp_path / "nothing")):
         (tmp_path / "nothing").write_bytes(b"")
-        with pytest.raises(look.data.DataError, match="empty"):
-            look.take_text(empty)
+        with pytest.raises(data.DataError, match="empty"):
+            reading.take_text(empty)
 
 
 def test_a_text_that_is_cut_is_said_to_be():
     said = []
-    sink = look.logger.add(said.append, format="{message}")
+    sink = logger.add(said.append, format="{message}")
     try:
-        look.take_text("x" * look.LONGEST)
+        reading.take_text("x" * reading.LONGEST)
         assert not said
-        look.take_text("x" * (look.LONGEST + 1))
+        reading.take_text("x" * (reading.LONGEST + 1))
     finally:
-        look.logger.remove(sink)
-    assert len(said) == 1 and f"the first {look.LONGEST:,} bytes of a text" in said[0]
+        logger.remove(sink)
+    assert len(said) == 1 and f"the first {reading.LONGEST:,} bytes of a text" in said[0]
 
 
 def test_sample_shows_a_text_and_writes_the_page_where_it_is_asked_to(tmp_path, monkeypatch, capsys):
@@ -269,7 +275,7 @@ def test_a_run_leaves_its_curves_however_it_ends_and_never_fails_for_them(tmp_pa
     shards = make_shards(tmp_path / "data")
     picture = run(tmp_path, shards, steps=2) / "curves.png"
     assert not picture.exists()                                          # conftest's
-    monkeypatch.setattr(look, "draw_curves", draw_curves)
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
 
     def left(directory, status=0, steps=3) -> str:
         assert train.command_line(run_flags(shards, tmp_path / directory, steps=steps)) == status
@@ -283,11 +289,11 @@ def test_a_run_leaves_its_curves_however_it_ends_and_never_fails_for_them(tmp_pa
     before = picture.stat().st_mtime_ns
     with monkeypatch.context() as patch:
         def diverges(*_):
-            raise train.Diverged("as told")
-        patch.setattr(train.Leaving, "report", diverges)
+            raise errors.Diverged("as told")
+        patch.setattr(stopping.Leaving, "report", diverges)
         assert "as told" in left("run", status=1, steps=4) and picture.stat().st_mtime_ns > before
     picture.unlink()
-    train.leave_curves(picture.parent, SimpleNamespace(asked=signal.SIGTERM))
+    curves.leave_curves(picture.parent, SimpleNamespace(asked=signal.SIGTERM))
     assert not picture.exists()
     picture.mkdir()
     assert "curves.png is not drawn" in left("run", steps=5)
@@ -295,7 +301,7 @@ def test_a_run_leaves_its_curves_however_it_ends_and_never_fails_for_them(tmp_pa
 
 def test_curves_of_several_runs_are_one_picture_and_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(look, "draw_curves", draw_curves)
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
     for name in "ab":
         (tmp_path / name).mkdir()
         lines = '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1, "val_loss": 1}\n'
@@ -303,17 +309,17 @@ def test_curves_of_several_runs_are_one_picture_and_what_is_missing_is_named(tmp
     out = tmp_path / "out.png"
 
     def refused(*argv):
-        assert look.main([str(out), *argv]) == 2 and not out.exists()
+        assert curves.main([str(out), *argv]) == 2 and not out.exists()
         return capsys.readouterr().err
     assert "LABEL=DIR" in refused() and "LABEL=DIR" in refused("a") and "LABEL=DIR" in refused("=x")
     assert "one: there are no lines" in refused(f"two={tmp_path / 'a'}", f"one={tmp_path}")
-    assert look.main([str(out), f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"]) == 0
+    assert curves.main([str(out), f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_labels_are_drawn_as_they_are_and_none_is_left_out(tmp_path, monkeypatch, capsys, recwarn):
     figure = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(look, "draw_curves", draw_curves)
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
     drawn = {}
 
     def save(self, *args, real=figure.Figure.savefig, **kwargs):
@@ -322,7 +328,7 @@ def test_labels_are_drawn_as_they_are_and_none_is_left_out(tmp_path, monkeypatch
     monkeypatch.setattr(figure.Figure, "savefig", save)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2, "val_loss": 1}\n{"step": 2, "loss": 1}\n')
     labels = ["$\\frac$", "$$", "$x^{$", "$x$", "_hidden", "_", "%s {}", "\\", "a\nb\x1b[2J", "\udcff\u202e", "漢🕸", " "]
-    assert look.main([str(tmp_path / "o.png"), *(f"{label}={tmp_path}" for label in labels)]) == 0
+    assert curves.main([str(tmp_path / "o.png"), *(f"{label}={tmp_path}" for label in labels)]) == 0
     assert drawn["texts"][:1] + drawn["texts"][2:] == [*labels[:8], "a\\nb\\x1b[2J", "\\udcff\\u202e", "漢🕸", " "]
     assert drawn["texts"][1] == "validation" and capsys.readouterr().err == "" and not recwarn.list
 
@@ -330,12 +336,12 @@ def test_labels_are_drawn_as_they_are_and_none_is_left_out(tmp_path, monkeypatch
 @pytest.mark.parametrize("out", ("", ".", "/", "folder", "pipe", "x" * 300, "gone/x.png"))
 def test_a_picture_that_could_go_nowhere_is_one_line(tmp_path, monkeypatch, capsys, out):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(look, "draw_curves", draw_curves)
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n')
-    assert look.main([out, f"a={tmp_path}"]) == 2
+    assert curves.main([out, f"a={tmp_path}"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("look.py: error: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "metrics.jsonl", "pipe"]

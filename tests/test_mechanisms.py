@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
 
-from spider_model import Spider, SpiderConfig
+from conftest import ROOT
+from spider.model.config import SpiderConfig
+from spider_model import Spider
 
 spec = importlib.util.spec_from_file_location("mechanisms", ROOT / "docs" / "mechanisms.py")
 mechanisms = sys.modules["mechanisms"] = importlib.util.module_from_spec(spec)

@@ -6,13 +6,15 @@ import warnings
 
 import pytest
 import torch
-from conftest import awake, small_config, text, train_step
 
-import engram
 import train
-from engram import EngramTable
-from optim import Muon, Optimizers, OptimizerSettings, RowwiseAdagrad, matrices_of, orthogonalize
-from train import Batch, parse_args
+from conftest import awake, small_config, text, train_step
+from spider.model import engram
+from spider.model.engram import EngramTable
+from spider.model.parameters import matrices_of
+from spider.training.batches import Batch
+from spider.training.optim import Muon, Optimizers, OptimizerSettings, RowwiseAdagrad, orthogonalize
+from train import parse_args
 
 
 def test_orthogonalize_moves_singular_values_towards_one_for_every_matrix_of_a_stack():

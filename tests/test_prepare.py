@@ -18,11 +18,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHARED, contents, measured, prepare
 
 import data
-from files import Progress, durable
-from prepare import PACKED, Input, Options, import_zstd, open_input, plan, read_journal
+from conftest import ROOT, SHARED, contents, measured, prepare
+from spider import errors
+from spider.console import Progress
+from spider.data.prepare import PACKED, Input, Options, import_zstd, open_input, plan, read_journal
+from spider.data.shards import open_data, open_source
+from spider.files import durable
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 
 SHAKESPEARE = SHARED / "tinyshakespeare.txt"
@@ -70,7 +73,7 @@ def test_tinyshakespeare_is_split_as_everyone_splits_it(tmp_path, real):
     assert prepare(tmp_path / "in.txt", "--out", tmp_path / "o") == 0
     train, val = (documents(tmp_path / "o", split) for split in ("train", "val"))
     assert train == [text[:1_003_854]] and val == [text[1_003_854:]] and len(val[0]) == 111_540
-    [found] = data.open_data(str(tmp_path / "o"))
+    [found] = open_data(str(tmp_path / "o"))
     assert len(found.train) == 1_003_856 and len(found.val) == 111_542
 
 
@@ -591,7 +594,7 @@ def packing(request) -> str:
     if request.param == ".zst":
         try:
             import_zstd("")
-        except data.DataError as fault:
+        except errors.DataError as fault:
             pytest.skip(str(fault))
     return request.param
 
@@ -609,7 +612,7 @@ def test_packed_files_become_what_they_are_unpacked_in_shards_of_bounded_size(
     assert prepare(twin, *options, "--unit_mb", "0.001", "--out", tmp_path / "many") == 0
     monkeypatch.undo()
     assert prepare(twin, *options, "--workers", "2", "--unit_mb", "0.001", "--out", tmp_path / "two") == 0
-    one, many, two = (data.open_source(str(tmp_path / name), 1.0) for name in ("one", "many", "two"))
+    one, many, two = (open_source(str(tmp_path / name), 1.0) for name in ("one", "many", "two"))
     for split in ("train", "val"):
         ids = getattr(one, split).read(0, len(getattr(one, split)))
         assert all(np.array_equal(getattr(other, split).read(0, len(ids) + 1), ids) for other in (many, two))

@@ -5,12 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import SMALL
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bench
-import rehearsal
-from rehearsal import CARDS, FLOOR, Operation, Trace, fused_seconds
+from conftest import SMALL
+from spider.dev import rehearsal
+from spider.dev.rehearsal import CARDS, FLOOR, Operation, Trace, fused_seconds
 
 H200 = CARDS["h200"]
 

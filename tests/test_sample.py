@@ -18,11 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, awake, contents, final_state, make_shards, metrics, run, small_config
 
-import data
-import prepare
 import sample
+from conftest import ROOT, awake, contents, final_state, make_shards, metrics, run, small_config
+from spider.data import prepare, shards
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -375,7 +374,7 @@ def test_a_prepared_directory_gives_the_figure_that_training_gave(trained, tmp_p
 @pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
 @pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
 def test_windows_hold_every_byte_once_behind_half_a_window_or_all_that_there_is(seq_len, length):
-    stream = data.Stream([data.Shard("memory", np.array([BOS_ID, *range(length)], np.uint16))])
+    stream = shards.Stream([shards.Shard("memory", np.array([BOS_ID, *range(length)], np.uint16))])
     for batch in (1, 3, 1000):
         batches, size = sample.windows(stream, seq_len, batch)
         seen, ids_read = [], 0

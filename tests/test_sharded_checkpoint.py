@@ -14,16 +14,17 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from conftest import assert_same, metrics, run, run_flags
 from test_distributed import Job, assert_same_losses, processes, runs_alone, steps_done, until  # noqa: F401
 
-import checkpoint
-import distributed
 import sample
-import sharded
 import train
-from checkpoint import CheckpointError, find_checkpoints, load_checkpoint, write_checkpoint
-from distributed import Rows, World
+from conftest import assert_same, metrics, run, run_flags
+from spider.errors import CheckpointError
+from spider.training import checkpoint, checkpoint_writer, sharded_checkpoint
+from spider.training.checkpoint import load_checkpoint, write_checkpoint
+from spider.training.checkpoint_files import find_checkpoints
+from spider.training.ranks import World
+from spider.training.state_tensors import Rows
 
 PARTS = ("--sharded_checkpoints",)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as sharded.py has it outside pytest
@@ -50,7 +51,7 @@ def test_a_run_may_change_between_both_forms_and_ends_like_an_undisturbed_one(tm
     assert_same(newest(whole), newest(parts))
     assert metrics(whole) == metrics(parts)
     for source, target in ((parts / "spider-step7", tmp_path / "one.pt"), (tmp_path / "one.pt", tmp_path / "many")):
-        assert checkpoint.main(["convert", str(source), str(target)]) == 0
+        assert checkpoint_writer.main(["convert", str(source), str(target)]) == 0
         assert_same(load_checkpoint(target), newest(whole))
     path, state = sample.read_checkpoint(str(parts))
     assert path == parts / "spider-step7" and sample.read_checkpoint(str(path))[0] == path
@@ -104,7 +105,7 @@ def test_in_parts_a_state_is_that_of_the_file_to_the_bit(tmp_path, shards, proce
 @pytest.mark.parametrize("ranks, split", ((1, 1), (4, 1), (4, 2), (4, 4)))
 @pytest.mark.parametrize("shape", ((), (0, 3), (3,), (7, 2), (40, 3)))
 def test_the_ranks_shares_of_a_tensor_are_all_of_it_once(monkeypatch, ranks, split, shape):
-    monkeypatch.setattr(distributed, "SMALL_SHARE", 64)
+    monkeypatch.setattr(ranks, "SMALL_SHARE", 64)
     value = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     for sharded_rows in (False, True) if ranks > 1 and shape else (False,):
         found = []
@@ -128,7 +129,7 @@ def test_the_ranks_shares_of_a_tensor_are_all_of_it_once(monkeypatch, ranks, spl
 def counts_memory(_):
     """Says, at each save, how many bytes its copies take that were not there before; what the thread takes that may
     still write the checkpoint before (gloo's messages) is not of them."""
-    save, empty, taken, loop = checkpoint.CheckpointWriter.save, torch.empty, [], threading.get_ident()
+    save, empty, taken, loop = checkpoint_writer.CheckpointWriter.save, torch.empty, [], threading.get_ident()
 
     def counted(*shape, **settings):
         out = empty(*shape, **settings)
@@ -144,7 +145,7 @@ def counts_memory(_):
         finally:
             torch.empty = empty
         print(f"TAKEN {self.world.rank} {sum(taken)}", file=sys.stderr)
-    checkpoint.CheckpointWriter.save = counting
+    checkpoint_writer.CheckpointWriter.save = counting
 
 
 def memory_taken(directory, said) -> tuple[int, int, int]:
@@ -208,7 +209,7 @@ def full_disk(writes):
             self.fault = OSError(errno.ENOSPC, "No space left on device")
             raise self.fault
         return write(self, part)
-    checkpoint.Digested.write, checkpoint.CheckpointWriter.retry_after = faulty, 0.0
+    checkpoint.Digested.write, checkpoint_writer.CheckpointWriter.retry_after = faulty, 0.0
 
 
 def slow_to_remove(seconds):
@@ -261,16 +262,16 @@ def test_a_rank_lost_in_the_midst_of_a_save_ends_the_others_and_the_same_command
 
 
 def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path, monkeypatch):
-    write = sharded.Writer.write_data
+    write = sharded_checkpoint.Writer.write_data
 
     def elsewhere(self, *given):
         out = write(self, *given)
         (self.path / "__0_0.distcp").unlink()
         return out
-    monkeypatch.setattr(sharded.Writer, "write_data", elsewhere)
+    monkeypatch.setattr(sharded_checkpoint.Writer, "write_data", elsewhere)
     state = dict(weight=World({}).share(torch.ones(3)))
     with pytest.raises(OSError, match="on a disk that all ranks share"):
-        sharded.save(tmp_path / "parts", state, lambda: None, World({}))
+        sharded_checkpoint.save(tmp_path / "parts", state, lambda: None, World({}))
     assert not os.listdir(tmp_path)
 
 
@@ -319,7 +320,7 @@ def test_damage_to_any_one_file_is_noticed_and_the_one_before_taken(directory, n
         with pytest.raises(CheckpointError):
             load_checkpoint(directory / "spider-step2")
         assert [one.step for one in find_checkpoints(directory)] == [1]
-    assert checkpoint.main(["convert", str(directory / "spider-step2"), str(directory / "new.pt")]) == 2
+    assert checkpoint_writer.main(["convert", str(directory / "spider-step2"), str(directory / "new.pt")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1 and not (directory / "new.pt").exists()
 
 
@@ -351,7 +352,7 @@ def test_nothing_that_a_checkpoint_pickles_is_ever_run(directory, tmp_path):
         load_checkpoint(path)
     forge(path, lambda state: None)                              # nobody here unpickles it, whatever it holds
     assert_same(load_checkpoint(path), before)
-    assert checkpoint.main(["convert", str(path), str(tmp_path / "one.pt")]) == 0 and not ran.exists()
+    assert checkpoint_writer.main(["convert", str(path), str(tmp_path / "one.pt")]) == 0 and not ran.exists()
 
     name = "model_state_dict.embed_tokens"
     with open(path / "__0_0.distcp", "ab") as file:
@@ -409,8 +410,8 @@ def test_a_conversion_that_cannot_be_is_one_line(directory, tmp_path, capsys):
                                   (directory, tmp_path / "new.pt", "is no regular file"),
                                   (tmp_path / "nowhere.pt", tmp_path / "new", "does not exist"),
                                   (directory / "spider-step2", tmp_path / "no" / "new.pt", "No such file")):
-        assert checkpoint.main(["convert", str(source), str(target)]) == 2
+        assert checkpoint_writer.main(["convert", str(source), str(target)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("checkpoint.py: error: ") and words in line
-    assert checkpoint.main(["convert", str(directory)]) == 2
+    assert checkpoint_writer.main(["convert", str(directory)]) == 2
     assert json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2

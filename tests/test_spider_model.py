@@ -6,19 +6,20 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, awake, documents, gradients, small_config, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engram
-import layers
-import spider_model
 import tile_moe
-from engram import shifted_bytes, word_ends
-from optim import RowwiseAdagrad
-from spider_model import (Halting, Spider, SpiderConfig, byte_noise, dropped, places_behind, pool_segments, uniform,
-                          unpool_segments)
+from conftest import ROOT, awake, documents, gradients, small_config, text
+from spider.model import attention, casting, layers, match_memory, noise, norm, packing, segments
+from spider.model.config import BOUNDARIES, PRESETS, RANGES, RECOMPUTE, SpiderConfig
+from spider.model.ngrams import shifted_bytes, word_ends
+from spider.model.noise import byte_noise, dropped, uniform
+from spider.model.packing import Packing, document_cu_seqlens, fill_up
+from spider.model.segments import places_behind, pool_segments, unpool_segments
+from spider.training.optim import RowwiseAdagrad
+from spider_model import Halting, Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
@@ -116,7 +117,7 @@ def check_pooling(lengths, kind):
     mix = torch.randn(6, 6, generator=generator, dtype=torch.float64)
     weight = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
     results = []
-    for pool, unpool in ((spider_model.pool_segments, spider_model.unpool_segments), (dense_pool, dense_unpool)):
+    for pool, unpool in ((pool_segments, unpool_segments), (dense_pool, dense_unpool)):
         z, segment_cu = pool(h, b, cu)
         out = unpool((z @ mix).tanh(), null, b, cu, segment_cu)
         grads = torch.autograd.grad((out * weight).sum(), (h, b, null), allow_unused=True)
@@ -141,8 +142,8 @@ def check_halting():
 
 def check_noise():
     """A row's noise is a function of seed + row alone: however a batch is split, its rows keep theirs."""
-    whole = spider_model.byte_noise(1000, 8, 16, torch.device("cpu"))
-    halves = [spider_model.byte_noise(1000 + i, 4, 16, torch.device("cpu")) for i in (0, 4)]
+    whole = byte_noise(1000, 8, 16, torch.device("cpu"))
+    halves = [byte_noise(1000 + i, 4, 16, torch.device("cpu")) for i in (0, 4)]
     assert torch.equal(whole, torch.cat(halves))
 
 
@@ -171,9 +172,9 @@ def document_starts(ids: list[list[int]]) -> list[int]:
     st.sampled_from((65, PAD_ID, BOS_ID, EOS_ID)), min_size=length, max_size=length), min_size=rows, max_size=rows))))
 def test_documents_start_at_rows_at_bos_and_behind_eos_whatever_stands_between(ids):
     """One-byte documents, rows of PAD alone, EOS in the middle, BOS without EOS."""
-    cu_seqlens = layers.document_cu_seqlens(torch.tensor(ids))
+    cu_seqlens = document_cu_seqlens(torch.tensor(ids))
     assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == document_starts(ids)
-    packing = layers.Packing.build(cu_seqlens, cu_seqlens[-1], len(ids[0]), small_config(), torch.float32)
+    packing = Packing.build(cu_seqlens, cu_seqlens[-1], len(ids[0]), small_config(), torch.float32)
     place = [(d, at) for d, length in enumerate(cu_seqlens.diff().tolist()) for at in range(length)]
     assert list(zip(packing.document.tolist(), packing.position.tolist())) == place
 
@@ -199,12 +200,12 @@ MIXED = ((1,), (5, 1, 1, 2, 0, 3), (16, 256, 0, 256) + (16,) * 20, (4,) * 100 + 
          (600, 1, 30, 17, 0, 16, 200, 513), (1,) * 50, (96, 80, 70, 33))
 
 
-def attention(lengths, dtype, window=0) -> tuple[torch.Tensor, torch.Tensor, layers.Packing]:
+def attention(lengths, dtype, window=0) -> tuple[torch.Tensor, torch.Tensor, Packing]:
     """qkv [rows, 2, 3, 8] with a gradient, cu_seqlens and packing of documents of these lengths."""
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     rows = int(cu_seqlens[-1])
     qkv = torch.randn(rows, 2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-    return qkv, cu_seqlens, layers.Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype, window)
+    return qkv, cu_seqlens, Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype, window)
 
 
 def attend_alone(part, window):
@@ -221,7 +222,7 @@ def attend_alone(part, window):
 def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradient(lengths, window, dtype, atol):
     qkv, cu_seqlens, packing = attention(lengths, dtype, window)
     upstream = torch.randn(len(qkv), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
-    out = layers.attend_filled(qkv, packing)
+    out = attention.attend_filled(qkv, packing)
     grad, = torch.autograd.grad(out, qkv, upstream)
     alone = qkv.detach().double().requires_grad_()
     expected = torch.cat([attend_alone(part, window) for part in alone.split(cu_seqlens.diff().tolist())]).flatten(1)
@@ -233,7 +234,7 @@ def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradie
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 700) | st.integers(0, 5), min_size=1, max_size=60).filter(any))
 def test_documents_are_filled_up_to_twice_their_rows_and_half_as_many_scores_again_at_most(lengths):
-    buckets, start = layers.fill_up(torch.tensor(lengths, dtype=torch.int32), max(lengths))
+    buckets, start = fill_up(torch.tensor(lengths, dtype=torch.int32), max(lengths))
     assert sum(count * size for count, size in buckets) <= 2 * sum(lengths)
     assert sum(count * size ** 2 for count, size in buckets) <= 4 * sum(length ** 2 for length in lengths)
     assert len(buckets) <= 1 + math.log2(max(lengths)) and sum(count for count, _ in buckets) == sum(map(bool, lengths))
@@ -263,7 +264,7 @@ def test_many_short_documents_beside_a_long_one_cost_what_they_cost_apart(dtype)
     def cost(lengths):
         with Made() as made:
             qkv, _, packing = attention(lengths, dtype)
-            layers.attend_filled(qkv, packing).sum().backward()
+            attention.attend_filled(qkv, packing).sum().backward()
         return made.elements
     assert cost(short + long + short) < 3 * (cost(short + short) + cost(long))
 
@@ -321,7 +322,7 @@ def test_what_the_core_alone_says_is_scored_with_its_weight_and_teaches_the_core
     plain, scored = (awake(small_config(core_loss_weight=weight)) for weight in (0.0, 0.5))
     without, out = (model(ids, ids, noise_seed=0) for model in (plain, scored))
     assert without.parts[4] == 0 and out.nats_per_byte == without.nats_per_byte
-    said = scored.lm_head(layers.rms_norm(handed_back(scored, ids))).view(-1, out.logits.shape[-1])
+    said = scored.lm_head(norm.rms_norm(handed_back(scored, ids))).view(-1, out.logits.shape[-1])
     torch.testing.assert_close(out.parts[4], 0.5 * F.cross_entropy(said, ids.flatten()).detach())
     torch.testing.assert_close(out.loss, without.loss + out.parts[4])
     assert awake(small_config(core_loss_weight=0.5, n_recurrent_layers=0))(ids, ids).parts[4] == 0
@@ -396,9 +397,9 @@ def test_a_byte_is_cut_as_often_as_its_probability_says_and_segments_are_even():
     with torch.no_grad():
         model.boundary_predictor[2].weight.normal_(std=0.5)
         cu_seqlens = torch.tensor([0, 64], dtype=torch.int32)
-        packing = layers.Packing.build(cu_seqlens, 64, 64, model.config, torch.float32)
+        packing = Packing.build(cu_seqlens, 64, 64, model.config, torch.float32)
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-        p = model.boundary_predictor(layers.rms_norm(x)).squeeze(1).sigmoid()
+        p = model.boundary_predictor(norm.rms_norm(x)).squeeze(1).sigmoid()
         shifted = shifted_bytes(ids.flatten(), packing.position, 2)
         cuts = torch.stack([model.boundaries(x, ids, shifted, packing, noise) for noise in byte_noise(
             0, 3000, 64, x.device)])
@@ -493,7 +494,7 @@ def test_act_weights_sum_to_one_and_one_loop_gives_the_first_state():
     model.core.register_forward_hook(lambda module, args, out: halting.update(out=out[0]))
     with torch.no_grad():
         out = model(text(2, 32), n_loops=1, noise_seed=0)
-    torch.testing.assert_close(halting["out"], model.core.out_proj(layers.rms_norm(states[0])))
+    torch.testing.assert_close(halting["out"], model.core.out_proj(norm.rms_norm(states[0])))
     assert out.mean_loops == 1
 
 
@@ -660,7 +661,7 @@ def from_meta(config) -> Spider:
 def test_modules_that_the_model_does_not_know_initialize_themselves_and_change_no_weight_of_its_own(monkeypatch):
     torch.manual_seed(1)
     plain = everything(Spider(config := small_config()))
-    monkeypatch.setattr(spider_model, "Block", Convolved)
+    monkeypatch.setattr(layers, "Block", Convolved)
     torch.manual_seed(1)
     direct, later = everything(Spider(config)), everything(from_meta(config))
     assert direct.keys() == later.keys() > plain.keys()
@@ -672,7 +673,7 @@ def test_modules_that_the_model_does_not_know_initialize_themselves_and_change_n
     assert direct["coda.0.norm.num_batches_tracked"] == 0
 
 
-class Gained(layers.Linear):
+class Gained(casting.Linear):
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.gain = torch.nn.Parameter(torch.ones(()))
@@ -696,7 +697,7 @@ def test_what_nobody_initializes_is_named(monkeypatch, make, name):
         def __init__(self, config):
             super().__init__(config)
             FORGOTTEN[name](self)
-    monkeypatch.setattr(spider_model, "Block", Forgetful)
+    monkeypatch.setattr(layers, "Block", Forgetful)
     with pytest.raises(RuntimeError, match=f"nobody initializes prelude.0.{name}.*coda.0.{name}.*reset_parameters"):
         make(small_config())
     with torch.device("meta"):
@@ -726,13 +727,13 @@ def test_every_parameter_receives_a_gradient_on_real_text():
         assert (layer.moe.w_down.grad.abs().sum((1, 2)) > 0).all()
 
 
-@pytest.mark.parametrize("preset", spider_model.PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_number_of_the_config_has_a_range_that_its_presets_lie_inside(preset):
     config = SpiderConfig.preset(preset)
     numbers = {f.name for f in dataclasses.fields(config) if type(f.default) in (int, float)}
-    assert spider_model.RANGES.keys() == numbers
+    assert RANGES.keys() == numbers
     for name in numbers:
-        twice = 2 * type(getattr(config, name))(spider_model.RANGES[name][1])
+        twice = 2 * type(getattr(config, name))(RANGES[name][1])
         for beyond in (twice, -1, math.nan, math.inf, 10 ** 5000, "1", None, True):
             with pytest.raises(ValueError, match=f"^{name} must be "):
                 dataclasses.replace(config, **{name: beyond})
@@ -765,7 +766,7 @@ def configs(draw) -> dict:
     """A few fields of small_config changed, to sense and nonsense."""
     whole = st.sampled_from((0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 32, 48, 64, 65, -1, 10 ** 9, 10 ** 18, 4 * 10 ** 18))
     kinds = {int: whole, float: st.floats(0, 1.5) | st.floats(), bool: st.booleans(), tuple: st.lists(
-        whole | st.integers(0, 8), max_size=4), str: st.sampled_from(spider_model.BOUNDARIES)}
+        whole | st.integers(0, 8), max_size=4), str: st.sampled_from(BOUNDARIES)}
     names = draw(st.lists(st.sampled_from(dataclasses.fields(SpiderConfig)), min_size=1, max_size=4))
     return {f.name: draw(kinds[type(f.default)]) for f in names}
 
@@ -806,9 +807,9 @@ def test_matches_are_what_followed_the_last_time_in_the_same_document(orders, wo
         rows[rows == ord("B")], rows[1][rows[1] == ord("C")] = ord(" "), 0
         rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
     rows[0, [9, 30]], rows[1, 4], rows[2, 6], rows[2, 20] = EOS_ID, PAD_ID, EOS_ID, BOS_ID
-    ids, cu_seqlens = rows.flatten(), layers.document_cu_seqlens(rows)
-    packing = layers.Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
-    memory = engram.MatchMemory(orders, words)
+    ids, cu_seqlens = rows.flatten(), document_cu_seqlens(rows)
+    packing = Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
+    memory = match_memory.MatchMemory(orders, words)
     memory.init_hash(0)
     found = memory(ids, shifted_bytes(ids, packing.position, len(memory.multiplier)), packing.document)
     for begin, end in zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist()):
@@ -852,7 +853,7 @@ def test_every_component_changes_the_loss_when_it_is_cut_out(cut):
 def test_recomputation_changes_no_gradient_and_counts_no_token_twice(cut):
     ids = text(4, 48, seed=8)
     results = []
-    for recompute in spider_model.RECOMPUTE:
+    for recompute in RECOMPUTE:
         model = awake(small_config(**cut))
         model.recompute, model.dropout = recompute, 0.3
         out = model(ids, ids, noise_seed=0)
@@ -876,7 +877,7 @@ def test_recomputation_keeps_the_first_routing_even_if_the_scores_have_moved():
         seen.append(chosen)
         return chosen, weights
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spider_model, "route", route)
+        patch.setattr(tile_moe, "route", route)
         ids = text(2, 32)
         model(ids, ids, noise_seed=0).loss.backward()
     assert len(seen) == 2 and torch.equal(*seen)
@@ -888,7 +889,7 @@ def test_products_of_rows_in_bf16_with_a_weight_in_fp32_are_those_of_fp32_in_val
     x = torch.randn(50, 64, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(8, 64, generator=generator, requires_grad=True)
     upstream = torch.randn(50, 8, generator=generator)
-    ours = layers._Wide.apply(x, weight, layers.halves(weight.detach(), 0))
+    ours = casting._Wide.apply(x, weight, casting.halves(weight.detach(), 0))
     theirs = x.double() @ weight.double().T
     for a, b, tolerance in ((ours, theirs, 1e-5), *zip(torch.autograd.grad(ours, (weight, x), upstream),
                                                        torch.autograd.grad(theirs, (weight, x), upstream.double()),
@@ -952,7 +953,7 @@ def noise_of_the_batch(seed, sequences, length, device):
 
 
 def test_a_shifted_unpool_is_noticed(monkeypatch):
-    monkeypatch.setattr(spider_model, "unpool_segments", shifted_unpool)
+    monkeypatch.setattr(segments, "unpool_segments", shifted_unpool)
     with pytest.raises(AssertionError):
         for seed in range(4):
             check_causality(awake(small_config()), training=True, seed=seed)
@@ -961,13 +962,13 @@ def test_a_shifted_unpool_is_noticed(monkeypatch):
 
 
 def test_a_segment_that_crosses_documents_is_noticed(monkeypatch):
-    monkeypatch.setattr(spider_model, "pool_segments", pool_across_documents)
+    monkeypatch.setattr(segments, "pool_segments", pool_across_documents)
     with pytest.raises((AssertionError, RuntimeError)):
         check_pooling((7, 1, 30, 2), "some")
 
 
 def test_attention_across_documents_is_noticed(monkeypatch):
-    monkeypatch.setattr(spider_model, "document_cu_seqlens",
+    monkeypatch.setattr(packing, "document_cu_seqlens",
                         lambda ids: torch.arange(0, ids.numel() + 1, ids.shape[1], dtype=torch.int32))
     with pytest.raises(AssertionError):
         check_packing(awake(small_config()))
@@ -980,6 +981,6 @@ def test_a_wrong_act_remainder_is_noticed(monkeypatch):
 
 
 def test_noise_that_depends_on_the_batch_split_is_noticed(monkeypatch):
-    monkeypatch.setattr(spider_model, "byte_noise", noise_of_the_batch)
+    monkeypatch.setattr(noise, "byte_noise", noise_of_the_batch)
     with pytest.raises(AssertionError):
         check_noise()

@@ -9,14 +9,17 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import awake, small_config, text, train_step
 
 import tile_moe
 import train
-from distributed import World
-from optim import Optimizers
+from conftest import awake, small_config, text, train_step
+from spider import errors
+from spider.training import machine
+from spider.training.batches import Batch
+from spider.training.optim import Optimizers
+from spider.training.ranks import World
 from tile_moe import TORCH_OPERATIONS, BackendError, find_disagreement, moe_forward, resolve_backend, route
-from train import Batch, parse_args
+from train import parse_args
 
 N, K, E, D, WIDTH = 37, 2, 5, 32, 16
 INSTALLED = pytest.mark.skipif(importlib.util.find_spec("tile_kernels") is None,
@@ -441,9 +444,9 @@ def test_a_gpu_on_which_torch_loops_over_experts_is_named(machine):
 
 
 def test_fp8_experts_are_refused_where_torch_has_no_grouped_fp8_product(machine, monkeypatch):
-    monkeypatch.setattr(train, "resolve_device", lambda name: GPU)
+    monkeypatch.setattr(machine, "resolve_device", lambda name: GPU)
     machine.capability = (12, 0)
-    with pytest.raises(train.UsageError, match="^--fp8_experts: .*sm_90"):
+    with pytest.raises(errors.UsageError, match="^--fp8_experts: .*sm_90"):
         train.set_up(parse_args(["--precision", "fp8", "--fp8_experts"]), ExitStack(), World(environ={}))
 
 
@@ -451,7 +454,7 @@ def test_what_the_choice_says_stands_among_the_choices(tmp_path, monkeypatch, ca
     def resolve(name, device, config, dtype, say, agree, compiled):
         say("a remark" if agree(True) and not agree(False) else "ranks do not agree")
         return "grouped"
-    monkeypatch.setattr(train, "resolve_backend", resolve)
+    monkeypatch.setattr(tile_moe, "resolve_backend", resolve)
     flags = ["--mock_data", "--dry_run", "--model", "tiny", "--device", "cpu", "--ckpt_dir", str(tmp_path)]
     assert train.command_line(flags) == 0 and "\na remark\n" in capsys.readouterr().out
 

@@ -7,16 +7,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same, awake, final_state, gradients, metrics, run, small_config, text, train_step
 
-import cost
-import data
 import spider_model
 import train
-from leaving import Leaving
-from layers import Block
-from optim import Optimizers
-from train import Batch, lr_factor, parse_args
+from conftest import assert_same, awake, final_state, gradients, metrics, run, small_config, text, train_step
+from spider import errors
+from spider.data.loader import Loader, validation_rows
+from spider.data.shards import Shard, Source, Stream, mock_source
+from spider.model import layers
+from spider.model.config import SpiderConfig
+from spider.model.layers import Block
+from spider.training import machine
+from spider.training.batches import Batch
+from spider.training.fp8 import convert_to_fp8, takes_fp8
+from spider.training.optim import Optimizers
+from spider.training.stopping import Leaving
+from train import lr_factor, parse_args
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules
@@ -90,7 +96,7 @@ def test_a_module_that_a_researcher_adds_trains_from_values_of_its_own(tmp_path,
             tensor.fill_(3e35 if tensor.is_floating_point() else 3)
         return self
     nn_to_empty = torch.nn.Module.to_empty
-    monkeypatch.setattr(spider_model, "Block", Mixed)
+    monkeypatch.setattr(layers, "Block", Mixed)
     monkeypatch.setattr(torch.nn.Module, "to_empty", to_empty)
     directory = run(tmp_path, shards, "--precision", "fp32", "--dropout", "0", steps=30)
     assert metrics(directory)[-1]["loss"] < 3 < 5 < metrics(directory)[0]["loss"] < 6
@@ -147,8 +153,8 @@ def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_ru
 
 def test_evaluation_is_the_same_for_every_batch_size_and_changes_nothing():
     model = awake(small_config())
-    source = data.mock_source(0)
-    rows = data.validation_rows([source], 32, 1000)
+    source = mock_source(0)
+    rows = validation_rows([source], 32, 1000)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
     results = [train.evaluate(model, rows, size, 2, torch.device("cpu")) for size in (1, 3, 32)]
@@ -166,7 +172,7 @@ def test_evaluating_sampling_and_saving_more_often_changes_no_weight(tmp_path, s
 
 def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_path, shards):
     model = awake(small_config())
-    names = {name for name, module in model.named_modules() if train.takes_fp8(module, name)}
+    names = {name for name, module in model.named_modules() if takes_fp8(module, name)}
     assert "prelude.0.attention.q_a_proj" in names and "core.layers.0.moe.shared.down_proj" in names
     for word in ("engram", "lm_head", "router", "boundary_predictor", "halt_predictor"):
         assert not any(word in name for name in names)
@@ -186,7 +192,7 @@ def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(
     model = awake(small_config())
     model.compute_dtype, model.recompute = torch.bfloat16, "all"
     if fp8:
-        train.convert_to_fp8(model, torch.device("cpu"), experts)
+        convert_to_fp8(model, torch.device("cpu"), experts)
     ids, grads, casts = text(2, 64), [], []
     for module in model.modules():
         if hasattr(module, "cast_weight"):
@@ -216,7 +222,7 @@ def test_evaluation_is_without_fp8():
     model, ids = awake(small_config()), text(2, 64)
     model.compute_dtype = torch.bfloat16
     plain = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
-    train.convert_to_fp8(model, torch.device("cpu"), experts=True)
+    convert_to_fp8(model, torch.device("cpu"), experts=True)
     converted = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
     assert not torch.equal(converted[0], plain[0]) and torch.equal(converted[1], plain[1])
 
@@ -239,7 +245,7 @@ def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path):
     assert train.command_line(argv) == 0
     line, = metrics(directory)
     assert 4 < line["loss"] < 8 and math.isfinite(line["grad_norm"])
-    assert cost.peak_memory(torch.device("cpu")) < 24
+    assert machine.peak_memory(torch.device("cpu")) < 24
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,7 +282,7 @@ def test_the_rate_of_a_small_recipe_falls_with_steps_and_width_and_warm_up_is_sh
         train.take_recipe(args, torch.device("cpu"))
         train.take_batch(args, 1)
         with torch.device("meta"):
-            spider = train.Spider(train.model_config(args))
+            spider = spider_model.Spider(train.model_config(args))
         train.take_horizon(args, spider, 1)
         return args
 
@@ -297,7 +303,7 @@ def test_the_rate_of_a_small_recipe_falls_with_steps_and_width_and_warm_up_is_sh
 def test_a_horizon_of_a_small_recipe_has_ten_evaluations(recipe):
     every = train.RECIPES[recipe]["eval_every"]
     for steps in (91, 245, 2930, 46_875):
-        args = SimpleNamespace(eval_every=every(train.SpiderConfig.preset(recipe), steps - 0.3), sample_every=0)
+        args = SimpleNamespace(eval_every=every(SpiderConfig.preset(recipe), steps - 0.3), sample_every=0)
         assert train.pauses_left(args, 1, steps) == 10
     assert every(None, 0.5) == 1
 
@@ -310,9 +316,9 @@ def test_halting_comes_in_over_an_eighth_of_the_horizon_wherever_the_run_stops(t
     assert seen == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def mixture(*parts: tuple[int, float]) -> data.Loader:
+def mixture(*parts: tuple[int, float]) -> Loader:
     """A loader of sequences of one byte from sources of so many, by weight."""
-    return data.Loader([data.Source(str(k), weight, data.Stream([data.Shard("memory", np.zeros(size + 1, np.uint16))]),
+    return Loader([Source(str(k), weight, Stream([Shard("memory", np.zeros(size + 1, np.uint16))]),
                                     None) for k, (size, weight) in enumerate(parts)], 1, 0)
 
 
@@ -335,7 +341,7 @@ def test_dropout_begins_with_the_second_epoch_and_is_all_there_in_the_eleventh(t
 
 def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_them():
     with torch.device("meta"):
-        model = train.Spider(small_config())
+        model = spider_model.Spider(small_config())
     dense = sum(p.numel() for key, p in model.named_parameters() if not key.endswith(("table.weight", "followed")))
     for argv, expected in ((["--target_tokens", "77"], 77),
                            (["--target_param_data_ratio", "2.5"], math.ceil(2.5 * dense)),
@@ -345,9 +351,9 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
         train.take_horizon(args := parse_args([*argv, "--seq_len", "64"], environ={}), model, 2)
         assert args.target_tokens == expected
     for name in ("target_flops", "target_param_data_ratio"):
-        with pytest.raises(train.UsageError, match=f"--{name}: a horizon of .* bytes: at most"):
+        with pytest.raises(errors.UsageError, match=f"--{name}: a horizon of .* bytes: at most"):
             train.take_horizon(parse_args([f"--{name}", "1e308"], environ={}), model, 2)
-    with pytest.raises(train.UsageError, match="--target_flops: --target_tokens gives the horizon already"):
+    with pytest.raises(errors.UsageError, match="--target_flops: --target_tokens gives the horizon already"):
         train.take_horizon(parse_args(["--target_flops", "1"], environ={"TARGET_TOKENS": "5"}), model, 2)
 
 
@@ -367,7 +373,7 @@ def test_evaluations_and_samples_are_announced_and_samples_go_on_from_a_prompt_o
 
 
 def test_tables_are_not_emptied_where_less_than_half_a_pass_is_left():
-    loader = data.Loader([data.mock_source(0)], 100, 0)
+    loader = Loader([mock_source(0)], 100, 0)
     targets = int(loader.targets[0])
     for passes, emptied in ((1.3, []), (1.6, [1]), (3.4, [1, 2]), (3.6, [1, 2, 3])):
         args = parse_args(["--engram_reset", "--seq_len", "100", "--target_tokens", str(int(passes * targets))])

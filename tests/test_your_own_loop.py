@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
-from conftest import ROOT
 
 import sample
-import spider_model
-from engram import EngramTable
+from conftest import ROOT
+from spider.model import layers
+from spider.model.engram import EngramTable
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-loop.md").read_text(), re.DOTALL)
 SIZES, SMALLER = (f"steps, rows, length, peak = {numbers}\n" for numbers in ("200, 4, 512, 0.01", "12, 2, 128, 0.02"))
@@ -25,7 +25,7 @@ def test_every_block_of_the_page_runs_and_moves_every_table(under_trainer, tmp_p
     names, models = {}, []
     with warnings.catch_warnings(), monkeypatch.context() as patch:
         warnings.filterwarnings("error", message=".*Engram tables")
-        patch.setattr(spider_model, "Block", spider_model.Block)                             # the page replaces it
+        patch.setattr(layers, "Block", layers.Block)                             # the page replaces it
         for block in BLOCKS:
             if under_trainer or "Trainer" not in block:
                 exec(block.replace(SIZES, SMALLER), names)

@@ -6,19 +6,17 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
 
-import torch
 from loguru import logger
 
-import data
-from checkpoint import CheckpointError, CheckpointWriter, Progress
-from distributed import LeftByPeer, World, is_loss
+from spider import errors
+from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped
+from spider.training.checkpoint_writer import CheckpointWriter
+from spider.training.machine import wants_memory
+from spider.training.progress import Progress
+from spider.training.ranks import World, is_loss
 
 STOPS = signal.SIGTERM, signal.SIGINT
 REPEATED = 5.0                            # s in which a second signal of one kind may be the same
-
-
-class Stopped(BaseException):
-    """A signal asked for the end. No Exception: no library shall take it for a fault of its own."""
 
 
 class StopSignals:
@@ -75,15 +73,6 @@ class StopSignals:
             raise Stopped("stopped before the first step; the same command goes on")
 
 
-class Diverged(Exception):
-    """Training cannot go on as it is; the message is one line with advice."""
-
-
-def wants_memory(fault: Exception) -> bool:
-    """Whether an error is for want of memory, of the host or of a GPU."""
-    return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)
-
-
 class Leaving:
     """Every way out of the loop, decided in one place: signal, bad data, want of memory, divergence, the end.
 
@@ -116,8 +105,8 @@ class Leaving:
                 yield
         except Stopped:
             self.cut_short = True
-        except (data.DataError, LeftByPeer, MemoryError, RuntimeError) as fault:
-            ends_work = not isinstance(fault, (data.DataError, LeftByPeer))
+        except (errors.DataError, LeftByPeer, MemoryError, RuntimeError) as fault:
+            ends_work = not isinstance(fault, (errors.DataError, LeftByPeer))
             saves = self.world.ranks == 1 or not self.writer.in_parts  # of whose checkpoints others write their parts
             if ends_work and not ((wants_memory(fault) or is_loss(fault)) and saves and self.world.goes_alone()):
                 raise

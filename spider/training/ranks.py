@@ -24,90 +24,20 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from engram import EngramTable
-from spider_model import MoE, Spider
+from spider.errors import LeftByPeer, WorldError
+from spider.model.engram import EngramTable
+from spider.training.sharding import HalvedRows, Part, bounds_of, casting
+from spider.training.state_tensors import Rows, Share, Stored
 
 FIRST_STEP = 1800.0                       # seconds that ranks wait for each other until the first step is done
 HEARTBEAT = 1.0                           # seconds between two signs of life of a rank
-
-
-class WorldError(Exception):
-    """Ranks cannot be made or held together; the message is one line that names the rank, and the remedy."""
-
-
-class LeftByPeer(Exception):
-    """Another rank has met a fault, which it says itself, and all leave with it."""
-
-
-@dataclass
-class Part:
-    """A parameter of which this rank has some rows, those of its shard."""
-    name: str
-    whole: nn.Parameter                   # FSDP's
-    own: nn.Parameter                     # the rows as a plain tensor, in the same memory: what optimizers see
-    bounds: list[int]                     # first row of each shard, and behind the last one
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.whole.shape)
-
-
-@dataclass
-class Rows:
-    """A value of a state, of which this rank has some rows."""
-    own: Tensor
-    bounds: list[int]
-    world: "World"
-
-    def gathered(self, into: Tensor | None = None) -> Tensor | None:
-        """All rows in host memory on rank 0, in the tensor of an earlier time where it fits; None on other ranks, which
-        send theirs meanwhile. Of several replicas the first one gives."""
-        world, counts = self.world, [b - a for a, b in zip(self.bounds, self.bounds[1:])]
-        if not world.leads:
-            if world.rank < world.shards and self.own.numel():
-                dist.send(self.own.detach().contiguous(), 0)
-            return None
-        shape = self.bounds[-1], *self.own.shape[1:]
-        if into is None or (into.shape, into.dtype) != (torch.Size(shape), self.own.dtype):
-            into = torch.empty(shape, dtype=self.own.dtype, pin_memory=self.own.is_cuda)
-        pieces = into.split(counts)
-        pieces[0].copy_(self.own.detach())
-        for rank, piece in enumerate(pieces[1:], 1):
-            if piece.numel():
-                arriving = piece if self.own.device.type == "cpu" else torch.empty_like(piece, device=self.own.device)
-                dist.recv(arriving, rank)
-                if arriving is not piece:
-                    piece.copy_(arriving)
-        return into
-
-
-@dataclass
-class Share:
-    """What one rank writes of a tensor of a state where every rank writes its part; no `rows`: nothing."""
-    rows: Tensor | None
-    first: int                            # of the tensor's rows
-    shape: tuple[int, ...]                # of the whole tensor
-    dtype: torch.dtype
-
-
-class Stored:
-    """A tensor that lies in a checkpoint's files, of which every rank reads what it needs."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def rows(self, first: int = 0, end: int | None = None) -> Tensor:
-        raise NotImplementedError
-
 
 SMALL_SHARE = 1 << 20                     # bytes of rows up to which one of the ranks that have them writes them all
 
@@ -391,7 +321,7 @@ class World:
     # -----------------------------------------------------------------------------------------------------------------
     # The model: sharded, its gradients, its statistics
 
-    def spread(self, model: Spider, grad_accum: int, halved: Iterable[nn.Parameter] = ()):
+    def spread(self, model: nn.Module, grad_accum: int, halved: Iterable[nn.Parameter] = ()):
         """Leaves each rank its rows of the model's parameters, whole on every rank so far; `halved` are multiplied as
         bf16 alone, and gathered so."""
         if self.ranks == 1:
@@ -429,7 +359,7 @@ class World:
             self.parts.append(Part(name, p, own, bounds))
         self.whole |= dict(model.named_buffers())
 
-    def parameters(self, model: Spider) -> dict[str, nn.Parameter]:
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """This rank's rows of the model's parameters by name: what optimizers work on."""
         if self.ranks == 1:
             return dict(model.named_parameters())
@@ -440,7 +370,7 @@ class World:
         """Elements of the parameter of which this rank has the rows p."""
         return next((math.prod(part.shape) for part in self.parts if part.own is p), p.numel())
 
-    def backward(self, model: Spider, loss: Tensor, last: bool):
+    def backward(self, model: nn.Module, loss: Tensor, last: bool):
         """The backward pass of a micro-step, the `last` one of its step or not; `loss` is this rank's part of a sum."""
         if self.ranks == 1:
             loss.backward()
@@ -497,7 +427,7 @@ class World:
                 dist.all_reduce(grad.div_(self.ranks))           # what `backward` multiplied by
                 dist.all_reduce(square.div_(self.ranks ** 2))
 
-    def whole_model(self, model: Spider) -> Spider | None:
+    def whole_model(self, model: nn.Module) -> nn.Module | None:
         """The model with all of its weights in one place, to write samples; None on all ranks but the first."""
         if self.ranks == 1:
             return model
@@ -506,7 +436,7 @@ class World:
         if not self.leads:
             return None
         with torch.device("meta"):
-            plain = Spider(model.config)
+            plain = type(model)(model.config)
         for name, value in (weights | self.whole).items():
             module, _, name = name.rpartition(".")
             module = plain.get_submodule(module)
@@ -516,14 +446,14 @@ class World:
                 module._parameters[name] = nn.Parameter(value.to(self.device))
         plain.compute_dtype = model.compute_dtype
         for own, other in zip(plain.modules(), model.modules()):
-            if isinstance(own, MoE):
+            if hasattr(own, "backend"):
                 own.backend = other.backend
         return plain
 
     # -----------------------------------------------------------------------------------------------------------------
     # States, of which a rank holds its rows
 
-    def state_of(self, model: Spider) -> dict:
+    def state_of(self, model: nn.Module) -> dict:
         """The model's weights and buffers, as Rows where a rank has but some."""
         if self.ranks == 1:
             return model.state_dict()
@@ -554,7 +484,7 @@ class World:
                      own.dtype)
 
     @torch.no_grad()
-    def load(self, model: Spider, weights: dict[str, Tensor | Stored]):
+    def load(self, model: nn.Module, weights: dict[str, Tensor | Stored]):
         """Fills a model from whole weights, one after the other: rank 0 has them, or every rank reads its rows."""
         if self.ranks == 1:
             model.load_state_dict(weights)
@@ -587,69 +517,6 @@ class World:
                     if isinstance(value, (Tensor, Stored)) else value for key, value in state.items()}
                 for i, state in states[name]["state"].items()})
         return out
-
-
-BLOCK = 256                               # elements for which 8-bit AdamW keeps one scale
-
-
-def bounds_of(part: Part | None, key: str) -> list[int] | None:
-    """Which rows of an optimizer's value for a parameter each shard has; None: all of it."""
-    if part is None or key not in ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2", "absmax1",
-                                   "absmax2"):
-        return None
-    if not key.startswith("absmax"):
-        return part.bounds
-    row = math.prod(part.shape[1:])
-    return [-(-bound * row // BLOCK) for bound in part.bounds]
-
-
-def check_blocks(parts: list[Part]):
-    """WorldError where a shard of a parameter begins within a block of 8-bit AdamW: its scale would be another one."""
-    for part in parts:
-        row = math.prod(part.shape[1:])
-        if math.prod(part.shape) >= MIN_8BIT and any(bound * row % BLOCK for bound in part.bounds[1:-1]):
-            raise WorldError(f"--shards {len(part.bounds) - 1}: 8-bit AdamW scales {BLOCK} numbers together, and "
-                             f"{part.name} {list(part.shape)} would be cut between them: use other --shards, or "
-                             f"--optimizer adamw")
-
-
-MIN_8BIT = 4096                           # elements from which on 8-bit AdamW keeps 8 bits
-
-
-class HalvedRows(Tensor):
-    """Rows of a weight that all products take as bf16: ranks send them so, half the bytes of fp32, and have the weight
-    whole in fp32 again, with the values of its cast. FSDP calls the two hooks of a tensor that has them."""
-
-    @staticmethod
-    def __new__(cls, rows: Tensor):
-        return Tensor._make_wrapper_subclass(cls, rows.size(), strides=rows.stride(), dtype=rows.dtype,
-                                             storage_offset=rows.storage_offset(), device=rows.device)
-
-    def __init__(self, rows: Tensor):
-        self.rows = rows
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(cls, lambda halved: halved.rows, (args, kwargs or {}))
-        return tree_map_only(Tensor, cls, function(*args, **kwargs))
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        return (self.rows.to(torch.bfloat16),), None
-
-    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
-        (rows,) = gathered
-        whole = rows.to(param_dtype) if out is None else out.data.copy_(rows)
-        rows.untyped_storage().resize_(0)  # FSDP would keep it as long as the weight, and makes room for it anew
-        return whole, (whole,)
-
-
-def casting(model: Spider, modules: list[nn.Module]) -> Callable:
-    """A hook that casts the weights of a group once they are gathered, inside its forward: a cast from before would be
-    of shards, and of one made elsewhere the gradient would come too late, and be lost without a word."""
-    def cast(group: nn.Module, args):
-        for module in modules:
-            module.cast_weight(model.compute_dtype)
-    return cast
 
 
 def meet(store: dist.Store, rank: int, ranks: int, timeout: float) -> str:
@@ -703,145 +570,3 @@ def is_loss(fault: BaseException) -> bool:
     """Whether an error is that of a collective whose other ranks are gone."""
     return isinstance(fault, dist.DistError) or isinstance(fault, RuntimeError) and bool(
         re.search(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Broken pipe", str(fault)))
-
-
-class Traffic(TorchDispatchMode):
-    """Inside, counts the bytes that this rank sends by the collectives that run, as rings send them: in an all-reduce
-    all of a message twice, but for 1 / ranks of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent, self.calls = 0.0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            self._count(function._opname, args)
-        return function(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args):
-        sent = args[int(name in ("_allgather_base_", "allgather_", "_reduce_scatter_base_", "alltoall_base_"))]
-        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-        size = sum(t.nbytes for t in ([sent] if isinstance(sent, Tensor) else sent))
-        ranks = group.size()
-        if name == "alltoall_base_":
-            size -= args[4][group.rank()] * sent.element_size()
-        else:
-            size *= {"allreduce_": 2 * (ranks - 1) / ranks, "_reduce_scatter_base_": (ranks - 1) / ranks}.get(
-                name, ranks - 1)          # of a gather each rank passes on the others' parts as well
-        self.sent, self.calls = self.sent + size, self.calls + 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Muon's work, dealt out
-
-class Unit(NamedTuple):
-    """A matrix that one rank orthogonalises."""
-    param: int                            # of the list
-    place: int | None                     # in a stack of matrices, among the rank's own; None: a matrix in rows
-    rows: list[int]                       # of each shard
-    columns: int
-    replica: int                          # of its owner
-    shard: int
-
-
-class Deal:
-    """Whole matrices for each rank to work on: those cut in rows are sent to an owner and back, those of a stack stay
-    where they lie, and what replicas worked out is exchanged. Every rank makes the same plan by itself."""
-
-    def __init__(self, world: World, params: list[nn.Parameter]):
-        self.world = world
-        parts = {id(part.own): part for part in world.parts}
-        loads, units, found = [0] * world.ranks, [], []
-        for i, p in enumerate(params):
-            part = parts[id(p)]
-            counts = [b - a for a, b in zip(part.bounds, part.bounds[1:])]
-            rows, columns = part.shape[-2:]
-            cost = rows * columns * min(rows, columns)
-            if len(part.shape) == 2:
-                found.append((cost, i, None, counts, columns, range(world.ranks)))
-            else:
-                found += [(cost, i, j, [rows * (k == s) for k in range(world.shards)], columns,
-                           range(s, world.ranks, world.shards)) for s, count in enumerate(counts) for j in range(count)]
-        for cost, i, place, counts, columns, allowed in sorted(found, key=lambda unit: -unit[0]):
-            owner = min(allowed, key=lambda rank: loads[rank])
-            loads[owner] += cost
-            units.append(Unit(i, place, counts, columns, owner // world.shards, owner % world.shards))
-        self.units, self.balance = units, max(loads) * world.ranks / max(1, sum(loads))
-        self.sizes = [max(parts[id(p)].shape[-2:]) for p in params]                          # longer side of a matrix
-
-    def __call__(self, pieces: list[Tensor], work: Callable) -> list[Tensor]:
-        """This rank's rows of matrices or stacks of them, in the order of `params` -> the same of what `work` makes of
-        whole matrices, [n, r, c] -> [n, r, c]."""
-        world, here = self.world, self.world.rank // self.world.shards
-        mine = [unit for unit in self.units if unit.replica == here]
-        cut = [unit for unit in mine if unit.place is None]
-        to = [[unit for unit in cut if unit.shard == shard] for shard in range(world.shards)]
-        own = to[world.shard]
-
-        arrived = self._swap([[pieces[unit.param] for unit in units] for units in to],
-                             [[(unit.rows[shard], unit.columns) for unit in own] for shard in range(world.shards)])
-        wholes = [torch.cat(rows) for rows in zip(*arrived)]
-        stacked = [unit for unit in mine if unit.place is not None and unit.shard == world.shard]
-        wholes = self._work(wholes + [pieces[unit.param][unit.place] for unit in stacked], work)
-        back = [whole.split(unit.rows) for unit, whole in zip(own, wholes)]
-        returned = self._swap([[rows[shard] for rows in back] for shard in range(world.shards)],
-                              [[(unit.rows[world.shard], unit.columns) for unit in units] for units in to])
-        done = {id(unit): rows for units, parts in zip(to, returned) for unit, rows in zip(units, parts)}
-        done |= {id(unit): whole for unit, whole in zip(stacked, wholes[len(own):])}
-        done |= self._exchange(done, pieces)
-        out = [torch.empty_like(piece) for piece in pieces]
-        for unit in self.units:
-            if id(unit) in done:
-                (out[unit.param] if unit.place is None else out[unit.param][unit.place]).copy_(done[id(unit)])
-        return out
-
-    def _work(self, matrices: list[Tensor], work: Callable) -> list[Tensor]:
-        """Matrices of one shape together, up to a bound of memory."""
-        groups, out = {}, [None] * len(matrices)
-        for i, matrix in enumerate(matrices):
-            groups.setdefault(matrix.shape, []).append(i)
-        for shape, places in groups.items():
-            at_once = max(1, MOST_TOGETHER // math.prod(shape))
-            for k in range(0, len(places), at_once):
-                some = places[k:k + at_once]
-                for i, result in zip(some, work(torch.stack([matrices[i] for i in some])).unbind()):
-                    out[i] = result
-        return out
-
-    def _swap(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
-        """Tensors for each shard of this replica -> those that each of them sent, of these shapes."""
-        if self.world.shards == 1:
-            return sent
-        flat = [[tensor.flatten() for tensor in tensors] for tensors in sent]
-        sizes = [[math.prod(shape) for shape in some] for some in shapes]
-        like = next(tensor for tensors in flat + [[torch.empty(0, device=self.world.device)]] for tensor in tensors)
-        sending = torch.cat([like[:0], *(tensor for tensors in flat for tensor in tensors)])
-        arriving = sending.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(arriving, sending, [sum(some) for some in sizes],
-                               [sum(map(len, tensors)) for tensors in flat], group=self.world.mesh.get_group("shards"))
-        return [[tensor.view(shape) for tensor, shape in zip(part.split(some), its)]
-                for part, some, its in zip(arriving.split([sum(some) for some in sizes]), sizes, shapes)]
-
-    def _exchange(self, done: dict[int, Tensor], pieces: list[Tensor]) -> dict[int, Tensor]:
-        """This rank's rows of what the other replicas worked out."""
-        world = self.world
-        if world.replicas == 1:
-            return {}
-        shapes = {id(unit): (unit.rows[world.shard], unit.columns) for unit in self.units}
-        of = [[unit for unit in self.units if unit.replica == replica and unit.rows[world.shard]]
-              for replica in range(world.replicas)]
-        longest = max(sum(math.prod(shapes[id(unit)]) for unit in units) for units in of)
-        here = of[world.rank // world.shards]
-        sending = torch.cat([pieces[0].new_zeros(0), *(done[id(unit)].flatten() for unit in here)])
-        sending = nn.functional.pad(sending, (0, longest - len(sending)))
-        arriving = list(sending.new_empty(world.replicas, longest))
-        dist.all_gather(arriving, sending, group=world.mesh.get_group("replicas"))
-        out = {}
-        for units, part in zip(of, arriving):
-            sizes = [math.prod(shapes[id(unit)]) for unit in units]
-            out |= {id(unit): rows.view(shapes[id(unit)])
-                    for unit, rows in zip(units, part[:sum(sizes)].split(sizes))}
-        return out
-
-
-MOST_TOGETHER = 1 << 26                   # elements of matrices that are worked on at a time

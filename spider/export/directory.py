@@ -24,10 +24,13 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from checkpoint import CheckpointError, check_regular, check_state, is_count, is_number, numbers_of, reading
-from engram import EngramTable
-from files import sync
-from spider_model import Spider, SpiderConfig
+from spider.errors import CheckpointError
+from spider.files import sync
+from spider.model.config import SpiderConfig
+from spider.model.engram import EngramTable
+from spider.training.checkpoint import check_regular, check_state, is_count, is_number, reading
+from spider.training.run_log import numbers_of
+from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 ROOT = Path(__file__).resolve().parent
@@ -49,6 +52,7 @@ def safetensors():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # There
+
 
 def export(path: Path, state: dict, directory: str):
     """Writes the model of a checkpoint, its path and content, to a new or empty directory, which is whole or not there.
@@ -243,6 +247,7 @@ print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=200), skip_
 
 # ---------------------------------------------------------------------------------------------------------------------
 # And back
+
 
 def is_export(path: Path) -> bool:
     """Whether a path is that of an export, or of its weights."""

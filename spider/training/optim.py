@@ -4,36 +4,19 @@
 of Moonlight (arXiv 2502.16982); bitsandbytes for AdamW with states of 8 bits.
 """
 
-import logging
 import math
-import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from checkpoint import CheckpointError
-from distributed import MIN_8BIT, Deal, World, check_blocks
-from engram import ByteEngram, EngramTable
-from spider_model import MoE, RecurrentCore, Spider
-
-
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the hardware has bf16 products; a CPU without them takes a hundred times as long as in fp32."""
-    return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
-
-
-@contextmanager
-def quiet():
-    """Inside, libraries that are imported do not tell which of their own parts they lack."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+from spider.errors import CheckpointError
+from spider.model.engram import EngramTable
+from spider.model.parameters import matrices_of
+from spider.training.machine import multiplies_bf16, quiet
+from spider.training.ranks import World
+from spider.training.sharded_muon import Deal
+from spider.training.sharding import MIN_8BIT, check_blocks
 
 
 class Muon(torch.optim.Optimizer):
@@ -200,7 +183,7 @@ class Optimizers:
     while that fades, and by weight decay. Muon leaves it alone.
     """
 
-    def __init__(self, model: Spider, name: str = "muon", args: OptimizerSettings = OptimizerSettings(),
+    def __init__(self, model: nn.Module, name: str = "muon", args: OptimizerSettings = OptimizerSettings(),
                  world: World | None = None):
         """name: one of OPTIMIZERS, beside which tables have their own; args: what has the numbers of OptimizerSettings
         under their names, as train.py's flags do; ValueError for another name."""
@@ -301,20 +284,3 @@ def check_optimizer_state(name: str, part: torch.optim.Optimizer):
                 shape = tuple(value.shape) if isinstance(value, Tensor) else ()
                 if shape != shapes.get(key, tuple(p.shape)):
                     raise ValueError(f"{key} {list(shape)} for a parameter {list(p.shape)}")
-
-
-# Stacks of matrices by what holds them, and Linears that do not lie between hidden spaces.
-STACKS = {MoE: ("w_gate", "w_up", "w_down"), RecurrentCore: ("lora_down", "lora_up", "place_proj"),
-          ByteEngram: ("followed",)}
-APART = {"lm_head", "router", "boundary_predictor", "halt_predictor", "gate"}
-
-
-def matrices_of(model: nn.Module) -> set[str]:
-    """Names of the parameters that are matrices between hidden spaces, or stacks of them: what Muon is for. What else
-    has two dimensions or more, a convolution's kernel or what the model does not know, is AdamW's."""
-    names = set()
-    for path, module in model.named_modules():
-        own = ("weight",) if isinstance(module, nn.Linear) and APART.isdisjoint(path.split(".")) else ()
-        own += tuple(name for kind, stacks in STACKS.items() if isinstance(module, kind) for name in stacks)
-        names |= {f"{path}.{name}" for name in own if module._parameters.get(name) is not None}
-    return names

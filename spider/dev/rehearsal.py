@@ -29,9 +29,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-if __name__ == "__main__":                # before torch, which else finds its own CUDA first
-    library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
-
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,12 +38,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-import cost
-import layers
 import spider_model
 import train
-from distributed import World
-from optim import Optimizers
+from spider.model import packing
+from spider.training import batches, machine
+from spider.training.memory import estimate_memory
+from spider.training.optim import Optimizers
+from spider.training.ranks import World
+
+if __name__ == "__main__":                # before torch, which else finds its own CUDA first
+    library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 
 
 class RehearsalError(Exception):
@@ -175,16 +176,18 @@ def stand_in(card: Card):
         for name, answer in answers.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", lambda *_, answer=answer, **__: answer))
         stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None))
-        stack.callback(layers.frequencies.cache_clear)  # a fake tensor is of its mode alone
-        layers.frequencies.cache_clear()
+        stack.callback(packing.frequencies.cache_clear)  # a fake tensor is of its mode alone
+        packing.frequencies.cache_clear()
         yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Operations, counted as they pass by
 
+
 NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "alias",
              "_unsafe_view", "set_", "resize_", "device", "is_same_size"}
+
 # Of an eager operation; one that is not here is one kernel. Sorting, scans and attention vary with sizes.
 KERNELS = {"sort": 5, "topk": 2, "cumsum": 2, "cummax": 2, "_varlen_attn": 2, "_varlen_attn_backward": 4,
            "_grouped_mm": 2, "_scaled_grouped_mm": 2, "_embedding_bag": 3, "slice_backward": 2, "select_backward": 2,
@@ -361,6 +364,7 @@ def fused_seconds(operations: list[Operation], card: Card) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # A step
 
+
 @dataclass
 class Step:
     """What a step of some flags would cost."""
@@ -408,7 +412,7 @@ def build(args) -> tuple[spider_model.Spider, Optimizers, float]:
         table.gather(torch.zeros(1, dtype=torch.int64, device=device), table.weight.new_zeros(1, table.weight.shape[1]))
     optimizers.step()
     optimizers.zero_grad()
-    estimate = cost.estimate_memory(model, args.n_loops, args, optimizer, args.precision, device, args.recompute)
+    estimate = estimate_memory(model, args.n_loops, args, optimizer, args.precision, device, args.recompute)
     return model, optimizers, sum(estimate.values())
 
 
@@ -420,12 +424,12 @@ def rehearse(card: Card, argv: list[str]) -> Step:
     train.take_batch(args, 1)
     with stand_in(card):
         if args.precision == "auto":
-            args.precision, _ = train.resolve_precision("auto", device, compiles=False)
+            args.precision, _ = machine.resolve_precision("auto", device, compiles=False)
         torch.set_float32_matmul_precision("high")
         model, optimizers, estimate = build(args)
         ids = torch.empty(args.micro_batch, args.seq_len, dtype=torch.int64, device=device)
         cu_seqlens = torch.empty(args.micro_batch + 1, dtype=torch.int32, device=device)
-        batch = train.Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
+        batch = batches.Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
         trace, tracker = Trace(int(ids.numel() / model.config.bytes_per_segment)), MemTracker()
         tracker.track_external(model, *optimizers.parts.values(), batch.ids, batch.labels, batch.cu_seqlens)
         optimizers.world = world = Alone(trace, tracker)
@@ -481,6 +485,7 @@ def marked(model, optimizers, trace: Trace):
 # ---------------------------------------------------------------------------------------------------------------------
 # What is said of it
 
+
 def summary(card: Card, step: Step) -> dict:
     """A step's figures in plain values: numbers, and rows of the largest operations and of places."""
     def largest(key, count):
@@ -531,6 +536,7 @@ SETTINGS = {                              # of the table, by train.py's flags; 1
     "bf16, 64 x 2048": dict(precision="bf16", recompute="core", **LONG),
     "fp8, 64 x 2048": dict(precision="fp8", recompute="core", **LONG),
 }
+
 # The layers and loops of 1b with next to nothing in them: what is left of a step's time is the host's.
 HOST_SIZES = ("hidden_size=32,n_heads=2,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,"
               "v_head_dim=16,intermediate_size=32,n_routed_experts=2,moe_intermediate_size=16,engram_rows=300,"

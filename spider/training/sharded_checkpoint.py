@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
-import files
-from checkpoint import PLAIN, Digested, nodes, put_directory_in_place, remove, write_checkpoint
-from distributed import Share, World, in_background
-from files import sync
+from spider import files
+from spider.files import sync
+from spider.training.checkpoint import PLAIN, Digested, nodes, put_directory_in_place, remove, write_checkpoint
+from spider.training.ranks import World, in_background
+from spider.training.state_tensors import Share
 
 # One process without a group is what it says it takes for granted.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")

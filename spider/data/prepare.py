@@ -29,9 +29,20 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from data import MIB, Shard, Stream, find_shards, is_count, is_entry, map_shard, read_metadata, read_record
-from files import (DataError, Progress, durable, each_once, locked, naming, note, note_again, open_own, open_plain,
-                   put_in_place, say, walk)
+from spider.console import Progress, note, say
+from spider.data.shards import (
+    MIB,
+    Shard,
+    Stream,
+    find_shards,
+    is_count,
+    is_entry,
+    map_shard,
+    read_metadata,
+    read_record,
+)
+from spider.errors import DataError
+from spider.files import durable, each_once, locked, naming, note_again, open_own, open_plain, put_in_place, walk
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 
 LINE_LIMIT = 32 * MIB         # longest JSON line, which may take 30 times its size to parse, and longest parquet row
@@ -408,6 +419,7 @@ def read_stream(path: str, field: str) -> Stream:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
+
 
 def ids_of(text: bytes, begins: bool, ends: bool) -> np.ndarray:
     """Ids of a piece of a document, uint16, with BOS and EOS where the document begins and ends."""

@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.utils import ModelOutput
 
-from engram import EngramTable
-from layers import document_cu_seqlens
-from spider_model import DecodingState, Spider, SpiderConfig, check_ids
+from spider.model.config import SpiderConfig
+from spider.model.decoding import DecodingState, check_ids
+from spider.model.engram import EngramTable
+from spider.model.packing import document_cu_seqlens
+from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 

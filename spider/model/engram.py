@@ -5,12 +5,9 @@ rate (BLT, arXiv 2412.09871) before prelude and head. The match memory (the matc
 what followed in the document where the last bytes stood before. Shapes as in spider_model.py.
 """
 
-import math
-import operator
 import warnings
 from functools import cache
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -20,58 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from layers import Cache, Left, Linear, inverse_rms_of, rms_norm, round_up, wide
-from tokenizer import PAD_ID
-
-if TYPE_CHECKING:
-    from spider_model import SpiderConfig
-
-
-WORD_BYTES = 32                           # that are looked at for the ends of words
-
-
-def gram_keys(shifted: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -> list[Tensor]:
-    """The last n bytes of each row as one number, for each order n: XOR over k < n of shifted[k] * multiplier[k]."""
-    keys = list(accumulate((shifted[:len(multiplier)] * multiplier[:, None]).unbind(), operator.xor))
-    return [keys[order - 1] for order in orders]
-
-
-def word_ends(shifted: Tensor) -> Tensor:
-    """Whether a word has ended before a byte: it is not of a word, while the byte before is. Of words are letters,
-    digits, _, what continues a character of UTF-8, and what begins one of two bytes that is a letter (from 0xC3 on:
-    Latin, Greek, Cyrillic, Hebrew, Arabic). So a Chinese character is a word. The rule of SpaceByte, arXiv 2404.14408,
-    but for _ and those letters, at each of which it ends a word.
-
-    shifted [K, M], see shifted_bytes -> bool [K - 1, M], of the byte k places back."""
-    of_words = (((shifted | 32) >= ord("a")) & ((shifted | 32) <= ord("z"))
-                | (shifted >= ord("0")) & (shifted <= ord("9")) | (shifted == ord("_"))
-                | (shifted >= 0x80) & (shifted < 0xE0) & (shifted != 0xC2))
-    return of_words[1:] & ~of_words[:-1]
-
-
-def init_multiplier(multiplier: Tensor, seed: int):
-    """Odd 64-bit numbers from `seed`; no random state is touched."""
-    numbers = torch.Generator().manual_seed(seed)
-    multiplier.copy_(torch.randint(-2 ** 62, 2 ** 62, multiplier.shape, generator=numbers) * 2 + 1)
-
-
-def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:
-    """ids [M] with their positions [M] in documents -> [longest, M]: the byte k places back, PAD before a start."""
-    back = torch.arange(longest, device=ids.device)[:, None]
-    row = torch.arange(len(ids), device=ids.device)
-    return torch.where(position >= back, ids[(row - back).clamp_min(0)], PAD_ID)
-
-
-@cache
-def primes_below(limit: int, count: int) -> tuple[int, ...]:
-    """The `count` largest primes not above `limit`, descending; all of them where there are fewer."""
-    found = []
-    for n in range(limit, 1, -1):
-        if len(found) == count:
-            break
-        if n == 2 or n % 2 and all(n % d for d in range(3, math.isqrt(n) + 1, 2)):
-            found.append(n)
-    return tuple(found)
+from spider.model.cache import Cache
+from spider.model.casting import Linear, wide
+from spider.model.config import SpiderConfig
+from spider.model.match_memory import MatchMemory
+from spider.model.ngrams import gram_keys, init_multiplier, primes_below
+from spider.model.norm import inverse_rms_of, rms_norm
+from spider.model.packing import Left, round_up
 
 
 class EngramTable(nn.Module):
@@ -281,74 +233,10 @@ class _Match(torch.autograd.Function):
         return torch.addcmul(to_key * key, to_h, h, value=-1), to_key * h
 
 
-class MatchMemory(nn.Module):
-    """What a document says of itself: for each order n, the byte that followed where its last n bytes stood the last
-    time before, and whether the same one had followed the time before that. `words` are such contexts too: for each n
-    of them the bytes behind the one that ended the n-th last word, at most WORD_BYTES - 1 of them. A match model, as
-    compressors have it, without parameters: a small transformer takes long to learn that it could look.
-
-    What was found is a number: the byte, + 256 where the two agree, + 512 where they do not, or NOTHING."""
-
-    NOTHING = 3 * 256                     # these bytes never stood there, or no byte followed them
-
-    def __init__(self, orders: tuple[int, ...], words: tuple[int, ...]):
-        super().__init__()
-        self.orders, self.words = orders, words
-        self.register_buffer("multiplier", torch.empty(max((*orders, WORD_BYTES * bool(words))), dtype=torch.int64))
-
-    def init_hash(self, seed: int):
-        init_multiplier(self.multiplier, seed)
-
-    def forward(self, ids: Tensor, shifted: Tensor, document: Tensor) -> Tensor:
-        """ids [M], shifted [all that contexts read, M], document [M], ascending -> what was found, int64 [M, contexts],
-        orders first."""
-        key, place = self.keys(shifted).sort(dim=1, stable=True)
-        document = document[place]
-        again = (key[:, 1:] == key[:, :-1]) & (document[:, 1:] == document[:, :-1])
-        last = torch.full_like(place, -1).scatter_(1, place[:, 1:], torch.where(again, place[:, :-1], -1))
-        return self.found(ids.expand_as(last), last, last).T
-
-    def keys(self, shifted: Tensor) -> Tensor:
-        """A number for the bytes of each context, [contexts, M]."""
-        orders, lengths = self.orders, tuple(range(1, WORD_BYTES)) if self.words else ()
-        keys = gram_keys(shifted + 1, self.multiplier, orders + lengths)  # a byte of 0 makes a context longer, too
-        if self.words:
-            ended = word_ends(shifted[:WORD_BYTES]).cumsum(0)                                # [WORD_BYTES - 1, M]
-            by_length = torch.stack((torch.zeros_like(keys[0]), *keys[len(orders):]))
-            keys[len(orders):] = [by_length.gather(0, (ended < n).sum(0, keepdim=True))[0] for n in self.words]
-        return torch.stack(keys)
-
-    def step(self, ids: Tensor, shifted: Tensor, position: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of the next bytes of documents that go on: ids [rows, n], shifted [longest, rows * n], position
-        [rows, n]; held int64 [1 + 2 * contexts, rows, places]: of the documents so far the bytes, the keys of their
-        contexts, and where these stood before. Returns what was found, [rows * n, contexts], and `held` with these
-        bytes, which doubles as it fills up."""
-        if (need := int(position[:, -1].max()) + 1) > held.shape[2]:                         # host synchronisation
-            held = F.pad(held, (0, 2 * need - held.shape[2]))
-        keys = self.keys(shifted).view(-1, *ids.shape)
-        at, count = position.expand(1 + len(keys), -1, -1), 1 + len(keys)
-        held[:count].scatter_(2, at, torch.cat((ids[None], keys)))
-        known, behind = held[1:count, :, None, :need], torch.arange(1, need + 1, dtype=torch.int32, device=ids.device)
-        width = max(1, (1 << 22) // known.numel())                                           # bytes at a time
-        last = torch.cat([((known == key[..., None]) & (behind <= t[..., None])).mul(behind).amax(-1)
-                          for key, t in zip(keys.split(width, -1), position.split(width, -1))], dim=-1).long() - 1
-        held[count:].scatter_(2, at[1:], last)
-        return self.found(held[:1].expand(len(last), -1, -1), held[count:], last).flatten(1).T, held
-
-    def found(self, ids: Tensor, before: Tensor, last: Tensor) -> Tensor:
-        """For n-grams that stood at `last` [..., m] before (-1: nowhere) what followed there, [..., m]. ids and
-        `before`, [..., places]: the bytes of places, and where their n-grams stood before."""
-        def at(x, place):
-            return x.gather(-1, place.clamp(0, x.shape[-1] - 1))
-        second = torch.where(last < 0, -1, at(before, last))
-        byte, agree = at(ids, last + 1), at(ids, last + 1) == at(ids, second + 1)
-        kind = torch.where(second < 0, 0, torch.where(agree, 256, 512))
-        return torch.where((last < 0) | (byte > 255), self.NOTHING, byte + kind)
-
-
 class ByteEngram(nn.Module):
     """The memory at byte rate: rows of every order, and of what followed in the document, each weighed by a gate of the
     state where there is one."""
+    matrix_stacks = ("followed",)
 
     def __init__(self, config: "SpiderConfig", gated: bool):
         super().__init__()

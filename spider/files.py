@@ -3,24 +3,18 @@
 Faults of data are DataErrors, which name the file; what is said of them is one printable line, whatever the name holds.
 """
 
-import argparse
 import errno
 import fcntl
 import io
 import os
-import re
 import stat
-import sys
-import threading
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-
-class DataError(Exception):
-    """Data that cannot be used; the message is one line: file, place in it and, where there is one, the remedy."""
+from spider.console import note
+from spider.errors import DataError
 
 
 @contextmanager
@@ -36,100 +30,8 @@ def naming(path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Words of a command line: each parser raises ValueError with what it wants
-
-DECIMAL = re.compile(r"[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([eE][+-]?[0-9]+)?")
-
-
-def decimal(text: str) -> str:
-    """Return a number as it was written, in plain ASCII decimals: int() and float() take 1_0, nan and other digits."""
-    if not DECIMAL.fullmatch(text):
-        raise ValueError("a number")
-    return text
-
-
-def number(text: str) -> float:
-    return float(decimal(text))
-
-
-def filled(kind: str) -> Callable:
-    """Make a parser that refuses the empty text: of an empty path pathlib makes the working directory."""
-    def parse(text: str) -> str:
-        if not text:
-            raise ValueError(kind)
-        return text
-    return parse
-
-
-a_path = filled("a path")
-
-
-def checked(parse: Callable) -> Callable:
-    """Make of a parser a type for argparse, which names the flag."""
-    def convert(text: str):
-        try:
-            return parse(text)
-        except ValueError as wanted:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
-    return convert
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is said
-
-def one_line(message) -> str:
-    """A message with its line breaks, control characters and lone surrogates (of file names) written as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
-
-
-@contextmanager
-def reader_may_leave():
-    """Inside and when it ends, nobody reading stdout any more (`| head`) is no fault: what is printed goes nowhere."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def say(line: str):
-    """Prints one line, whatever names are in it."""
-    with reader_may_leave():
-        print(one_line(line))
-
-
-def note(line: str):
-    """Says something on stderr that is no result."""
-    print(one_line(line), file=sys.stderr)
-
-
-class Progress:
-    """Bytes done, their rate and the time left, on stderr: in place on a terminal, else a line every 5 seconds."""
-
-    def __init__(self, what: str, total: int = 0):
-        self.what, self.total, self.done, self.lock = what, total, 0, threading.Lock()
-        self.terminal, self.begun = sys.stderr.isatty(), time.monotonic()
-        self.shown = self.begun
-
-    def add(self, size: int):
-        if not size:
-            return
-        with self.lock:
-            self.done += size
-            now, complete = time.monotonic(), self.done == self.total
-            if now - self.shown < (0.1 if self.terminal else 5) and not complete:
-                return
-            self.shown, rate = now, max(1, self.done) / max(1e-3, now - self.begun)
-            line = f"{self.what}: {self.done / 1e6:,.1f} MB at {rate / 1e6:,.3g} MB/s"
-            if self.total:
-                part = self.done / self.total
-                line += f" [{'#' * int(30 * part):30}] {part:4.0%}, {(self.total - self.done) / rate:,.0f} s left"
-            line = f"\r{line}\033[K" + "\n" * complete if self.terminal else f"{line}\n"
-            print(line, end="", file=sys.stderr, flush=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Reading what others made
+
 
 class Counted(io.FileIO):
     """A file that calls `report` with the number of bytes that were read, each time."""
@@ -221,6 +123,7 @@ def note_again(where: str, paths: Sequence[str]):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
+
 
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
     """A file to write, never what a link leads to: "w" makes one in place of what has the name, "a" refuses a link."""

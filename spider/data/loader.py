@@ -1,0 +1,203 @@
+"""The order of the data: which sequences a step reads, as a pure function of seed and step."""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import accumulate
+
+import numpy as np
+
+from spider.data.shards import Source, Stream, check_ids
+from spider.errors import DataError
+from tokenizer import PAD_ID, VOCAB_SIZE
+
+BLOCK = 10_000                # sequences in which the sources of a mixture have their exact shares
+
+AHEAD = 4096                  # sequences whose places are worked out at a time: numpy's calls cost more than their work
+
+# Constants of SplitMix64; numpy takes its own scalars in half the time.
+ADD, MUL_1, MUL_2, BITS_27, BITS_30, BITS_31, BITS_32 = map(
+    np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 27, 30, 31, 32))
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """uint64 -> uint64, the step of SplitMix64: a bijection in which every input bit reaches every output bit."""
+    x = x + ADD
+    x = (x ^ (x >> BITS_30)) * MUL_1
+    x = (x ^ (x >> BITS_27)) * MUL_2
+    return x ^ (x >> BITS_31)
+
+
+def key(seed: int, *parts) -> np.ndarray:
+    """uint64 hash of a seed and of numbers or arrays of numbers, none below 0; at least one-dimensional."""
+    x = mix(np.array([seed % 2 ** 64], np.uint64))
+    for part in parts:
+        x = mix(x ^ np.asarray(part).astype(np.uint64))
+    return x
+
+
+def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
+    """Where keyed bijections of [0, n), n < 2**52, take the indices [m] under keys [m]; n [m] or a number; int64 [m].
+
+    A Feistel network of four rounds on two digits to a base just above sqrt(n). A value of n or more is taken through
+    again (cycle walking), which with this base is seldom needed.
+    """
+    n = np.asarray(n)
+    base = np.sqrt(n).astype(np.uint64) + np.uint64(1)
+    high, low = np.divmod(index.astype(np.uint64), base)
+    round_keys = keys
+    for _ in range(4):
+        high, low = low, (high + (mix(round_keys ^ low) >> BITS_32)) % base
+        round_keys = round_keys + ADD
+    out = (high * base + low).astype(np.int64)
+    beyond = np.flatnonzero(out >= n)
+    if beyond.size:
+        out[beyond] = permute(out[beyond], np.broadcast_to(n, out.shape)[beyond], keys[beyond])
+    return out
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Whole numbers that sum to total, in proportion to the weights (largest remainder, ties to the first)."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    out = [int(x) for x in exact]
+    for k in sorted(range(len(out)), key=lambda k: out[k] - exact[k])[:total - sum(out)]:
+        out[k] += 1
+    return out
+
+
+@lru_cache(maxsize=4)
+def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Assign each slot of a block to a source; return its number and the slot's rank among its own, int64 [slots]."""
+    ends = np.cumsum(counts)
+    slots = np.arange(ends[-1])
+    source = np.searchsorted(ends, permute(slots, len(slots), key(seed, 0, np.full_like(slots, block))), side="right")
+    rank = np.empty_like(slots)
+    rank[np.argsort(source, kind="stable")] = slots           # by source, in order
+    return source, rank - (ends - counts)[source]
+
+
+class Loader:
+    """The training sequences of a run, numbered from 0 in one global order that ranks and micro-steps share out.
+
+    Each epoch of a source covers every one of its targets (every id but the first) exactly once, cut anew into windows
+    of up to seq_len, in another order. Blocks of 10,000 sequences hold the sources in exact proportion to the weights,
+    in drawn order; each slot takes the next sequence of its source.
+    """
+
+    def __init__(self, sources: Sequence[Source], seq_len: int, seed: int):
+        self.stream, self.offsets = join([source.train for source in sources])
+        self.seq_len, self.seed = seq_len, seed
+        self.targets = np.array([len(source.train) - 1 for source in sources])
+        self.windows = -(-self.targets // seq_len)                                    # in an epoch
+        self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
+        self.share, self.deal = self.counts / BLOCK, partial(deal, seed, tuple(self.counts.tolist()))
+        self.ahead_from, self.ahead = 0, self._place(np.arange(0))  # places of sequences worked out together
+        for source, targets, count in zip(sources, self.targets, self.counts):
+            if targets < seq_len:
+                raise DataError(f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
+                                f"({max(0, targets):,} bytes): lower --seq_len")
+            if count == 0:
+                raise DataError(f"{source.name}: weight {source.weight:g} is not one sequence in {BLOCK:,}: raise it")
+
+    def micro_batch(self, first: int, micro_step: int, micro_batch: int, rank: int = 0, ranks: int = 1):
+        """One rank's (input_ids, labels, g) of a micro-step; g int64 [micro_batch] numbers the sequences.
+
+        `first` sequences were consumed before this optimizer step, whose sequences are the same on any number of ranks.
+        """
+        import torch
+        begin = first + (micro_step * ranks + rank) * micro_batch - self.ahead_from
+        if not 0 <= begin <= len(self.ahead[0]) - micro_batch:
+            self.ahead_from, begin = begin + self.ahead_from, 0
+            self.ahead = self._place(self.ahead_from + np.arange(max(micro_batch, AHEAD)))
+        places = (part[begin:begin + micro_batch] for part in self.ahead)
+        g = self.ahead_from + begin + np.arange(micro_batch)
+        return *cut_rows(self.stream, *places, self.seq_len), torch.from_numpy(g)
+
+    def rows(self, g: np.ndarray):
+        """Sequences g [n]: (input_ids, labels), int64 [n, seq_len]; labels are shifted, -100 does not count."""
+        return cut_rows(self.stream, *self._place(np.asarray(g)), self.seq_len)
+
+    def epochs(self, g: int) -> np.ndarray:
+        """Count the passes over each source that were completed before sequence g; int64 [sources]."""
+        block, slot = divmod(g, BLOCK)
+        read = block * self.counts + np.bincount(self.deal(block)[0][:slot], minlength=len(self.counts))
+        return read // self.windows
+
+    def epoch(self, g: int) -> int:
+        """Return the epoch of sequence g, from 0; of a mixture the mean of `epochs` by weight, rounded down."""
+        return int(self.counts @ self.epochs(g)) // BLOCK
+
+    def _deal(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Source number of sequences g, and their index in that source's own endless sequence."""
+        block, slot = np.divmod(g, BLOCK)
+        source, index = np.empty_like(g), np.empty_like(g)
+        for number in np.unique(block).tolist():
+            here = block == number
+            owner, rank = (part[slot[here]] for part in self.deal(number))
+            source[here], index[here] = owner, number * self.counts[owner] + rank
+        return source, index
+
+    def _place(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Start and stop of sequences g in the joined stream: inputs are ids start .. stop - 1, labels one further."""
+        source, index = self._deal(g)
+        targets, windows = self.targets[source], self.windows[source]
+        epoch, position = np.divmod(index, windows)
+        keys = key(self.seed, 1 + source, epoch)
+        # Where windows do not fit evenly, each epoch's first one has another length, which moves the cuts behind it.
+        rest = targets % self.seq_len
+        head = np.where(rest == 0, self.seq_len, rest + (mix(keys) >> 32).astype(np.int64) % (self.seq_len - rest))
+        stop = head + permute(position, windows, keys) * self.seq_len
+        begin = self.offsets[source]
+        return begin + np.maximum(stop - self.seq_len, 0), begin + np.minimum(stop, targets)
+
+
+def join(streams: Sequence[Stream]) -> tuple[Stream, np.ndarray]:
+    """Streams as one, and where each begins in it, int64 [len(streams)]."""
+    offsets = np.array([0, *accumulate(map(len, streams))][:-1])
+    return Stream([shard for stream in streams for shard in stream.shards]), offsets
+
+
+def cut_rows(stream: Stream, start: np.ndarray, stop: np.ndarray, seq_len: int):
+    """(input_ids, labels), int64 [n, seq_len], of windows start .. stop [n], both ends included, of a stream.
+
+    A window of fewer than seq_len targets is filled up with PAD, its labels with -100, as is every label that is PAD.
+    """
+    import torch  # here: the workers of `prepare` do without it and start in a tenth of the time
+    pieces, padding = [], np.full(seq_len, PAD_ID, np.uint16)
+    first, last = stream.bounds.searchsorted((start, stop), "right") - 1  # shards
+    shards, spans = list(zip(first.tolist(), last.tolist())), list(zip(start.tolist(), stop.tolist()))
+    touched = [stream.shards[i] for a, b in set(shards) for i in range(a, b + 1)]
+    for shard in touched:
+        shard.check_unchanged()
+    for (i, j), (a, b), begin in zip(shards, spans, stream.bounds[first].tolist()):
+        pieces.append(stream.shards[i].ids[a - begin:b - begin + 1] if i == j else stream.read(a, b + 1))
+        if b - a < seq_len:
+            pieces.append(padding[b - a:])
+    ids = np.concatenate(pieces).reshape(-1, seq_len + 1)
+    for shard in touched:
+        shard.check_unchanged()
+    if ids.max() >= VOCAB_SIZE:
+        for a, b in spans:
+            check_ids(stream, a, b + 1)
+    both = np.empty((2, len(ids), seq_len), np.int64)  # as two arrays, malloc would map and fault them in every time
+    input_ids, labels = both
+    input_ids[:], labels[:] = ids[:, :-1], ids[:, 1:]
+    short = np.flatnonzero(stop - start < seq_len)
+    input_ids[short, (stop - start)[short]] = PAD_ID  # the window's last id is a target only
+    labels[labels == PAD_ID] = -100
+    return tuple(torch.from_numpy(both))
+
+
+def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
+    """The first eval_tokens validation targets, shared out by weight: (input_ids, labels), int64 [n, seq_len].
+
+    A source with fewer targets than its share gives what it has. DataError where there is not one target.
+    """
+    wanted = shares([source.weight for source in sources], eval_tokens)
+    counts = [min(count, len(source.val) - 1) for source, count in zip(sources, wanted)]
+    stream, offsets = join([source.val for source in sources])
+    spans = [(offset + a, offset + min(a + seq_len, count)) for offset, count in zip(offsets.tolist(), counts)
+             for a in range(0, count, seq_len)]
+    if not spans:
+        raise DataError(f"{', '.join(source.name for source in sources)}: no byte to validate on; prepare more data, "
+                        "raise --eval_tokens, or switch evaluation off with --eval_every 0")
+    return cut_rows(stream, *np.array(spans).T, seq_len)

@@ -1,0 +1,257 @@
+"""Byte shards: find, map and check them."""
+
+import json
+import math
+import os
+import random
+import re
+import resource
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from spider.errors import DataError
+from spider.files import each_once, identity, naming, note_again, open_plain, walk
+from spider.flags import number
+from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+MIB = 1 << 20
+
+CHECK_ALL = 2048 * MIB        # up to here, `check` looks at all of the data
+
+HELD_OUT = 10_000_000         # most ids held out where no shard is for validation
+RECORD_LIMIT = 256 * MIB      # longest metadata.json or prepare.jsonl that is read: a million shards
+VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)
+RECORDS = "metadata.json", "prepare.jsonl"  # what `prepare` says of its shards, done and under way
+
+
+class Shard(NamedTuple):
+    """Ids of a file, or a part of them that begins at id `first` of the file."""
+    path: str
+    ids: np.ndarray           # uint16
+    first: int = 0
+    stamp: tuple | None = None  # file_stamp when it was mapped; None: there is no file
+
+    def check_unchanged(self):
+        """DataError where the file is no longer the one mapped: ids beyond its end would kill the process."""
+        if self.stamp is None:
+            return
+        try:
+            now = file_stamp(self.path)
+        except OSError as fault:
+            now = fault.strerror
+        if now != self.stamp:
+            what = (f"now: {now}" if isinstance(now, str) else "replaced or altered" if now[1] == self.stamp[1] else
+                    f"it ends at byte offset {now[1]}, not {self.stamp[1]}")
+            raise DataError(f"{self.path}: changed during the run ({what}); shards must stay as they are: put it back "
+                            "and give the same command again, it goes on")
+
+
+def file_stamp(file: str | int) -> tuple[int, int, int]:
+    """(inode, size, time of change in ns) of a path or descriptor: another file, or another content, has another."""
+    status = os.stat(file)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Stream:
+    """Shards as one sequence of ids; Stream([Shard("memory", ids)]) is one without a file."""
+
+    def __init__(self, shards: Sequence[Shard]):
+        self.shards = list(shards)
+        self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
+        self.bounds = np.array(self.starts)
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids start .. stop - 1, uint16; a view where one shard holds them all."""
+        i = bisect_right(self.starts, start) - 1
+        if stop <= self.starts[i + 1]:
+            return self.shards[i].ids[start - self.starts[i]:stop - self.starts[i]]
+        return np.concatenate([shard.ids for shard in self.part(start, stop).shards])
+
+    def part(self, start: int, stop: int) -> "Stream":
+        """The stream of ids start .. stop - 1."""
+        cuts = [(shard, max(0, start - begin), min(len(shard.ids), stop - begin))
+                for shard, begin in zip(self.shards, self.starts)]
+        return Stream([shard._replace(ids=shard.ids[a:b], first=shard.first + a) for shard, a, b in cuts if a < b])
+
+    def where(self, index: int) -> str:
+        """File and byte offset of an id."""
+        i = bisect_right(self.starts, index) - 1
+        return f"{self.shards[i].path}: byte offset {2 * (self.shards[i].first + index - self.starts[i])}"
+
+
+@dataclass
+class Source:
+    """The data of one directory, and its share of the training sequences."""
+    name: str
+    weight: float
+    train: Stream
+    val: Stream
+
+
+def open_data(spec: str) -> list[Source]:
+    """The sources of a directory, or of a mixture such as web:0.7,code:0.3 (weights above 0, of any sum)."""
+    if ":" not in spec or os.path.isdir(spec):
+        return [open_source(spec, 1.0)]
+    names, _, weights = zip(*(part.rpartition(":") for part in spec.split(",")))
+    try:
+        weights = [number(weight) for weight in weights]
+    except ValueError:
+        weights = [0]
+    if not all(names) or not all(weight > 0 for weight in weights) or not sum(weights) < math.inf:
+        raise DataError(f"{spec}: neither a directory nor a mixture, written dir:weight,dir:weight, weights above 0")
+    sources = [open_source(name, weight / sum(weights)) for name, weight in zip(names, weights)]
+    if len({identity(name) for name in names}) < len(names):
+        raise DataError(f"{spec}: names a directory twice: give it once, with the sum of its weights")
+    return sources
+
+
+def open_source(directory: str, weight: float) -> Source:
+    """Maps a directory's shards; where none is for validation, the last 1% of the ids are held out for it."""
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
+    shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
+    train, val = (Stream([shard for its_split, shard in shards if its_split == split]) for split in ("train", "val"))
+    if not len(train):
+        raise DataError(f"{directory}: every shard in it is for validation, none for training")
+    if not len(val):
+        cut = len(train) - min(len(train) // 100, HELD_OUT)
+        train, val = train.part(0, cut), train.part(cut, len(train))
+    return Source(directory, weight, train, val)
+
+
+def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
+    """(path, split, entry in metadata.json) of the .bin files in and below a directory, sorted by relative name.
+
+    Without an entry, a name or a folder such as val, val_00, valid or validation-1 makes the split "val", else "train".
+    A file that several paths lead to is there once; what is passed over, link loops as well, is said in one line.
+    """
+    advice = f"make shards by `python data.py prepare INPUT --out {directory}`"
+    if not os.path.isdir(directory):
+        raise DataError(f"{directory}: no such directory; {advice}")
+    paths, _, again = walk(directory)
+    names = sorted(os.path.relpath(path, directory) for path in paths if path.endswith((".bin", *RECORDS)))
+    entries = {os.path.join(folder, entry["name"]): entry for folder in {"", *map(os.path.dirname, names)}
+               for entry in read_metadata(os.path.join(directory, folder)).get("shards", ())}
+    names = [name for name in names if name.endswith(".bin")]
+    for name in sorted(entries.keys() - set(names)):
+        raise DataError(f"{os.path.join(directory, name)}: missing, though metadata.json lists it")
+    if not names:
+        raise DataError(f"{directory}: no .bin file in it; {advice}")
+    names, others = each_once(directory, names, first=entries)
+    note_again(directory, again + others)
+    splits = ["val" if any(VALIDATION.match(part) for part in Path(name).parts) else "train" for name in names]
+    return [(os.path.join(directory, name), entries[name]["split"] if name in entries else split, entries.get(name))
+            for name, split in zip(names, splits)]
+
+
+def read_metadata(folder: str | Path) -> dict:
+    """metadata.json of a folder; empty where there is none, or somebody else's, which does not list shards as ours."""
+    path, journal = (Path(folder, name) for name in RECORDS)
+    if not os.path.lexists(path):
+        if journal.exists():
+            raise DataError(f"{folder}: `prepare` was cut short here; give the same command again, it goes on")
+        return {}
+    try:
+        metadata = json.loads(read_record(path))
+    except (ValueError, RecursionError) as fault:
+        raise DataError(f"{path}: not JSON: {fault}; delete it if it is not about these shards") from None
+    shards = metadata.get("shards") if isinstance(metadata, dict) else None
+    ours = isinstance(shards, list) and all(map(is_entry, shards))
+    if not ours and isinstance(metadata, dict) and "fingerprint" in metadata:
+        raise DataError(f"{path}: damaged: `shards` is not a list of objects with name, split, ids and sha256; copy it "
+                        "again, or delete it to have its shards checked by their format alone")
+    return metadata if ours else {}
+
+
+def is_entry(entry) -> bool:
+    """Whether a JSON value describes a shard, as far as training relies on it."""
+    return (isinstance(entry, dict) and entry.get("split") in ("train", "val") and is_count(entry.get("ids"))
+            and type(entry.get("name")) is type(entry.get("sha256")) is str)
+
+
+def is_count(value) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def read_record(path: Path) -> bytes:
+    """What one of RECORDS holds; DataError where it is longer than any that `prepare` writes."""
+    with naming(path), open_plain(path) as file:
+        content = file.read(RECORD_LIMIT + 1)
+    if len(content) > RECORD_LIMIT:
+        raise DataError(f"{path}: longer than {RECORD_LIMIT:,} bytes; delete it if it is not about these shards")
+    return content
+
+
+def map_shard(path: str, entry: dict | None) -> Shard:
+    """A memory-mapped file; its ids are a plain uint16 array, since slices of np.memmap are slow."""
+    with naming(path), open_plain(path) as file:
+        stamp = _, size, _ = file_stamp(file.fileno())
+        if size == 0:
+            raise DataError(f"{path}: empty (byte offset 0); delete it")
+        if entry is not None and size != 2 * entry["ids"]:
+            raise DataError(f"{path}: ends at byte offset {size}, but metadata.json says {2 * entry['ids']}: cut off "
+                            "or altered; copy or prepare it again")
+        if size % 2:
+            raise DataError(f"{path}: half an id at byte offset {size - 1}, the length is odd: cut off, or not a shard")
+        return Shard(path, np.memmap(file, "<u2", "r", shape=size // 2).view(np.ndarray), 0, stamp)
+
+
+def check_ids(stream: Stream, start: int, stop: int):
+    """Raises DataError at the first of the ids start .. stop - 1 that is above 271."""
+    for begin in range(start, stop, MIB):  # pieces that stay in the cache
+        stream.shards[bisect_right(stream.starts, begin) - 1].check_unchanged()
+        piece = stream.read(begin, min(begin + MIB, stop))
+        if piece.max() >= VOCAB_SIZE:
+            i = int((piece >= VOCAB_SIZE).argmax())
+            raise DataError(f"{stream.where(begin + i)}: id {piece[i]} is above {VOCAB_SIZE - 1}: damaged, or no shard")
+
+
+def check(sources: Sequence[Source]):
+    """Raises DataError at an id above 271: looks at all of up to 2 GiB, else at the first and last MiB of every shard.
+
+    What is not looked at here is when it is read: every batch checks its own ids.
+    """
+    streams = [stream for source in sources for stream in (source.train, source.val)]
+    reach = MIB // 2 if sum(2 * len(stream) for stream in streams) > CHECK_ALL else CHECK_ALL
+    for stream in streams:
+        for start, stop in pairwise(stream.starts):
+            check_ids(stream, start, min(start + reach, stop))
+            check_ids(stream, max(start + reach, stop - reach), stop)
+
+
+def mock_source(seed: int) -> Source:
+    """About 1 MB of made-up sentences, which a model learns within a few steps, and 70 kB to validate; no file."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(rng.choice((1, 2, 2, 3))))
+             for _ in range(20)]
+    often = [1 / (i + 1) for i in range(40)]
+    sentences = [" ".join(rng.choices(words, often[:20], k=rng.randint(3, 5))) + ". " for _ in range(40)]
+
+    def stream(documents: int) -> Stream:  # of 8 sentences; 0x02 and 0x03 stand for BOS and EOS
+        text = "".join("\x02" + "".join(rng.choices(sentences, often, k=8)) + "\x03" for _ in range(documents))
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        ids[ids == 2], ids[ids == 3] = BOS_ID, EOS_ID
+        return Stream([Shard("mock data", ids)])
+
+    return Source("mock", 1.0, stream(5000), stream(350))
+
+
+def printable(ids: Iterable[int]) -> str:
+    r"""Ids for a terminal: printable text as it is, other bytes as \n, \x07 or \\, other ids as \<BOS> or \<259>."""
+    names, out = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}, []
+    for is_byte, run in groupby(ids, lambda i: i < 256):
+        if is_byte:
+            out += [c if c.isprintable() and c != "\\" else repr(c.encode("utf-8", "surrogateescape"))[2:-1]
+                    for c in bytes(run).decode("utf-8", "surrogateescape")]
+        else:
+            out += [f"\\<{names.get(i, i)}>" for i in run]
+    return "".join(out)

@@ -1,0 +1,139 @@
+"""Multi-head latent attention (MLA) over packed documents."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spider.model.cache import Cache, out_of_sight
+from spider.model.casting import Linear, weight_of
+from spider.model.config import SpiderConfig
+from spider.model.norm import rms_norm
+from spider.model.packing import Left, Packing
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary embedding, in place, of the last numbers of each head: x [rows, H * head_dim]."""
+
+    @staticmethod
+    def forward(ctx, x, heads, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        ctx.mark_dirty(x)
+        return turn_(x, heads, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return turn_(grad, ctx.heads, *ctx.saved_tensors, -1), None, None, None
+
+
+def turn_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    """x turned by its rows' angles, or back by them (`way` -1)."""
+    part = x.view(len(x), heads, -1)[:, :, -cos.shape[2]:]
+    turned = part.roll(cos.shape[2] // 2, -1)
+    part.mul_(cos).addcmul_(turned, sin, value=way)
+    return x
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+    """Causal attention inside each document by one kernel: q, k, v [rows, H, head_dim] -> [rows, H * head_dim]."""
+    from torch.nn.attention.varlen import varlen_attn
+    cu, longest = packing.cu_seqlens, packing.longest
+    return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
+
+
+def attend_filled(qkv: Tensor, packing: Packing) -> Tensor:
+    """The same by products of documents that are filled up: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
+    sizes = [documents * length for documents, length in packing.buckets]
+    if packing.slot is not None:
+        qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.slot, qkv)
+    parts = qkv.split(sizes) if len(sizes) > 1 else [qkv]
+    parts = [_attend_padded(part.unflatten(0, bucket), packing.window).flatten(0, 1)
+             for part, bucket in zip(parts, packing.buckets)]
+    out = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return out if packing.slot is None else out.index_select(0, packing.slot)
+
+
+def _attend_padded(qkv: Tensor, window: int) -> Tensor:
+    """The same for qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H * head_dim]; behind a document's last
+    row nothing looks. Under a window, blocks of as many rows look at themselves and at the block before."""
+    documents, longest = qkv.shape[:2]
+    if not 0 < window < longest:
+        return _attend_block(*qkv.unbind(3), longest)
+    blocks = F.pad(qkv, (0, 0, 0, 0, 0, 0, 0, -longest % window)).unflatten(1, (-1, window))
+    first = _attend_block(*blocks[:, 0].unbind(3), window)
+    q, k, v = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2).flatten(0, 1).unbind(3)
+    rest = _attend_block(q[:, window:], k, v, window)
+    return torch.cat((first, rest.unflatten(0, (documents, -1)).flatten(1, 2)), dim=1)[:, :longest]
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """The last n of m rows look at up to `window` rows: q [B, n, H, head_dim], k, v [B, m, H, head_dim] -> [B, n, H *
+    head_dim]."""
+    batch, n, heads, width = q.shape
+    m = k.shape[1]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if q.dtype == torch.bfloat16 and m <= 2048:  # there a CPU's plain products are faster than its SDPA in bf16
+        q, k, v = (t.reshape(batch * heads, -1, width) for t in (q, k, v))
+        parts = []
+        for rows in q.split(512, dim=1):  # what lies behind all of them is not multiplied
+            last = min(m, m - n + 512 * len(parts) + rows.shape[1])
+            score = torch.baddbmm(out_of_sight(rows, last, window), rows, k[:, :last].mT, alpha=width ** -0.5)
+            parts.append(torch.bmm(score.softmax(-1), v[:, :last]))
+        out = (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).view(batch, heads, n, width)
+    elif m > n:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=out_of_sight(q, m, window))
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(1, 2).reshape(batch, n, heads * width)
+
+
+class MLA(nn.Module):
+    """Multi-head latent attention; what later rows read of a row is its latent alone, kv_lora_rank + rope numbers."""
+
+    def __init__(self, config: "SpiderConfig"):
+        super().__init__()
+        self.config, c = config, config
+        head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
+        self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank)
+        self.q_b_proj = Linear(c.q_lora_rank, c.n_heads * head_dim)
+        self.kv_a_proj = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
+        self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim))
+        self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
+
+    def forward(self, x: Tensor, packing: Packing, left: Left, latent: Tensor | None = None,
+                cache: Cache | None = None) -> tuple[Tensor, Tensor]:
+        """x [n, D] of the rows that are left -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
+        given ones, of the loop before, stay for the others. A cache holds earlier latents, normed and rotated."""
+        c = self.config
+        latent = left.merge(latent, self.kv_a_proj(x))
+        rows, heads = len(latent), c.n_heads
+        q = left.spread(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
+        if not isinstance(self.q_b_proj, Linear):  # what FP8 multiplied is a view, which autograd lets nobody write to
+            q = q.clone()
+        q = _Rotate.apply(q, heads, packing.cos, packing.sin).view(rows, heads, -1)          # [rows, H, nope + rope]
+        c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
+        c_kv, k_rope = rms_norm(c_kv), _Rotate.apply(k_rope.clone(), 1, packing.cos, packing.sin)
+        if cache is not None:
+            return self.o_proj(left.pick(self.absorbed(q, c_kv, k_rope, cache))), latent
+        kv = self.kv_b_proj(c_kv).view(rows, heads, -1)                                    # [rows, H, nope + v]
+        k_nope, v = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
+        k_rope = k_rope[:, None].expand(-1, heads, -1)
+        if packing.buckets is None:
+            v = v if c.qk_nope_head_dim % 8 == 0 else v.contiguous()                         # kernels read 16 bytes
+            out = attend(q, torch.cat((k_nope, k_rope), dim=-1), v, packing)
+        else:
+            out = attend_filled(torch.cat((q, k_nope, k_rope, v), dim=-1).view(rows, heads, 3, -1), packing)
+        return self.o_proj(left.pick(out)), latent
+
+    def absorbed(self, q: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
+        """The same attention over latents alone, [rows, H * v_head_dim]: keys and values are never made of them, since
+        q (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times that of c."""
+        c = self.config
+        weight = weight_of(self.kv_b_proj, c_kv.dtype).view(c.n_heads, -1, c.kv_lora_rank)   # [H, nope + v, c_kv]
+        w_uk, w_uv = weight.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+        q_nope, q_rope = q.split_with_sizes((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
+        q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_rope), dim=-1)
+        held = torch.cat((c_kv, k_rope), dim=-1)
+        out = cache.attend(q, held, c.v_head_dim ** -0.5, c.kv_lora_rank)                    # [rows, H, c_kv]
+        return torch.bmm(out.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)

@@ -1,0 +1,83 @@
+"""Linear layers whose weights are cast to the type of their input."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose fp32 weight is cast to the input's type; values come from Spider.init_weights alone."""
+
+    cast: Tensor | None = None            # of the weight, while Spider.cast_weights_once lasts
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self):
+        pass
+
+    def cast_weight(self, dtype: torch.dtype):
+        if dtype != self.weight.dtype:
+            self.cast = self.weight.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, weight_of(self, x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class WideLinear(Linear):
+    """Linear in at least fp32 whatever its rows and weights are, [N, D] -> [N, E]. On a GPU rows in bf16 are multiplied
+    as they are."""
+
+    def cast_weight(self, dtype: torch.dtype):
+        if dtype == torch.bfloat16 and self.weight.is_cuda:
+            self.cast = halves(self.weight.detach(), 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = wide(self.weight), None if self.bias is None else wide(self.bias)
+        if x.dtype == torch.bfloat16 and x.is_cuda and weight.dtype == torch.float32:
+            y = _Wide.apply(x, weight, halves(weight.detach(), 0) if self.cast is None else self.cast)
+            return y if bias is None else y + bias
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        return F.linear(x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
+
+
+class _Wide(torch.autograd.Function):
+    """x in bf16 times a weight in fp32: x [N, D], weight [E, D], its halves [2 * E, D] -> fp32 [N, E]. Two halves in
+    bf16 have 16 bits of a number, more than TF32 takes of it, and x need not be copied to fp32."""
+
+    @staticmethod
+    def forward(ctx, x, weight, parts):
+        ctx.save_for_backward(x, parts)
+        high, low = wide_product(x, parts.mT).chunk(2, dim=1)
+        return high + low
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, parts = ctx.saved_tensors
+        grads = halves(grad, 1)                                                              # [N, 2 * E]
+        high, low = wide_product(grads.mT, x).chunk(2)
+        return grads[:, :grad.shape[1]] @ parts[:len(parts) // 2], high + low, None
+
+
+def halves(x: Tensor, dim: int) -> Tensor:
+    """x in fp32 as a sum of two numbers in bf16, side by side along `dim`."""
+    high = x.to(torch.bfloat16)
+    return torch.cat((high, (x - high).to(torch.bfloat16)), dim=dim)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in bf16, summed up and given in fp32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """A Linear's weight in the type of a product: its cast, where there is one."""
+    for weight in (linear.cast, linear.weight):
+        if weight is not None and weight.dtype == dtype:
+            return weight
+    return linear.weight.to(dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in at least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

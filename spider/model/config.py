@@ -1,0 +1,168 @@
+"""SpiderConfig: every size of the model, and the presets."""
+
+from dataclasses import dataclass, fields
+
+from spider.model.ngrams import WORD_BYTES, primes_below
+from tokenizer import VOCAB_SIZE
+
+BOUNDARIES = ("learned", "words", "whitespace", "every_third", "every_byte")
+RECOMPUTE = ("nothing", "core", "all")
+MAX_LOOPS = 4096                          # of the core, in a flag as in a checkpoint
+
+
+@dataclass
+class SpiderConfig:
+    """Every size of the model; plain values, saved in the checkpoint. The defaults are `1b`."""
+    vocab_size: int = VOCAB_SIZE
+    hidden_size: int = 2048               # multiples of 16, as those of experts: grouped products take no others
+    n_prelude_layers: int = 2
+    n_recurrent_layers: int = 6           # 0: no core, the byte layers alone, as a control arm
+    n_coda_layers: int = 2
+    n_loops: int = 6                      # loops trained with; beyond them the last one's adapter serves
+    # attention (MLA)
+    n_heads: int = 16
+    q_lora_rank: int = 768
+    kv_lora_rank: int = 320
+    qk_nope_head_dim: int = 64
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128                 # the query/key width, a multiple of 8: every attention kernel takes that
+    rope_theta: float = 10000.0
+    byte_window: int = 0                  # bytes that prelude and coda look back on, their own included; 0: all
+    # feed-forward and experts
+    intermediate_size: int = 4096         # of the dense layers of prelude and coda
+    n_routed_experts: int = 32            # 0: only the shared one, a dense feed-forward
+    n_shared_experts: int = 1             # as one SwiGLU of n_shared_experts * moe_intermediate_size
+    n_experts_per_tok: int = 2
+    moe_intermediate_size: int = 512
+    expert_bias_rate: float = 0.001       # step of the selection bias, once per optimizer step
+    aux_loss_weight: float = 0.01
+    z_loss_weight: float = 0.001
+    # segments
+    boundaries: str = "learned"           # or where words end; or, as control arms, whitespace, every_third, every_byte
+    boundary_prior: float = 0.3           # first rate of boundaries per byte
+    boundary_loss_weight: float = 1.0
+    boundary_alpha: float = 1 / 3         # boundaries per byte are kept between alpha - lambda * sigma and alpha
+    boundary_lambda: float = 3.0
+    boundary_sigma: float = 0.023
+    places: int = 1                       # rows of a segment for the bytes behind it, each a projection of its own
+    # recurrence
+    lti: bool = True                      # False: v = h + e, to measure what the stable injection is worth
+    lora_rank: int = 16                   # of the adapter of each loop; 0: none
+    act: bool = True                      # False: the last loop's state is the output
+    act_threshold: float = 0.99
+    ponder_weight: float = 0.001          # of the ACT cost; 0: none
+    core_loss_weight: float = 0.0         # of the cross-entropy of the core's own prediction of the next byte; 0: none
+    # Engram: tables of hashed n-grams, before some core layers and at byte rate before prelude and head
+    engram_layers: tuple[int, ...] = (1, 4)
+    engram_orders: tuple[int, ...] = (3, 4, 6, 8)
+    engram_heads: int = 4                 # hashes per order
+    engram_rows: int = 29_000             # rows of each hash's table, about (the next free prime below)
+    engram_dim: int = 64                  # width of a row
+    engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    engram_byte_rows: int = 47_300
+    engram_byte_dim: int = 128
+    engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # of what followed in the document; (): none
+    engram_match_words: tuple[int, ...] = ()  # the same of what stands behind the n-th last end of a word
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, kind = getattr(self, f.name), type(f.default)
+            if kind is tuple and type(value) is list:                      # when read back from JSON
+                setattr(self, f.name, value := tuple(value))
+            if type(value) not in ((int, float) if kind is float else (kind,)) or (
+                    kind is tuple and any(type(part) is not int for part in value)):
+                raise ValueError(f"{f.name} must be of type {'tuple of int' if kind is tuple else kind.__name__}")
+            low, high = RANGES.get(f.name, (value, value))
+            if not low <= value <= high:
+                raise ValueError(f"{f.name} must be at least {low} and at most {high}")
+        for holds, rule in (
+                (self.hidden_size % 16 == 0, "hidden_size must be a multiple of 16"),
+                (self.moe_intermediate_size % 16 == 0, "moe_intermediate_size must be a multiple of 16"),
+                (self.qk_nope_head_dim + self.qk_rope_head_dim == self.v_head_dim,
+                 "qk_nope_head_dim + qk_rope_head_dim must equal v_head_dim"),
+                (self.v_head_dim % 8 == 0, "v_head_dim must be a multiple of 8"),
+                (self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
+                (self.boundaries in BOUNDARIES, f"boundaries must be one of {', '.join(BOUNDARIES)}"),
+                (0 < self.boundary_prior < 1, "boundary_prior must lie between 0 and 1"),
+                (self.n_routed_experts + self.n_shared_experts > 0,
+                 "n_routed_experts, n_shared_experts: there must be a routed or a shared expert"),
+                (not self.n_routed_experts or self.n_experts_per_tok <= self.n_routed_experts,
+                 "n_experts_per_tok must lie between 1 and n_routed_experts"),
+                (all(0 <= i < (self.n_recurrent_layers or 256) for i in self.engram_layers),
+                 "engram_layers must lie between 0 and n_recurrent_layers - 1"),
+                (len({*self.engram_layers}) == len(self.engram_layers), "engram_layers must name each layer once"),
+                (not self.engram_layers or self.engram_orders, "engram_layers need engram_orders")):
+            if not holds:
+                raise ValueError(rule)
+        for name in ("engram_orders", "engram_byte_orders", "engram_match_orders", "engram_match_words"):
+            orders = getattr(self, name)
+            unit, most = ("words", WORD_BYTES // 2) if name.endswith("words") else ("bytes", 32)
+            if list(orders) != sorted(set(orders)) or not all(1 <= order <= most for order in orders):
+                raise ValueError(f"{name} must be ascending numbers of {unit} from 1 to {most}")
+        for name, tables in (("engram", self.engram_heads), ("engram_byte", 1)):
+            orders, rows = getattr(self, f"{name}_orders"), getattr(self, f"{name}_rows")
+            if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
+                raise ValueError(f"{name}_rows must be larger: {len(orders) * tables} tables need primes below it")
+
+    @property
+    def bytes_per_segment(self) -> float:
+        """About how many there will be: in the middle of the boundary loss's band, or as the other rules cut English
+        prose (words: Python about 9, Chinese 3)."""
+        least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
+        return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
+                "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
+
+    @property
+    def longest_order(self) -> int:
+        """Bytes that anything looks back on to find what it recalls."""
+        return max((2, WORD_BYTES * bool(self.engram_match_words))
+                   + self.engram_orders + self.engram_byte_orders + self.engram_match_orders)
+
+    @property
+    def match_contexts(self) -> int:
+        """Contexts that are looked for in the document."""
+        return len(self.engram_match_orders) + len(self.engram_match_words)
+
+    @property
+    def scores_core(self) -> bool:
+        """Whether training counts the core's own prediction of the next byte."""
+        return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
+
+    @classmethod
+    def preset(cls, name: str) -> "SpiderConfig":
+        """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M); ValueError for any other name."""
+        if name not in PRESETS:
+            raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
+        return cls(**PRESETS[name])
+
+
+# What each number may be: beyond it nothing sensible lies, and what is built of it would take for ever or overflow.
+RANGES = {
+    "vocab_size": (VOCAB_SIZE, 1 << 16), "hidden_size": (1, 1 << 16), "n_prelude_layers": (0, 256),
+    "n_recurrent_layers": (0, 256), "n_coda_layers": (0, 256), "n_loops": (1, MAX_LOOPS), "n_heads": (1, 1024),
+    "q_lora_rank": (1, 1 << 16), "kv_lora_rank": (1, 1 << 16), "qk_nope_head_dim": (1, 256),
+    "qk_rope_head_dim": (1, 256), "v_head_dim": (1, 256), "rope_theta": (1, 1e12), "byte_window": (0, 1 << 16),
+    "intermediate_size": (1, 1 << 18),
+    "n_routed_experts": (0, 4096), "n_shared_experts": (0, 256), "n_experts_per_tok": (1, 256),
+    "moe_intermediate_size": (1, 1 << 18), "expert_bias_rate": (0, 1), "aux_loss_weight": (0, 1e6),
+    "z_loss_weight": (0, 1e6), "boundary_prior": (0, 1), "boundary_loss_weight": (0, 1e6), "boundary_alpha": (0, 1),
+    "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "places": (1, 256), "lora_rank": (0, 4096),
+    "act_threshold": (0, 1), "ponder_weight": (0, 1e6), "core_loss_weight": (0, 1e6), "engram_heads": (1, 16),
+    "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),
+    "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096),
+}
+
+# What makes the core pay, measured on tiny (docs/learning.md).
+BY_WORDS = dict(boundaries="words", places=8, core_loss_weight=0.2, engram_match_words=(1, 2))
+PRESETS = {
+    "1b": {},
+    "small": dict(hidden_size=768, n_recurrent_layers=4, n_loops=2, n_heads=12, q_lora_rank=256, kv_lora_rank=128,
+                  qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=1536, n_routed_experts=16,
+                  moe_intermediate_size=256, engram_layers=(1, 3), engram_rows=12_000, engram_dim=32,
+                  engram_byte_rows=24_000, engram_byte_dim=64, **BY_WORDS),
+    "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=1, n_coda_layers=1, n_loops=1, n_heads=2,
+                 q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
+                 byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4,
+                 engram_layers=(0,), engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072,
+                 engram_byte_dim=32, **BY_WORDS),
+}

@@ -1,0 +1,91 @@
+"""Pool bytes into segments, and unpool segments onto bytes."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of each finished segment's bytes, in O(M * D), with the gradient of the published dense einsum.
+
+    h [M, D]; b [M], 1 where a segment ends (0 or 1 in value, straight-through gradient); cu_seqlens int32
+    [documents + 1]. Returns z [N, D], documents in order, and segment_cu_seqlens int32 [documents + 1]. Bytes behind a
+    document's last boundary belong to no segment. The gradient to b runs through w_t = 1 + c_t - stopgrad(c_t), c_t the
+    number of boundaries before t in the document (FlexiTokens, arXiv 2507.12720).
+    """
+    z, total, segment_cu_seqlens = sum_segments(h, b, cu_seqlens)
+    segments = len(z) + 1 - len(cu_seqlens)
+    return (z[:segments] / total[:segments]).to(h.dtype), segment_cu_seqlens
+
+
+def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
+                 begun: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same before the division: sums [N + documents, D], weights [N + documents, 1] and segment_cu_seqlens. Behind
+    the finished segments stands what each document has begun; so it comes in again, [documents, D] and [documents, 1],
+    where the document goes on."""
+    document, finished = _documents_and_segments(b, cu_seqlens)
+    segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
+    segments = int(segment_cu_seqlens[-1])                                                   # host synchronisation
+    own = finished - b.detach().round().long()                                               # [M], segment of each byte
+    own = torch.where(own < segment_cu_seqlens.index_select(0, document + 1), own, segments + document)
+    before = b.cumsum(0) - b
+    before = before - before.index_select(0, cu_seqlens.index_select(0, document))           # c_t
+    weight = 1 + before - before.detach()
+    rows = segments + len(cu_seqlens) - 1
+    total = weight.new_zeros(rows, 1).index_add(0, own, weight[:, None])
+    z = _SumRows.apply(h, weight, own, rows)
+    if begun is not None:
+        first = own.index_select(0, cu_seqlens[:-1])
+        z, total = z.index_add(0, first, begun[0]), total.index_add(0, first, begun[1])
+    return z, total, segment_cu_seqlens.to(torch.int32)
+
+
+class _SumRows(torch.autograd.Function):
+    """Rows h [M, D] times weights [M] summed up where `own` [M] says, [rows, D]; torch's own keeps the products."""
+
+    @staticmethod
+    def forward(ctx, h, weight, own, rows):
+        ctx.save_for_backward(h, weight, own)
+        products = weight[:, None] * h
+        return products.new_zeros(rows, h.shape[1]).index_add_(0, own, products)
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, weight, own = ctx.saved_tensors
+        grad = grad.index_select(0, own)
+        to_weight = (grad * h).sum(1)
+        return grad.mul_(weight[:, None]).to(h.dtype), to_weight, None, None
+
+
+def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor,
+                    place: Tensor | None = None) -> Tensor:
+    """Hands each byte the last segment of its document finished at or before it: causal with nothing to shift.
+
+    z [N, D], null [D] for bytes before a document's first boundary, or one for each document, [documents, D]; b [M],
+    cu_seqlens and segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; no gradient reaches b.
+    With `place` [M] a segment has several rows, z [N, P, D] and null [P, D]; a byte receives that of its place.
+    """
+    document, finished = _documents_and_segments(b, cu_seqlens)
+    null = null.view(-1, *z.shape[1:])
+    own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished + len(null) - 1,
+                      document.clamp_max(len(null) - 1))
+    rows = torch.cat((null.to(z.dtype), z))
+    if place is not None:
+        own, rows = own * z.shape[1] + place, rows.flatten(0, 1)
+    return rows.index_select(0, own)
+
+
+def places_behind(b: Tensor, start: Tensor, places: int, begun: Tensor | int = 0) -> Tensor:
+    """How far bytes lie behind the last boundary of their document, at most `places` - 1: 0 at the boundary, int64 [M].
+
+    start [M]: the first byte of each one's document; begun [M]: when decoding, the bytes that earlier steps brought
+    behind their last boundary."""
+    row = torch.arange(len(b), device=b.device)
+    last = torch.where(b.detach() > 0, row, -1).cummax(0).values
+    return (row - torch.where(last < start, start - 1 - begun, last)).clamp_max(places - 1)
+
+
+def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Per byte, int64 [M]: its document, and the segments of all documents finished at or before it."""
+    row = torch.arange(len(b), device=b.device)
+    return torch.searchsorted(cu_seqlens[1:], row, right=True), b.detach().round().long().cumsum(0)

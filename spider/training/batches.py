@@ -1,0 +1,111 @@
+"""Batches of a step, fetched ahead by a thread."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from queue import SimpleQueue
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+import tokenizer
+from spider.data.loader import Loader
+from spider.model.packing import document_cu_seqlens
+from spider.training.progress import Progress
+from spider.training.ranks import World
+
+
+@dataclass
+class Batch:
+    """One micro-step's sequences; what only the host can count cheaply is counted there, before they travel."""
+    ids: Tensor                           # [B, T] int64
+    labels: Tensor                        # [B, T] int64, -100 where nothing counts
+    noise_seed: int                       # of the first row's segments and dropout
+    cu_seqlens: Tensor                    # int32 [documents + 1]
+    targets: int                          # labels that count
+    real: int                             # bytes that are not PAD
+
+    @classmethod
+    def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> "Batch":
+        """A batch on the host."""
+        return cls(ids, labels, noise_seed, document_cu_seqlens(ids), int((labels != -100).sum()),
+                   int((ids != tokenizer.PAD_ID).sum()))
+
+    def to(self, device: torch.device) -> "Batch":
+        if device.type == "cpu":
+            return self
+        moved = (t.pin_memory().to(device, non_blocking=True) for t in (self.ids, self.labels, self.cu_seqlens))
+        return dataclasses.replace(self, **dict(zip(("ids", "labels", "cu_seqlens"), moved)))
+
+
+def step_seed(seed: int, step: int, purpose: str) -> int:
+    """A well-mixed number below 2^62 for one purpose in one step."""
+    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def batches_of(loader: Loader, args, world: World, step: int, first: int) -> Iterable[Batch]:
+    """A rank's micro-batches of a step whose sequences begin at number `first`."""
+    noise = step_seed(args.seed, step, "noise")
+    for micro_step in range(args.grad_accum):
+        ids, labels, _ = loader.micro_batch(first, micro_step, args.micro_batch, world.rank, world.ranks)
+        noise_seed = noise + (micro_step * world.ranks + world.rank) * args.micro_batch
+        yield Batch.of(ids, labels, noise_seed).to(world.device)
+
+
+class Feed:
+    """This rank's micro-batches, step after step; a thread works out those of a step during the one before it.
+
+    The thread is a daemon: where a disk holds it up, a signal and the end of the process do not wait for it.
+    """
+
+    def __init__(self, loader: Loader, args, world: World, progress: Progress, closing: ExitStack):
+        self.loader, self.args, self.world = loader, args, world
+        self.first, self.steps = progress.bytes_seen // args.seq_len, count(progress.step)
+        self.wanted, self.fetched, self.next, self.closed = SimpleQueue(), SimpleQueue(), None, False
+        world.look_ahead = self.look_ahead
+        self.thread = Thread(target=self._fetch_all, daemon=True)
+        self.thread.start()
+        self.wanted.put(True)
+        closing.callback(self.close)
+
+    def take(self) -> tuple[list[Batch], int, int]:
+        """The next step's batches, the targets in those of all ranks, and the epoch that it begins in; the batches of
+        the step after it are begun. What keeps one rank from its batches is met by all."""
+        targets = self.world.before_step()
+        (batches, epoch), self.next = self.next, None
+        self.wanted.put(True)
+        return batches, targets, epoch
+
+    def look_ahead(self) -> tuple[int, BaseException | None]:
+        """This rank's targets in the next step, or what keeps it from its batches; waits for them."""
+        if self.next is None:
+            self.next = self.fetched.get()
+        if isinstance(self.next, BaseException):
+            return 0, self.next
+        return sum(batch.targets for batch in self.next[0]), None
+
+    def close(self):
+        self.closed = True
+        self.wanted.put(False)
+        self.thread.join(1.0)             # a thread that is well ends in order
+
+    def _fetch_all(self):
+        while self.wanted.get():
+            try:
+                self.fetched.put(self._fetch(next(self.steps), self.first))
+            except BaseException as fault:
+                self.fetched.put(fault)
+            self.first += self.args.micro_batch * self.world.ranks * self.args.grad_accum
+
+    def _fetch(self, step: int, first: int) -> tuple[list[Batch], int]:
+        out = []
+        for batch in batches_of(self.loader, self.args, self.world, step, first):
+            out.append(batch)
+            if self.closed:
+                break
+        return out, self.loader.epoch(first)

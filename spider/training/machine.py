@@ -1,0 +1,162 @@
+"""The machine: device, precision, compilation, memory, rates."""
+
+import ctypes
+import importlib.util
+import logging
+import math
+import os
+import re
+import resource
+import sys
+import time
+import warnings
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+from spider import console
+from spider.errors import UsageError
+from spider.training.ranks import World
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is visible; use --device cpu")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def obstacle_to_compile(device: torch.device) -> str | None:
+    """What keeps torch.compile from working here, with the remedy, or None: it compiles a small function, runs it and
+    its gradient and compares, seconds where nothing is cached."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; run: pip install triton"
+    x = torch.linspace(-2, 2, 64, device=device).view(8, 8).requires_grad_()
+    try:
+        results = []
+        for function in (small_function, torch.compile(small_function)):
+            y = function(x)
+            results.append((y, *torch.autograd.grad(y, x)))
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+    except Exception as fault:            # whatever Triton, its C compiler and its cache provoke
+        return f"torch.compile fails here ({str(fault).strip().splitlines()[0][:200]}); it needs a C++ compiler" + (
+            " and a Triton that knows this GPU" * (device.type == "cuda"))
+    return None
+
+
+def small_function(x: Tensor) -> Tensor:
+    return (nn.functional.silu(x) @ x).square().mean()
+
+
+def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
+    """Whether layers are compiled, and of `auto` why; what was asked for is checked."""
+    if name == "off" or name == "auto" and device.type == "cpu":
+        return False, "on a CPU it takes minutes before the first step" * (name == "auto")
+    obstacle = obstacle_to_compile(device)
+    if obstacle and name == "on":
+        raise UsageError(f"--compile: {obstacle}; --compile off goes without")
+    return not obstacle, (obstacle or "a small function compiles and agrees") * (name == "auto")
+
+
+def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[str, str]:
+    """The precision, and of `auto` why: the fastest that the hardware has, FP8 only with compiled layers, since its
+    casts are many small kernels (docs/performance.md). A named one is checked."""
+    on_gpu = device.type == "cuda"
+    fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
+    if name == "fp8" and on_gpu and not fp8:
+        raise UsageError("--precision fp8: this GPU has no FP8 (it needs compute capability 8.9); use --precision bf16")
+    if name == "fp8" and not on_gpu:
+        logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
+    if name != "auto":
+        return name, ""
+    if fp8 and compiles:
+        return "fp8", "the GPU has it, and layers are compiled"
+    if multiplies_bf16(device):
+        return "bf16", "fp8 pays only with --compile" * fp8
+    return "fp32", "there are no bf16 products here"
+
+
+def keep_freed_memory():
+    """Has glibc keep what tensors free for the next ones: handed back, it is faulted in again page by page."""
+    trim_threshold, top_pad, mmap_max = -1, -2, -4
+    with suppress(OSError, AttributeError):  # another C library: nothing to set
+        libc = ctypes.CDLL("libc.so.6")
+        for parameter, size in ((mmap_max, 0), (trim_threshold, (1 << 31) - 1), (top_pad, 1 << 26)):
+            libc.mallopt(parameter, size)
+
+
+def start_log(level: str = "INFO"):
+    """Log lines go to stderr: the time and a printable line, whatever a file's name, a checkpoint or a model put in."""
+    logger.configure(handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}", level=level)],
+                     patcher=lambda record: record.update(message=console.one_line(record["message"])))
+
+
+def memory_of(device: torch.device, world: World | None = None) -> float:
+    """Bytes of the GPU, or of the machine; of a `world` whose ranks share it, those of each."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 if world is None else world.local_ranks)
+
+
+def proc_bytes(file: str, field: str) -> float | None:
+    """What a file of /proc says in kB; None where there is none."""
+    found = re.search(rf"{field}:\s*(\d+) kB", Path(file).read_text()) if Path(file).exists() else None
+    return 1024 * int(found[1]) if found else None
+
+
+def process_memory(field: str) -> float:
+    """Bytes of this process: VmRSS, what it has now, or VmHWM, the most it had."""
+    own = proc_bytes("/proc/self/status", field)  # getrusage's maximum begins with that of the process that started it
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if own is None else own
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes of the device's memory, or of the machine's, that nobody uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = proc_bytes("/proc/meminfo", "MemAvailable")
+    return memory_of(device) if free is None else free
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most memory used so far, GB: of the GPU where there is one, else of the process."""
+    return (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_memory("VmHWM")) / 1e9
+
+
+@lru_cache
+def product_rate(device: torch.device) -> float:
+    """FLOP/s of a bf16 product here, the best of three; of an fp32 one on a CPU that has no others."""
+    n, best = 8192 if device.type == "cuda" else 1024, math.inf
+    dtype = torch.bfloat16 if multiplies_bf16(device) else torch.float32
+    x = torch.empty(n, n, device=device).normal_(generator=torch.Generator(device).manual_seed(0)).to(dtype)
+    for _ in range(4):                    # the first one sets up
+        start = time.perf_counter()
+        y = x @ x
+        float(y[0, 0])                    # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * n ** 3 / best
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether the hardware has bf16 products; a CPU without them takes a hundred times as long as in fp32."""
+    return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+
+
+@contextmanager
+def quiet():
+    """Inside, libraries that are imported do not tell which of their own parts they lack."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def wants_memory(fault: Exception) -> bool:
+    """Whether an error is for want of memory, of the host or of a GPU."""
+    return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)

@@ -1,0 +1,179 @@
+"""What a run would take, before it takes it: memory by purpose, disk, a rate, days; --dry_run prints it.
+
+Memory is counted, not tried: what each part of the model keeps for its backward pass. docs/performance.md holds it
+against what a rehearsed step has alive (rehearsal.py): they agree within 10%. What a process takes beside its tensors
+is added where they share the machine's memory. Of a rate see train.time_steps.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from spider.errors import TooLarge
+from spider.model.config import RECOMPUTE, SpiderConfig
+from spider.model.engram import EngramTable
+from spider.model.packing import round_up
+from spider.model.parameters import matrices_of
+from spider.training.machine import memory_of, multiplies_bf16, process_memory
+from spider.training.ranks import World
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def attention_kept(c: SpiderConfig) -> int:
+    """Numbers a row that attention keeps for its backward pass: low ranks and their norms, q, k, v and the result."""
+    return 2 * (c.q_lora_rank + c.kv_lora_rank) + c.qk_rope_head_dim + 4 * c.n_heads * c.v_head_dim
+
+
+def block_kept(c: SpiderConfig, size: int) -> float:
+    """Bytes a row that a byte layer keeps: input and norm of both parts, attention, and gate, up, their product."""
+    return size * (4 * c.hidden_size + attention_kept(c) + 4 * c.intermediate_size) + 4 * (c.n_heads + 4)
+
+
+def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
+    """Bytes a segment that a core layer keeps in a loop: as a byte layer, the router's choice, experts, memory."""
+    experts = c.n_experts_per_tok * bool(c.n_routed_experts) * (c.hidden_size + 5 * c.moe_intermediate_size)
+    shared = 4 * c.n_shared_experts * c.moe_intermediate_size
+    width = (4 + 2 * has_engram) * c.hidden_size
+    return size * (width + attention_kept(c) + experts + shared) + 12 * c.n_routed_experts
+
+
+def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
+    """Bytes a row that the rest at byte rate keeps: byte memories, boundaries, head, whole numbers; and of it what
+    stands behind the byte layers, which is gone when they go backward."""
+    width = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
+    head = (1 + c.scores_core) * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
+    written = size * 2 * (width + c.hidden_size) * (width > 0)
+    boundaries = 8 * c.hidden_size if c.boundaries == "learned" and c.n_recurrent_layers else 0
+    numbers = 8 * (c.longest_order + 6 + 3 * len(c.engram_byte_orders) + 4 * c.match_contexts)
+    return size * width + boundaries + written + head + numbers, written + head
+
+
+def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, rate: float,
+                dropout: bool) -> float:
+    """Bytes alive when a forward pass has ended, or as the first layer that is recomputed goes backward, of segments of
+    `rate` bytes; dropout keeps which numbers it dropped, at two places of bytes and two of segments."""
+    layers, fixed = c.n_prelude_layers + c.n_coda_layers, byte_rate_kept(c, size)
+    total, block = rows * (fixed[0] + 2 * dropout * c.hidden_size), rows * block_kept(c, size)
+    if recompute == "all" and layers:
+        total += rows * layers * size * c.hidden_size + max(0, block - rows * fixed[1])
+    else:
+        total += layers * block
+    if not c.n_recurrent_layers:
+        return total
+    step = max(1, min(seq_len, rows // 64))
+    segments = round_up(max(1, math.ceil(rows / rate)), step)
+    engrams = len(c.engram_layers)
+    memory = len(c.engram_orders) * c.engram_heads * c.engram_dim
+    latent = c.kv_lora_rank + c.qk_rope_head_dim
+    visits = [visit_kept(c, size, i in c.engram_layers) for i in range(c.n_recurrent_layers)]
+    if recompute == "nothing":
+        kept = n_loops * sum(visits)
+    else:                                 # of each visit its input, latents, what was convolved, the choice of experts
+        kept = n_loops * (c.n_recurrent_layers * (size * (c.hidden_size + latent) + 8 * c.n_experts_per_tok)
+                          + engrams * size * c.hidden_size)
+        if not layers:
+            kept += max(visits)
+    kept += n_loops * c.hidden_size * 4 * size  # read-out, adapter and halting of each loop
+    kept += engrams * size * (memory + 3 * c.hidden_size) + c.hidden_size * (
+        (3 + c.places) * size + 4 + 2 * dropout)
+    return total + segments * kept
+
+
+def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
+    """Bytes of all parameters, of the optimizer's state of those that are no tables, and of that of tables."""
+    tables = [m for m in model.modules() if isinstance(m, EngramTable)]
+    total = sum(p.numel() for p in model.parameters())
+    dense = total - sum(m.weight.numel() for m in tables)
+    matrices = sum(model.get_parameter(name).numel() for name in matrices_of(model))
+    state = {"adamw": 8 * dense, "adamw8bit": 2.05 * dense, "muon": 4 * matrices + 8 * (dense - matrices)}[optimizer]
+    return 4 * total, state, 4 * sum(len(m.weight) for m in tables)
+
+
+def estimate_memory(model: nn.Module, n_loops: int, args, optimizer: str, precision: str, device: torch.device,
+                    recompute: str, world: World | None = None, rate: float | None = None) -> dict[str, float]:
+    """Bytes by purpose that tensors take at once in a step of one rank of a world; `rate`: bytes per segment, where it
+    is not the config's.
+
+    Where attention has no kernel for documents (on a CPU, and in fp32), they are filled up to at most twice their rows:
+    how far is up to the data, so the bound is counted, apart."""
+    c, size = model.config, 4 if precision == "fp32" else 2
+    rate = c.bytes_per_segment if rate is None else rate
+    tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
+    total = sum(p.numel() for p in model.parameters())
+    dense = total - sum(m.weight.numel() for m in tables.values())
+    _, state, sums = state_size(model, optimizer)
+    rows = args.micro_batch * args.seq_len
+    kept = activations(c, n_loops, rows, args.seq_len, size, recompute, rate, args.dropout > 0)
+    casts = dense * size if size < 4 else 0
+    if precision == "fp8":                # a byte each of what it converts; and numbers of gate and up in fp32 and back
+        casts -= sum(p.numel() for n, p in model.named_parameters() if n.endswith("proj.weight") and "engram" not in n)
+        kept += rows * 12 * c.intermediate_size
+    filled = 0.0
+    if size == 4 or device.type == "cpu":
+        visits, layers = c.n_recurrent_layers * n_loops, c.n_prelude_layers + c.n_coda_layers
+        for count, part in ((2 if recompute == "all" else layers, 1), (visits if recompute == "nothing" else 2, rate)):
+            window = 2 * c.byte_window if part == 1 else 0
+            scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, args.seq_len / part)
+            copies = 12 if window else 5  # of a head's numbers: under a window every block lies there twice; where it
+                                          # is recomputed, gradients of them lie beside them
+            filled += count * rows / part * (copies * c.n_heads * c.v_head_dim + scores) * size
+    gathered = 0.0
+    for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
+        lookups = table.prime.numel() * rows / (rate if name.startswith("core") else 1)
+        gathered += min(args.grad_accum * lookups, 1.5 * len(table.weight) + lookups) * (4 * table.weight.shape[1] + 12)
+    # of one micro-step gradients come as activations go; of several they are there before
+    gradients = 4 * dense if args.grad_accum > 1 else max(0.0, 4 * dense - kept)
+    memory = {"parameters": 4 * total, "gradients": gradients, "gathered for tables": gathered,
+              "optimizer": state + sums, "weights cast": casts, "activations": kept,
+              "documents filled up, at most": filled}
+    if world is not None and world.ranks > 1:  # see World.spread; tables, and their gradients' sums, are whole
+        whole, shards = args.grad_accum > 1 or world.shards == 1, world.shards
+        memory |= {"parameters": 4 * (total - dense) + 4 * dense / shards, "optimizer": state / shards + sums,
+                   "gathered for tables": 4 * (total - dense),
+                   "gradients": 4 * dense / (1 if args.grad_accum > 1 else shards),
+                   "weights gathered": 4 * (dense if whole else sum(
+                       p.numel() for n, p in model.named_parameters() if n.startswith("core.")))}
+    return memory
+
+
+KERNELS = 1e9                             # bytes: oneDNN keeps 1,024 kernels twice, one for each size of a product, and
+                                          # for each learning rate in Muon's; with the holes that malloc leaves between
+
+
+def beside_tensors(model: nn.Module, optimizer: str, device: torch.device, world: World) -> dict[str, float]:
+    """Bytes by purpose that a rank takes of the device's memory beside a step's tensors."""
+    if device.type != "cpu":
+        return {}
+    return {"this process before them": process_memory("VmRSS"),
+            "copy for checkpoints": checkpoint_size(model, optimizer) / world.local_ranks,
+            "kernels of products, at most": KERNELS * multiplies_bf16(device)}
+
+
+FITS = 0.9                                # of the memory: the rest is for the context, and for holes between tensors
+
+
+def choose_recompute(asked: str, estimate, there: float) -> tuple[str, dict[str, float]]:
+    """What is recomputed, and its memory: what is asked for; for `auto` the least that fits into `there` bytes by
+    `estimate`, or all where nothing does."""
+    for recompute in RECOMPUTE if asked == "auto" else (asked,):
+        memory = estimate(recompute)
+        if sum(memory.values()) <= FITS * there:
+            break
+    return recompute, memory
+
+
+def check_memory(needed: float, device: torch.device, world: World):
+    """TooLarge where a CPU's memory is sure not to suffice for `needed` bytes by each rank that is here: the kernel
+    would kill the run without a word."""
+    if device.type == "cpu" and needed > 1.25 * memory_of(device, world):
+        raise TooLarge(f"--micro_batch: a run takes about {needed * world.local_ranks / 1e9:.0f} GB, this machine has "
+                       f"{memory_of(device) / 1e9:.0f}: lower it, and raise --grad_accum as much; or lower --seq_len "
+                       f"or --model")
+
+
+def checkpoint_size(model: nn.Module, optimizer: str) -> float:
+    """Bytes of a checkpoint."""
+    return sum(state_size(model, optimizer))
