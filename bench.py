@@ -82,7 +82,7 @@ class Bench:
 
     def keep(self):
         """Writes what was measured so far to --out."""
-        if self.args.out and self.world.leads:
+        if self.args.out and self.world.is_rank0:
             path = self.args.out / f"bench-{self.device.type}.json"
             path.with_suffix(".tmp").write_text(json.dumps(self.about | self.results, indent=1, allow_nan=False) + "\n")
             path.with_suffix(".tmp").replace(path)
@@ -280,7 +280,7 @@ def trainer(b: Bench, rate: float | None = None, **flags):
                                        compiled=args.compile == "on")
     optimizer = "muon" if args.optimizer == "auto" else args.optimizer
     train.take_recompute(args, model, args.n_loops, optimizer, precision, b.device)
-    train.make_real(model, b.device, precision, backend, args)
+    train.materialize(model, b.device, precision, backend, args)
     if config.boundaries == "learned" and config.n_recurrent_layers:
         rate = config.bytes_per_segment if rate is None else rate
         with torch.no_grad():
@@ -602,7 +602,7 @@ def counted(b: Bench, world: World, shards: int, grad_accum: int, precision: str
         model = Spider(train.model_config(args))
     model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     near, far, _ = expected(model, world.replicas, shards, grad_accum, 2 if multiplies_bf16(b.device) else 4)
-    train.make_real(model, b.device, precision, "grouped", args, world)
+    train.materialize(model, b.device, precision, "grouped", args, world)
     optimizers = optim.Optimizers(model, "muon", args, world)
     loader = Loader(b.sources, args.seq_len, 0)
     for step in range(2):
@@ -702,7 +702,7 @@ def measure_sections(args, world: World):
     """Every section that was asked for: tables on stdout, and figures in --out."""
     b = Bench(args, world)
     world.join(b.device, 1, FIRST_STEP)
-    if args.out and world.leads:
+    if args.out and world.is_rank0:
         args.out.mkdir(parents=True, exist_ok=True)
     if not b.gpu:
         keep_freed_memory()
@@ -722,7 +722,7 @@ def measure_sections(args, world: World):
         if rehearsed:
             bounds(b, {name: one.result() for name, one in rehearsed.items()})
             b.keep()
-    if args.out and world.leads and "sequence lengths" in b.results:
+    if args.out and world.is_rank0 and "sequence lengths" in b.results:
         plot(b, args.out / f"bench-{b.device.type}.png")
 
 
@@ -758,7 +758,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if world.ranks > 1 and args.only != "traffic":
             raise errors.UsageError("several ranks measure --only traffic: start one process for the rest")
-        with world, nullcontext() if world.leads else redirect_stdout(None):
+        with world, nullcontext() if world.is_rank0 else redirect_stdout(None):
             measure_sections(args, world)
         return 0
     except (errors.UsageError, errors.DataError, errors.WorldError, rehearsal.RehearsalError) as fault:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from spider.console import Progress, one_line, reader_may_leave, say
+from spider.console import ProgressBar, one_line, reader_may_leave, say
 from spider.data.loader import Loader
 from spider.data.shards import MIB, Stream, check_ids, find_shards, map_shard, mock_source, open_data, printable
 from spider.errors import DataError
@@ -31,7 +31,7 @@ from tokenizer import PAD_ID
 # verify, show, and the command line
 
 
-def verify_shard(path: str, entry: dict | None, progress: Progress) -> str | None:
+def verify_shard(path: str, entry: dict | None, progress: ProgressBar) -> str | None:
     """A shard's first fault, as a line."""
     try:
         stream, digest = Stream([map_shard(path, entry)]), hashlib.sha256()
@@ -50,7 +50,7 @@ def verify_shard(path: str, entry: dict | None, progress: Progress) -> str | Non
 def verify(args: argparse.Namespace) -> list[str]:
     """The faults of a directory's shards, a line each, found on all cores."""
     shards = find_shards(args.directory)
-    progress = Progress("verify", sum(os.path.getsize(path) for path, _, _ in shards))
+    progress = ProgressBar("verify", sum(os.path.getsize(path) for path, _, _ in shards))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         faults = [line for line in pool.map(lambda shard: verify_shard(shard[0], shard[2], progress), shards) if line]
     unlisted = sum(entry is None for _, _, entry in shards)

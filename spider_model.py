@@ -46,7 +46,7 @@ from spider.model.match_memory import MatchMemory
 from spider.model.ngrams import shifted_bytes, word_ends
 from spider.model.noise import byte_noise, dropped, uniform
 from spider.model.norm import rms_norm
-from spider.model.packing import EVERY_ROW, Left, Packing, document_cu_seqlens, document_starts, round_up
+from spider.model.packing import ALL_ROWS, ActiveRows, Packing, document_cu_seqlens, document_starts, round_up
 from spider.model.parameters import component_of
 from spider.model.segments import places_behind, pool_segments, sum_segments, unpool_segments
 from tile_moe import BACKENDS, Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
@@ -138,7 +138,7 @@ class RecurrentBlock(nn.Module):
         self.attention = MLA(config)
         self.moe = MoE(config)
 
-    def forward(self, x: Tensor, packing: Packing, recalled: Recalled | None, left: Left, seen: Seen,
+    def forward(self, x: Tensor, packing: Packing, recalled: Recalled | None, left: ActiveRows, seen: Seen,
                 past: Past, decided: Routing | None = None) -> tuple[Tensor, Routing, Seen]:
         """x of the rows that are left, [n, D]; `seen` of the loop before, [N, ...]; `decided`, see MoE."""
         latent, read = seen
@@ -250,7 +250,7 @@ class RecurrentCore(nn.Module):
         return sum(aux_loss), sum(z_loss), torch.cat(load).unflatten(0, (-1, layers)).sum(0)
 
 
-def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: Left, seen: Seen, past: Past,
+def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: ActiveRows, seen: Seen, past: Past,
           recompute: bool) -> tuple[Tensor, Routing, Seen]:
     """One pass through a core layer, its activations recomputed in the backward pass if asked: with the routing of the
     first time, since a near-tie that falls the other way would corrupt the gradient."""
@@ -271,7 +271,7 @@ def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: Le
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
-def visit_in_one_graph(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: Left, seen: Seen,
+def visit_in_one_graph(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: ActiveRows, seen: Seen,
                        recompute: bool) -> tuple[Tensor | None, ...]:
     """What torch.compile takes as one graph, forward and backward: the same in a flat tuple. Recomputation is then part
     of the backward graph, fused with it, and takes routing as it was."""
@@ -302,7 +302,7 @@ class Halting:
     def __init__(self, share: Tensor, threshold: float, leave: bool, ends: bool):
         """share [N], each segment's part of all, 0 for rows that fill up; leave: rows leave the products; ends: no segment
         comes later than these, and none reads those that halt when all others have."""
-        self.threshold, self.leave, self.ends, self.left = threshold, leave, ends, EVERY_ROW
+        self.threshold, self.leave, self.ends, self.left = threshold, leave, ends, ALL_ROWS
         self.share, self.remaining = share, torch.ones_like(share)  # [n] of the rows left: 1 - weights; both 0 once halted
         self.output: Tensor | None = None                           # [N, D]
         self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
@@ -322,7 +322,7 @@ class Halting:
         self.ponder = self.ponder + share + self.share @ torch.where(stops, self.remaining, 0)
         self.share, self.remaining = self.share * ~stops, torch.where(stops, 0, self.remaining - weight)
         if last or not self.leave:
-            self.left = Left(mask=stays)
+            self.left = ActiveRows(mask=stays)
             return h[:0] if last else h
         if self.ends and not self.share.any():
             return h[:0]
@@ -331,7 +331,7 @@ class Halting:
             index = stay if index is None else index.index_select(0, stay)
             self.share, self.remaining = self.share.index_select(0, stay), self.remaining.index_select(0, stay)
             h = h.index_select(0, stay)
-        self.left = Left(index, halted=self.share == 0)
+        self.left = ActiveRows(index, halted=self.share == 0)
         return h
 
 

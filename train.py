@@ -53,7 +53,7 @@ from spider.training.optim import OPTIMIZERS, Optimizers, OptimizerSettings
 from spider.training.ranks import World
 from spider.training.run_directory import RunDirectory, check_same_model, run_state
 from spider.training.run_log import odd_step_line, progress_line
-from spider.training.stopping import Leaving, StopSignals
+from spider.training.stopping import Stopping, StopSignals
 from spider.training.trackers import start_profiler, start_wandb
 from spider_model import LOSS_PARTS, Spider, SpiderOutput
 from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend
@@ -246,7 +246,7 @@ def take_recompute(args, model: Spider, n_loops: int, optimizer: str, precision:
     memory. `rate`: bytes per segment, where it is not the config's."""
     world = World() if world is None else world
     estimate = partial(estimate_memory, model, n_loops, args, optimizer, precision, device, world=world, rate=rate)
-    args.recompute, memory = world.lead(lambda: choose_recompute(
+    args.recompute, memory = world.on_rank0(lambda: choose_recompute(
         args.recompute, lambda recompute: beside_tensors(model, optimizer, device, world) | estimate(recompute),
         machine.memory_of(device, world)))
     return memory
@@ -347,7 +347,7 @@ def cross_entropy(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size:
     """Mean nats of the labels that count, their number, and bytes per segment, over batches of (ids, labels), each
     [n, T] int64, of `size` ids together, dealt out to ranks; the model comes back in the mode that it was in."""
     world = World() if world is None else world
-    progress = console.Progress("evaluates", size) if sys.stderr.isatty() and world.leads else None
+    progress = console.RunProgress("evaluates", size) if sys.stderr.isatty() and world.is_rank0 else None
     sums, training = torch.zeros(4, device=device, dtype=torch.float64), model.training
     model.eval()
     with model.cast_weights_once():
@@ -407,7 +407,7 @@ def print_sample(model: Spider, step: int, n_loops: int, args, held_out: Tensor 
 # One optimizer step
 
 
-def make_real(model: Spider, device: torch.device, precision: str, backend: str, args,
+def materialize(model: Spider, device: torch.device, precision: str, backend: str, args,
               world: World | None = None):
     """Turns a model on the meta device into one that trains: values from --seed, precision, backend, compilation; of
     several ranks each keeps its shard."""
@@ -425,7 +425,7 @@ def make_real(model: Spider, device: torch.device, precision: str, backend: str,
         logger.warning(f"only byte layers are compiled, not the core's: {obstacle}")
     model.train()
     if world is not None:
-        world.spread(model, args.grad_accum, halved_weights(model))
+        world.shard_model(model, args.grad_accum, halved_weights(model))
 
 
 def warm_up(model: Spider, micro_batch: int, seq_len: int, n_loops: int, device: torch.device):
@@ -493,7 +493,7 @@ def time_steps(config: SpiderConfig, n_loops: int, args, world: World, precision
     loader = Loader([shards.mock_source(args.seed)], args.seq_len, args.seed) if loader is None else loader
     with torch.device("meta"):
         model = Spider(config)
-    make_real(model, world.device, precision, backend, args)
+    materialize(model, world.device, precision, backend, args)
     optimizers, times, batch = Optimizers(model, optimizer, args), [], args.global_batch // args.seq_len
     horizon = math.ceil(args.target_tokens / args.global_batch)
     while not times or sum(times) < TIMED:
@@ -606,7 +606,7 @@ def refusals(args, world: World):
     except CheckpointError as fault:
         if args.resume or not args.dry_run:
             raise
-        if world.leads:
+        if world.is_rank0:
             print(console.one_line(f"a run would be refused: {fault}"))
 
 
@@ -625,7 +625,7 @@ def config_of_run(args, home: RunDirectory | None, state: dict | None, world: Wo
             check_same_model(home.origin, state["cfg"], asked)
         if "n_loops" not in args.given:
             args.n_loops = state.get("n_loops", config.n_loops)
-        if args.dry_run and world.leads:
+        if args.dry_run and world.is_rank0:
             print(console.one_line(home.start_line(state)))
         return config
     return model_config(args)
@@ -637,7 +637,7 @@ def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device,
     sizes = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=model.config.n_loops)
     name = args.recipe if model.config == sizes else f"{args.recipe}, changed"
     parameters = sum(p.numel() for p in model.parameters())
-    say = logger.info if not args.dry_run else print if world.leads else lambda line: None
+    say = logger.info if not args.dry_run else print if world.is_rank0 else lambda line: None
     threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
     for choice, asked in ((f"model {name}, {parameters / 1e6:.1f}M parameters, {n_loops} loops", args.model),
                           (f"device {device}, {threads}", args.device), (f"precision {precision}", args.precision),
@@ -668,7 +668,7 @@ def open_sources(args) -> list[shards.Source]:
     return sources
 
 
-def dry_run(args, model: Spider, n_loops: int, precision: str, device: torch.device, world: World,
+def print_dry_run(args, model: Spider, n_loops: int, precision: str, device: torch.device, world: World,
             memory: dict[str, float], size: float, sources: list[shards.Source], loader: Loader | None,
             lengths: dict[str, float], usual: float, time_them: Callable, say: Callable) -> int:
     """Prints what a run would take, the verdict first; exit status 1 where memory or disk do not suffice."""
@@ -688,7 +688,7 @@ def dry_run(args, model: Spider, n_loops: int, precision: str, device: torch.dev
 def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World) -> int:
     """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`. Returns the exit status
     of one that comes to its end."""
-    start_log("INFO" if world.leads else "ERROR")
+    start_log("INFO" if world.is_rank0 else "ERROR")
 
     # -----------------------------------------------------------------------------------------------------------------
     # Devices and ranks
@@ -731,8 +731,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
                   (f"recompute {args.recompute}", asked), world, remarks)
     if args.dry_run:
         time_them = partial(time_steps, config, n_loops, args, world, precision, backend, optimizer, loader)
-        return dry_run(args, model, n_loops, precision, device, world, memory, size, sources, loader, lengths, usual,
-                       time_them, say) if world.leads else 0
+        return print_dry_run(args, model, n_loops, precision, device, world, memory, size, sources, loader, lengths, usual,
+                       time_them, say) if world.is_rank0 else 0
     say()
     logger.info(dry_run.describe_memory(memory, machine.memory_of(device, world)))
     validation = validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
@@ -742,7 +742,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model, real: values, FP8, compilation
-    make_real(model, device, precision, backend, args, world)
+    materialize(model, device, precision, backend, args, world)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Optimizer; both as the checkpoint had them
@@ -764,16 +764,16 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
                     *dry_run.segment_warnings(config, lengths, args.seq_len)):
         logger.warning(warning)
     metrics_file, writer = home.open(progress, last_step, args.keep_last, size, args.sharded_checkpoints)
-    tracker = start_wandb(args, {flag.name: getattr(args, flag.name) for flag in FLAGS}, progress, closing) if world.leads else None
-    profiler = start_profiler(device, home.path, closing) if args.profile and world.leads else None
+    tracker = start_wandb(args, {flag.name: getattr(args, flag.name) for flag in FLAGS}, progress, closing) if world.is_rank0 else None
+    profiler = start_profiler(device, home.path, closing) if args.profile and world.is_rank0 else None
     if progress.written >= last_step:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
     elif precision == "fp8" or args.compile == "on":
         warm_up(model, args.micro_batch, args.seq_len, n_loops, device)
     feed = Feed(loader, args, world, progress, closing)
     optimizers.set_lr(args.lr, lr_factor(max(0, progress.step - 1), horizon, args))  # as the checkpoint had it
-    leaving = Leaving(stop, writer, progress.step, last_step, args.max_skipped, world)
-    if world.leads:
+    stopping = Stopping(stop, writer, progress.step, last_step, args.max_skipped, world)
+    if world.is_rank0:
         closing.callback(leave_curves, home.path, stop)
 
     def save():
@@ -782,18 +782,18 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     # -----------------------------------------------------------------------------------------------------------------
     # The loop
     first_step = progress.step + 1
-    while leaving.goes_on(progress):
+    while stopping.goes_on(progress):
         if progress.owed is None:         # else a run before this one did the step, and owes what follows it
             # ---------------------------------------------------------------------------------------------------------
             step_start = time.perf_counter()
             first = progress.bytes_seen // args.seq_len
             model.halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * horizon))
-            with leaving.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
+            with stopping.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
                 batches, targets, epoch = feed.take()
                 loops = loops_of_step(args, n_loops, progress.step)
                 model.dropout = dropout_at(args, loader, first)
                 sums, tokens = accumulate(model, batches, loops, targets, world)
-            if leaving.drops():
+            if stopping.drops():
                 break
             lr = args.lr * (factor := lr_factor(progress.step, horizon, args))
             optimizers.set_lr(args.lr, factor)
@@ -804,7 +804,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             mfu = rate * flops_per_byte(loops, round(max(1.0, numbers["bytes_per_segment"]), 2)) / ceiling
             numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=machine.peak_memory(device), time=time.time())
             spike = progress.record(numbers, (first + batch) * args.seq_len, epoch)
-            remaining = leaving.seconds_left(progress.step, pauses_left(args, progress.step, last_step))
+            remaining = stopping.seconds_left(progress.step, pauses_left(args, progress.step, last_step))
             logger.info(progress_line(progress.owed, last_step, remaining, device))
             # Once in a while: a step to look at
             if progress.skipped or spike:
@@ -820,12 +820,12 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
                               for every in (args.eval_every, args.sample_every))
         # Once in a while: evaluate and sample; the step's line is owed until that is done
         if evaluates or samples:
-            with leaving.pause(bool(evaluates) + bool(samples)):
+            with stopping.pause(bool(evaluates) + bool(samples)):
                 if evaluates:
                     metrics = metrics | evaluate(model, validation, eval_rows, n_loops, device, world)
                 if samples and (whole := world.whole_model(model)) is not None:
                     print_sample(whole, progress.step, n_loops, args, validation and validation[0][0])
-            if leaving.drops():
+            if stopping.drops():
                 break
         if evaluates:
             progress.take_evaluation(metrics["val_loss"], at_end=progress.step % args.eval_every != 0)
@@ -834,14 +834,14 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             tracker.log(metrics, step=progress.step)
         progress.owed = None
         # Once in a while: save
-        if not progress.skipped and (progress.step % args.ckpt_every == 0 or leaving.retry_is_due()):
+        if not progress.skipped and (progress.step % args.ckpt_every == 0 or stopping.retry_is_due()):
             save()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
     if not writer.holds(progress.step):
         save()
-    leaving.report(progress, how_to_go_on(args))
+    stopping.report(progress, how_to_go_on(args))
     return 0
 
 

@@ -193,7 +193,7 @@ def build(argv: list[str]):
     train.take_horizon(args, model, args.n_loops)
     train.take_recompute(args, model, args.n_loops, "muon", args.precision, device)
     with mock.patch("torch.manual_seed"):
-        train.make_real(model, device, args.precision, "grouped", args)
+        train.materialize(model, device, args.precision, "grouped", args)
     return args, model
 
 

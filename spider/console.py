@@ -33,7 +33,7 @@ def note(line: str):
     print(one_line(line), file=sys.stderr)
 
 
-class Progress:
+class ProgressBar:
     """Bytes done, their rate and the time left, on stderr: in place on a terminal, else a line every 5 seconds."""
 
     def __init__(self, what: str, total: int = 0):

@@ -34,7 +34,7 @@ from spider.model.config import MAX_LOOPS
 from spider.training import checkpoint, optim, run_directory
 from spider.training.checkpoint_files import find_checkpoints
 from spider.training.checkpoint_writer import CheckpointWriter
-from spider.training.progress import Progress
+from spider.training.progress import RunProgress
 from spider.training.run_log import Metrics
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ def test_the_last_checkpoint_that_had_not_exploded_is_never_deleted_for_newer_on
 
 
 def test_spikes_and_explosions_are_told_from_noise():
-    progress, noise = Progress(), np.random.default_rng(0)
+    progress, noise = RunProgress(), np.random.default_rng(0)
     for progress.step in range(200):
         assert not progress.watch(2 + 0.1 * noise.normal()) and not progress.exploded
     assert progress.watch(2.9) and not progress.exploded
@@ -549,13 +549,13 @@ def test_too_little_space_for_two_checkpoints_is_refused_at_start(tmp_path, shar
 
 
 def test_a_run_that_another_overtakes_between_look_and_lock_is_refused(tmp_path, shards, monkeypatch, capsys):
-    make_real = train.make_real
+    materialize = train.materialize
 
     def overtaken(*args):
-        make_real(*args)
+        materialize(*args)
         (tmp_path / "run").mkdir()
         others.enter_context(run_directory.locked(tmp_path / "run"))
-    monkeypatch.setattr(train, "make_real", overtaken)
+    monkeypatch.setattr(train, "materialize", overtaken)
     with ExitStack() as others:
         assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
     assert "another run works in" in capsys.readouterr().err.splitlines()[-1]

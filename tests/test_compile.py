@@ -220,7 +220,7 @@ def test_compiled_layers_learn_on_a_gpu_what_they_learn_without(precision):
             model = Spider(small_config(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, n_heads=4,
                                         q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
                                         v_head_dim=64))
-        train.make_real(model, device, precision, "grouped", args)
+        train.materialize(model, device, precision, "grouped", args)
         optimizers = Optimizers(model, "muon", args)
         optimizers.set_lr(0.003, 1.0)
         train.warm_up(model, 8, 256, 2, device)

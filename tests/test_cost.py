@@ -60,7 +60,7 @@ def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_docu
     with torch.device("meta"):
         model = spider_model.Spider(train.model_config(args))
     said = estimate_memory(model, 2, args, "muon", precision, torch.device("cpu"), args.recompute)
-    train.make_real(model, torch.device("cpu"), precision, "grouped", args)
+    train.materialize(model, torch.device("cpu"), precision, "grouped", args)
     ids = text(8, 256)
     ends = torch.tensor(lengths * (256 // sum(lengths))).cumsum(0)
     ids[1:, ends - 1] = train.tokenizer.EOS_ID

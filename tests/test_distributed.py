@@ -123,12 +123,12 @@ def slow_to_name(seconds):
 
 def stop_early(step):
     """A signal before the first step, when weights are drawn."""
-    make_real = train.make_real
+    materialize = train.materialize
 
     def signalled(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        make_real(*args)
-    train.make_real = signalled
+        materialize(*args)
+    train.materialize = signalled
 
 
 def child(rank, ranks, ports, argvs, log, faults):
@@ -479,7 +479,7 @@ def test_a_second_job_in_the_same_directory_is_refused_once(tmp_path, shards, pr
 
 def test_a_signal_that_came_before_an_evaluation_ends_it_in_its_body_and_not_before():
     with stopping.StopSignals() as stop:
-        run = stopping.Leaving(stop, None, 0, 10, 1)
+        run = stopping.Stopping(stop, None, 0, 10, 1)
         os.kill(os.getpid(), signal.SIGTERM)
         with run.pause(1):
             time.sleep(10)
@@ -606,7 +606,7 @@ def test_one_process_has_no_process_group_and_does_not_ask_anybody():
         world.join(torch.device("cpu"), 1, 1.0)
         assert not torch.distributed.is_initialized() and world.store is None
         world.look_ahead = lambda: (5, None)
-        assert world.lead(lambda: 7) == 7 and world.before_step() == 5
+        assert world.on_rank0(lambda: 7) == 7 and world.before_step() == 5
         assert [*world.rounds(range(0, 6, 2))] == [(0, 1), (2, 1), (4, 1)]
         world.ballot["retry"] = lambda: True
         assert world.heard("retry") and world.says("a line", shared=False)

@@ -290,7 +290,7 @@ def test_a_run_leaves_its_curves_however_it_ends_and_never_fails_for_them(tmp_pa
     with monkeypatch.context() as patch:
         def diverges(*_):
             raise errors.Diverged("as told")
-        patch.setattr(stopping.Leaving, "report", diverges)
+        patch.setattr(stopping.Stopping, "report", diverges)
         assert "as told" in left("run", status=1, steps=4) and picture.stat().st_mtime_ns > before
     picture.unlink()
     curves.leave_curves(picture.parent, SimpleNamespace(asked=signal.SIGTERM))

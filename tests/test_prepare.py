@@ -22,7 +22,7 @@ import pytest
 import data
 from conftest import ROOT, SHARED, contents, measured, prepare
 from spider import errors
-from spider.console import Progress
+from spider.console import ProgressBar
 from spider.data.prepare import PACKED, Input, Options, import_zstd, open_input, plan, read_journal
 from spider.data.shards import open_data, open_source
 from spider.files import durable
@@ -718,11 +718,11 @@ def test_the_progress_of_packed_files_goes_by_what_is_read_of_them_and_ends_at_a
         raw = b"".join(b'{"text": "%x"}\n' % rng.getrandbits(4000) for _ in range(800))
         (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
 
-    def add(progress, size, real=Progress.add):
+    def add(progress, size, real=ProgressBar.add):
         assert not size or not seen or seen[-1] < progress.total            # it is complete once, at the end
         real(progress, size)
         seen.append(progress.done)
-    monkeypatch.setattr(Progress, "add", add)
+    monkeypatch.setattr(ProgressBar, "add", add)
     inputs = [tmp_path / name for name in ("a.jsonl.gz", "b.txt.gz", "c.txt")]
     assert data.main(["prepare", *map(str, inputs), "--workers", str(workers), "--unit_mb", "0.1", "--out",
                       str(tmp_path / "o")]) == 0

@@ -21,7 +21,7 @@ from spider.training import machine
 from spider.training.batches import Batch
 from spider.training.fp8 import convert_to_fp8, takes_fp8
 from spider.training.optim import Optimizers
-from spider.training.stopping import Leaving
+from spider.training.stopping import Stopping
 from train import lr_factor, parse_args
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -397,8 +397,8 @@ def test_tables_of_a_mixture_are_emptied_as_a_pass_over_it_begins_and_for_a_smal
 def test_the_time_left_counts_evaluations_and_samples_to_come():
     args = parse_args(["--eval_every", "4", "--sample_every", "10"])
     assert [train.pauses_left(args, step, 10) for step in (1, 3, 4, 8, 10)] == [4, 4, 4, 3, 2]
-    leaving = Leaving(SimpleNamespace(asked=None, patience=lambda seconds: nullcontext()), None, 0, 10, 1)
-    with leaving.pause(2):
-        leaving.began -= 7000.0           # seconds that went by
-    leaving.paused = 6000.0               # of which the pause took so many
-    assert leaving.seconds_left(1, 4) == pytest.approx(9 * 1000.0 + 4 * 3000.0, abs=100)
+    stopping = Stopping(SimpleNamespace(asked=None, patience=lambda seconds: nullcontext()), None, 0, 10, 1)
+    with stopping.pause(2):
+        stopping.began -= 7000.0           # seconds that went by
+    stopping.paused = 6000.0               # of which the pause took so many
+    assert stopping.seconds_left(1, 4) == pytest.approx(9 * 1000.0 + 4 * 3000.0, abs=100)

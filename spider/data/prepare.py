@@ -29,7 +29,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from spider.console import Progress, note, say
+from spider.console import ProgressBar, note, say
 from spider.data.shards import (
     MIB,
     Shard,
@@ -209,7 +209,7 @@ def measure(path: str, kind: str) -> Input:
 
 def spool(path: Path, format: str | None) -> Input:
     """Standard input as a file: its length must be known before it is split. DataError where it needs a --format."""
-    digest, progress = hashlib.sha256(), Progress("standard input")
+    digest, progress = hashlib.sha256(), ProgressBar("standard input")
     with open_own(path, "wb") as file:
         while piece := sys.stdin.buffer.read(MIB):
             file.write(piece)
@@ -512,7 +512,7 @@ def report_to_parent(count: int):
         raise Cancelled
 
 
-def write_units(out: Path, units: dict[int, list], workers: int, limit: int, progress: Progress) -> Iterator:
+def write_units(out: Path, units: dict[int, list], workers: int, limit: int, progress: ProgressBar) -> Iterator:
     """(unit, its metadata entries) as the units get done."""
     if min(workers, len(units)) < 2:
         for unit, pieces in units.items():
@@ -630,7 +630,7 @@ def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str
     with durable(out / "prepare.jsonl") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
     todo = {unit: pieces for unit, (_, pieces) in enumerate(units) if unit not in done}
-    progress = Progress("prepare", sum(units[unit][0] for unit in todo))
+    progress = ProgressBar("prepare", sum(units[unit][0] for unit in todo))
     with open_own(out / "prepare.jsonl", "a") as journal:
         for unit, entries in write_units(out, todo, workers, limit, progress):
             done[unit] = entries

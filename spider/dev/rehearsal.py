@@ -402,7 +402,7 @@ def build(args) -> tuple[spider_model.Spider, Optimizers, float]:
         model.to_empty = lambda device: model  # it lies there already
         backend = "grouped" if args.moe_backend == "auto" else args.moe_backend
         train.take_recompute(args, model, args.n_loops, optimizer, args.precision, device)
-        train.make_real(model, device, args.precision, backend, args)
+        train.materialize(model, device, args.precision, backend, args)
     train.take_horizon(args, model, args.n_loops)
     optimizers = Optimizers(model, optimizer, args)
     optimizers.set_lr(args.lr, 1.0)

@@ -116,7 +116,7 @@ def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
     FloatingPointError where a logit is no finite number."""
     ids = torch.tensor([[BOS_ID, *text]], device=model.embed_tokens.device)
     state, logits = model.decoding_state(n_loops=n_loops), []
-    progress = console.Progress("reads", len(text)) if sys.stderr.isatty() else None
+    progress = console.ProgressBar("reads", len(text)) if sys.stderr.isatty() else None
     with Record(model) as record, model.cast_weights_once():
         for part in ids[:, :-1].split(PIECE, dim=1):
             logits.append(model.step(part, state)[0])

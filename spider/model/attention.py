@@ -8,7 +8,7 @@ from spider.model.cache import Cache, out_of_sight
 from spider.model.casting import Linear, weight_of
 from spider.model.config import SpiderConfig
 from spider.model.norm import rms_norm
-from spider.model.packing import Left, Packing
+from spider.model.packing import ActiveRows, Packing
 
 
 class _Rotate(torch.autograd.Function):
@@ -101,7 +101,7 @@ class MLA(nn.Module):
         self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim))
         self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
 
-    def forward(self, x: Tensor, packing: Packing, left: Left, latent: Tensor | None = None,
+    def forward(self, x: Tensor, packing: Packing, left: ActiveRows, latent: Tensor | None = None,
                 cache: Cache | None = None) -> tuple[Tensor, Tensor]:
         """x [n, D] of the rows that are left -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
         given ones, of the loop before, stay for the others. A cache holds earlier latents, normed and rotated."""

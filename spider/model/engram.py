@@ -23,7 +23,7 @@ from spider.model.config import SpiderConfig
 from spider.model.match_memory import MatchMemory
 from spider.model.ngrams import gram_keys, init_multiplier, primes_below
 from spider.model.norm import inverse_rms_of, rms_norm
-from spider.model.packing import Left, round_up
+from spider.model.packing import ActiveRows, round_up
 
 
 class EngramTable(nn.Module):
@@ -170,7 +170,7 @@ class SegmentEngram(nn.Module):
         taps = value.index_select(0, row.flatten()).unflatten(0, row.shape)
         return taps * (there[:, :, None] * self.conv_weight.to(value.dtype)), row.flatten()
 
-    def forward(self, h: Tensor, recalled: "Recalled", left: Left, before: Tensor | None,
+    def forward(self, h: Tensor, recalled: "Recalled", left: ActiveRows, before: Tensor | None,
                 cache: Cache | None = None) -> tuple[Tensor, Tensor]:
         """h [n, D] of the rows that are left -> the same, and what the convolution reads; `before`: the loop before's,
         which stays for the others.

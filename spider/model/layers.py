@@ -16,7 +16,7 @@ from spider.model.cache import Cache
 from spider.model.casting import Linear
 from spider.model.config import SpiderConfig
 from spider.model.norm import rms_norm
-from spider.model.packing import EVERY_ROW, Packing
+from spider.model.packing import ALL_ROWS, Packing
 
 
 class SwiGLU(nn.Module):
@@ -48,5 +48,5 @@ class Block(nn.Module):
         return self.run(x, packing, cache)
 
     def run(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
-        x = x + self.attention(rms_norm(x), packing, EVERY_ROW, cache=cache)[0]
+        x = x + self.attention(rms_norm(x), packing, ALL_ROWS, cache=cache)[0]
         return x + self.ffn(rms_norm(x))

@@ -106,7 +106,7 @@ def document_cu_seqlens(input_ids: Tensor) -> Tensor:
 
 
 @dataclass
-class Left:
+class ActiveRows:
     """The segments that have not left the core: rows that a loop computes. Of the others, what later segments read stays
     as their last loop left it.
 
@@ -132,4 +132,4 @@ class Left:
         return x if self.mask is None else torch.where(self.mask[:, None], x, before)
 
 
-EVERY_ROW = Left()
+ALL_ROWS = ActiveRows()

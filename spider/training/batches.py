@@ -15,7 +15,7 @@ from torch import Tensor
 import tokenizer
 from spider.data.loader import Loader
 from spider.model.packing import document_cu_seqlens
-from spider.training.progress import Progress
+from spider.training.progress import RunProgress
 from spider.training.ranks import World
 
 
@@ -63,7 +63,7 @@ class Feed:
     The thread is a daemon: where a disk holds it up, a signal and the end of the process do not wait for it.
     """
 
-    def __init__(self, loader: Loader, args, world: World, progress: Progress, closing: ExitStack):
+    def __init__(self, loader: Loader, args, world: World, progress: RunProgress, closing: ExitStack):
         self.loader, self.args, self.world = loader, args, world
         self.first, self.steps = progress.bytes_seen // args.seq_len, count(progress.step)
         self.wanted, self.fetched, self.next, self.closed = SimpleQueue(), SimpleQueue(), None, False

@@ -52,7 +52,7 @@ class CheckpointWriter:
         """Copies a state and starts to write it, once the write before it is done. Every rank calls it."""
         began = time.perf_counter()
         self.wait()
-        if not self.world.leads and not self.in_parts:
+        if not self.world.is_rank0 and not self.in_parts:
             for _, value, _ in nodes(state):
                 if isinstance(value, Rows):
                     value.gathered()
@@ -75,7 +75,7 @@ class CheckpointWriter:
     def holds(self, step: int) -> bool:
         """Waits for the write under way; whether the state of a step is saved. Every rank calls it."""
         saved = self.wait()
-        return self.world.lead(lambda: saved and self.step == step)
+        return self.world.on_rank0(lambda: saved and self.step == step)
 
     def retry_is_due(self) -> bool:
         return self.failed_at is not None and time.monotonic() > self.failed_at + self.retry_after
@@ -92,11 +92,11 @@ class CheckpointWriter:
             write_durably(path, state, make_room, self.world if self.in_parts else None)
         except OSError as fault:
             self.failed_at = time.monotonic()
-            if self.world.leads:
+            if self.world.is_rank0:
                 logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; training goes on, the older "
                              f"ones stay as they are, and it is tried again")
             return
-        if not self.world.leads:
+        if not self.world.is_rank0:
             return
         logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms of the loop, {time.perf_counter() - began:.1f} s beside it")
         replaced = [old for old in self.kept if old.step == state["step"] and old.path != path]  # in the other form

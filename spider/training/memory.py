@@ -129,7 +129,7 @@ def estimate_memory(model: nn.Module, n_loops: int, args, optimizer: str, precis
     memory = {"parameters": 4 * total, "gradients": gradients, "gathered for tables": gathered,
               "optimizer": state + sums, "weights cast": casts, "activations": kept,
               "documents filled up, at most": filled}
-    if world is not None and world.ranks > 1:  # see World.spread; tables, and their gradients' sums, are whole
+    if world is not None and world.ranks > 1:  # see World.shard_model; tables, and their gradients' sums, are whole
         whole, shards = args.grad_accum > 1 or world.shards == 1, world.shards
         memory |= {"parameters": 4 * (total - dense) + 4 * dense / shards, "optimizer": state / shards + sums,
                    "gathered for tables": 4 * (total - dense),

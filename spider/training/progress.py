@@ -7,7 +7,7 @@ import tokenizer
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Where a run stands; saved with every checkpoint."""
     step: int = 0                         # optimizer steps done
     bytes_seen: int = 0                   # training bytes consumed, PAD included

@@ -59,7 +59,7 @@ class World:
         self.whole: dict[str, Tensor] = {}           # what every rank has all of: tables and buffers
         self.ballot: dict[str, Callable[[], bool]] = {}
         self.votes: dict[str, bool] = {}
-        self.heed: Callable = lambda: None           # called after a vote between steps; it may raise
+        self.check_signals: Callable = lambda: None           # called after a vote between steps; it may raise
         self.look_ahead: Callable = lambda: (0, None)    # targets of this rank's next step, and what keeps it from them
         self.ahead: tuple[int, int] | None = None    # targets of all in the next step, ranks that are kept from theirs
         self.stopped = threading.Event()
@@ -72,7 +72,7 @@ class World:
     # Coming and going
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is the rank that logs and writes files."""
         return self.rank == 0
 
@@ -167,7 +167,7 @@ class World:
                 within(5 * HEARTBEAT, lambda: self._warn(fault), None)
         finally:
             if fault is not None:
-                within((10 if self.leads else 1) * HEARTBEAT, self._leave, None)
+                within((10 if self.is_rank0 else 1) * HEARTBEAT, self._leave, None)
             self.stopped.set()
             if fault is None:
                 dist.destroy_process_group()  # else a group at work might not come to its end
@@ -188,7 +188,7 @@ class World:
         """The first rank, with which the store may go, ends last: when all others know why, or are lost. They may learn
         of a loss from their signs of life alone, while they wait for this rank in a collective."""
         self.store.set(f"leaves/{self.rank}", "")
-        waits_for = {*range(self.ranks)} if self.leads else ()
+        waits_for = {*range(self.ranks)} if self.is_rank0 else ()
         while waits_for and not self.stopped.wait(0.1):
             waits_for = {rank for rank in waits_for
                          if not any(self.store.check([f"{word}/{rank}"]) for word in ("warned", "named", "leaves"))}
@@ -222,24 +222,24 @@ class World:
         if self.ranks == 1:
             return True
         if self.store is None or shared:
-            return self.leads
+            return self.is_rank0
         key = f"said/{hashlib.sha256(line.encode()).hexdigest()}"
         return within(HEARTBEAT, lambda: self.store.add(key, 1) == 1, True)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Agreeing
 
-    def lead(self, work: Callable, beside: bool = False):
+    def on_rank0(self, work: Callable, beside: bool = False):
         """What `work` returns on rank 0, or raises there, on every rank; of tensors the others get shapes (meta).
         `beside`: over the group beside, however long it takes."""
         if self.ranks == 1 or self.alone:
             return work()
         told, own = [None, None], None
         if beside:
-            done = in_background(work if self.leads else lambda: None)
+            done = in_background(work if self.is_rank0 else lambda: None)
             self.wait_for_all(done, beside)
             work = done.result
-        if self.leads:
+        if self.is_rank0:
             try:
                 own = work()
                 told[0] = tree_map_only(Tensor, lambda t: t.to("meta"), own)
@@ -248,7 +248,7 @@ class World:
         dist.broadcast_object_list(told, 0, self.beside if beside else None, None if beside else self.device)
         if told[1] is not None:
             raise told[1]
-        return own if self.leads else told[0]
+        return own if self.is_rank0 else told[0]
 
     def wait_for_all(self, work: Future, beside: bool = False):
         """Wait until the work of every rank is done, however long that takes: the limit on waiting is for ranks that
@@ -264,7 +264,7 @@ class World:
     def goes_alone(self) -> bool:
         """Has the first rank do without the others from here on, where they are lost or wait in vain; false where it
         does not have all that a checkpoint holds, and on other ranks."""
-        self.alone = self.leads and self.shards == 1
+        self.alone = self.is_rank0 and self.shards == 1
         return self.alone
 
     def sum(self, values: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ class World:
         if self.ranks > 1:
             votes = torch.tensor(self._cast_votes(), dtype=torch.float64, device=self.device)
             self._count(self.sum(votes).tolist())
-            self.heed()
+            self.check_signals()
 
     def _cast_votes(self) -> list[float]:
         return [float(vote()) for vote in self.ballot.values()]
@@ -321,7 +321,7 @@ class World:
     # -----------------------------------------------------------------------------------------------------------------
     # The model: sharded, its gradients, its statistics
 
-    def spread(self, model: nn.Module, grad_accum: int, halved: Iterable[nn.Parameter] = ()):
+    def shard_model(self, model: nn.Module, grad_accum: int, halved: Iterable[nn.Parameter] = ()):
         """Leaves each rank its rows of the model's parameters, whole on every rank so far; `halved` are multiplied as
         bf16 alone, and gathered so."""
         if self.ranks == 1:
@@ -433,7 +433,7 @@ class World:
             return model
         self.vote()                       # a signal ends it before it begins
         weights = {part.name: Rows(part.own, part.bounds, self).gathered() for part in self.parts}
-        if not self.leads:
+        if not self.is_rank0:
             return None
         with torch.device("meta"):
             plain = type(model)(model.config)
@@ -503,7 +503,7 @@ class World:
     def _take(self, value: Tensor | Stored, bounds: list[int] | None) -> Tensor:
         if isinstance(value, Stored):
             return value.rows(*() if bounds is None else bounds[self.shard:self.shard + 2]).to(self.device)
-        whole = value.to(self.device) if self.leads else torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        whole = value.to(self.device) if self.is_rank0 else torch.empty(value.shape, dtype=value.dtype, device=self.device)
         dist.broadcast(whole, 0)
         return (whole if bounds is None else whole[bounds[self.shard]:bounds[self.shard + 1]]).clone()
 

@@ -27,7 +27,7 @@ from spider.training.checkpoint_files import (
     set_aside,
 )
 from spider.training.checkpoint_writer import CheckpointWriter
-from spider.training.progress import Progress
+from spider.training.progress import RunProgress
 from spider.training.ranks import World
 from spider.training.run_log import Metrics
 
@@ -44,7 +44,7 @@ IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_b
             "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
 
 
-def run_state(model: nn.Module, optimizers, progress: Progress, loader: Loader, args, world: World) -> dict:
+def run_state(model: nn.Module, optimizers, progress: RunProgress, loader: Loader, args, world: World) -> dict:
     """What a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed, step)."""
     return dict(model_state_dict=world.state_of(model), optimizer_state_dict=optimizers.state_dict(),
                 recipe=args.recipe, cfg=asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
@@ -67,7 +67,7 @@ class RunDirectory:
         self.path, self.closing, self.is_locked = path, closing, False
         self.is_named, self.mock_data = bool(resume), mock_data
         self.world = World() if world is None else world
-        self.found, self.origin, self.begins_again, self.reset_steps, self.starts_over, self.lineage = self.world.lead(
+        self.found, self.origin, self.begins_again, self.reset_steps, self.starts_over, self.lineage = self.world.on_rank0(
             lambda: self._look(resume, reset_steps, look_only))
 
     def _look(self, resume: str | None, reset_steps: bool, look_only: bool) -> tuple:
@@ -103,7 +103,7 @@ class RunDirectory:
 
     def load(self) -> dict | None:
         """The state to go on from; None: there is none. Of several ranks the first has its tensors, in the file."""
-        return None if self.origin is None else self.world.lead(self._load)
+        return None if self.origin is None else self.world.on_rank0(self._load)
 
     def _load(self) -> dict:
         if self.begins_again:
@@ -130,10 +130,10 @@ class RunDirectory:
         return f"{'weights of' if self.reset_steps else 'goes on from'} {self.origin} (step {state['step']})"
 
     def restore(self, state: dict | None, model: nn.Module, optimizers, n_loops: int, loader: Loader,
-                args) -> Progress:
+                args) -> RunProgress:
         """Fills model and optimizers from a state, and says what of the run changed since; where the run stands."""
-        names = [f.name for f in fields(Progress) if state and not self.reset_steps and f.name in state]
-        progress = Progress(**{name: state[name] for name in names})
+        names = [f.name for f in fields(RunProgress) if state and not self.reset_steps and f.name in state]
+        progress = RunProgress(**{name: state[name] for name in names})
         progress.n_loops, progress.lineage = n_loops, self.lineage
         progress.wandb = None if self.starts_over else progress.wandb
         if not state:
@@ -160,7 +160,7 @@ class RunDirectory:
             progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // args.seq_len))  # of other data
         return progress
 
-    def open(self, progress: Progress, last_step: int, keep_last: int, size: float,
+    def open(self, progress: RunProgress, last_step: int, keep_last: int, size: float,
              in_parts: bool = False) -> tuple["Metrics", CheckpointWriter]:
         """Makes the directory, if need be; its metrics.jsonl, up to where the run stands, and its writer.
 
@@ -168,11 +168,11 @@ class RunDirectory:
         """
         went_past_end = progress.goes_past_end(last_step)
         self.metrics = SimpleNamespace(write=lambda numbers: None, sync=None)  # of ranks that write nothing
-        kept = self.world.lead(lambda: self._make(progress, went_past_end, keep_last, size))
+        kept = self.world.on_rank0(lambda: self._make(progress, went_past_end, keep_last, size))
         writer = CheckpointWriter(self.path, kept, keep_last, progress.written, self.world, in_parts)
         return self.metrics, self.closing.enter_context(writer)
 
-    def _make(self, progress: Progress, went_past_end: bool, keep_last: int, size: float) -> list[Found]:
+    def _make(self, progress: RunProgress, went_past_end: bool, keep_last: int, size: float) -> list[Found]:
         """What `open` does to files; the run's checkpoints so far."""
         for leftover in self.path.glob(".spider-step*.tmp"):     # of a run that was killed while it saved
             remove(leftover)

@@ -14,7 +14,7 @@ from loguru import logger
 from spider import files
 from spider.errors import CheckpointError
 from spider.training.checkpoint import is_count
-from spider.training.progress import Progress
+from spider.training.progress import RunProgress
 
 
 def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:
@@ -28,7 +28,7 @@ def progress_line(metrics: dict, last_step: int, remaining: float, device: torch
             f"ETA {timedelta(seconds=round(remaining))}")
 
 
-def odd_step_line(progress: Progress, first: int, batch: int, args) -> str:
+def odd_step_line(progress: RunProgress, first: int, batch: int, args) -> str:
     """What was odd about the last step, and the command that shows its sequences, `batch` from `first` on."""
     loss, where = progress.owed["loss"], "--mock_data" if args.mock_data else shlex.quote(args.data_dir)
     what = ("skipped: loss or gradient is not finite" if progress.skipped else

@@ -51,10 +51,10 @@ def save(path: Path, state: dict, before_rename: Callable, world: World):
         sync(path.parent)
     try:
         dcp.save(shares, storage_writer=writer, planner=Planner(), process_group=group, no_dist=group is None)
-        world.lead(finish, beside=group is not None)
+        world.on_rank0(finish, beside=group is not None)
     except (CheckpointException, OSError) as failed:
         rank, (fault, _) = min(getattr(failed, "failures", {0: (failed, None)}).items())
-        if world.leads:
+        if world.is_rank0:
             remove(temporary)
         if not isinstance(fault, OSError):
             raise fault from None

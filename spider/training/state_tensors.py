@@ -18,7 +18,7 @@ class Rows:
         """All rows in host memory on rank 0, in the tensor of an earlier time where it fits; None on other ranks, which
         send theirs meanwhile. Of several replicas the first one gives."""
         world, counts = self.world, [b - a for a, b in zip(self.bounds, self.bounds[1:])]
-        if not world.leads:
+        if not world.is_rank0:
             if world.rank < world.shards and self.own.numel():
                 dist.send(self.own.detach().contiguous(), 0)
             return None

@@ -12,7 +12,7 @@ from spider import errors
 from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped
 from spider.training.checkpoint_writer import CheckpointWriter
 from spider.training.machine import wants_memory
-from spider.training.progress import Progress
+from spider.training.progress import RunProgress
 from spider.training.ranks import World, is_loss
 
 STOPS = signal.SIGTERM, signal.SIGINT
@@ -62,7 +62,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
         self.asked, self.asked_at = signal.Signals(number), time.monotonic()
         with suppress(OSError):           # stderr may be gone; the logger may be busy
-            os.write(2, f"{self.asked.name}: stops in order; once more: at once\n".encode() * self.world.leads)
+            os.write(2, f"{self.asked.name}: stops in order; once more: at once\n".encode() * self.world.is_rank0)
         if self.seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, self.seconds or 1.0, 1.0)  # again, should a library swallow it
         if self.seconds == 0:
@@ -73,7 +73,7 @@ class StopSignals:
             raise Stopped("stopped before the first step; the same command goes on")
 
 
-class Leaving:
+class Stopping:
     """Every way out of the loop, decided in one place: signal, bad data, want of memory, divergence, the end.
 
     What cuts work short is noted where it happens and acted upon only as `agreed` tells. One process decides alone;
@@ -90,7 +90,7 @@ class Leaving:
         self.world = World() if world is None else world
         self.world.ballot |= {number.name: lambda number=number: stop.asked == number for number in STOPS}
         self.world.ballot["retry"] = lambda: writer.retry_is_due()
-        self.world.heed = self._heed
+        self.world.check_signals = self._check_signals
         self.start, self.last_step = start, last_step
         self.cut_short, self.fault, self.began = False, None, time.perf_counter()
         self.pauses, self.paused = 0, 0.0  # evaluations and samples so far, seconds of them
@@ -129,7 +129,7 @@ class Leaving:
         """The signal that any rank was sent, as far as all know of it."""
         return next((number for number in STOPS if self.world.heard(number.name)), None)
 
-    def _heed(self):
+    def _check_signals(self):
         if self.asked:
             raise Stopped
 
@@ -141,7 +141,7 @@ class Leaving:
         """Whether work was cut short, of which nothing may come then."""
         return self.agreed() == 2
 
-    def goes_on(self, progress: Progress) -> bool:
+    def goes_on(self, progress: RunProgress) -> bool:
         """Whether there is a step to do, or the line of one to write; Diverged where the last ones were in vain."""
         if progress.skipped >= self.max_skipped and progress.step > self.start:
             raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
@@ -155,7 +155,7 @@ class Leaving:
         pace = (time.perf_counter() - self.began - self.paused) / (step - self.start)
         return min((self.last_step - step) * pace + pauses * self.paused / max(1, self.pauses), 1e9)
 
-    def report(self, progress: Progress, how_to_go_on: str):
+    def report(self, progress: RunProgress, how_to_go_on: str):
         """Raises what made the run leave, now that all is saved that can be; says so where it was the end."""
         if self.fault:
             raise self.fault

@@ -7,10 +7,10 @@ import torch
 from loguru import logger
 
 from spider.errors import UsageError
-from spider.training.progress import Progress
+from spider.training.progress import RunProgress
 
 
-def start_wandb(args, settings: dict, progress: Progress, closing: ExitStack):
+def start_wandb(args, settings: dict, progress: RunProgress, closing: ExitStack):
     """The wandb run that --run names, or None; a checkpoint of the same name says which one to go on with."""
     if not args.run:
         return None
