@@ -42,14 +42,8 @@ from spider.model.config import PRESETS, RECOMPUTE
 from spider.model.segments import pool_segments, unpool_segments
 from spider.training import optim
 from spider.training.batches import Batch
-from spider.training.machine import (
-    keep_freed_memory,
-    multiplies_bf16,
-    peak_memory,
-    resolve_compile,
-    resolve_device,
-    resolve_precision,
-)
+from spider.training.machine import (keep_freed_memory, multiplies_bf16, peak_memory, resolve_compile, resolve_device,
+                                     resolve_precision)
 from spider.training.ranks import FIRST_STEP, World
 from spider.training.traffic import Traffic
 from spider.version import commit

@@ -39,15 +39,8 @@ from spider.training import dry_run, machine
 from spider.training.batches import Batch, Feed, batches_of, step_seed
 from spider.training.curves import leave_curves
 from spider.training.fp8 import convert_to_fp8, describe_fp8
-from spider.training.machine import (
-    keep_freed_memory,
-    multiplies_bf16,
-    resolve_compile,
-    resolve_device,
-    resolve_precision,
-    start_log,
-    wants_memory,
-)
+from spider.training.machine import (keep_freed_memory, multiplies_bf16, resolve_compile, resolve_device,
+                                     resolve_precision, start_log, wants_memory)
 from spider.training.memory import beside_tensors, check_memory, checkpoint_size, choose_recompute, estimate_memory
 from spider.training.optim import OPTIMIZERS, Optimizers, OptimizerSettings
 from spider.training.ranks import World

@@ -30,17 +30,8 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from spider.console import ProgressBar, note, say
-from spider.data.shards import (
-    MIB,
-    Shard,
-    Stream,
-    find_shards,
-    is_count,
-    is_entry,
-    map_shard,
-    read_metadata,
-    read_record,
-)
+from spider.data.shards import (MIB, Shard, Stream, find_shards, is_count, is_entry, map_shard, read_metadata,
+                                read_record)
 from spider.errors import DataError
 from spider.files import durable, each_once, locked, naming, note_again, open_own, open_plain, put_in_place, walk
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE

@@ -16,16 +16,8 @@ from spider.data.loader import Loader
 from spider.errors import CheckpointError
 from spider.model.config import SpiderConfig
 from spider.training.checkpoint import is_in_parts, load_checkpoint, remove
-from spider.training.checkpoint_files import (
-    STARTED_OVER,
-    Found,
-    StartedOver,
-    checkpoint_paths,
-    existing_parent,
-    find_checkpoints,
-    read_started_over,
-    set_aside,
-)
+from spider.training.checkpoint_files import (STARTED_OVER, Found, StartedOver, checkpoint_paths, existing_parent,
+                                              find_checkpoints, read_started_over, set_aside)
 from spider.training.checkpoint_writer import CheckpointWriter
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
