@@ -41,7 +41,8 @@ from torch import Tensor
 from spider import console, errors, files
 from spider.data import loader, prepare, shards
 from spider.errors import CheckpointError, UsageError
-from spider.export.directory import export, is_export
+from spider.export.directory import write_export
+from spider.export.read_back import is_export
 from spider.flags import Flag, Parser, a_path, checked, integer, real
 from spider.inspect import page, reading
 from spider.model.config import MAX_LOOPS, SpiderConfig
@@ -107,7 +108,7 @@ def hand_over(path: Path, state: dict, directory: str):
     """--export: the model, and the flags of its run once each is one that train.py takes."""
     known, flags = {flag.name: flag for flag in FLAGS}, state.get("flags", {})
     checked_flags = {name: checked_flag(known[name], value) for name, value in flags.items() if name in known}
-    export(path, state | dict(flags=flags | checked_flags) if flags else state, directory)
+    write_export(path, state | dict(flags=flags | checked_flags) if flags else state, directory, Spider)
 
 
 def load_model(name: str, device: torch.device) -> tuple[Spider, int]:

@@ -10,7 +10,6 @@ expected and found. The plots need matplotlib (pip install -e ".[bench]").
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from spider.model.config import SpiderConfig
 from spider.training.batches import Batch
 from spider.training.machine import keep_freed_memory
 from spider.training.optim import Optimizers
+from spider.version import commit
 from spider_model import Spider
 from train import accumulate, lr_factor, parse_args, update
 
@@ -255,12 +255,11 @@ MECHANISMS = dict(looping=looping, injection=injection, halting=halting, engram=
 
 def run(name: str, arm: str | None, seed: int):
     """Prints a line of JSON for each arm, or for the one that is named."""
-    commit = subprocess.run(["git", "-C", DOCS, "describe", "--always", "--dirty"], capture_output=True, text=True)
     for label, changes, task, settings in MECHANISMS[name]():
         if arm in (None, label):
             start = time.process_time()
             model = train(SpiderConfig(**BARE | changes), task, seed=seed, **settings)
-            line = dict(mechanism=name, arm=label, seed=seed, commit=commit.stdout.strip(), **score(model, task),
+            line = dict(mechanism=name, arm=label, seed=seed, commit=commit(), **score(model, task),
                         cpu_s=round(time.process_time() - start, 1))
             print(json.dumps(line), flush=True)
 

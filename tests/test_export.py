@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -20,12 +21,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import sample
 from conftest import awake, final_state, make_shards, metrics, run, small_config, text
 from spider.export import directory
-from spider.export.directory import INDEX, MODULES, ROOT
+from spider.export.flatten import ROOT, flat_modules
+from spider.export.read_back import INDEX
 from spider.training.checkpoint import load_checkpoint
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, decode, encode
 from train import command_line
 
 CPU = torch.device("cpu")
+MODULES = flat_modules("spider.export.modeling_spider")
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +79,14 @@ def continuation(model, ids: list[int], n: int = 12, **settings) -> list[int]:
 # There
 
 def test_an_export_carries_its_code_and_looks_for_no_module_of_ours_elsewhere(exported, model):
-    ours = {f"{name}.py" for name in MODULES}
-    assert {file.name for file in exported.iterdir()} == ours | {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", "README.md"}
+    assert {file.name for file in exported.iterdir()} == MODULES.keys() | {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", "README.md", "LICENSE"}
+    assert (exported / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert "\nlicense: apache-2.0\n" in (exported / "README.md").read_text().split("---")[1]
     assert len({file.stat().st_mode for file in exported.iterdir()}) == 1
-    for name in ours:
-        code, source = (exported / name).read_text(), (ROOT / name).read_text()
-        assert code.replace("from .", "from ") == source
+    for name in MODULES:
+        code, [source] = (exported / name).read_text(), [*ROOT.glob(name), *ROOT.glob(f"spider/*/{name}")]
+        assert re.sub("from [.]", "from ", code) == re.sub("from spider[.][a-z_.]*[.]", "from ", source.read_text())
         imported = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                     for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))
                     and not getattr(node, "level", 0)}
@@ -98,7 +102,7 @@ def test_an_export_works_where_spider_is_not_installed(exported, spider, tmp_pat
 import sys, torch
 class Nothing:
     def find_spec(self, name, *_):
-        if name in ("spider_model", "layers", "engram", "tile_moe", "tokenizer", "modeling_spider", "export", "data"):
+        if name in ("spider_model", "tile_moe", "tokenizer", "spider", "data"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Nothing())
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -277,7 +281,7 @@ def test_what_is_saved_and_loaded_again_is_the_same_model(exported, model, token
     tokenizer.save_pretrained(tmp_path / "again")
     again, ids = loaded(tmp_path / "again"), text(1, 30)
     assert torch.equal(model(ids).logits, again(ids).logits) and again.config.to_dict()["n_loops"] == 3
-    for name in (*(f"{name}.py" for name in MODULES), "generation_config.json"):
+    for name in (*MODULES, "generation_config.json"):
         assert (tmp_path / "again" / name).exists(), name
     assert again.generation_config.suppress_tokens == model.generation_config.suppress_tokens
     back = load_checkpoint(tmp_path / "again")
@@ -475,7 +479,7 @@ def copied(exported, tmp_path) -> Path:
 def test_nothing_of_an_export_is_executed_or_read_but_config_and_weights(exported, tmp_path):
     directory, mark = copied(exported, tmp_path), tmp_path / "executed"
     for name in MODULES:
-        (directory / f"{name}.py").write_text(f"open({str(mark)!r}, 'w')")
+        (directory / name).write_text(f"open({str(mark)!r}, 'w')")
     for name in ("pytorch_model.bin", "model.pt", "spider-step9.pt"):
         (directory / name).write_bytes(b"cposix\nsystem\n(S'touch " + os.fsencode(mark) + b"'\ntR.")
     assert command_line(resuming(tmp_path, directory, "--reset_steps")) == 0 and not mark.exists()

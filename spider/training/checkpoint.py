@@ -301,8 +301,8 @@ def load_checkpoint(path: Path, sealed: bool = True, mapped: bool = False) -> di
     CheckpointError if it is none, or altered, or one whose `cfg` and weights make no Spider. `sealed` false: the
     checksum is not looked at, since it was before. What sample.py exported is read as well; it has weights alone.
     """
-    import export  # which reads by what is here
-    state = export.read_export(path) if export.is_export(path) else read_state(path, sealed)
+    from spider.export.read_back import is_export, read_export  # which reads by what is here
+    state = read_export(path) if is_export(path) else read_state(path, sealed)
     with reading(path):
         from spider_model import Spider
         weights, config = dict(state["model_state_dict"]), SpiderConfig(**state["cfg"])

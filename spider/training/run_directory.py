@@ -64,7 +64,7 @@ class RunDirectory:
 
     def _look(self, resume: str | None, reset_steps: bool, look_only: bool) -> tuple:
         """Locks the directory where it is there, and settles what the run goes on from."""
-        from spider.export.directory import is_export  # which reads by what is here
+        from spider.export.read_back import is_export  # which reads by what is here
         path, closing = self.path, self.closing
         there = next(part for part in (path, *path.absolute().parents) if part.exists())
         if not there.is_dir():
