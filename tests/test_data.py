@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import data
 from conftest import ROOT, prepare
 from spider import errors
-from spider.data import loader, shards
+from spider.data import shards
 from spider.data.loader import BLOCK, Loader, key, permute, shares, validation_rows
 from spider.data.shards import Shard, Source, Stream, check, mock_source, open_data
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -151,7 +151,7 @@ def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(mixtur
     sources = [source(range(81 * k, 81 * k + targets + 1), name=str(k), weight=weight)
                for k, (targets, weight) in enumerate(mixture)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "BLOCK", block)
+        patch.setattr("spider.data.loader.BLOCK", block)
         loader = Loader(sources, seq_len, seed)
         rows = loader.rows(np.arange(count))
         labels = [row[row != -100].tolist() for row in rows[1]]
