@@ -20,11 +20,11 @@ import sample
 import train
 from conftest import assert_same, metrics, run, run_flags
 from spider.errors import CheckpointError
-from spider.training import checkpoint, checkpoint_writer, sharded_checkpoint
+from spider.training import checkpoint, checkpoint_writer, sharded_checkpoint, state_tensors
 from spider.training.checkpoint import load_checkpoint, write_checkpoint
 from spider.training.checkpoint_files import find_checkpoints
 from spider.training.ranks import World
-from spider.training.state_tensors import Rows
+from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write
 
 PARTS = ("--sharded_checkpoints",)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as sharded.py has it outside pytest
@@ -104,20 +104,19 @@ def test_in_parts_a_state_is_that_of_the_file_to_the_bit(tmp_path, shards, proce
 
 @pytest.mark.parametrize("ranks, split", ((1, 1), (4, 1), (4, 2), (4, 4)))
 @pytest.mark.parametrize("shape", ((), (0, 3), (3,), (7, 2), (40, 3)))
-def test_the_ranks_shares_of_a_tensor_are_all_of_it_once(monkeypatch, ranks, split, shape):
-    monkeypatch.setattr(ranks, "SMALL_SHARE", 64)
+def test_the_chunks_that_ranks_write_of_a_tensor_are_all_of_it_once(monkeypatch, ranks, split, shape):
+    monkeypatch.setattr(state_tensors, "SMALL_CHUNK", 64)
     value = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     for sharded_rows in (False, True) if ranks > 1 and shape else (False,):
         found = []
         for rank in range(ranks):
-            world = World(dict(RANK=str(rank), WORLD_SIZE=str(ranks)))
-            world.shards = split
+            shard = rank % split
             size = -(-max(1, value.numel() and len(value)) // split) if shape else 0
             bounds = [min(i * size, len(value)) for i in range(split + 1)] if shape else []
-            share = world.share(Rows(value[bounds[world.shard]:bounds[world.shard + 1]], bounds, world)
-                                if sharded_rows else value)
-            assert share.shape == shape and share.dtype == value.dtype
-            found += [(share.first, share.rows)] if share.rows is not None else []
+            rows = ShardedRows(value[bounds[shard]:bounds[shard + 1]], bounds, rank, ranks) if sharded_rows else value
+            chunk = chunk_to_write(rows, rank, ranks)
+            assert chunk.shape == shape and chunk.dtype == value.dtype
+            found += [(chunk.first, chunk.local)] if chunk.local is not None else []
         parts = [part for _, part in sorted(found, key=lambda one: one[0])]
         assert torch.equal(torch.cat(parts) if shape else parts[0], value)
         assert value.nbytes <= 64 * split or not sharded_rows or len(parts) == ranks
@@ -269,7 +268,7 @@ def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path, monkeypatc
         (self.path / "__0_0.distcp").unlink()
         return out
     monkeypatch.setattr(sharded_checkpoint.Writer, "write_data", elsewhere)
-    state = dict(weight=World({}).share(torch.ones(3)))
+    state = dict(weight=Chunk(torch.ones(3), 0, (3,), torch.float32))
     with pytest.raises(OSError, match="on a disk that all ranks share"):
         sharded_checkpoint.save(tmp_path / "parts", state, lambda: None, World({}))
     assert not os.listdir(tmp_path)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from spider.errors import CheckpointError
 from spider.model.config import MAX_LOOPS, PRESETS, SpiderConfig
-from spider.training.state_tensors import Stored, copied
+from spider.training.state_tensors import RemoteTensor, copy_to_host
 
 # A checkpoint is torch.save's zip archive whose comment, at the very end, is this and the SHA-256 of all before it.
 SEAL = b"spider sha256:"
@@ -193,7 +193,7 @@ def is_in_parts(path: Path) -> bool:
 
 
 @dataclass
-class Pieces(Stored):
+class Pieces(RemoteTensor):
     """A tensor in the files of a checkpoint in parts."""
     directory: Path
     shape: tuple[int, ...]
@@ -283,7 +283,7 @@ def with_pieces(path: Path, state, sealed: bool) -> dict:
 
 def whole(state):
     """A state with tensors where it had them in parts; others stay where they are."""
-    return tree_map_only(Stored, lambda value: value.rows(), state)
+    return tree_map_only(RemoteTensor, lambda value: value.rows(), state)
 
 
 def sha256_of(path: Path) -> str:
@@ -296,7 +296,7 @@ def sha256_of(path: Path) -> str:
 
 def load_checkpoint(path: Path, sealed: bool = True, mapped: bool = False) -> dict:
     """Reads a checkpoint, weights only: nothing in the file is executed. `mapped`: its tensors stay in the file, those
-    of one in parts as Stored.
+    of one in parts as RemoteTensor.
 
     CheckpointError if it is none, or altered, or one whose `cfg` and weights make no Spider. `sealed` false: the
     checksum is not looked at, since it was before. What sample.py exported is read as well; it has weights alone.
@@ -310,14 +310,14 @@ def load_checkpoint(path: Path, sealed: bool = True, mapped: bool = False) -> di
             raise ValueError("cfg has more layers than there are weights")
         with torch.device("meta"):
             expected = {name: likeness(tensor) for name, tensor in Spider(config).state_dict().items()}
-        found = {name: likeness(tensor) for name, tensor in weights.items() if isinstance(tensor, (Tensor, Stored))}
+        found = {name: likeness(tensor) for name, tensor in weights.items() if isinstance(tensor, (Tensor, RemoteTensor))}
         odd = sorted(str(name) for name in expected.keys() | weights.keys() if expected.get(name) != found.get(name))
     if odd:
         older = not any(name in weights for name in odd)
         raise CheckpointError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}"
                               + " (they are missing: an earlier version's model had none)" * older)
     state["model_state_dict"] = weights
-    return state if mapped else copied(state)
+    return state if mapped else copy_to_host(state)
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def reading(path: Path):
         raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
 
 
-def likeness(tensor: Tensor | Stored) -> tuple:
+def likeness(tensor: Tensor | RemoteTensor) -> tuple:
     """What a weight of a checkpoint has in common with the model's; its precision may differ."""
     return tuple(tensor.shape), tensor.dtype.is_floating_point
 

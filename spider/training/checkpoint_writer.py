@@ -17,7 +17,7 @@ from spider.errors import CheckpointError
 from spider.training.checkpoint import load_checkpoint, nodes, remove, whole, write_checkpoint
 from spider.training.checkpoint_files import STARTED_OVER, Found, set_aside
 from spider.training.ranks import World
-from spider.training.state_tensors import Rows, copied
+from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write, copy_to_host
 
 
 class CheckpointWriter:
@@ -54,17 +54,20 @@ class CheckpointWriter:
         self.wait()
         if not self.world.is_rank0 and not self.in_parts:
             for _, value, _ in nodes(state):
-                if isinstance(value, Rows):
-                    value.gathered()
+                if isinstance(value, ShardedRows):
+                    value.gather()
             self.step = state["step"]
             return
         if self.in_parts:
-            state = tree_map_only((Tensor, Rows), self.world.share, state)
-        self.copy = copied(state, self.copy)
+            state = tree_map_only((Tensor, ShardedRows), self._chunk, state)
+        self.copy = copy_to_host(state, self.copy)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()      # the copies have arrived
         self.failed_at, self.step = None, state["step"]
         self.writing = self.thread.submit(self._write, self.copy, before_rename, time.perf_counter() - began)
+
+    def _chunk(self, value: Tensor | ShardedRows) -> Chunk:
+        return chunk_to_write(value, self.world.rank, self.world.ranks)
 
     def wait(self) -> bool:
         """Waits for the write under way on any rank; whether the last one here succeeded. Every rank calls it."""
@@ -134,7 +137,7 @@ def convert(source: Path, target: Path):
         raise CheckpointError(f"{source} has weights alone: train.py --resume --reset_steps takes it as it is")
     state = whole(state)
     if world is not None:
-        state = tree_map_only(Tensor, world.share, state)
+        state = tree_map_only(Tensor, lambda tensor: chunk_to_write(tensor, 0, 1), state)
     try:
         write_durably(target, state, lambda: None, world)
     except OSError as fault:

@@ -34,12 +34,10 @@ from torch.utils._pytree import tree_map_only
 from spider.errors import LeftByPeer, WorldError
 from spider.model.engram import EngramTable
 from spider.training.sharding import HalvedRows, Part, bounds_of, casting
-from spider.training.state_tensors import Rows, Share, Stored
+from spider.training.state_tensors import RemoteTensor, ShardedRows
 
 FIRST_STEP = 1800.0                       # seconds that ranks wait for each other until the first step is done
 HEARTBEAT = 1.0                           # seconds between two signs of life of a rank
-
-SMALL_SHARE = 1 << 20                     # bytes of rows up to which one of the ranks that have them writes them all
 
 
 class World:
@@ -432,7 +430,7 @@ class World:
         if self.ranks == 1:
             return model
         self.vote()                       # a signal ends it before it begins
-        weights = {part.name: Rows(part.own, part.bounds, self).gathered() for part in self.parts}
+        weights = {part.name: self._sharded(part.own, part.bounds).gather() for part in self.parts}
         if not self.is_rank0:
             return None
         with torch.device("meta"):
@@ -454,37 +452,23 @@ class World:
     # States, of which a rank holds its rows
 
     def state_of(self, model: nn.Module) -> dict:
-        """The model's weights and buffers, as Rows where a rank has but some."""
+        """The model's weights and buffers, as ShardedRows where a rank has but some."""
         if self.ranks == 1:
             return model.state_dict()
-        rows = {part.name: Rows(part.own, part.bounds, self) for part in self.parts}
+        rows = {part.name: self._sharded(part.own, part.bounds) for part in self.parts}
         return {name: rows.get(name, value) for name, value in model.state_dict().items()}
 
     def states_of(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict:
         """The same of optimizers, by name."""
         states = {name: part.state_dict() for name, part in optimizers.items()}
         return self._map_states(optimizers, states, lambda value, bounds: (
-            value if bounds is None else Rows(value, bounds, self))) if self.ranks > 1 else states
+            value if bounds is None else self._sharded(value, bounds))) if self.ranks > 1 else states
 
-    def share(self, value: Tensor | Rows) -> Share:
-        """This rank's share of a tensor of a state. What several ranks have, whole or in shards, is cut in as many
-        parts; the first of them has it all where it is small."""
-        if isinstance(value, Rows):
-            own, bounds, shard, holder, holders = (value.own, value.bounds, self.shard, self.rank // self.shards,
-                                                   self.replicas)
-        else:
-            own, bounds, shard, holder, holders = value, [0, len(value) if value.ndim else 1], 0, self.rank, self.ranks
-        count = bounds[shard + 1] - bounds[shard]
-        if own.nbytes <= SMALL_SHARE:
-            holders = 1
-        first, end = count * holder // holders, count * (holder + 1) // holders
-        writes = holder < holders and (first < end or bounds[-1] == shard == 0)
-        rows = own.detach()[first:end] if own.ndim else own.detach()
-        return Share(rows if writes else None, bounds[shard] + first, (bounds[-1], *own.shape[1:]) if own.ndim else (),
-                     own.dtype)
+    def _sharded(self, local: Tensor, bounds: list[int]) -> ShardedRows:
+        return ShardedRows(local, bounds, self.rank, self.ranks)
 
     @torch.no_grad()
-    def load(self, model: nn.Module, weights: dict[str, Tensor | Stored]):
+    def load(self, model: nn.Module, weights: dict[str, Tensor | RemoteTensor]):
         """Fills a model from whole weights, one after the other: rank 0 has them, or every rank reads its rows."""
         if self.ranks == 1:
             model.load_state_dict(weights)
@@ -500,8 +484,8 @@ class World:
         its parameter."""
         return self._map_states(optimizers, states, self._take) if self.ranks > 1 else states
 
-    def _take(self, value: Tensor | Stored, bounds: list[int] | None) -> Tensor:
-        if isinstance(value, Stored):
+    def _take(self, value: Tensor | RemoteTensor, bounds: list[int] | None) -> Tensor:
+        if isinstance(value, RemoteTensor):
             return value.rows(*() if bounds is None else bounds[self.shard:self.shard + 2]).to(self.device)
         whole = value.to(self.device) if self.is_rank0 else torch.empty(value.shape, dtype=value.dtype, device=self.device)
         dist.broadcast(whole, 0)
@@ -514,7 +498,7 @@ class World:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             out[name] = dict(states[name], state={
                 i: {key: change(value, bounds_of(parts.get(id(params[i])), key))
-                    if isinstance(value, (Tensor, Stored)) else value for key, value in state.items()}
+                    if isinstance(value, (Tensor, RemoteTensor)) else value for key, value in state.items()}
                 for i, state in states[name]["state"].items()})
         return out
 

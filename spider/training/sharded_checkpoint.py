@@ -26,31 +26,31 @@ from spider import files
 from spider.files import sync
 from spider.training.checkpoint import PLAIN, Digested, nodes, put_directory_in_place, remove, write_checkpoint
 from spider.training.ranks import World, in_background
-from spider.training.state_tensors import Share
+from spider.training.state_tensors import Chunk
 
 # One process without a group is what it says it takes for granted.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save(path: Path, state: dict, before_rename: Callable, world: World):
-    """Writes a state whose tensors are Shares; every rank of the world calls it, `before_rename` is the first one's.
+    """Writes a state whose tensors are Chunks; every rank of the world calls it, `before_rename` is the first one's.
     OSError on all ranks, and nothing at `path`, where one of them cannot write."""
     temporary, group = path.with_name(f".{path.name}.tmp"), world.group_beside()
-    shares = {".".join(map(str, place)): (place, value) for place, value, _ in nodes(state) if isinstance(value, Share)}
+    chunks = {".".join(map(str, place)): (place, value) for place, value, _ in nodes(state) if isinstance(value, Chunk)}
     writer = Writer(temporary, world)
 
     def finish():
         table, sums = writer.table_and_sums()
-        if table.keys() != shares.keys():
-            raise RuntimeError(f"ranks disagree on {min(table.keys() ^ shares.keys())}")
-        plain = tree_map_only(Share, lambda share: torch.empty(0, dtype=share.dtype), state)
+        if table.keys() != chunks.keys():
+            raise RuntimeError(f"ranks disagree on {min(table.keys() ^ chunks.keys())}")
+        plain = tree_map_only(Chunk, lambda chunk: torch.empty(0, dtype=chunk.dtype), state)
         with files.durable(temporary / PLAIN, "wb") as file:
             write_checkpoint(file, plain | dict(files=sums, parts=table))
         before_rename()
         put_directory_in_place(temporary, path)
         sync(path.parent)
     try:
-        dcp.save(shares, storage_writer=writer, planner=Planner(), process_group=group, no_dist=group is None)
+        dcp.save(chunks, storage_writer=writer, planner=Planner(), process_group=group, no_dist=group is None)
         world.on_rank0(finish, beside=group is not None)
     except (CheckpointException, OSError) as failed:
         rank, (fault, _) = min(getattr(failed, "failures", {0: (failed, None)}).items())
@@ -63,14 +63,14 @@ def save(path: Path, state: dict, before_rename: Callable, world: World):
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """Has each rank write the Shares that it was given, and the library only number the pieces."""
+    """Has each rank write the Chunks that it was given, and the library only number the pieces."""
 
     def __init__(self):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item_of(name, share) for name, (_, share) in self.state_dict.items()
-                              if share.rows is not None])
+        self.plan = SavePlan([item_of(name, chunk) for name, (_, chunk) in self.state_dict.items()
+                              if chunk.local is not None])
         return self.plan
 
     def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -79,14 +79,14 @@ class Planner(dcp.DefaultSavePlanner):
         return plans, replace(metadata, planner_data=nested)  # by which others make nested dicts of it again
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor:
-        return self.state_dict[item.index.fqn][1].rows
+        return self.state_dict[item.index.fqn][1].local
 
 
-def item_of(name: str, share: Share) -> WriteItem:
-    offsets = torch.Size([share.first, *[0] * (len(share.shape) - 1)][:len(share.shape)])
-    chunk = ChunkStorageMetadata(offsets, share.rows.shape)
+def item_of(name: str, chunk: Chunk) -> WriteItem:
+    offsets = torch.Size([chunk.first, *[0] * (len(chunk.shape) - 1)][:len(chunk.shape)])
+    stored = ChunkStorageMetadata(offsets, chunk.local.shape)
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
-        chunk, TensorProperties(dtype=share.dtype), torch.Size(share.shape)))
+        stored, TensorProperties(dtype=chunk.dtype), torch.Size(chunk.shape)))
 
 
 class Writer(dcp.FileSystemWriter):

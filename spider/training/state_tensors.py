@@ -1,4 +1,8 @@
-"""Tensors of a state that lie elsewhere: on other ranks, or in a file."""
+"""Tensors of a training state that this process does not hold whole: sharded over ranks, or stored in files.
+
+`RemoteTensor` is the one notion of them: a shape, a dtype, `rows` and `gather`. Here are those of ranks, `ShardedRows` and
+the `Chunk` of them that a rank writes; checkpoint.py reads its files as another. `copy_to_host` copies a nested state.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -6,69 +10,111 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-@dataclass
-class Rows:
-    """A value of a state, of which this rank has some rows."""
-    own: Tensor
-    bounds: list[int]
-    world: object
-
-    def gathered(self, into: Tensor | None = None) -> Tensor | None:
-        """All rows in host memory on rank 0, in the tensor of an earlier time where it fits; None on other ranks, which
-        send theirs meanwhile. Of several replicas the first one gives."""
-        world, counts = self.world, [b - a for a, b in zip(self.bounds, self.bounds[1:])]
-        if not world.is_rank0:
-            if world.rank < world.shards and self.own.numel():
-                dist.send(self.own.detach().contiguous(), 0)
-            return None
-        shape = self.bounds[-1], *self.own.shape[1:]
-        if into is None or (into.shape, into.dtype) != (torch.Size(shape), self.own.dtype):
-            into = torch.empty(shape, dtype=self.own.dtype, pin_memory=self.own.is_cuda)
-        pieces = into.split(counts)
-        pieces[0].copy_(self.own.detach())
-        for rank, piece in enumerate(pieces[1:], 1):
-            if piece.numel():
-                arriving = piece if self.own.device.type == "cpu" else torch.empty_like(piece, device=self.own.device)
-                dist.recv(arriving, rank)
-                if arriving is not piece:
-                    piece.copy_(arriving)
-        return into
+SMALL_CHUNK = 1 << 20                     # bytes of rows up to which one of the ranks that have them writes them all
 
 
-@dataclass
-class Share:
-    """What one rank writes of a tensor of a state where every rank writes its part; no `rows`: nothing."""
-    rows: Tensor | None
-    first: int                            # of the tensor's rows
-    shape: tuple[int, ...]                # of the whole tensor
-    dtype: torch.dtype
-
-
-class Stored:
-    """A tensor that lies in a checkpoint's files, of which every rank reads what it needs."""
+class RemoteTensor:
+    """A tensor of a state, of which this process has no rows or some."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def rows(self, first: int = 0, end: int | None = None) -> Tensor:
-        raise NotImplementedError
+        """Return some rows, or all, in host memory, where any rank can read them by itself."""
+        raise NotImplementedError(type(self).__name__)
+
+    def gather(self, into=None):
+        """Return the tensor in host memory, in the copy of an earlier time where that fits. Of one that ranks share every
+        rank calls it."""
+        return self.rows()
 
 
-def copied(value, into=None):
-    """A copy in host memory of a nested state, into the tensors of an earlier copy where they fit."""
-    if isinstance(value, Rows):
-        return value.gathered(into)
-    if isinstance(value, Share):
-        return replace(value, rows=copied(value.rows, into.rows if isinstance(into, Share) else None))
-    if isinstance(value, Stored):
-        return value.rows()
+@dataclass
+class ShardedRows(RemoteTensor):
+    """A tensor of which each rank holds the rows of its shard; rank = replica * shards + shard."""
+    local: Tensor
+    bounds: list[int]                     # first row of each shard, and behind the last one
+    rank: int
+    ranks: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bounds[-1], *self.local.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def shards(self) -> int:
+        return len(self.bounds) - 1
+
+    def gather(self, into=None) -> Tensor | None:
+        """Return all rows on rank 0; None on the others, of which those of the first replica send theirs."""
+        if self.rank:
+            if self.rank < self.shards and self.local.numel():
+                dist.send(self.local.detach().contiguous(), 0)
+            return None
+        out = host_buffer(self, into, self.local.is_cuda)
+        first, *others = out.split([end - begin for begin, end in zip(self.bounds, self.bounds[1:])])
+        first.copy_(self.local.detach())
+        for rank, rows in enumerate(others, 1):
+            if rows.numel():
+                received = torch.empty_like(rows, device=self.local.device) if self.local.is_cuda else rows
+                dist.recv(received, rank)
+                if received is not rows:
+                    rows.copy_(received)
+        return out
+
+
+@dataclass
+class Chunk(RemoteTensor):
+    """The rows of a tensor that one rank writes to a sharded checkpoint; without `local`, none."""
+    local: Tensor | None
+    first: int                            # of the tensor's rows
+    shape: tuple[int, ...]                # of the whole tensor
+    dtype: torch.dtype
+
+    def gather(self, into=None) -> "Chunk":
+        """Copy this rank's rows to host memory."""
+        return replace(self, local=copy_to_host(self.local, into.local if isinstance(into, Chunk) else None))
+
+
+def chunk_to_write(value: Tensor | ShardedRows, rank: int, ranks: int) -> Chunk:
+    """Choose the rows of a tensor that a rank writes, so that all ranks together write each row once. The ranks that hold
+    the same rows take equal numbers of them; where the rows are small, the first such rank takes all."""
+    if isinstance(value, ShardedRows):
+        local, bounds, shards = value.local, value.bounds, value.shards
+    else:
+        local, bounds, shards = value, [0, len(value) if value.ndim else 1], 1
+    shard, holder, holders = rank % shards, rank // shards, ranks // shards
+    if local.nbytes <= SMALL_CHUNK:
+        holders = 1
+    count = bounds[shard + 1] - bounds[shard]
+    first, end = count * holder // holders, count * (holder + 1) // holders
+    writes = holder < holders and (first < end or bounds[-1] == shard == 0)
+    rows = local.detach()[first:end] if local.ndim else local.detach()
+    return Chunk(rows if writes else None, bounds[shard] + first, (bounds[-1], *local.shape[1:]) if local.ndim else (),
+                 local.dtype)
+
+
+def host_buffer(like: Tensor | RemoteTensor, into, pinned: bool) -> Tensor:
+    """Return `into` where it is a tensor of this shape and dtype, else a new one in host memory."""
+    if isinstance(into, Tensor) and (tuple(into.shape), into.dtype) == (tuple(like.shape), like.dtype):
+        return into
+    return torch.empty(tuple(like.shape), dtype=like.dtype, pin_memory=pinned)
+
+
+def copy_to_host(value, into=None):
+    """Copy a nested state to host memory, into the tensors of an earlier copy where they fit. Remote tensors are gathered:
+    of those of several ranks every rank calls it."""
+    if isinstance(value, RemoteTensor):
+        return value.gather(into)
     if isinstance(value, Tensor):
-        fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
-        out = into if fits else torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        return out.copy_(value.detach(), non_blocking=True)
+        return host_buffer(value, into, value.is_cuda).copy_(value.detach(), non_blocking=True)
     if isinstance(value, dict):
-        return {key: copied(part, into.get(key) if isinstance(into, dict) else None) for key, part in value.items()}
+        return {key: copy_to_host(entry, into.get(key) if isinstance(into, dict) else None)
+                for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         old = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
-        return type(value)(copied(part, its_old) for part, its_old in zip(value, old))
+        return type(value)(map(copy_to_host, value, old))
     return value
