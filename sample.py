@@ -254,7 +254,7 @@ def talk(args: argparse.Namespace, device: torch.device):
     generator.manual_seed(args.seed)
 
     def go_on(logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
-        return model.go_on(logits, state, args.bytes, args.temperature, args.top_k, args.top_p, generator)
+        return model.generate_batch(logits, state, args.bytes, args.temperature, args.top_k, args.top_p, generator)
     if prompt is None:
         converse(model, state, go_on, args)
     else:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ from spider.model.casting import Linear, WideLinear, wide
 from spider.model.config import SpiderConfig
 from spider.model.decoding import PIECE, DecodingState, Past, Seen, check_ids, draw
 from spider.model.engram import ByteEngram, EngramTable, Recalled, SegmentEngram
-from spider.model.initialization import Unwritten
+from spider.model.initialization import UninitializedTensors
 from spider.model.layers import Block, SwiGLU
 from spider.model.match_memory import MatchMemory
 from spider.model.ngrams import shifted_bytes, word_ends
@@ -48,7 +48,7 @@ from spider.model.noise import byte_noise, dropped, uniform
 from spider.model.norm import rms_norm
 from spider.model.packing import ALL_ROWS, ActiveRows, Packing, document_cu_seqlens, document_starts, round_up
 from spider.model.parameters import component_of
-from spider.model.segments import places_behind, pool_segments, sum_segments, unpool_segments
+from spider.model.segments import segment_offsets, pool_segments, sum_segments, unpool_segments
 from tile_moe import BACKENDS, Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
 from tokenizer import EOS_ID, PAD_ID
 
@@ -71,11 +71,9 @@ class SpiderOutput:
     segments: Tensor                      # number of segments, all sequences together
     mean_loops: Tensor
     tokens_per_expert: Tensor             # [L, E] fp32, over all loops
-    parts: Tensor | None = None           # [5] what LOSS_PARTS add to nats_per_byte in the loss; core_loss in training
-    by_byte: Tensor | None = None         # of the loss what is a mean over bytes: nats_per_byte and core_loss
-
-
-LOSS_PARTS = "boundary_loss", "aux_loss", "z_loss", "ponder_loss", "core_loss"
+    loss_terms: dict[str, Tensor] | None = None  # what each term adds to nats_per_byte in the loss, detached
+    by_byte: Tensor | None = None         # of the loss nats_per_byte and BYTE_TERMS, the means over bytes
+    BYTE_TERMS: ClassVar = ("core_loss",)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,13 +136,13 @@ class RecurrentBlock(nn.Module):
         self.attention = MLA(config)
         self.moe = MoE(config)
 
-    def forward(self, x: Tensor, packing: Packing, recalled: Recalled | None, left: ActiveRows, seen: Seen,
+    def forward(self, x: Tensor, packing: Packing, recalled: Recalled | None, active: ActiveRows, seen: Seen,
                 past: Past, decided: Routing | None = None) -> tuple[Tensor, Routing, Seen]:
-        """x of the rows that are left, [n, D]; `seen` of the loop before, [N, ...]; `decided`, see MoE."""
+        """x of the rows that are active, [n, D]; `seen` of the loop before, [N, ...]; `decided`, see MoE."""
         latent, read = seen
         if self.engram is not None:
-            x, read = self.engram(x, recalled, left, read, past[1])
-        y, latent = self.attention(rms_norm(x), packing, left, latent, past[0])
+            x, read = self.engram(x, recalled, active, read, past[1])
+        y, latent = self.attention(rms_norm(x), packing, active, latent, past[0])
         x = x + y
         y, routing = self.moe(rms_norm(x), decided)
         return x + y, routing, (latent, read)
@@ -213,12 +211,12 @@ class RecurrentCore(nn.Module):
         halting = Halting(share, self.config.act_threshold, leave, ends=counted)
         decay = self.decay() if self.config.lti else None
         for t in range(n_loops):
-            loop, left = min(t, self.config.n_loops - 1), halting.left
-            y = self.inject(h, left.pick(e), loop, decay)
+            loop, active = min(t, self.config.n_loops - 1), halting.active
+            y = self.inject(h, active.pick(e), loop, decay)
             for i, layer in enumerate(self.layers):
                 earlier = past if past[0] is None else (
                     past[0].of(i, t), past[1].of(sum(j < i for j in self.config.engram_layers), t))
-                y, routing, seen[i] = visit(layer, y, packing, recalled[i], left, seen[i], earlier, recompute)
+                y, routing, seen[i] = visit(layer, y, packing, recalled[i], active, seen[i], earlier, recompute)
                 visits.append((routing.score, routing.topk_idx, halting.share))
             h = self.adapt(y, loop)
             h = halting.add(h, warmup * self.halt(h), last=t == n_loops - 1)
@@ -250,33 +248,33 @@ class RecurrentCore(nn.Module):
         return sum(aux_loss), sum(z_loss), torch.cat(load).unflatten(0, (-1, layers)).sum(0)
 
 
-def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: ActiveRows, seen: Seen, past: Past,
+def visit(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, active: ActiveRows, seen: Seen, past: Past,
           recompute: bool) -> tuple[Tensor, Routing, Seen]:
     """One pass through a core layer, its activations recomputed in the backward pass if asked: with the routing of the
     first time, since a near-tie that falls the other way would corrupt the gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
-        for part in (x, left.mask, *(recalled or ()), *seen, *vars(packing).values()):
+        for part in (x, active.mask, *(recalled or ()), *seen, *vars(packing).values()):
             if isinstance(part, Tensor):  # whose rows are of another number each time
                 torch._dynamo.maybe_mark_dynamic(part, 0)
-        y, latent, read, score, topk_idx = layer.compiled(layer, x, packing, recalled, left, seen, recompute)
+        y, latent, read, score, topk_idx = layer.compiled(layer, x, packing, recalled, active, seen, recompute)
         return y, Routing(score, topk_idx, None), (latent, read)
     if not recompute:
-        return layer(x, packing, recalled, left, seen, past)
+        return layer(x, packing, recalled, active, seen, past)
     decided = [None]
 
     def run(x):
-        y, routing, later = layer(x, packing, recalled, left, seen, past, decided[-1])
+        y, routing, later = layer(x, packing, recalled, active, seen, past, decided[-1])
         decided.append(Routing(None, routing.topk_idx, routing.places))
         return y, routing, later
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
-def visit_in_one_graph(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, left: ActiveRows, seen: Seen,
+def visit_in_one_graph(layer: RecurrentBlock, x: Tensor, packing: Packing, recalled, active: ActiveRows, seen: Seen,
                        recompute: bool) -> tuple[Tensor | None, ...]:
     """What torch.compile takes as one graph, forward and backward: the same in a flat tuple. Recomputation is then part
     of the backward graph, fused with it, and takes routing as it was."""
     def run(x):
-        y, routing, (latent, read) = layer(x, packing, recalled, left, seen, (None, None))
+        y, routing, (latent, read) = layer(x, packing, recalled, active, seen, (None, None))
         return y, latent, read, routing.score, routing.topk_idx
     if not recompute:
         return run(x)
@@ -302,8 +300,8 @@ class Halting:
     def __init__(self, share: Tensor, threshold: float, leave: bool, ends: bool):
         """share [N], each segment's part of all, 0 for rows that fill up; leave: rows leave the products; ends: no segment
         comes later than these, and none reads those that halt when all others have."""
-        self.threshold, self.leave, self.ends, self.left = threshold, leave, ends, ALL_ROWS
-        self.share, self.remaining = share, torch.ones_like(share)  # [n] of the rows left: 1 - weights; both 0 once halted
+        self.threshold, self.leave, self.ends, self.active = threshold, leave, ends, ALL_ROWS
+        self.share, self.remaining = share, torch.ones_like(share)  # [n] of the rows active: 1 - weights; both 0 once halted
         self.output: Tensor | None = None                           # [N, D]
         self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
 
@@ -314,7 +312,7 @@ class Halting:
         stops = torch.ones_like(stays) if last else 1 - self.remaining + p >= self.threshold
         weight = torch.where(stops, self.remaining, p)
         part = weight[:, None].to(h.dtype) * h
-        index = self.left.index
+        index = self.active.index
         self.output = part if self.output is None else (
             self.output + part if index is None else self.output.index_add(0, index, part))
         share = self.share.sum()
@@ -322,7 +320,7 @@ class Halting:
         self.ponder = self.ponder + share + self.share @ torch.where(stops, self.remaining, 0)
         self.share, self.remaining = self.share * ~stops, torch.where(stops, 0, self.remaining - weight)
         if last or not self.leave:
-            self.left = ActiveRows(mask=stays)
+            self.active = ActiveRows(mask=stays)
             return h[:0] if last else h
         if self.ends and not self.share.any():
             return h[:0]
@@ -331,7 +329,7 @@ class Halting:
             index = stay if index is None else index.index_select(0, stay)
             self.share, self.remaining = self.share.index_select(0, stay), self.remaining.index_select(0, stay)
             h = h.index_select(0, stay)
-        self.left = ActiveRows(index, halted=self.share == 0)
+        self.active = ActiveRows(index, halted=self.share == 0)
         return h
 
 
@@ -396,7 +394,7 @@ class Spider(nn.Module):
             what modules of others hold         by their reset_parameters, drawn behind all of these
 
         RuntimeError names what nobody initializes."""
-        unwritten = Unwritten(self)
+        unwritten = UninitializedTensors(self)
         self._init_own()
         unwritten.reset()
         if names := unwritten.names():
@@ -505,7 +503,7 @@ class Spider(nn.Module):
         low = c.boundary_alpha - c.boundary_lambda * c.boundary_sigma
         return ((rate - c.boundary_alpha).relu() + (low - rate).relu()).mean()
 
-    def recur(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
+    def run_core(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
               noise: Tensor | None = None, state: "DecodingState | None" = None) -> tuple[Tensor, CoreStats]:
         """Runs the core on pooled segments z [N, D] that end where b [M] is 1, no document longer than `longest`; noise
         [M], when training, is dropout's.
@@ -536,18 +534,18 @@ class Spider(nn.Module):
             state.segments = before + cu_seqlens.diff()
         return z[:segments], stats
 
-    def null_handed(self) -> Tensor:
+    def null_rows(self) -> Tensor:
         """What bytes before a document's first boundary receive, for all places: [places * D]."""
         return self.null_segment.repeat(self.config.places)
 
-    def hand_back(self, z: Tensor, null: Tensor, b: Tensor, packing: Packing, segment_cu_seqlens: Tensor,
-                  begun: Tensor | int = 0) -> Tensor:
+    def unpool(self, z: Tensor, null: Tensor, b: Tensor, packing: Packing, segment_cu_seqlens: Tensor,
+                  open_bytes: Tensor | int = 0) -> Tensor:
         """What bytes receive of the core's output: z [N, places * D], null [places * D] or one for each document, b [M]
-        -> [M, D]; begun: see places_behind."""
+        -> [M, D]; open_bytes: see segment_offsets."""
         places, cu_seqlens, place = self.config.places, packing.cu_seqlens, None
         if places > 1:
             z, null = z.unflatten(-1, (places, -1)), null.unflatten(-1, (places, -1))
-            place = places_behind(b, cu_seqlens.index_select(0, packing.document), places, begun)
+            place = segment_offsets(b, cu_seqlens.index_select(0, packing.document), places, open_bytes)
         return unpool_segments(z, null, b, cu_seqlens, segment_cu_seqlens, place)
 
     def before_core(self, ids: Tensor, packing: Packing, shifted: Tensor, matched: Tensor | None,
@@ -602,35 +600,37 @@ class Spider(nn.Module):
             noise = byte_noise(noise_seed, sequences, length, ids.device).flatten()
         x = dropped(self.before_core(ids, packing, shifted, matched), of_bytes, noise, 0)    # [M, D]
         none = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
-        segments, boundary_loss, handed = 0, none, None
+        segments, boundary_loss, unpooled = 0, none, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
             b = self.boundaries(x, input_ids, shifted, packing, noise)
             boundary_loss = self.boundary_loss(b, input_ids)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             segments = len(z)
-            z, stats = self.recur(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
-            handed = self.hand_back(z, self.null_handed(), b, packing, segment_cu_seqlens)
-            x = x + handed
+            z, stats = self.run_core(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
+            unpooled = self.unpool(z, self.null_rows(), b, packing, segment_cu_seqlens)
+            x = x + unpooled
         x = dropped(x, of_bytes, noise, 3)
         logits = self.after_core(x, packing, shifted, matched)                               # [M, vocab_size]
 
-        loss = nats = parts = by_byte = None
+        loss = nats = terms = by_byte = None
         if labels is not None:
             targets = labels.reshape(-1)
             counted = (targets != -100).sum().clamp_min(1)
             nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted
             core_loss = none
-            if self.training and c.scores_core:  # at first 0 is handed: the gradient's norm is above 100, and clipped
-                said = self.lm_head(rms_norm(handed)).to(logits.dtype)
+            if self.training and c.scores_core:  # at first 0 is unpooled: the gradient's norm is above 100, and clipped
+                said = self.lm_head(rms_norm(unpooled)).to(logits.dtype)
                 core_loss = F.cross_entropy(said, targets, ignore_index=-100, reduction="sum") / counted
-            parts = (c.boundary_loss_weight * boundary_loss, c.aux_loss_weight * stats.aux_loss,
-                     c.z_loss_weight * stats.z_loss, c.ponder_weight * self.halting_warmup * stats.ponder,
-                     c.core_loss_weight * core_loss)
-            loss, by_byte, parts = sum(parts, nats), nats + parts[-1], torch.stack(parts).detach()
+            terms = dict(boundary_loss=c.boundary_loss_weight * boundary_loss,
+                         aux_loss=c.aux_loss_weight * stats.aux_loss, z_loss=c.z_loss_weight * stats.z_loss,
+                         ponder_loss=c.ponder_weight * self.halting_warmup * stats.ponder,
+                         core_loss=c.core_loss_weight * core_loss)
+            loss, by_byte = sum(terms.values(), nats), nats + terms["core_loss"]
+            terms = {name: term.detach() for name, term in terms.items()}
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # they are whole
         return SpiderOutput(logits.view(sequences, length, -1), loss, nats, none + segments,
-                            stats.mean_loops.detach(), tokens, parts, by_byte)
+                            stats.mean_loops.detach(), tokens, terms, by_byte)
 
     @contextmanager
     def cast_weights_once(self):
@@ -697,11 +697,11 @@ class Spider(nn.Module):
         n_loops, latent = c.n_loops if n_loops is None else n_loops, c.kv_lora_rank + c.qk_rope_head_dim
         held, summed = (weight.new_zeros(0, dtype=dtype) for dtype in (self.compute_dtype, self.wide_dtype))
         count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        null = held.new_zeros(c.hidden_size) if self.core is None else self.null_handed().detach().to(held.dtype)
+        null = held.new_zeros(c.hidden_size) if self.core is None else self.null_rows().detach().to(held.dtype)
         return DecodingState(
             n_loops=n_loops, last_bytes=count.new_full((rows, c.longest_order), PAD_ID), position=count,
-            segments=count.clone(), summed=count.double(), begun=summed.new_zeros(rows, c.hidden_size),
-            begun_bytes=summed.new_zeros(rows, 1), handed=null.repeat(rows, 1),
+            segments=count.clone(), summed=count.double(), open_segment=summed.new_zeros(rows, c.hidden_size),
+            open_bytes=summed.new_zeros(rows, 1), unpooled=null.repeat(rows, 1),
             matches=count.new_zeros(1 + 2 * c.match_contexts, rows, 1),
             byte_latents=held.new_zeros(c.n_prelude_layers + c.n_coda_layers, 1, rows, 1, latent),
             segment_latents=held.new_zeros(c.n_recurrent_layers, n_loops, rows, 1, latent),
@@ -725,7 +725,7 @@ class Spider(nn.Module):
             return torch.cat([self.step(part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)], dim=1)
         with torch.inference_mode():      # a tenth faster
             if starts[:, 0].any():
-                state.start_documents(starts[:, 0], None if self.core is None else self.null_handed())
+                state.start_documents(starts[:, 0], None if self.core is None else self.null_rows())
                 known = torch.cat((state.last_bytes, input_ids), dim=1)
 
             ids, kept = input_ids.reshape(-1), self.config.longest_order
@@ -741,33 +741,33 @@ class Spider(nn.Module):
             if self.core is not None:
                 b = self.boundaries(x, input_ids, shifted, packing, None, state.summed)
             places = self.config.places
-            if self.core is not None and n == 1 and not b.any():  # what was begun goes on
-                state.begun, state.begun_bytes = state.begun + x, state.begun_bytes + 1
-                handed = state.handed
+            if self.core is not None and n == 1 and not b.any():  # the open segment continues
+                state.open_segment, state.open_bytes = state.open_segment + x, state.open_bytes + 1
+                unpooled = state.unpooled
                 if places > 1:
-                    place = state.begun_bytes.flatten().long().clamp_max(places - 1)
-                    handed = handed.unflatten(1, (places, -1))[torch.arange(rows, device=ids.device), place]
-                x = x + handed
+                    place = state.open_bytes.flatten().long().clamp_max(places - 1)
+                    unpooled = unpooled.unflatten(1, (places, -1))[torch.arange(rows, device=ids.device), place]
+                x = x + unpooled
             elif self.core is not None:
-                begun = state.begun_bytes.long().expand(-1, n).flatten()
-                z, total, segment_cu_seqlens = sum_segments(x, b, cu_seqlens, (state.begun, state.begun_bytes))
-                z, state.begun = z.tensor_split((-rows,))
-                total, state.begun_bytes = total.tensor_split((-rows,))
-                z, before = (z / total).to(x.dtype), state.handed
+                open_bytes = state.open_bytes.long().expand(-1, n).flatten()
+                z, total, segment_cu_seqlens = sum_segments(x, b, cu_seqlens, (state.open_segment, state.open_bytes))
+                z, state.open_segment = z.tensor_split((-rows,))
+                total, state.open_bytes = total.tensor_split((-rows,))
+                z, before = (z / total).to(x.dtype), state.unpooled
                 if len(z):
                     longest = int(segment_cu_seqlens.diff().max())
-                    z, _ = self.recur(z, b, segment_cu_seqlens, shifted, longest, state.n_loops, state=state)
+                    z, _ = self.run_core(z, b, segment_cu_seqlens, shifted, longest, state.n_loops, state=state)
                     newest = z.index_select(0, (segment_cu_seqlens[1:] - 1).clamp_min(0))    # of each row
-                    state.handed = torch.where(segment_cu_seqlens.diff()[:, None] > 0, newest, before)
+                    state.unpooled = torch.where(segment_cu_seqlens.diff()[:, None] > 0, newest, before)
                 else:
                     z = before[:0]
-                x = x + self.hand_back(z, before, b, packing, segment_cu_seqlens, begun)
+                x = x + self.unpool(z, before, b, packing, segment_cu_seqlens, open_bytes)
             logits = self.after_core(x, packing, shifted, matched, cache)
             state.byte_latents, state.position, state.last_bytes = cache.held, state.position + n, known[:, -kept:]
         return logits.view(rows, n, -1).clone()  # an ordinary tensor again
 
     @torch.no_grad()
-    def go_on(self, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
+    def generate_batch(self, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
               top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None):
         """Yields up to max_new_bytes times what each row writes next, a list of ids (0-255), None once it has ended.
 
@@ -789,11 +789,11 @@ class Spider(nn.Module):
 
     def generate(self, ids: list[int], max_new_bytes: int, temperature: float = 1.0, top_k: int | None = None,
                  generator: torch.Generator | None = None, n_loops: int | None = None, top_p: float | None = None):
-        """Yields up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; see `go_on`."""
+        """Yields up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; see `generate_batch`."""
         state = self.decoding_state(n_loops=n_loops)
         with self.cast_weights_once():
             logits = self.step(torch.tensor([ids], device=self.embed_tokens.device), state)[:, -1]
-        for (byte,) in self.go_on(logits, state, max_new_bytes, temperature, top_k, top_p, generator):
+        for (byte,) in self.generate_batch(logits, state, max_new_bytes, temperature, top_k, top_p, generator):
             yield byte
 
     # -----------------------------------------------------------------------------------------------------------------

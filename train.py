@@ -48,7 +48,7 @@ from spider.training.run_directory import RunDirectory, check_same_model, run_st
 from spider.training.run_log import odd_step_line, progress_line
 from spider.training.stopping import Stopping, StopSignals
 from spider.training.trackers import start_profiler, start_wandb
-from spider_model import LOSS_PARTS, Spider, SpiderOutput
+from spider_model import Spider, SpiderOutput
 from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend
 
 HIGHEST_RATE = 1000.0                     # beyond it nothing is learned, and steps overflow
@@ -431,15 +431,15 @@ def warm_up(model: Spider, micro_batch: int, seq_len: int, n_loops: int, device:
 
 
 def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int | None = None,
-               world: World | None = None) -> tuple[Tensor, Tensor]:
+               world: World | None = None) -> tuple[dict[str, Tensor], Tensor]:
     """Forward and backward over the micro-steps of a step, which leaves gradients and changes nothing else. `targets`:
     of all ranks together, where there are others.
 
-    Returns sums over the micro-steps: fp32 [9] of nats, loss, segments, loops and the loss's other parts, and tokens
-    per expert [L, E]. Waits for the device once a micro-step, for the number of segments.
+    Returns sums over the micro-steps by name: loss (nats), total_loss, segments, mean_loops and the loss's other terms;
+    and tokens per expert [L, E]. Waits for the device once a micro-step, for the number of segments.
     """
     world = World() if world is None else world
-    sums, tokens, parts = 0, 0, len(batches) * world.ranks
+    sums, tokens, parts = {}, 0, len(batches) * world.ranks
     targets = max(1, sum(batch.targets for batch in batches) if targets is None else targets)
     with model.cast_weights_once():
         for batch in batches:
@@ -447,33 +447,38 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int |
             share = batch.targets / targets  # bytes count alike, however many others are PAD
             loss = out.by_byte * share + (out.loss - out.by_byte) / parts
             world.backward(model, loss, last=batch is batches[-1])
-            sums = sums + torch.cat((torch.stack((
-                out.nats_per_byte.detach() * share, loss.detach(), out.segments, out.mean_loops / parts)),
-                out.parts[:-1] / parts, out.parts[-1:] * share))
+            numbers = dict(loss=out.nats_per_byte.detach() * share, total_loss=loss.detach(), segments=out.segments,
+                           mean_loops=out.mean_loops / parts)
+            numbers |= {name: term * share if name in out.BYTE_TERMS else term / parts
+                        for name, term in out.loss_terms.items()}
+            sums = {name: number + sums.get(name, 0) for name, number in numbers.items()}
             tokens = tokens + out.tokens_per_expert
     return sums, tokens
 
 
-def update(model: Spider, optimizers: Optimizers, sums: Tensor, tokens: Tensor, real: int, args,
+def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], tokens: Tensor, real: int, args,
            empty_tables: bool = False) -> dict:
     """The update from accumulated gradients; returns the step's statistics, `real` bytes of which were not PAD.
 
     Waits once for the device, for all numbers, before the weights are touched: where loss or gradient is not finite
     they stay as they are, and `skipped` is true. `empty_tables`: the Engram tables lose all that they learned.
     """
+    names, sums = list(sums), torch.stack(list(sums.values()))
     norm, sums, tokens, real = optimizers.world.after_step(optimizers.dense, sums, tokens, real)
     nn.utils.clip_grads_with_norm_(optimizers.dense, args.grad_clip or math.inf, norm)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
-    nats, loss, segments, loops, *parts, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
-    skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    *sums, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
+    sums = dict(zip(names, sums))
+    skipped = not (math.isfinite(sums["total_loss"]) and math.isfinite(norm))
     if not skipped:
         optimizers.step()
         model.update_expert_bias(tokens)
         if empty_tables:
             optimizers.parts["engram"].reset()
     optimizers.zero_grad()
-    return dict(loss=nats, total_loss=loss, grad_norm=norm, bytes_per_segment=real / max(1, segments),
-                mean_loops=loops, expert_balance=balance, skipped=skipped, **dict(zip(LOSS_PARTS, parts)))
+    loss, total_loss, segments, loops = (sums.pop(name) for name in ("loss", "total_loss", "segments", "mean_loops"))
+    return dict(loss=loss, total_loss=total_loss, grad_norm=norm, bytes_per_segment=real / max(1, segments),
+                mean_loops=loops, expert_balance=balance, skipped=skipped, **sums)
 
 
 TIMED = 2.0                               # seconds of steps that a dry run times, one at least

@@ -130,7 +130,7 @@ class Eager(TorchDispatchMode):
         return out
 
 
-def sum_segments(h, b, cu_seqlens, begun=None, count=[]):
+def sum_segments(h, b, cu_seqlens, open_segment=None, count=[]):
     """spider_model.sum_segments, the number of segments not read from the device but RATE's, another each time."""
     count.append(1)
     document, finished = _documents_and_segments(b, cu_seqlens)

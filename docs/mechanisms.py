@@ -213,7 +213,7 @@ def halted(leave: str):
 
         def add(self, h, p, last):
             h = super().add(h, p, last)
-            self.left = packing.ALL_ROWS if leave == "never" else packing.ActiveRows(mask=self.share > 0)
+            self.active = packing.ALL_ROWS if leave == "never" else packing.ActiveRows(mask=self.share > 0)
             return h
 
     with mock.patch("spider_model.Halting", Halting):

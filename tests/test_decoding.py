@@ -210,13 +210,13 @@ def test_several_samples_of_one_prompt_are_written_together_and_end_apart():
     state = model.decoding_state()
     logits = model.step(torch.tensor([[BOS_ID, 65]]), state)[:, -1]
     one, four = state.copy(), state.copy([0] * 4)
-    columns = list(zip(*model.go_on(logits.expand(4, -1), four, 60, generator=torch.Generator().manual_seed(1))))
+    columns = list(zip(*model.generate_batch(logits.expand(4, -1), four, 60, generator=torch.Generator().manual_seed(1))))
     lengths = [sum(byte is not None for byte in column) for column in columns]
     assert len(set(columns)) == 4 and len(set(lengths)) > 1
     for column, length in zip(columns, lengths):
         assert all(0 <= byte < 256 for byte in column[:length]) and set(column[length:]) <= {None}
-    alike = list(model.go_on(logits.expand(3, -1), state.copy([0] * 3), 12, temperature=0))
-    assert [[byte] * 3 for byte, in model.go_on(logits, one, 12, temperature=0)] == alike
+    alike = list(model.generate_batch(logits.expand(3, -1), state.copy([0] * 3), 12, temperature=0))
+    assert [[byte] * 3 for byte, in model.generate_batch(logits, one, 12, temperature=0)] == alike
 
 
 def test_drawing_takes_the_likeliest_bytes_that_were_asked_for():
@@ -270,7 +270,7 @@ def sum_that_begins_anew(self, x, ids, shifted, packing, noise, summed=None, ori
     return original(self, x, ids, shifted, packing, noise)
 
 
-def mean_without_earlier_bytes(h, b, cu_seqlens, begun=None, original=segments.sum_segments):
+def mean_without_earlier_bytes(h, b, cu_seqlens, open_segment=None, original=segments.sum_segments):
     return original(h, b, cu_seqlens)
 
 

@@ -50,7 +50,7 @@ def at_step(step, before=None, after=lambda sums: sums):
 
 
 def nan(step):
-    at_step(step, after=lambda sums: sums * float("nan"))
+    at_step(step, after=lambda sums: {name: number * float("nan") for name, number in sums.items()})
 
 
 def memory(step):

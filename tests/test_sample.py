@@ -39,7 +39,7 @@ def writes(monkeypatch, content: bytes, between=lambda: None):
         for byte in content:
             between()
             yield [byte]
-    monkeypatch.setattr(Spider, "go_on", go_on)
+    monkeypatch.setattr(Spider, "generate_batch", go_on)
 
 
 def refusal(capsys, *argv) -> str:
@@ -199,12 +199,12 @@ def test_several_samples_of_a_prompt_are_drawn_together_and_printed_one_after_th
 
 def test_a_sample_that_has_ended_is_no_longer_than_that(trained, monkeypatch, capsys):
     columns = [[97, 98], [None, 99], [None, 100]]
-    monkeypatch.setattr(Spider, "go_on", lambda *args: iter(columns))
+    monkeypatch.setattr(Spider, "generate_batch", lambda *args: iter(columns))
     assert sample.main([str(trained), "--prompt", "x", "--samples", "2"]) == 0
     assert capsys.readouterr().out == "--- 1 of 2\nxa\n--- 2 of 2\nxbcd\n"
 
 
-def dialogue(monkeypatch, capsysbinary, model, turns: list[str], go_on=Spider.go_on) -> list[bytes]:
+def dialogue(monkeypatch, capsysbinary, model, turns: list[str], go_on=Spider.generate_batch) -> list[bytes]:
     """What a model writes in each turn of a dialogue, greedily and up to 9 bytes."""
     lines, written = iter(turns), []
 
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_a_turn_and_what_was_written_till_then_stays_said(monkeypatc
     model = awake(small_config(), seed=1).eval()
 
     def interrupted(*args, **kwargs):
-        for number, column in enumerate(Spider.go_on(*args, **kwargs)):
+        for number, column in enumerate(Spider.generate_batch(*args, **kwargs)):
             if number == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             yield column
@@ -292,7 +292,7 @@ def test_ctrl_c_ends_a_text_with_status_130(trained, monkeypatch, capsys):
     def go_on(*args):
         yield [97]
         raise KeyboardInterrupt
-    monkeypatch.setattr(Spider, "go_on", go_on)
+    monkeypatch.setattr(Spider, "generate_batch", go_on)
     assert sample.main([str(trained), "--prompt", "x"]) == 130
     assert capsys.readouterr() == ("xa\n", "")
 

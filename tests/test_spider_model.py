@@ -17,7 +17,7 @@ from spider.model.config import BOUNDARIES, PRESETS, RANGES, RECOMPUTE, SpiderCo
 from spider.model.ngrams import shifted_bytes, word_ends
 from spider.model.noise import byte_noise, dropped, uniform
 from spider.model.packing import Packing, document_cu_seqlens, fill_up
-from spider.model.segments import places_behind, pool_segments, unpool_segments
+from spider.model.segments import segment_offsets, pool_segments, unpool_segments
 from spider.training.optim import RowwiseAdagrad
 from spider_model import Halting, Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
@@ -133,7 +133,7 @@ def check_halting():
         halting = Halting(torch.full((3,), 1 / 3), 0.99, leave, ends=True)
         for loop in range(3):
             state = F.one_hot(torch.full((3,), loop), 3).float()
-            halting.add(halting.left.pick(state), halting.left.pick(p[:, loop]), loop == 2)
+            halting.add(halting.active.pick(state), halting.active.pick(p[:, loop]), loop == 2)
         expected = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0]])
         torch.testing.assert_close(halting.output, expected)
         torch.testing.assert_close(halting.loops, torch.tensor(2.0))
@@ -289,7 +289,7 @@ def test_a_byte_receives_the_row_of_its_place_behind_the_boundary_and_the_last_o
     weight = torch.randn(40, 5, generator=generator, dtype=torch.float64)
     start = cu[:-1].repeat_interleave(cu.diff())
     results = []
-    for unpool, place in ((unpool_segments, (places_behind(b, start, 3),)), (dense_unpool_by_place, ())):
+    for unpool, place in ((unpool_segments, (segment_offsets(b, start, 3),)), (dense_unpool_by_place, ())):
         out = unpool(z, null, b, cu, segment_cu, *place)
         given = torch.autograd.grad((out * weight).sum(), (z, null), allow_unused=True)
         given = [torch.zeros_like(x) if grad is None else grad for x, grad in zip((z, null), given)]
@@ -321,20 +321,20 @@ def test_what_the_core_alone_says_is_scored_with_its_weight_and_teaches_the_core
     ids = text(2, 40)
     plain, scored = (awake(small_config(core_loss_weight=weight)) for weight in (0.0, 0.5))
     without, out = (model(ids, ids, noise_seed=0) for model in (plain, scored))
-    assert without.parts[4] == 0 and out.nats_per_byte == without.nats_per_byte
+    assert without.loss_terms["core_loss"] == 0 and out.nats_per_byte == without.nats_per_byte
     said = scored.lm_head(norm.rms_norm(handed_back(scored, ids))).view(-1, out.logits.shape[-1])
-    torch.testing.assert_close(out.parts[4], 0.5 * F.cross_entropy(said, ids.flatten()).detach())
-    torch.testing.assert_close(out.loss, without.loss + out.parts[4])
-    assert awake(small_config(core_loss_weight=0.5, n_recurrent_layers=0))(ids, ids).parts[4] == 0
-    assert scored.eval()(ids, ids).parts[4] == 0
+    torch.testing.assert_close(out.loss_terms["core_loss"], 0.5 * F.cross_entropy(said, ids.flatten()).detach())
+    torch.testing.assert_close(out.loss, without.loss + out.loss_terms["core_loss"])
+    assert awake(small_config(core_loss_weight=0.5, n_recurrent_layers=0))(ids, ids).loss_terms["core_loss"] == 0
+    assert scored.eval()(ids, ids).loss_terms["core_loss"] == 0
 
 
 def handed_back(model, ids):
     """What bytes receive of the core, [M, D]."""
-    received, original = [], model.hand_back
-    model.hand_back = lambda *given: received.append(original(*given)) or received[-1]
+    received, original = [], model.unpool
+    model.unpool = lambda *given: received.append(original(*given)) or received[-1]
     model(ids, noise_seed=0)
-    del model.hand_back
+    del model.unpool
     return received[0]
 
 
@@ -525,7 +525,7 @@ def test_rows_that_leave_the_core_compute_what_masked_ones_do(cut, at_once, reco
     else:
         assert 1.2 < leaving.mean_loops < 4.8 and rows[-1] < rows[0]
     for name, value in vars(leaving).items():
-        rtol = 1e-6 if name in ("tokens_per_expert", "parts") else 1e-10  # counted in fp32
+        rtol = 1e-6 if name in ("tokens_per_expert", "loss_terms") else 1e-10  # counted in fp32
         torch.testing.assert_close(value, vars(masked)[name], rtol=rtol, atol=1e-12, msg=name)
     for name, grad in gradients.items():
         if grad is not None or others[name] is not None:

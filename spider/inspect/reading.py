@@ -66,16 +66,16 @@ class Record:
         self.first, self.visits = len(self.loops), Counter()      # segments before this pass; of each layer, in it
         self.loops += [0] * len(args[0])
 
-    def _running(self, left) -> dict[int, int]:
+    def _running(self, active) -> dict[int, int]:
         """Segments that had not halted before this loop, and the row of each among those that are computed."""
-        rows = range(len(self.loops) - self.first) if left.index is None else left.index.tolist()
-        halted = [False] * len(rows) if left.halted is None else left.halted.tolist()
+        rows = range(len(self.loops) - self.first) if active.index is None else active.index.tolist()
+        halted = [False] * len(rows) if active.halted is None else active.halted.tolist()
         return {self.first + row: i for i, (row, over) in enumerate(zip(rows, halted)) if not over}
 
     def _recall(self, i: int, engram, args, _):
-        h, recalled, left = args[:3]
-        gate = engram.gate(h, left.pick(recalled.key)).flatten().tolist()
-        for segment, row in self._running(left).items():
+        h, recalled, active = args[:3]
+        gate = engram.gate(h, active.pick(recalled.key)).flatten().tolist()
+        for segment, row in self._running(active).items():
             self.gates.setdefault((i, self.visits[i]), {})[segment] = gate[row]
 
     def _visit(self, i: int, layer, args, output):

@@ -101,21 +101,21 @@ class MLA(nn.Module):
         self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim))
         self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
 
-    def forward(self, x: Tensor, packing: Packing, left: ActiveRows, latent: Tensor | None = None,
+    def forward(self, x: Tensor, packing: Packing, active: ActiveRows, latent: Tensor | None = None,
                 cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """x [n, D] of the rows that are left -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
+        """x [n, D] of the rows that are active -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
         given ones, of the loop before, stay for the others. A cache holds earlier latents, normed and rotated."""
         c = self.config
-        latent = left.merge(latent, self.kv_a_proj(x))
+        latent = active.merge(latent, self.kv_a_proj(x))
         rows, heads = len(latent), c.n_heads
-        q = left.spread(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
+        q = active.spread(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
         if not isinstance(self.q_b_proj, Linear):  # what FP8 multiplied is a view, which autograd lets nobody write to
             q = q.clone()
         q = _Rotate.apply(q, heads, packing.cos, packing.sin).view(rows, heads, -1)          # [rows, H, nope + rope]
         c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         c_kv, k_rope = rms_norm(c_kv), _Rotate.apply(k_rope.clone(), 1, packing.cos, packing.sin)
         if cache is not None:
-            return self.o_proj(left.pick(self.absorbed(q, c_kv, k_rope, cache))), latent
+            return self.o_proj(active.pick(self.absorbed(q, c_kv, k_rope, cache))), latent
         kv = self.kv_b_proj(c_kv).view(rows, heads, -1)                                    # [rows, H, nope + v]
         k_nope, v = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
         k_rope = k_rope[:, None].expand(-1, heads, -1)
@@ -124,7 +124,7 @@ class MLA(nn.Module):
             out = attend(q, torch.cat((k_nope, k_rope), dim=-1), v, packing)
         else:
             out = attend_filled(torch.cat((q, k_nope, k_rope, v), dim=-1).view(rows, heads, 3, -1), packing)
-        return self.o_proj(left.pick(out)), latent
+        return self.o_proj(active.pick(out)), latent
 
     def absorbed(self, q: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
         """The same attention over latents alone, [rows, H * v_head_dim]: keys and values are never made of them, since

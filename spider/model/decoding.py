@@ -25,9 +25,9 @@ class DecodingState:
     position: Tensor                      # int64 [rows], bytes of the document so far
     segments: Tensor                      # int64 [rows], finished segments of it
     summed: Tensor                        # float64 [rows], boundary probabilities over it
-    begun: Tensor                         # [rows, D], sum of the bytes behind the last boundary
-    begun_bytes: Tensor                   # [rows, 1], their number
-    handed: Tensor                        # [rows, places * D], what bytes receive of the last finished segment
+    open_segment: Tensor                         # [rows, D], sum of the bytes behind the last boundary
+    open_bytes: Tensor                   # [rows, 1], their number
+    unpooled: Tensor                        # [rows, places * D], what bytes receive of the last finished segment
     matches: Tensor                       # int64 [1 + 2 * match contexts, rows, places]: see MatchMemory.step
     byte_latents: Tensor                  # [prelude and coda layers, 1, rows, places, C], normed and rotated
     segment_latents: Tensor               # [L, n_loops, rows, places, C]: as each segment's last loop left them
@@ -43,10 +43,10 @@ class DecodingState:
 
     def start_documents(self, rows: Tensor, null: Tensor | None):
         """Forgets what the rows, bool [rows], have read: nothing looks behind a document's start."""
-        for x in (self.position, self.segments, self.summed, self.begun, self.begun_bytes, self.last_bytes):
+        for x in (self.position, self.segments, self.summed, self.open_segment, self.open_bytes, self.last_bytes):
             x.masked_fill_(rows.view(-1, *(1,) * (x.ndim - 1)), PAD_ID if x is self.last_bytes else 0)
         if null is not None:
-            self.handed = torch.where(rows[:, None], null.to(self.handed.dtype), self.handed)
+            self.unpooled = torch.where(rows[:, None], null.to(self.unpooled.dtype), self.unpooled)
 
 
 def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str = "T"):

@@ -170,24 +170,24 @@ class SegmentEngram(nn.Module):
         taps = value.index_select(0, row.flatten()).unflatten(0, row.shape)
         return taps * (there[:, :, None] * self.conv_weight.to(value.dtype)), row.flatten()
 
-    def forward(self, h: Tensor, recalled: "Recalled", left: ActiveRows, before: Tensor | None,
+    def forward(self, h: Tensor, recalled: "Recalled", active: ActiveRows, before: Tensor | None,
                 cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """h [n, D] of the rows that are left -> the same, and what the convolution reads; `before`: the loop before's,
+        """h [n, D] of the rows that are active -> the same, and what the convolution reads; `before`: the loop before's,
         which stays for the others.
 
         Between loops nothing but gates changes. The convolution reads the normed u = gate * value, which is value times
         a number for each segment: these, [N, 1], times what each tap weighs of value. A cache holds what it read of
         earlier steps, [N, D]."""
-        key, value, power = (left.pick(part) for part in recalled[:3])
+        key, value, power = (active.pick(part) for part in recalled[:3])
         gate = self.gate(h, key)
         scale = (gate * torch.rsqrt(gate * gate * power + self.eps)).to(h.dtype)
         if cache is None:
-            read = left.merge(before, scale)
+            read = active.merge(before, scale)
             number = read.flatten().index_select(0, recalled.row).view(len(read), 1, -1)     # [N, 1, taps]
-            convolved = torch.bmm(left.pick(number), left.pick(recalled.taps)).squeeze(1)
+            convolved = torch.bmm(active.pick(number), active.pick(recalled.taps)).squeeze(1)
         else:
-            read = left.merge(before, scale * value)
-            convolved = left.pick(self.convolve(read, cache))
+            read = active.merge(before, scale * value)
+            convolved = active.pick(self.convolve(read, cache))
         return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), read
 
     def gate(self, h: Tensor, key: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import math
 from torch import Tensor, nn
 
 
-class Unwritten:
+class UninitializedTensors:
     """What of a module nobody has written since this was made: floats are filled with NaN, which has to go, and of
     other numbers a version is counted. On the meta device there is nothing to write."""
 

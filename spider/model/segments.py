@@ -19,9 +19,9 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
 
 
 def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
-                 begun: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                 open_segment: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The same before the division: sums [N + documents, D], weights [N + documents, 1] and segment_cu_seqlens. Behind
-    the finished segments stands what each document has begun; so it comes in again, [documents, D] and [documents, 1],
+    the finished segments stands what each document has open_segment; so it comes in again, [documents, D] and [documents, 1],
     where the document goes on."""
     document, finished = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
@@ -34,9 +34,9 @@ def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
     rows = segments + len(cu_seqlens) - 1
     total = weight.new_zeros(rows, 1).index_add(0, own, weight[:, None])
     z = _SumRows.apply(h, weight, own, rows)
-    if begun is not None:
+    if open_segment is not None:
         first = own.index_select(0, cu_seqlens[:-1])
-        z, total = z.index_add(0, first, begun[0]), total.index_add(0, first, begun[1])
+        z, total = z.index_add(0, first, open_segment[0]), total.index_add(0, first, open_segment[1])
     return z, total, segment_cu_seqlens.to(torch.int32)
 
 
@@ -75,14 +75,14 @@ def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segm
     return rows.index_select(0, own)
 
 
-def places_behind(b: Tensor, start: Tensor, places: int, begun: Tensor | int = 0) -> Tensor:
+def segment_offsets(b: Tensor, start: Tensor, places: int, open_segment: Tensor | int = 0) -> Tensor:
     """How far bytes lie behind the last boundary of their document, at most `places` - 1: 0 at the boundary, int64 [M].
 
-    start [M]: the first byte of each one's document; begun [M]: when decoding, the bytes that earlier steps brought
+    start [M]: the first byte of each one's document; open_segment [M]: when decoding, the bytes that earlier steps brought
     behind their last boundary."""
     row = torch.arange(len(b), device=b.device)
     last = torch.where(b.detach() > 0, row, -1).cummax(0).values
-    return (row - torch.where(last < start, start - 1 - begun, last)).clamp_max(places - 1)
+    return (row - torch.where(last < start, start - 1 - open_segment, last)).clamp_max(places - 1)
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
