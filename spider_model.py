@@ -291,7 +291,8 @@ class Halting:
 
     Weight of a loop: p while the running sum stays below the threshold; on the loop that reaches it, and on the last
     one, what remains to 1. Then the segment has halted. It is computed once more, with no weight, so that later
-    segments read the state that it halted with, and leaves the core (docs/mechanisms.md: without, half a hop is lost).
+    segments read the state that it halted with, and leaves the core (without, half a hop is lost:
+    docs/results/mechanisms.md).
 
     A segment that halts in its first loop has weight 1 there whatever its p: nothing teaches it to go on, nor later
     loops to be worth it. So p is scaled by a warm-up, and until it ends every loop learns.
@@ -385,7 +386,8 @@ class Spider(nn.Module):
             boundary_predictor's last bias      logit(boundary_prior)
             loop_embedding                      N(0, 0.02^2)
             log_A, dt, B                        such that A = 0.905 and B = 1: at (1 - A) / (1 - A^n_loops), which keeps
-                                                the state at e's size, what layers add drowns e (docs/mechanisms.md)
+                                                the state at e's size, what layers add drowns e; see
+                                                docs/results/mechanisms.md
             lora_down, lora_up                  N(0, 1 / fan_in), 0
             core.out_proj, core.place_proj      0: at the start the core adds nothing to the bytes
             null_segment, conv_weight           0

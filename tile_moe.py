@@ -51,7 +51,7 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
             say(f"experts without TileKernels: {obstacle or 'on another rank --moe_backend tile says why'}")
     if on_gpu and name != "loop" and not multiplies_at_once(device, dtype):
         say(f"on this GPU ({describe(device)}) torch multiplies {str(dtype)[6:]} experts one after the other and waits "
-            f"for the device at each grouped product (docs/performance.md, Grouped products)")
+            f"for the device at each grouped product (docs/results/performance.md, Grouped products)")
     return name
 
 

@@ -130,12 +130,12 @@ FLAGS = (
 
 
 def measured_rate(config: SpiderConfig, steps: float) -> float:
-    """The peak rate of a horizon of so many optimizer steps, by what was measured of tiny (docs/learning.md)."""
+    """The peak rate of a horizon of so many optimizer steps, by what was measured of tiny (docs/results/learning.md)."""
     return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
 def brief_warmup(config: SpiderConfig, steps: float) -> int:
-    """Steps of warm-up in a horizon of so many: of a short one not more than it can spare (docs/learning.md)."""
+    """Steps of warm-up in a horizon of so many: of a short one not more than it can spare (docs/results/learning.md)."""
     return int(min(40, steps / 25))
 
 
@@ -146,7 +146,7 @@ def ten_evaluations(config: SpiderConfig, steps: float) -> int:
 
 
 # What a model trains with where neither flag nor environment says otherwise; a function makes it of config and steps.
-# docs/learning.md measures what tiny has.
+# docs/results/learning.md measures what tiny has.
 RECIPES = {
     "1b": {},
     "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=30_000_000, lr=measured_rate,
@@ -523,7 +523,7 @@ def out_of_memory(fault: Exception, args) -> str | None:
 # The run
 
 
-HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (docs/mechanisms.md, Halting)
+HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (results/mechanisms.md, Halting)
 DROPOUT_EPOCHS = 10                       # until --dropout is all there: text is known by heart little by little
 STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
 

@@ -1,4 +1,4 @@
-"""Mechanisms on the tasks of docs/mechanisms.py, at sizes that take seconds: what was expected shows, or it fails."""
+"""Mechanisms on the tasks of docs/results/mechanisms.py, at sizes that take seconds."""
 
 import importlib.util
 import sys
@@ -10,7 +10,7 @@ from conftest import ROOT
 from spider.model.config import SpiderConfig
 from spider_model import Spider
 
-spec = importlib.util.spec_from_file_location("mechanisms", ROOT / "docs" / "mechanisms.py")
+spec = importlib.util.spec_from_file_location("mechanisms", ROOT / "docs" / "results" / "mechanisms.py")
 mechanisms = sys.modules["mechanisms"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mechanisms)
 

@@ -1,4 +1,4 @@
-"""The page docs/your-own-loop.md runs as it stands, but for sizes."""
+"""The page docs/guide/your-own-loop.md runs as it stands, but for sizes."""
 
 import re
 import warnings
@@ -11,7 +11,7 @@ from conftest import ROOT
 from spider.model import layers
 from spider.model.engram import EngramTable
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-loop.md").read_text(), re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "your-own-loop.md").read_text(), re.DOTALL)
 SIZES, SMALLER = (f"steps, rows, length, peak = {numbers}\n" for numbers in ("200, 4, 512, 0.01", "12, 2, 128, 0.02"))
 
 

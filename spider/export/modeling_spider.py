@@ -68,7 +68,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
     generate() decodes a byte at a time from a DecodingState. Drafts cannot be taken back from it, so that assisted
     generation is refused. For training there is Spider's own train.py: an optimizer from elsewhere does not move the
-    Engram tables, whose gradients are not in weight.grad; the project's docs/your-own-loop.md has what does."""
+    Engram tables, whose gradients are not in weight.grad; the project's docs/guide/your-own-loop.md has what does."""
     config_class = SpiderHFConfig
     _is_stateful = True
 

@@ -152,7 +152,7 @@ RANGES = {
     "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096),
 }
 
-# What makes the core pay, measured on tiny (docs/learning.md).
+# What makes the core pay, measured on tiny (docs/results/learning.md).
 BY_WORDS = dict(boundaries="words", places=8, core_loss_weight=0.2, engram_match_words=(1, 2))
 PRESETS = {
     "1b": {},

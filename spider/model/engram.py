@@ -113,7 +113,7 @@ def warn_of_unclaimed(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dic
         unclaimed.clear()
         warnings.warn(f"{type(optimizer).__name__} moves no row of the Engram tables that it was given, where most "
                       f"parameters lie: their gradients are not in weight.grad. Take Spider's optim.Optimizers in its "
-                      f"place, or optim.RowwiseAdagrad beside it: docs/your-own-loop.md", stacklevel=3)
+                      f"place, or optim.RowwiseAdagrad beside it: docs/guide/your-own-loop.md", stacklevel=3)
 
 
 class _Lookup(torch.autograd.Function):

@@ -63,7 +63,7 @@ def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
 
 def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[str, str]:
     """The precision, and of `auto` why: the fastest that the hardware has, FP8 only with compiled layers, since its
-    casts are many small kernels (docs/performance.md). A named one is checked."""
+    casts are many small kernels (docs/results/performance.md). A named one is checked."""
     on_gpu = device.type == "cuda"
     fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
     if name == "fp8" and on_gpu and not fp8:

@@ -1,8 +1,8 @@
 """What torch.compile makes of a training step, without a GPU: graphs, kernels, bytes, what is kept, code for sm_90.
 
     export FAKE_CUDA=DIR/fake_cuda.so PYTHONPATH=.
-    DIR/bin/python docs/compiled.py --precision bf16                  # and other flags of train.py; minutes
-    KERNELS=1 DIR/bin/python docs/compiled.py --precision bf16        # Triton's part of the code compiled as well
+    DIR/bin/python docs/results/compiled.py --precision bf16                  # and other flags of train.py; minutes
+    KERNELS=1 DIR/bin/python docs/results/compiled.py --precision bf16    # Triton's part of the code compiled as well
 
 DIR is what ../shared/tools/rehearsal/setup.sh makes: torch 2.11 built for CUDA, and a stand-in for a device's guards
 and streams. Tensors are fake and say that they lie on an H200; Dynamo, AOTAutograd and Inductor do what they do, up to

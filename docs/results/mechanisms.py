@@ -1,11 +1,11 @@
 """What each mechanism does on a task made for it, against what was published of it.
 
-    python docs/mechanisms.py looping --seed 0 [--arm "1 x 4"] >> docs/mechanisms.jsonl
-    python docs/mechanisms.py plot                                     # draws docs/mechanisms-NAME.png of that file
+    python docs/results/mechanisms.py looping --seed 0 [--arm "1 x 4"] >> docs/results/mechanisms.jsonl
+    python docs/results/mechanisms.py plot              # draws docs/results/mechanisms-NAME.png of that file
 
 A NAME is one of looping, injection, halting, engram, segments. Each arm trains the real model, small, for less than a
-minute of one CPU core; a line of JSON has its accuracy by the depth of the case. docs/mechanisms.md says what was
-expected and found. The plots need matplotlib (pip install -e ".[bench]").
+minute of one CPU core; a line of JSON has its accuracy by the depth of the case. mechanisms.md beside this program
+says what was expected and found. The plots need matplotlib (pip install -e ".[bench]").
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path.insert(0, str(DOCS.parents[1]))
 
 import spider_model
 from spider.model import packing
@@ -274,7 +274,7 @@ PANELS = dict(
 
 
 def plot():
-    """Draws docs/mechanisms-NAME.png of docs/mechanisms.jsonl: means over seeds, and from the least to the most."""
+    """Draws mechanisms-NAME.png of mechanisms.jsonl: means over seeds, and from the least to the most."""
     from matplotlib.figure import Figure
     lines = [json.loads(line) for line in (DOCS / "mechanisms.jsonl").read_text().splitlines()]
     for name, panels in PANELS.items():

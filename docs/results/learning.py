@@ -1,4 +1,4 @@
-"""Draws the figures of learning.md from the runs of learning.jsonl, one line a run: python docs/learning.py
+"""Draws the figures of learning.md from the runs of learning.jsonl, one line a run: python docs/results/learning.py
 
 A run has what distinguishes it (figure, arm, seed, and what is on its axes), its validation loss in nats per byte, its
 CPU seconds, its flags and its commit. Lines of the figure "time of a step" have CPU time relative to no core's instead.
@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parents[1]))
 
 from train import RECIPES, measured_rate
 
