@@ -130,12 +130,12 @@ FLAGS = (
 
 
 def measured_rate(config: SpiderConfig, steps: float) -> float:
-    """The peak rate of a horizon of so many optimizer steps, by what was measured of tiny (docs/results/learning.md)."""
+    """The peak rate of a horizon of so many optimizer steps, as measured on tiny (docs/results/learning.md)."""
     return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
 def brief_warmup(config: SpiderConfig, steps: float) -> int:
-    """Steps of warm-up in a horizon of so many: of a short one not more than it can spare (docs/results/learning.md)."""
+    """Steps of warm-up in a horizon of so many: few of a short one (docs/results/learning.md)."""
     return int(min(40, steps / 25))
 
 

@@ -1,8 +1,8 @@
 """What a run would take, before it takes it: memory by purpose, disk, a rate, days; --dry_run prints it.
 
 Memory is counted, not tried: what each part of the model keeps for its backward pass. docs/results/performance.md
-holds it against what a rehearsed step has alive (rehearsal.py): they agree within 10%. What a process takes beside its tensors
-is added where they share the machine's memory. Of a rate see train.time_steps.
+holds it against what a rehearsed step has alive (rehearsal.py): they agree within 10%. What a process takes beside its
+tensors is added where they share the machine's memory. Of a rate see train.time_steps.
 """
 
 import math
