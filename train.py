@@ -116,11 +116,16 @@ FLAGS = (
     Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY"),
     Flag("sharded_checkpoints", False, None, "write a directory, every rank its part, where one file gets too large"),
     Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
+    Flag("keep_best", False, None, "save whenever the validation loss is the lowest so far, and keep that checkpoint "
+         "beside the newest ones; sample.py DIR --best takes it"),
     Flag("resume", None, flags.a_path, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
     Flag("reset_steps", False, None, "take the weights alone: fresh optimizer, step 0, data from the start"),
     # evaluation and logs
     Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none"),
     Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones"),
+    Flag("patience", 0, integer(0), "end the run after so many evaluations in a row that did not lower the validation "
+         "loss; 0: never"),
+    Flag("log_every", 1, integer(1), "optimizer steps between lines of the log; metrics.jsonl has every step"),
     Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none"),
     Flag("sample_prompt", None, str, "what samples go on from; without it held-out text, where there is evaluation"),
     Flag("run", None, flags.filled("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
@@ -706,6 +711,9 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         model = Spider(config)
     take_batch(args, world.ranks)
     take_horizon(args, model, n_loops)
+    for name in ("keep_best", "patience"):
+        if getattr(args, name) and not args.eval_every:
+            raise UsageError(f"--{name}: it goes by the validation loss, and --eval_every 0 evaluates nothing")
     if args.engram_reset and not any(isinstance(module, EngramTable) for module in model.modules()):
         if "engram_reset" in args.given:
             raise UsageError("--engram_reset: this model has no Engram tables")
@@ -761,16 +769,17 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     for warning in (*dry_run.horizon_warnings(args, loader, horizon, lr_factor),
                     *dry_run.segment_warnings(config, lengths, args.seq_len)):
         logger.warning(warning)
-    metrics_file, writer = home.open(progress, last_step, args.keep_last, size, args.sharded_checkpoints)
+    metrics_file, writer = home.open(progress, last_step, args.keep_last, size, args.sharded_checkpoints,
+                                     args.keep_best)
     tracker = start_wandb(args, {flag.name: getattr(args, flag.name) for flag in FLAGS}, progress, closing) if world.is_rank0 else None
     profiler = start_profiler(device, home.path, closing) if args.profile and world.is_rank0 else None
     if progress.written >= last_step:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
-    elif precision == "fp8" or args.compile == "on":
+    elif (precision == "fp8" or args.compile == "on") and not progress.is_out_of_patience(args.patience):
         warm_up(model, args.micro_batch, args.seq_len, n_loops, device)
     feed = Feed(loader, args, world, progress, closing)
     optimizers.set_lr(args.lr, lr_factor(max(0, progress.step - 1), horizon, args))  # as the checkpoint had it
-    stopping = Stopping(stop, writer, progress.step, last_step, args.max_skipped, world)
+    stopping = Stopping(stop, writer, progress.step, last_step, args.max_skipped, args.patience, world)
     if world.is_rank0:
         closing.callback(leave_curves, home.path, stop)
 
@@ -803,7 +812,9 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=machine.peak_memory(device), time=time.time())
             spike = progress.record(numbers, (first + batch) * args.seq_len, epoch)
             remaining = stopping.seconds_left(progress.step, pauses_left(args, progress.step, last_step))
-            logger.info(progress_line(progress.owed, last_step, remaining, device))
+            # Once in a while: a line of the log
+            if progress.step % args.log_every == 0 or progress.step in (first_step, last_step):
+                logger.info(progress_line(progress.owed, last_step, remaining, device))
             # Once in a while: a step to look at
             if progress.skipped or spike:
                 logger.warning(odd_step_line(progress, first, batch, args))
@@ -826,13 +837,14 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             if stopping.drops():
                 break
         if evaluates:
-            progress.take_evaluation(metrics["val_loss"], at_end=progress.step % args.eval_every != 0)
+            progress.record_evaluation(metrics["val_loss"], at_end=progress.step % args.eval_every != 0)
         metrics_file.write(metrics)
         if tracker:
             tracker.log(metrics, step=progress.step)
         progress.owed = None
         # Once in a while: save
-        if not progress.skipped and (progress.step % args.ckpt_every == 0 or stopping.retry_is_due()):
+        if not progress.skipped and (progress.step % args.ckpt_every == 0 or stopping.retry_is_due()
+                                     or args.keep_best and progress.is_best):
             save()
 
     # -----------------------------------------------------------------------------------------------------------------

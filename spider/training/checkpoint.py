@@ -358,9 +358,9 @@ def is_flat(value) -> bool:
 
 
 # What a checkpoint may hold, and what it has to look like.
-KINDS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch")}
+KINDS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch", "unimproved")}
          | {name: is_lowest for name in ("best_loss", "lowest_average")}
-         | {name: lambda value: value is None or is_number(value) for name in ("average_loss", "last_loss")}
+         | {name: lambda value: value is None or is_number(value) for name in ("average_loss", "last_loss", "val_loss")}
          | {name: lambda value: isinstance(value, dict) for name in (
              "model_state_dict", "optimizer_state_dict", "cfg")}
          | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, noise=is_number,

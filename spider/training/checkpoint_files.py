@@ -21,6 +21,23 @@ class Found(NamedTuple):
     step: int
     path: Path
     exploded: bool = False
+    val_loss: float | None = None         # nats per byte, where an evaluation followed the checkpoint's step
+
+
+def lowest(found: list[Found]) -> Found | None:
+    """Return the checkpoint of the lowest validation loss, the oldest of several; None where none was evaluated."""
+    return min((one for one in found if one.val_loss is not None), key=lambda one: one.val_loss, default=None)
+
+
+def best_checkpoint(directory: Path) -> Found:
+    """Return the checkpoint of the newest run in a directory that has the lowest validation loss (see --keep_best);
+    CheckpointError where none was saved after an evaluation."""
+    found = find_checkpoints(directory)
+    best = lowest([one for one in found if one.lineage == found[-1].lineage])
+    if best is None:
+        raise CheckpointError(f"{directory}: no checkpoint there was saved after an evaluation: train with --keep_best, "
+                              f"or take the newest one")
+    return best
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -36,7 +53,8 @@ def find_checkpoints(directory: Path) -> list[Found]:
             state = read_state(path, sealed=False)
             if path.stem != f"spider-step{state['step']}":
                 raise CheckpointError(f"{path} is step {state['step']} under another name")
-            found.append(Found(state.get("lineage", 0), state["step"], path, state.get("exploded", False)))
+            found.append(Found(state.get("lineage", 0), state["step"], path, state.get("exploded", False),
+                               state.get("val_loss")))
     found.sort()
     while found:
         with passed_over():

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from spider import console, errors, files, flags
 from spider.errors import CheckpointError
 from spider.training.checkpoint import load_checkpoint, nodes, remove, whole, write_checkpoint
-from spider.training.checkpoint_files import STARTED_OVER, Found, set_aside
+from spider.training.checkpoint_files import STARTED_OVER, Found, lowest, set_aside
 from spider.training.ranks import World
 from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write, copy_to_host
 
@@ -25,14 +25,16 @@ class CheckpointWriter:
 
     A file under its final name is whole and durable. What fails (a full disk) is said and tried again; the older files
     stay. `kept` are this run's checkpoints: the newest `keep_last` of them, and the newest two that had not exploded:
-    two, since the update after the last such loss may be the one that ruined the weights. Of several ranks the first
+    two, since the update after the last such loss may be the one that ruined the weights; with `keep_best` the one of
+    the lowest validation loss as well. Of several ranks the first
     one writes, and the others send it their rows; or, `in_parts`, each writes its share, the first one the rest.
     """
     retry_after = 60.0                    # seconds from a failure to the next try
 
     def __init__(self, directory: Path, kept: list[Found], keep_last: int, step: int = 0, world: World | None = None,
-                 in_parts: bool = False):
+                 in_parts: bool = False, keep_best: bool = False):
         self.directory, self.kept, self.keep_last, self.in_parts = directory, kept, keep_last, in_parts
+        self.keep_best = keep_best
         self.world = World() if world is None else world
         if in_parts:
             from spider.training import sharded_checkpoint  # noqa: F401  # takes a second, which is not to be one of the loop's
@@ -104,8 +106,8 @@ class CheckpointWriter:
         logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms of the loop, {time.perf_counter() - began:.1f} s beside it")
         replaced = [old for old in self.kept if old.step == state["step"] and old.path != path]  # in the other form
         self.kept[:] = [old for old in self.kept if old.step != state["step"]] + [
-            Found(state["lineage"], state["step"], path, state["exploded"])]
-        sound = [old for old in self.kept if not old.exploded][-2:]
+            Found(state["lineage"], state["step"], path, state["exploded"], state.get("val_loss"))]
+        sound = [old for old in self.kept if not old.exploded][-2:] + [lowest(self.kept)] * self.keep_best
         pruned = [old for old in self.kept[:-self.keep_last] if old not in sound]
         self.kept[:] = [old for old in self.kept if old not in pruned]
         for needless in (self.directory / STARTED_OVER, *(old.path for old in pruned + replaced)):

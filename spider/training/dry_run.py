@@ -136,12 +136,13 @@ def horizon_warnings(args, loader: Loader | None, horizon: int, lr_factor) -> li
 def print_verdict(args, memory: dict[str, float], there: float, checkpoint: float) -> bool:
     """Prints whether `there` bytes of memory and the disk suffice, and what is needed of them; returns it."""
     free = shutil.disk_usage(existing_parent(args.ckpt_dir)).free
-    kept = min(args.keep_last, len(checkpoint_paths(Path(args.ckpt_dir))))
+    keep = args.keep_last + args.keep_best
+    kept = min(keep, len(checkpoint_paths(Path(args.ckpt_dir))))
     lacking = [what for what, short in (("memory", sum(memory.values()) > there),
-                                        ("disk", (args.keep_last + 1 - kept) * checkpoint > free)) if short]
+                                        ("disk", (keep + 1 - kept) * checkpoint > free)) if short]
     print(f"NOT ENOUGH {' and '.join(lacking)}" if lacking else "enough memory and disk")
     print(describe_memory(memory, there))
-    print(f"disk: {free / 1e9:.1f} GB free for checkpoints of {checkpoint / 1e9:.2f} GB, {args.keep_last + 1} at a time"
+    print(f"disk: {free / 1e9:.1f} GB free for checkpoints of {checkpoint / 1e9:.2f} GB, {keep + 1} at a time"
           + f", {kept} of them there" * (kept > 0), flush=True)
     return not lacking
 

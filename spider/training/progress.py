@@ -14,6 +14,8 @@ class RunProgress:
     epoch: int = 0                        # in which the last step began that was not skipped
     best_loss: float = math.inf           # lowest validation loss, nats per byte
     best_before_end: float | None = None  # the same without an evaluation that took place only since the run ended here
+    val_loss: float | None = None         # validation loss after the last step, where there was an evaluation
+    unimproved: int = 0                   # evaluations in a row, up to now, that did not lower best_loss
     average_loss: float | None = None     # of about the last 20 steps' losses
     last_loss: float | None = None
     noise: float = 0.0                    # mean difference of the loss from one step to the next, about as many
@@ -31,16 +33,28 @@ class RunProgress:
 
     def record(self, numbers: dict, bytes_seen: int, epoch: int) -> bool:
         """Takes in a step that is done, whose line is owed until it is written; whether its loss is a spike."""
-        self.step, self.bytes_seen = self.step + 1, bytes_seen
+        self.step, self.bytes_seen, self.val_loss = self.step + 1, bytes_seen, None
         self.owed = dict(step=self.step, bytes_seen=bytes_seen, epoch=epoch, **numbers)
         self.skipped = self.skipped + 1 if numbers["skipped"] else 0
         self.epoch = self.epoch if self.skipped else epoch
         return not self.skipped and self.watch(numbers["loss"])
 
-    def take_evaluation(self, loss: float, at_end: bool):
-        """Takes in a validation loss; `at_end`: it was due only because the run ends here."""
+    def record_evaluation(self, loss: float, at_end: bool):
+        """Record a validation loss; `at_end`: it was due only because the run ends here, and is no try in vain."""
+        self.val_loss = loss if math.isfinite(loss) else None
         self.best_before_end = self.best_loss if at_end else None
+        if not at_end:
+            self.unimproved = 0 if loss < self.best_loss else self.unimproved + 1
         self.best_loss = min(self.best_loss, loss)
+
+    @property
+    def is_best(self) -> bool:
+        """Tell whether the last step was followed by an evaluation, of the lowest loss so far."""
+        return self.val_loss is not None and self.val_loss == self.best_loss
+
+    def is_out_of_patience(self, patience: int) -> bool:
+        """Tell whether so many evaluations in a row were in vain (0: never); not before what is owed is written."""
+        return self.owed is None and 0 < patience <= self.unimproved
 
     def goes_past_end(self, last_step: int) -> bool:
         """Whether the run had ended here with an evaluation due to that alone; it is taken back then."""
@@ -52,7 +66,7 @@ class RunProgress:
     def expect_other_losses(self):
         """Forgets what the losses were: those of other flags or data tell nothing about the next ones."""
         self.average_loss = self.last_loss = None
-        self.noise, self.lowest_average = 0.0, math.inf
+        self.noise, self.lowest_average, self.unimproved = 0.0, math.inf, 0
 
     def watch(self, loss: float) -> bool:
         """Takes a finite loss into the averages; whether it is a spike: far from them by the measure of their noise."""

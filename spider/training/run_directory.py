@@ -153,23 +153,24 @@ class RunDirectory:
         return progress
 
     def open(self, progress: RunProgress, last_step: int, keep_last: int, size: float,
-             in_parts: bool = False) -> tuple["Metrics", CheckpointWriter]:
+             in_parts: bool = False, keep_best: bool = False) -> tuple["Metrics", CheckpointWriter]:
         """Makes the directory, if need be; its metrics.jsonl, up to where the run stands, and its writer.
 
         CheckpointError where checkpoints of `size` bytes do not fit: two, or one where it replaces the oldest.
         """
         went_past_end = progress.goes_past_end(last_step)
         self.metrics = SimpleNamespace(write=lambda numbers: None, sync=None)  # of ranks that write nothing
-        kept = self.world.on_rank0(lambda: self._make(progress, went_past_end, keep_last, size))
-        writer = CheckpointWriter(self.path, kept, keep_last, progress.written, self.world, in_parts)
+        kept = self.world.on_rank0(lambda: self._make(progress, went_past_end, keep_last + keep_best, size))
+        writer = CheckpointWriter(self.path, kept, keep_last, progress.written, self.world, in_parts,
+                                  keep_best)
         return self.metrics, self.closing.enter_context(writer)
 
-    def _make(self, progress: RunProgress, went_past_end: bool, keep_last: int, size: float) -> list[Found]:
+    def _make(self, progress: RunProgress, went_past_end: bool, keep: int, size: float) -> list[Found]:
         """What `open` does to files; the run's checkpoints so far."""
         for leftover in self.path.glob(".spider-step*.tmp"):     # of a run that was killed while it saved
             remove(leftover)
         kept = [one for one in self.found if one.lineage == progress.lineage]
-        copies, free = 2 if len(kept) < keep_last else 1, shutil.disk_usage(existing_parent(self.path)).free
+        copies, free = 2 if len(kept) < keep else 1, shutil.disk_usage(existing_parent(self.path)).free
         if free < copies * size:
             raise CheckpointError(f"--ckpt_dir: {self.path} has {free / 1e9:.3g} GB free, {copies} "
                                   f"checkpoint{'s' * (copies > 1)} of {size / 1e9:.3g} GB must fit: make room, or use "

@@ -85,8 +85,8 @@ class Stopping:
     """
 
     def __init__(self, stop: StopSignals, writer: CheckpointWriter, start: int, last_step: int, max_skipped: int,
-                 world: World | None = None):
-        self.stop, self.writer, self.max_skipped = stop, writer, max_skipped
+                 patience: int = 0, world: World | None = None):
+        self.stop, self.writer, self.max_skipped, self.patience = stop, writer, max_skipped, patience
         self.world = World() if world is None else world
         self.world.ballot |= {number.name: lambda number=number: stop.asked == number for number in STOPS}
         self.world.ballot["retry"] = lambda: writer.retry_is_due()
@@ -148,7 +148,7 @@ class Stopping:
                            f"saved since: go on with a lower --lr or more --warmup_steps, from the newest checkpoint "
                            f"or, if its weights were ruined already, by --resume from one before it"
                            + "".join(f", {one.path}" for one in self.writer.kept[-2:-1]))
-        return not self.agreed() and progress.written < self.last_step
+        return not (self.agreed() or progress.is_out_of_patience(self.patience)) and progress.written < self.last_step
 
     def seconds_left(self, step: int, pauses: int) -> float:
         """Until the end, at the pace so far: steps, and so many pauses to evaluate or sample."""
@@ -166,5 +166,8 @@ class Stopping:
             self.stop.asked = self.asked  # of another rank
             raise Stopped(f"stopped after step {progress.step}, all of it is in {self.writer.directory}; "
                           f"{how_to_go_on}")
+        if progress.is_out_of_patience(self.patience):
+            logger.info(f"ended by --patience {self.patience}: the last {progress.unimproved} evaluations did not lower "
+                        f"the validation loss; a higher --patience, or 0, trains on")
         logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
                     f"{progress.best_loss:.4f}, {time.perf_counter() - self.began:.0f} s")
