@@ -9,15 +9,15 @@ step), so that an interrupted run ends like an undisturbed one. `python train.py
 """
 
 import argparse
-import dataclasses
 import math
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,22 +27,28 @@ from loguru import logger
 from torch import Tensor, nn
 
 import tokenizer
-from spider import console, errors, flags
-from spider.data import shards
+from spider import console, flags
 from spider.data.loader import Loader, validation_rows
-from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped, UsageError, WorldError
+from spider.data.shards import Source, check, mock_source, open_data
+from spider.errors import (CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, UsageError, WorldError)
 from spider.flags import Flag, Parser, integer, one_of, real
 from spider.model.config import MAX_LOOPS, PRESETS, RECOMPUTE, SpiderConfig
 from spider.model.engram import EngramTable
 from spider.model.parameters import component_of, halved_weights
-from spider.training import dry_run, machine
-from spider.training.batches import Batch, Feed, batches_of, step_seed
+from spider.training import machine
+from spider.training.batches import Batch, Feed, batches_of
 from spider.training.curves import leave_curves
+from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook, print_tables,
+                                     print_verdict, segment_lengths, segment_warnings)
 from spider.training.fp8 import convert_to_fp8, describe_fp8
 from spider.training.machine import (keep_freed_memory, multiplies_bf16, resolve_compile, resolve_device,
                                      resolve_precision, start_log, wants_memory)
-from spider.training.memory import beside_tensors, check_memory, checkpoint_size, choose_recompute, estimate_memory
-from spider.training.optim import OPTIMIZERS, Optimizers, OptimizerSettings
+from spider.training.memory import (beside_tensors, check_memory, checkpoint_size, choose_recompute, describe_memory,
+                                    estimate_memory)
+from spider.training.optim import OPTIMIZERS, Optimizers
+from spider.training.plan import (BatchShape, MachinePlan, OptimizerSettings, OutputPlan, Plan, Schedule, apply_settings,
+                                  pick, step_seed)
+from spider.training.progress import RunProgress
 from spider.training.ranks import World
 from spider.training.run_directory import RunDirectory, check_same_model, run_state
 from spider.training.run_log import odd_step_line, progress_line
@@ -163,8 +169,8 @@ RECIPES = {
 }
 
 
-def said(value) -> str:
-    """A recipe's value in words."""
+def in_words(value) -> str:
+    """Return a recipe's value in words."""
     return "by the horizon" if callable(value) else "on" if value is True else str(value)
 
 
@@ -177,7 +183,7 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in FLAGS:
         text = flag.help + (f"; default {flag.default}" if flag.default not in (None, False) else "")
-        text += "".join(f"; {name}: {said(recipe[flag.name])}"
+        text += "".join(f"; {name}: {in_words(recipe[flag.name])}"
                         for name, recipe in RECIPES.items() if flag.name in recipe)
         text += f"; environment {flag.env}" if flag.env else ""
         choices = ("on", "off") if flag.parse is None else getattr(flag.parse, "choices", None)
@@ -209,230 +215,284 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
     return args
 
 
-def take_recipe(args, device: torch.device, saved: str | None = None):
-    """Fills in what neither flag nor environment gave, from the recipe of --model, named in `args.recipe`: `auto` is
-    the one that a checkpoint was made with, else what suits the device."""
-    suits = "1b" if device.type == "cuda" else "tiny"
-    args.recipe = (saved or suits) if args.model == "auto" else args.model
-    for key, value in RECIPES[args.recipe].items():
-        if key not in args.given:
-            setattr(args, key, value)
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan of a run: flag, then environment, then --config, then recipe, then what suits the device
 
+def settle(args, device: torch.device, world: World | None = None, state: dict | None = None, origin: Path | None = None,
+           open_sources: Callable[[], Sequence[Source]] = list, model_class: type[Spider] = Spider) -> Plan:
+    """Decide everything about a run that parsed flags leave open.
 
-def take_batch(args, ranks: int):
-    """Settles --grad_accum by --global_batch or the other way round; given both, they must say the same."""
-    at_once = args.micro_batch * args.seq_len * ranks
-    if args.global_batch is None:
-        args.global_batch = at_once * args.grad_accum
-        return
-    if args.global_batch % at_once:
-        raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of the {at_once:,} that "
-                         f"{ranks} rank{'s' * (ranks > 1)} of {args.micro_batch} x {args.seq_len} take at once: lower "
-                         f"--micro_batch, or change --global_batch")
-    if "grad_accum" in args.given and args.grad_accum * at_once != args.global_batch:
-        raise UsageError(f"--grad_accum: {args.grad_accum} makes {args.grad_accum * at_once:,} bytes a step on {ranks} "
-                         f"rank{'s' * (ranks > 1)}, --global_batch is {args.global_batch:,}: give one of the two")
-    args.grad_accum = args.global_batch // at_once
-    if args.grad_accum > MOST_MICRO_STEPS:
-        raise UsageError(f"--global_batch: {args.global_batch:,} bytes are {args.grad_accum:,} micro-steps of "
-                         f"{at_once:,}: at most {MOST_MICRO_STEPS:,}, or raise --micro_batch")
-
-
-def take_recompute(args, model: Spider, n_loops: int, optimizer: str, precision: str, device: torch.device,
-                   world: World | None = None, rate: float | None = None) -> dict[str, float]:
-    """Settles --recompute auto, alike on all ranks; returns the bytes by purpose that a rank then takes of the device's
-    memory. `rate`: bytes per segment, where it is not the config's."""
+    state, origin: the checkpoint that it resumes, and its path. open_sources: opens the data, whose segments are measured;
+    called once all flags have been checked. UsageError for flags that contradict one another or that this machine cannot
+    follow, CheckpointError where the checkpoint holds another model.
+    """
     world = World() if world is None else world
-    estimate = partial(estimate_memory, model, n_loops, args, optimizer, precision, device, world=world, rate=rate)
-    args.recompute, memory = world.on_rank0(lambda: choose_recompute(
-        args.recompute, lambda recompute: beside_tensors(model, optimizer, device, world) | estimate(recompute),
-        machine.memory_of(device, world)))
-    return memory
+    compiles, why_compile = resolve_compile(args.compile, device)
+    precision, why_precision = resolve_precision(args.precision, device, compiles)
+    check_fp8_experts(args.fp8_experts, precision, device)
+    recipe, suits = (state or {}).get("recipe"), "1b" if device.type == "cuda" else "tiny"
+    recipe = (recipe or suits) if args.model == "auto" else args.model
+    values = {flag.name: getattr(args, flag.name) for flag in FLAGS}
+    values |= {name: value for name, value in RECIPES[recipe].items() if name not in args.given}
+    config = resolve_config(values, recipe) if state is None else config_of_checkpoint(values, recipe, state, origin,
+                                                                                       model_class)
+    if state is not None and "n_loops" not in args.given:
+        values["n_loops"] = state.get("n_loops", config.n_loops)
+    with torch.device("meta"):
+        model = model_class(config)
+    batch = resolve_batch(values, args.given, world.ranks)
+    values |= dict(grad_accum=batch.grad_accum, global_batch=batch.bytes, compile="on" if compiles else "off")
+    values["target_tokens"] = resolve_horizon(values, args.given, model)
+    values |= {name: rule(config, values["target_tokens"] / batch.bytes)
+               for name, rule in values.items() if callable(rule)}
+    for name in ("keep_best", "patience"):
+        if values[name] and not values["eval_every"]:
+            raise UsageError(f"--{name}: it goes by the validation loss, and --eval_every 0 evaluates nothing")
+    if values["engram_reset"] and not any(isinstance(module, EngramTable) for module in model.modules()):
+        if "engram_reset" in args.given:
+            raise UsageError("--engram_reset: this model has no Engram tables")
+        values["engram_reset"] = False    # the recipe's
+    remarks = []
+    backend = resolve_backend(
+        args.moe_backend, device, config, torch.float32 if precision == "fp32" else torch.bfloat16, remarks.append,
+        agree=lambda able: int(world.sum(torch.tensor(int(able), device=device))) == world.ranks, compiled=compiles)
+    optimizer = "muon" if args.optimizer == "auto" else args.optimizer
+    sources = open_sources()
+    lengths = segment_lengths(model, sources, batch.seq_len, args.seed)
+    plan = Plan(recipe, config, args.data_dir, args.mock_data, batch, pick(Schedule, values),
+                pick(OptimizerSettings, values, optimizer=optimizer),
+                pick(MachinePlan, values, precision=precision, moe_backend=backend, compile=compiles),
+                pick(OutputPlan, values), values, segment_lengths=lengths,
+                bytes_per_segment=mean_length(config, sources, lengths),
+                checkpoint_size=checkpoint_size(model, optimizer))
+    recompute, memory = world.on_rank0(lambda: choose_recompute(
+        args.recompute, lambda recompute: beside_tensors(plan, device, world) | estimate_memory(
+            model, plan, device, recompute, world), machine.memory_of(device, world)))
+    plan = replace(plan, machine=replace(plan.machine, recompute=recompute), memory=memory,
+                   flags=values | dict(recompute=recompute))
+    why = [f"precision {precision}: {why_precision}"] * bool(why_precision)
+    why += [f"layers {'not ' * (not compiles)}compiled: {why_compile}"] * bool(why_compile)
+    return replace(plan, remarks=(*describe(plan, args, model, device, world), *remarks, *explain(plan, args, why)))
 
 
-def take_horizon(args, model: Spider, n_loops: int):
-    """Turns --target_flops or --target_param_data_ratio into --target_tokens; two of the three are one too many. What
-    a recipe makes of the horizon is settled then."""
-    given = [name for name in ("target_tokens", "target_flops", "target_param_data_ratio") if name in args.given]
+def check_fp8_experts(asked: bool, precision: str, device: torch.device):
+    """Raise UsageError where --fp8_experts was asked for and cannot be had."""
+    if asked and precision != "fp8":
+        raise UsageError(f"--fp8_experts: the precision is {precision}; it goes with --precision fp8")
+    if asked and device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
+        raise UsageError("--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; without the flag experts "
+                         "multiply in bf16")
+
+
+def resolve_config(values: dict, recipe: str, base: SpiderConfig | None = None) -> SpiderConfig:
+    """Apply --set to a config; without a `base`, to the recipe's preset with --n_loops."""
+    base = replace(SpiderConfig.preset(recipe), n_loops=values["n_loops"]) if base is None else base
+    return apply_settings(base, values["set"])
+
+
+def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path, model_class: type[Spider]) -> SpiderConfig:
+    """Return the config of the checkpoint that a run resumes, in which --set may change what has no shape; CheckpointError
+    where --model or --set ask for other shapes than its weights have."""
+    there = SpiderConfig(**state["cfg"])
+    config = resolve_config(values, recipe, replace(there, vocab_size=tokenizer.VOCAB_SIZE))
+    if state["cfg"].get("vocab_size") != config.vocab_size:
+        raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
+                              f"{config.vocab_size}")
+    for asked in (config, *(resolve_config(values, recipe),) * (values["model"] != "auto")):
+        check_same_model(origin, state["cfg"], asked)
+    return config
+
+
+def resolve_batch(values: dict, given: set[str], ranks: int) -> BatchShape:
+    """Work out --grad_accum from --global_batch or the other way round; where both are given, they must agree."""
+    shape = BatchShape(values["seq_len"], values["micro_batch"], 1, ranks)
+    at_once, asked, micro_steps = shape.bytes, values["global_batch"], values["grad_accum"]
+    if asked is None:
+        return replace(shape, grad_accum=micro_steps)
+    if asked % at_once:
+        raise UsageError(f"--global_batch: {asked:,} bytes are not a multiple of the {at_once:,} that "
+                         f"{ranks} rank{'s' * (ranks > 1)} of {shape.micro_batch} x {shape.seq_len} take at once: lower "
+                         f"--micro_batch, or change --global_batch")
+    if "grad_accum" in given and micro_steps * at_once != asked:
+        raise UsageError(f"--grad_accum: {micro_steps} makes {micro_steps * at_once:,} bytes a step on {ranks} "
+                         f"rank{'s' * (ranks > 1)}, --global_batch is {asked:,}: give one of the two")
+    if asked // at_once > MOST_MICRO_STEPS:
+        raise UsageError(f"--global_batch: {asked:,} bytes are {asked // at_once:,} micro-steps of "
+                         f"{at_once:,}: at most {MOST_MICRO_STEPS:,}, or raise --micro_batch")
+    return replace(shape, grad_accum=asked // at_once)
+
+
+def resolve_horizon(values: dict, given: set[str], model: Spider) -> int:
+    """Return the horizon in bytes: --target_tokens, or what --target_flops or --target_param_data_ratio amount to."""
+    given = [name for name in ("target_tokens", "target_flops", "target_param_data_ratio") if name in given]
     if len(given) > 1:
         raise UsageError(f"--{given[1]}: --{given[0]} gives the horizon already, by flag or environment; give one")
-    if args.target_flops:
-        per_byte = model.flops_per_byte(model.config.bytes_per_segment, n_loops, args.seq_len)
-        args.target_tokens = max(1, math.ceil(min(args.target_flops / per_byte, 1 << 62)))
-    elif args.target_param_data_ratio:
+    horizon = values["target_tokens"]
+    if values["target_flops"]:
+        per_byte = model.flops_per_byte(model.config.bytes_per_segment, values["n_loops"], values["seq_len"])
+        horizon = max(1, math.ceil(min(values["target_flops"] / per_byte, 1 << 62)))
+    elif values["target_param_data_ratio"]:
         parameters = sum(p.numel() for name, p in model.named_parameters() if component_of(name) != "Engram tables")
-        args.target_tokens = math.ceil(min(args.target_param_data_ratio * parameters, 1 << 62))
-    if args.target_tokens >= 1 << 62:
-        raise UsageError(f"--{given[0]}: a horizon of {args.target_tokens:.0e} bytes: at most {1 << 62:.0e}")
-    for flag in FLAGS:
-        if callable(rule := getattr(args, flag.name)):
-            setattr(args, flag.name, rule(model.config, args.target_tokens / args.global_batch))
+        horizon = math.ceil(min(values["target_param_data_ratio"] * parameters, 1 << 62))
+    if horizon >= 1 << 62:
+        raise UsageError(f"--{given[0]}: a horizon of {horizon:.0e} bytes: at most {1 << 62:.0e}")
+    return horizon
 
 
-def model_config(args, base: SpiderConfig | None = None) -> SpiderConfig:
-    """What --set makes of a config; without one, of the recipe's preset with --n_loops."""
-    config = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=args.n_loops) if base is None else base
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    for setting in (args.set or "").split(",") if args.set else ():
-        name, _, text = setting.partition("=")
-        if name == "n_loops":
-            raise UsageError("--set: n_loops has a flag of its own, --n_loops")
-        if name not in fields:
-            raise UsageError(f"--set: {name!r} is not a field of SpiderConfig")
-        kind = type(fields[name])
-        try:
-            if kind is bool:
-                fields[name] = {"true": True, "false": False}[text.lower()]
-            elif kind is tuple:
-                fields[name] = tuple(int(flags.decimal(part)) for part in text.split("+") if part)
-            else:
-                fields[name] = text if kind is str else kind(flags.decimal(text))
-        except (ValueError, KeyError):
-            wanted = {bool: "true or false", tuple: "whole numbers joined by +"}.get(kind, kind.__name__)
-            raise UsageError(f"--set: {name} takes {wanted}, not {text!r}") from None
-    try:
-        return SpiderConfig(**fields)
-    except ValueError as fault:
-        raise UsageError(f"--set: {fault}") from None
+def describe(plan: Plan, args, model: Spider, device: torch.device, world: World) -> list[str]:
+    """Return a line for each choice; those that `auto` made are marked."""
+    preset = replace(SpiderConfig.preset(plan.recipe), n_loops=plan.config.n_loops)
+    name = plan.recipe if plan.config == preset else f"{plan.recipe}, changed"
+    parameters = sum(p.numel() for p in model.parameters())
+    threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    lines = [(f"model {name}, {parameters / 1e6:.1f}M parameters, {plan.n_loops} loops", args.model),
+             (f"device {device}, {threads}", args.device), (f"precision {plan.machine.precision}", args.precision),
+             (f"experts {plan.machine.moe_backend}", args.moe_backend),
+             (f"optimizer {plan.optimizer.optimizer}", args.optimizer),
+             (f"recompute {plan.machine.recompute}", args.recompute)]
+    if world.ranks > 1:
+        lines.append((f"{world.ranks} ranks, {world.replicas} replicas of {world.shards} shards", ""))
+    return [line + " (auto)" * (asked == "auto") for line, asked in lines]
+
+
+def explain(plan: Plan, args, why: list[str]) -> list[str]:
+    """Return the lines that say why `auto` chose so, what the recipe and what the environment gave."""
+    taken = [f"--{name} {in_words(plan.flags[name])}" for name, value in RECIPES[plan.recipe].items()
+             if name not in args.given
+             and (callable(value) or value == plan.flags[name])]  # else a checkpoint's, or another horizon's
+    nothing = "nothing is taken from it" if RECIPES[plan.recipe] else "every default of --help"
+    return ([f"chosen by auto: {'; '.join(why)}"] * bool(why)
+            + [f"recipe of {plan.recipe}: {' '.join(taken) or nothing}"]
+            + [f"from the environment: {' '.join(args.environment)}"] * bool(args.environment))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pure functions of the step
 
-
-def lr_factor(step: int, horizon: int, args) -> float:
-    """Learning rate of a step (from 0) as a part of the peak: linear warm-up, then --schedule down to the floor."""
-    if step < args.warmup_steps:
-        return (step + 1) / (args.warmup_steps + 1)
-    done = min(1.0, (step - args.warmup_steps) / max(1, horizon - args.warmup_steps))
-    if args.schedule == "cosine":
+def lr_factor(step: int, horizon: int, schedule: Schedule) -> float:
+    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then --schedule down to the
+    floor."""
+    if step < schedule.warmup_steps:
+        return (step + 1) / (schedule.warmup_steps + 1)
+    done = min(1.0, (step - schedule.warmup_steps) / max(1, horizon - schedule.warmup_steps))
+    if schedule.schedule == "cosine":
         shape = 0.5 * (1 + math.cos(math.pi * done))
     else:
-        shape = min(1.0, (1 - done) / args.wsd_decay_fraction) if args.wsd_decay_fraction else 1.0
-    return args.min_lr_fraction + (1 - args.min_lr_fraction) * shape
+        shape = min(1.0, (1 - done) / schedule.wsd_decay_fraction) if schedule.wsd_decay_fraction else 1.0
+    return schedule.min_lr_fraction + (1 - schedule.min_lr_fraction) * shape
 
 
-def empties_tables(args, loader: Loader, first: int) -> bool:
-    """Whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will be
-    read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
-    left = dry_run.epochs_over(loader, args.target_tokens - first * args.seq_len)
-    return args.engram_reset and float(loader.share @ left) >= 0.5
+def empties_tables(plan: Plan, loader: Loader, first: int) -> bool:
+    """Decide whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will
+    be read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
+    left = epochs_over(loader, plan.schedule.target_tokens - first * plan.batch.seq_len)
+    return plan.schedule.engram_reset and float(loader.share @ left) >= 0.5
 
 
-def dropout_at(args, loader: Loader, first: int) -> float:
-    """The dropout of a step that begins at sequence `first`: none of text that is read for the first time, then more
-    each time, up to --dropout after DROPOUT_EPOCHS; of a mixture the mean over its sources."""
-    return args.dropout * float(loader.share @ (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1))
+def dropout_at(schedule: Schedule, loader: Loader, first: int) -> float:
+    """Return the dropout of a step that begins at sequence `first`: none of text that is read for the first time, then
+    more each time, up to --dropout after DROPOUT_EPOCHS; of a mixture the mean over its sources."""
+    return schedule.dropout * float(loader.share @ (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1))
 
 
-def loops_of_step(args, n_loops: int, step: int) -> int:
-    """--n_loops, or with --random_loops a Poisson draw around it, at least 1; the same on every rank."""
-    if not args.random_loops:
-        return n_loops
-    return max(1, int(np.random.default_rng(step_seed(args.seed, step, "loops")).poisson(n_loops)))
+def loops_of_step(schedule: Schedule, step: int) -> int:
+    """Return --n_loops, or with --random_loops a Poisson draw around it, at least 1; the same on every rank."""
+    if not schedule.random_loops:
+        return schedule.n_loops
+    generator = np.random.default_rng(step_seed(schedule.seed, step, "loops"))
+    return max(1, int(generator.poisson(schedule.n_loops)))
+
+
+HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (docs/results/mechanisms.md)
+DROPOUT_EPOCHS = 10                       # until --dropout is all there: text is memorised little by little
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Evaluation and samples
+# Model: values, precision, compilation
 
-
-EVAL_BYTES = 8192                         # least bytes to evaluate at a time
-
-
-@torch.no_grad()
-def cross_entropy(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, device,
-                  world: World | None = None) -> tuple[float, int, float]:
-    """Mean nats of the labels that count, their number, and bytes per segment, over batches of (ids, labels), each
-    [n, T] int64, of `size` ids together, dealt out to ranks; the model comes back in the mode that it was in."""
-    world = World() if world is None else world
-    progress = console.RunProgress("evaluates", size) if sys.stderr.isatty() and world.is_rank0 else None
-    sums, training = torch.zeros(4, device=device, dtype=torch.float64), model.training
-    model.eval()
-    with model.cast_weights_once():
-        for batch, counts in world.rounds(batches):
-            ids, labels = (part.to(device) for part in batch)
-            out = model(ids, labels, n_loops=n_loops)
-            counted = (labels != -100).sum()
-            sums += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
-                                          (ids != tokenizer.PAD_ID).sum(), out.segments))
-            if progress:
-                progress.add(ids.numel() * world.ranks)
-    model.train(training)
-    nats, count, real, segments = world.sum(sums).tolist()
-    return nats / count if count else math.nan, int(count), real / max(1, segments)
-
-
-def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loops: int, device,
-             world: World | None = None) -> dict:
-    """Cross-entropy on the fixed validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
-    logger.info(f"evaluates on {rows[0].numel():,} bytes")
-    batches = list(zip(*(part.split(micro_batch) for part in rows)))
-    loss, _, rate = cross_entropy(model, batches, rows[0].numel(), n_loops, device, world)
-    bpb = loss / math.log(2)
-    logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {bpb:.4f}, {rate:.2f} bytes per segment")
-    return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=rate)
-
-
-SAMPLE_START = 64                         # bytes of held-out text that a sample without prompt goes on from
-
-
-def print_sample(model: Spider, step: int, n_loops: int, args, held_out: Tensor | None):
-    """Logs 200 bytes that the model writes; the generator is a function of (--seed, step).
-
-    They go on from --sample_prompt, or from the beginning of held-out text (ids), or from a line's end: where a text
-    file is one document, BOS stands once in all of the data, and what follows it was never learned."""
-    if args.sample_prompt:
-        prompt, start = [tokenizer.BOS_ID, *os.fsencode(args.sample_prompt)], args.sample_prompt
-    elif held_out is None:
-        prompt = start = "\n"
-        prompt = list(prompt.encode())
-    else:
-        prompt = held_out[:SAMPLE_START].tolist()
-        start = f"(held-out text) {tokenizer.decode(prompt)}"
-    logger.info("samples 200 bytes")
-    generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(args.seed, step, "sample"))
-    model.eval()
-    with torch.no_grad():
-        try:
-            text = tokenizer.decode(list(model.generate(prompt, 200, generator=generator, n_loops=n_loops)))
-            logger.info(f"step {step} goes on from {start!r}: {text!r}")
-        except FloatingPointError as fault:
-            logger.warning(f"step {step} writes nothing: {fault}")
+def build_model(plan: Plan, device: torch.device, world: World | None = None,
+                model_class: type[Spider] = Spider) -> Spider:
+    """Return the model of a plan, ready to train: values from --seed, FP8, backend, compilation; of several ranks each
+    keeps its shard."""
+    with torch.device("meta"):
+        model = model_class(plan.config)
+    torch.manual_seed(plan.schedule.seed)
+    model.to_empty(device=device)
+    model.init_weights()
+    machine_plan = plan.machine
+    emulated = machine_plan.precision == "fp8" and not multiplies_bf16(device)
+    model.compute_dtype = torch.float32 if machine_plan.precision == "fp32" or emulated else torch.bfloat16
+    model.recompute = machine_plan.recompute
+    model.set_backend(machine_plan.moe_backend)
+    if machine_plan.precision == "fp8":
+        logger.info(describe_fp8(model, machine_plan.fp8_experts))
+        convert_to_fp8(model, device, machine_plan.fp8_experts)
+    if machine_plan.compile and (obstacle := model.compile_layers()):
+        logger.warning(f"only byte layers are compiled, not the core's: {obstacle}")
     model.train()
+    if world is not None:
+        world.shard_model(model, plan.batch.grad_accum, halved_weights(model))
+    return model
+
+
+def warm_up(model: Spider, batch: BatchShape, n_loops: int, device: torch.device):
+    """Run two passes on dummy bytes, which compile kernels; no weight, random state, buffer or data position changes."""
+    ids = (torch.arange(batch.micro_batch * batch.seq_len, device=device) % 251).view(batch.micro_batch, batch.seq_len)
+    with model.cast_weights_once():
+        for noise_seed in range(2):
+            model(ids, ids, n_loops=n_loops, noise_seed=noise_seed).loss.backward()
+    model.zero_grad(set_to_none=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One optimizer step
 
-
-def materialize(model: Spider, device: torch.device, precision: str, backend: str, args,
-              world: World | None = None):
-    """Turns a model on the meta device into one that trains: values from --seed, precision, backend, compilation; of
-    several ranks each keeps its shard."""
-    torch.manual_seed(args.seed)
-    model.to_empty(device=device)
-    model.init_weights()
-    emulated = precision == "fp8" and not multiplies_bf16(device)
-    model.compute_dtype = torch.float32 if precision == "fp32" or emulated else torch.bfloat16
-    model.recompute = args.recompute
-    model.set_backend(backend)
-    if precision == "fp8":
-        logger.info(describe_fp8(model, args.fp8_experts))
-        convert_to_fp8(model, device, args.fp8_experts)
-    if args.compile == "on" and (obstacle := model.compile_layers()):                        # auto is settled by set_up
-        logger.warning(f"only byte layers are compiled, not the core's: {obstacle}")
-    model.train()
-    if world is not None:
-        world.shard_model(model, args.grad_accum, halved_weights(model))
+@dataclass
+class Run:
+    """A run under way: what a step reads and changes."""
+    plan: Plan
+    model: Spider
+    optimizers: Optimizers
+    loader: Loader
+    feed: Feed
+    progress: RunProgress
+    world: World
+    horizon: int                          # steps until --target_tokens, as many bytes as they are worth now
 
 
-def warm_up(model: Spider, micro_batch: int, seq_len: int, n_loops: int, device: torch.device):
-    """Two passes on dummy bytes, which compile kernels; no weight, random state, buffer or data position changes."""
-    ids = (torch.arange(micro_batch * seq_len, device=device) % 251).view(micro_batch, seq_len)
-    with model.cast_weights_once():
-        for noise_seed in range(2):
-            model(ids, ids, n_loops=n_loops, noise_seed=noise_seed).loss.backward()
-    model.zero_grad(set_to_none=True)
+def train_step(run: Run, stopping: Stopping) -> bool | None:
+    """Do one optimizer step and record its numbers in `run.progress`; return whether its loss is a spike, or None where
+    the step was dropped."""
+    plan, model, progress, step_start = run.plan, run.model, run.progress, time.perf_counter()
+    first = progress.bytes_seen // plan.batch.seq_len
+    model.halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * run.horizon))
+    with stopping.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
+        batches, targets, epoch = run.feed.take()
+        loops = loops_of_step(plan.schedule, progress.step)
+        model.dropout = dropout_at(plan.schedule, run.loader, first)
+        sums, tokens = accumulate(model, batches, loops, targets, run.world)
+    if stopping.drops():
+        return None
+    factor = lr_factor(progress.step, run.horizon, plan.schedule)
+    run.optimizers.set_lr(plan.schedule.lr, factor)
+    numbers = update(model, run.optimizers, sums, tokens, sum(batch.real for batch in batches), plan.optimizer.grad_clip,
+                     empty_tables=epoch > progress.epoch and empties_tables(plan, run.loader, first))
+    rate = plan.batch.bytes / (time.perf_counter() - step_start)
+    cost = flops_per_byte(model, round(max(1.0, numbers["bytes_per_segment"]), 1), loops, plan.batch.seq_len)
+    device = run.world.device
+    numbers |= dict(lr=plan.schedule.lr * factor, tok_per_sec=rate,
+                    bf16_mfu=rate * cost / (machine.product_rate(device) * run.world.ranks),
+                    memory=machine.peak_memory(device), time=time.time())
+    return progress.record(numbers, (first + plan.batch.sequences) * plan.batch.seq_len, epoch)
+
+
+STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
+
+
+@lru_cache
+def flops_per_byte(model: Spider, rate: float, n_loops: int, seq_len: int) -> float:
+    """Return the model's count, which takes milliseconds."""
+    return model.flops_per_byte(rate, n_loops, seq_len)
 
 
 def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int | None = None,
@@ -461,16 +521,16 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int |
     return sums, tokens
 
 
-def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], tokens: Tensor, real: int, args,
-           empty_tables: bool = False) -> dict:
-    """The update from accumulated gradients; returns the step's statistics, `real` bytes of which were not PAD.
+def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], tokens: Tensor, real: int,
+           grad_clip: float = 1.0, empty_tables: bool = False) -> dict:
+    """Update weights from accumulated gradients; return the step's statistics, `real` bytes of which were not PAD.
 
     Waits once for the device, for all numbers, before the weights are touched: where loss or gradient is not finite
     they stay as they are, and `skipped` is true. `empty_tables`: the Engram tables lose all that they learned.
     """
     names, sums = list(sums), torch.stack(list(sums.values()))
     norm, sums, tokens, real = optimizers.world.after_step(optimizers.dense, sums, tokens, real)
-    nn.utils.clip_grads_with_norm_(optimizers.dense, args.grad_clip or math.inf, norm)
+    nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip or math.inf, norm)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
     *sums, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
     sums = dict(zip(names, sums))
@@ -486,35 +546,300 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], token
                 mean_loops=loops, expert_balance=balance, skipped=skipped, **sums)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation and samples
+
+EVAL_BYTES = 8192                         # least bytes to evaluate at a time
+
+
+@torch.no_grad()
+def cross_entropy(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, device,
+                  world: World | None = None) -> tuple[float, int, float]:
+    """Return mean nats of the labels that count, their number, and bytes per segment, over batches of (ids, labels), each
+    [n, T] int64, of `size` ids together, shared out to ranks. The model returns to the mode that it was in."""
+    world = World() if world is None else world
+    progress = console.ProgressBar("evaluates", size) if sys.stderr.isatty() and world.is_rank0 else None
+    sums, training = torch.zeros(4, device=device, dtype=torch.float64), model.training
+    model.eval()
+    with model.cast_weights_once():
+        for batch, counts in world.rounds(batches):
+            ids, labels = (tensor.to(device) for tensor in batch)
+            out = model(ids, labels, n_loops=n_loops)
+            counted = (labels != -100).sum()
+            sums += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
+                                          (ids != tokenizer.PAD_ID).sum(), out.segments))
+            if progress:
+                progress.add(ids.numel() * world.ranks)
+    model.train(training)
+    nats, count, real, segments = world.sum(sums).tolist()
+    return nats / count if count else math.nan, int(count), real / max(1, segments)
+
+
+def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loops: int, device,
+             world: World | None = None) -> dict:
+    """Return cross-entropy on validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
+    logger.info(f"evaluates on {rows[0].numel():,} bytes")
+    batches = list(zip(*(tensor.split(micro_batch) for tensor in rows)))
+    loss, _, rate = cross_entropy(model, batches, rows[0].numel(), n_loops, device, world)
+    bpb = loss / math.log(2)
+    logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {bpb:.4f}, {rate:.2f} bytes per segment")
+    return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=rate)
+
+
+SAMPLE_START = 64                         # bytes of held-out text that a sample without prompt continues
+
+
+def print_sample(model: Spider, step: int, plan: Plan, held_out: Tensor | None):
+    """Log 200 bytes that the model writes; the generator is a function of (--seed, step).
+
+    They continue --sample_prompt, or the beginning of held-out text (ids), or a line's end: where a text file is one
+    document, BOS stands once in all of the data, and what follows it was never learned."""
+    if plan.output.sample_prompt:
+        prompt, start = [tokenizer.BOS_ID, *os.fsencode(plan.output.sample_prompt)], plan.output.sample_prompt
+    elif held_out is None:
+        prompt = start = "\n"
+        prompt = list(prompt.encode())
+    else:
+        prompt = held_out[:SAMPLE_START].tolist()
+        start = f"(held-out text) {tokenizer.decode(prompt)}"
+    logger.info("samples 200 bytes")
+    seed = step_seed(plan.schedule.seed, step, "sample")
+    generator = torch.Generator(model.embed_tokens.device).manual_seed(seed)
+    model.eval()
+    with torch.no_grad():
+        try:
+            text = tokenizer.decode(list(model.generate(prompt, 200, generator=generator, n_loops=plan.n_loops)))
+            logger.info(f"step {step} continues {start!r}: {text!r}")
+        except FloatingPointError as fault:
+            logger.warning(f"step {step} writes nothing: {fault}")
+    model.train()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dry run
+
 TIMED = 2.0                               # seconds of steps that a dry run times, one at least
 
 
-def time_steps(config: SpiderConfig, n_loops: int, args, world: World, precision: str, backend: str, optimizer: str,
-               loader: Loader | None) -> float:
-    """Bytes/s of whole steps of a model of its own, as they are in the middle of a run: its data, learning rate and
-    dropout. Nothing is written. Where there is no data yet, made-up sentences serve."""
-    loader = Loader([shards.mock_source(args.seed)], args.seq_len, args.seed) if loader is None else loader
-    with torch.device("meta"):
-        model = Spider(config)
-    materialize(model, world.device, precision, backend, args)
-    optimizers, times, batch = Optimizers(model, optimizer, args), [], args.global_batch // args.seq_len
-    horizon = math.ceil(args.target_tokens / args.global_batch)
+def time_steps(plan: Plan, world: World, loader: Loader | None, model_class: type[Spider] = Spider) -> float:
+    """Return the bytes/s of whole steps of a model of its own, as they are in the middle of a run: its data, learning rate
+    and dropout. Nothing is written. Where there is no data yet, made-up sentences serve."""
+    seed, schedule = plan.schedule.seed, plan.schedule
+    loader = Loader([mock_source(seed)], plan.batch.seq_len, seed) if loader is None else loader
+    model = build_model(plan, world.device, model_class=model_class)
+    optimizers, times = Optimizers(model, plan.optimizer.optimizer, plan.optimizer), []
     while not times or sum(times) < TIMED:
-        step = horizon // 2 + len(times)
-        start = time.perf_counter()
-        batches = list(batches_of(loader, args, world, step, step * batch))
-        model.dropout = dropout_at(args, loader, step * batch)
-        sums, tokens = accumulate(model, batches, n_loops)
-        optimizers.set_lr(args.lr, lr_factor(step, horizon, args))
-        update(model, optimizers, sums, tokens, sum(part.real for part in batches), args)
+        step = plan.horizon // 2 + len(times)
+        start, first = time.perf_counter(), step * plan.batch.sequences
+        batches = list(batches_of(loader, plan.batch, seed, world, step, first))
+        model.dropout = dropout_at(schedule, loader, first)
+        sums, tokens = accumulate(model, batches, plan.n_loops)
+        optimizers.set_lr(schedule.lr, lr_factor(step, plan.horizon, schedule))
+        update(model, optimizers, sums, tokens, sum(batch.real for batch in batches), plan.optimizer.grad_clip)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return args.global_batch / float(np.median(times[1:] or times))  # the first one sets up
+    return plan.batch.bytes / float(np.median(times[1:] or times))  # the first one sets up
 
+
+def print_dry_run(plan: Plan, sources: Sequence[Source], world: World, model_class: type[Spider] = Spider) -> int:
+    """Print what a run would take, the verdict first; return exit status 1 where memory or disk do not suffice."""
+    with torch.device("meta"):
+        model = model_class(plan.config)
+    loader = Loader(sources, plan.batch.seq_len, plan.schedule.seed) if sources else None
+    enough = print_verdict(plan, machine.memory_of(world.device, world))
+    peak = machine.product_rate(world.device) * world.ranks * (2 if plan.machine.precision == "fp8" else 1)
+    bound = peak / model.flops_per_byte(plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
+    rate = expected_rate(plan, world.device, bound, lambda: time_steps(plan, world, loader, model_class))
+    print_outlook(plan, loader, sources, rate, horizon_warnings(plan, loader, plan.horizon, lr_factor)
+                  + segment_warnings(plan.config, plan.segment_lengths, plan.batch.seq_len))
+    for remark in plan.remarks:
+        print(console.one_line(remark))
+    print_tables(plan, model)
+    print(describe_fp8(model, plan.machine.fp8_experts))
+    return 0 if enough else 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+def set_up(args, closing: ExitStack, world: World) -> torch.device:
+    """Make the settings of this process, and meet the other ranks; return the device."""
+    device = world.place(resolve_device(args.device))
+    if device.type == "cpu":
+        keep_freed_memory()
+    torch.set_float32_matmul_precision("high")
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        closing.callback(torch.use_deterministic_algorithms, False)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    world.join(device, args.shards, args.rank_timeout)
+    return device
+
+
+@contextmanager
+def refusals(tolerated: bool, world: World):
+    """Inside, what forbids a run to use --ckpt_dir ends it; where it is `tolerated`, as in a dry run, it is a line."""
+    try:
+        yield
+    except CheckpointError as fault:
+        if not tolerated:
+            raise
+        if world.is_rank0:
+            print(console.one_line(f"a run would be refused: {fault}"))
+
+
+def open_sources(args) -> list[Source]:
+    """Open and check the data; return nothing where a dry run names none and there is none yet."""
+    if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
+        return []
+    sources = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir)
+    check(sources)
+    return sources
+
+
+def start_run(args, closing: ExitStack, world: World, model_class: type[Spider]):
+    """Find the checkpoint to resume and settle the plan; return the run's directory, the checkpoint's state, the plan and
+    the data."""
+    home = state = plan = None
+    device, tolerated = set_up(args, closing, world), bool(args.dry_run and not args.resume)
+    sources = cache(partial(open_sources, args))
+    with refusals(tolerated, world):
+        home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, args.dry_run, world,
+                            args.mock_data)
+        state = home.load()
+    if state is not None:
+        with refusals(tolerated, world):
+            plan = settle(args, device, world, state, home.origin, sources, model_class)
+            if args.dry_run and world.is_rank0:
+                print(console.one_line(home.start_line(state)))
+    plan = settle(args, device, world, None, None, sources, model_class) if plan is None else plan
+    return home, state, plan, sources()
+
+
+def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World,
+         model_class: type[Spider] = Spider) -> int:
+    """Train, from the flags to the last checkpoint; what is opened is closed by `closing`. Returns the exit status of a
+    run that comes to its end."""
+    # -----------------------------------------------------------------------------------------------------------------
+    # Device, ranks, checkpoint to resume, plan
+    start_log("INFO" if world.is_rank0 else "ERROR")
+    home, state, plan, sources = start_run(args, closing, world, model_class)
+    device, batch, out = world.device, plan.batch, plan.output
+    if args.dry_run:
+        return print_dry_run(plan, sources, world, model_class) if world.is_rank0 else 0
+    for remark in plan.remarks:
+        logger.info(remark)
+    logger.info(describe_memory(plan.memory, machine.memory_of(device, world)))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Data
+    loader = Loader(sources, batch.seq_len, plan.schedule.seed)
+    validation = validation_rows(sources, batch.seq_len, out.eval_tokens) if out.eval_every else None
+    eval_rows = max(batch.micro_batch, EVAL_BYTES // batch.seq_len)  # without gradients there is room for more
+    logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
+    check_memory(sum(plan.memory.values()), device, world)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Model and optimizers, both as the checkpoint has them
+    model = build_model(plan, device, world, model_class)
+    optimizers = Optimizers(model, plan.optimizer.optimizer, plan.optimizer, world)
+    identity = SimpleNamespace(recipe=plan.recipe, **plan.flags)
+    progress = home.restore(state, model, optimizers, plan.n_loops, loader, identity)
+    del state
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Loop state
+    bytes_left = max(0, plan.schedule.target_tokens - progress.bytes_seen)
+    horizon = progress.step + math.ceil(bytes_left / batch.bytes)
+    last_step, first_step = plan.schedule.max_steps or horizon, progress.step + 1
+    cost = flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, batch.seq_len)
+    logger.info(f"{batch.bytes:,} bytes a step, {last_step:,} steps; {cost / 1e9:.2g} GFLOP per byte at "
+                f"{plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {home.path}")
+    for warning in (*horizon_warnings(plan, loader, horizon, lr_factor),
+                    *segment_warnings(plan.config, plan.segment_lengths, batch.seq_len)):
+        logger.warning(warning)
+    metrics_file, writer = home.open(progress, last_step, out.keep_last, plan.checkpoint_size, out.sharded_checkpoints,
+                                     out.keep_best)
+    tracker = start_wandb(out.run, plan.flags, progress, closing) if world.is_rank0 else None
+    profiler = start_profiler(device, home.path, closing) if out.profile and world.is_rank0 else None
+    if progress.written >= last_step:
+        logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
+    elif (plan.machine.precision == "fp8" or plan.machine.compile) and not progress.is_out_of_patience(out.patience):
+        warm_up(model, batch, plan.n_loops, device)
+    feed = Feed(loader, batch, plan.schedule.seed, world, progress, closing)
+    run = Run(plan, model, optimizers, loader, feed, progress, world, horizon)
+    optimizers.set_lr(plan.schedule.lr, lr_factor(max(0, progress.step - 1), horizon, plan.schedule))  # the checkpoint's
+    stopping = Stopping(stop, writer, progress.step, last_step, plan.optimizer.max_skipped, out.patience, world)
+    if world.is_rank0:
+        closing.callback(leave_curves, home.path, stop)
+
+    def save():
+        writer.save(run_state(model, optimizers, progress, loader, identity, world), metrics_file.sync)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The loop
+    while stopping.goes_on(progress):
+        if progress.owed is None:         # else a run before this one did the step, and owes what follows it
+            if (spike := train_step(run, stopping)) is None:
+                break
+            remaining = stopping.seconds_left(progress.step, out.pauses(progress.step, last_step))
+            # Once in a while: a line of the log
+            if progress.step % out.log_every == 0 or progress.step in (first_step, last_step):
+                logger.info(progress_line(progress.owed, last_step, remaining, device))
+            # Once in a while: a step to look at
+            if progress.skipped or spike:
+                logger.warning(odd_step_line(progress, plan))
+            # After the first step: only now are the lengths of learned segments known
+            if progress.step == first_step and not plan.segment_lengths:
+                measured = {f"step {first_step}": progress.owed["bytes_per_segment"]}
+                for warning in segment_warnings(plan.config, measured, batch.seq_len):
+                    logger.warning(warning)
+            if profiler:
+                profiler.step()
+        metrics = progress.owed
+        evaluates, samples = (every and (progress.step % every == 0 or progress.step == last_step)
+                              for every in (out.eval_every, out.sample_every))
+        # Once in a while: evaluate and sample; the step's line is owed until that is done
+        if evaluates or samples:
+            with stopping.pause(bool(evaluates) + bool(samples)):
+                if evaluates:
+                    metrics = metrics | evaluate(model, validation, eval_rows, plan.n_loops, device, world)
+                if samples and (whole := world.whole_model(model)) is not None:
+                    print_sample(whole, progress.step, plan, validation and validation[0][0])
+            if stopping.drops():
+                break
+        if evaluates:
+            progress.record_evaluation(metrics["val_loss"], at_end=progress.step % out.eval_every != 0)
+        metrics_file.write(metrics)
+        if tracker:
+            tracker.log(metrics, step=progress.step)
+        progress.owed = None
+        # Once in a while: save
+        if not progress.skipped and (progress.step % out.ckpt_every == 0 or stopping.retry_is_due()
+                                     or out.keep_best and progress.is_best):
+            save()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end
+    if not writer.holds(progress.step):
+        save()
+    stopping.report(progress, how_to_resume(out))
+    return 0
+
+
+def how_to_resume(out: OutputPlan) -> str:
+    """Say which command continues a run."""
+    origin = [f"--{name}" for name in ("resume", "reset_steps") if getattr(out, name)]
+    return "the same command" + f" without {' and '.join(origin)}" * bool(origin) + " resumes"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
 
 def out_of_memory(fault: Exception, args) -> str | None:
-    """One line of advice where an error is for want of memory, else None."""
+    """Return one line of advice where an error is for want of memory, else None."""
     if not wants_memory(fault):
         return None
     asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
@@ -524,18 +849,11 @@ def out_of_memory(fault: Exception, args) -> str | None:
             + ", or take --recompute all" * (args.recompute != "all"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The run
+def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> int:
+    """Run train.py with these arguments, with Spider or with a class of one's own (docs/guide/trying-an-idea.md).
 
-
-HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (results/mechanisms.md, Halting)
-DROPOUT_EPOCHS = 10                       # until --dropout is all there: text is known by heart little by little
-STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
-
-
-def command_line(argv: list[str] | None = None) -> int:
-    """Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence, and for
-    a dry run that finds not enough memory or disk; 128 and the signal's number where one ended the run in order."""
+    Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence, and for a
+    dry run that finds not enough memory or disk; 128 and the signal's number where one ended the run in order."""
     status, args, world, shared = 2, None, World(), False
     with StopSignals(world) as stop:
         try:
@@ -543,13 +861,13 @@ def command_line(argv: list[str] | None = None) -> int:
             with ExitStack() as closing:
                 closing.enter_context(world)
                 closing.callback(setattr, stop, "seconds", None)  # nothing interrupts what the world tells the others
-                done = main(args, stop, closing, world)
+                done = main(args, stop, closing, world, model_class)
             sys.stdout.flush()
             return done
         except BrokenPipeError:           # of `--dry_run | head`: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        except (UsageError, errors.TooLarge, CheckpointError, errors.DataError, BackendError, WorldError) as fault:
+        except (UsageError, TooLarge, CheckpointError, DataError, BackendError, WorldError) as fault:
             line = f"error: {fault}"
         except LeftByPeer:
             return status
@@ -569,296 +887,6 @@ def command_line(argv: list[str] | None = None) -> int:
             if world.says(line, shared):
                 print(f"train.py: {console.one_line(line)}\n", end="", file=sys.stderr)  # of several ranks: one write
     return status
-
-
-def how_to_go_on(args) -> str:
-    origin = [f"--{name}" for name in ("resume", "reset_steps") if getattr(args, name)]
-    return "the same command" + f" without {' and '.join(origin)}" * bool(origin) + " goes on"
-
-
-def set_up(args, closing: ExitStack, world: World) -> tuple[torch.device, str]:
-    """Device and precision, and the settings of this process that go with them; meets the other ranks."""
-    device = world.place(resolve_device(args.device))
-    compiles, why_compile = resolve_compile(args.compile, device)
-    precision, why_precision = resolve_precision(args.precision, device, compiles)
-    args.why = [why for why in (f"precision {precision}: {why_precision}" * bool(why_precision),
-                                f"layers {'not ' * (not compiles)}compiled: {why_compile}" * bool(why_compile)) if why]
-    args.compile = "on" if compiles else "off"
-    if args.fp8_experts and precision != "fp8":
-        raise UsageError(f"--fp8_experts: the precision is {precision}; it goes with --precision fp8")
-    if args.fp8_experts and device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
-        raise UsageError("--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; without the flag experts "
-                         "multiply in bf16")
-    if device.type == "cpu":
-        keep_freed_memory()
-    torch.set_float32_matmul_precision("high")
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        closing.callback(torch.use_deterministic_algorithms, False)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    world.join(device, args.shards, args.rank_timeout)
-    return device, precision
-
-
-@contextmanager
-def refusals(args, world: World):
-    """Inside, what forbids to go on in --ckpt_dir ends a run; a dry run says so in a line, and looks on without it."""
-    try:
-        yield
-    except CheckpointError as fault:
-        if args.resume or not args.dry_run:
-            raise
-        if world.is_rank0:
-            print(console.one_line(f"a run would be refused: {fault}"))
-
-
-def config_of_run(args, home: RunDirectory | None, state: dict | None, world: World) -> SpiderConfig:
-    """The model's config. Where a run goes on from its `state` it is that of the checkpoint, of which --set may change
-    what has no shape, and so is --n_loops; --model is to have its shapes."""
-    if not state:
-        return model_config(args)
-    with refusals(args, world):
-        there = SpiderConfig(**state["cfg"])
-        config = model_config(args, dataclasses.replace(there, vocab_size=tokenizer.VOCAB_SIZE))
-        if state["cfg"].get("vocab_size") != config.vocab_size:
-            raise CheckpointError(f"{home.origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here "
-                                  f"are {config.vocab_size}")
-        for asked in (config, *(model_config(args),) * (args.model != "auto")):
-            check_same_model(home.origin, state["cfg"], asked)
-        if "n_loops" not in args.given:
-            args.n_loops = state.get("n_loops", config.n_loops)
-        if args.dry_run and world.is_rank0:
-            print(console.one_line(home.start_line(state)))
-        return config
-    return model_config(args)
-
-
-def say_what_was_chosen(args, model: Spider, n_loops: int, device: torch.device, precision: str, backend: str,
-                        optimizer: str, recompute: tuple[str, str], world: World, remarks: list[str]):
-    """A line for each choice, those of `auto` marked, the remarks, one for the recipe."""
-    sizes = dataclasses.replace(SpiderConfig.preset(args.recipe), n_loops=model.config.n_loops)
-    name = args.recipe if model.config == sizes else f"{args.recipe}, changed"
-    parameters = sum(p.numel() for p in model.parameters())
-    say = logger.info if not args.dry_run else print if world.is_rank0 else lambda line: None
-    threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    for choice, asked in ((f"model {name}, {parameters / 1e6:.1f}M parameters, {n_loops} loops", args.model),
-                          (f"device {device}, {threads}", args.device), (f"precision {precision}", args.precision),
-                          (f"experts {backend}", args.moe_backend), (f"optimizer {optimizer}", args.optimizer),
-                          recompute,
-                          *((f"{world.ranks} ranks, {world.replicas} replicas of {world.shards} shards", ""),)
-                          * (world.ranks > 1)):
-        say(choice + " (auto)" * (asked == "auto"))
-    for remark in remarks:
-        say(console.one_line(remark))
-    if args.why:
-        say(console.one_line(f"chosen so (auto): {'; '.join(args.why)}"))
-    recipe = RECIPES[args.recipe]
-    taken = [f"--{name} {said(getattr(args, name))}" for name, value in recipe.items() if name not in args.given
-             and (callable(value) or value == getattr(args, name))]  # else a checkpoint's, or another horizon's
-    nothing = "nothing is taken from it" if recipe else "every default of --help"
-    say(f"recipe of {args.recipe}: {' '.join(taken) or nothing}")
-    if args.environment:
-        say(console.one_line(f"from the environment: {' '.join(args.environment)}"))
-
-
-def open_sources(args) -> list[shards.Source]:
-    """The data, checked; nothing where a dry run names none and there is none yet."""
-    if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
-        return []
-    sources = [shards.mock_source(args.seed)] if args.mock_data else shards.open_data(args.data_dir)
-    shards.check(sources)
-    return sources
-
-
-def print_dry_run(args, model: Spider, n_loops: int, precision: str, device: torch.device, world: World,
-            memory: dict[str, float], size: float, sources: list[shards.Source], loader: Loader | None,
-            lengths: dict[str, float], usual: float, time_them: Callable, say: Callable) -> int:
-    """Prints what a run would take, the verdict first; exit status 1 where memory or disk do not suffice."""
-    enough = dry_run.print_verdict(args, memory, machine.memory_of(device, world), size)
-    peak = machine.product_rate(device) * world.ranks * (2 if precision == "fp8" else 1)
-    bound = peak / model.flops_per_byte(usual, n_loops, args.seq_len)
-    rate = dry_run.expected_rate(args, device, world.ranks, sum(memory.values()), bound, time_them)
-    warnings = (dry_run.horizon_warnings(args, loader, math.ceil(args.target_tokens / args.global_batch), lr_factor)
-                + dry_run.segment_warnings(model.config, lengths, args.seq_len))
-    dry_run.print_outlook(args, loader, sources, rate, warnings)
-    say()
-    dry_run.print_tables(model, n_loops, args, [flag.name for flag in FLAGS], usual)
-    print(describe_fp8(model, args.fp8_experts))
-    return 0 if enough else 1
-
-
-def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World) -> int:
-    """A whole run, from the flags to the last checkpoint; what it opens is closed by `closing`. Returns the exit status
-    of one that comes to its end."""
-    start_log("INFO" if world.is_rank0 else "ERROR")
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Devices and ranks
-    device, precision = set_up(args, closing, world)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # What to go on from, and which model that makes
-    home = state = None
-    with refusals(args, world):
-        home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, args.dry_run, world,
-                            args.mock_data)
-        state = home.load()
-    take_recipe(args, device, state and state.get("recipe"))
-    config = config_of_run(args, home, state, world)
-    n_loops = args.n_loops
-    with torch.device("meta"):
-        model = Spider(config)
-    take_batch(args, world.ranks)
-    take_horizon(args, model, n_loops)
-    for name in ("keep_best", "patience"):
-        if getattr(args, name) and not args.eval_every:
-            raise UsageError(f"--{name}: it goes by the validation loss, and --eval_every 0 evaluates nothing")
-    if args.engram_reset and not any(isinstance(module, EngramTable) for module in model.modules()):
-        if "engram_reset" in args.given:
-            raise UsageError("--engram_reset: this model has no Engram tables")
-        args.engram_reset = False         # the recipe's
-    remarks = []
-    backend = resolve_backend(
-        args.moe_backend, device, config, torch.float32 if precision == "fp32" else torch.bfloat16, remarks.append,
-        agree=lambda able: int(world.sum(torch.tensor(int(able), device=device))) == world.ranks,
-        compiled=args.compile == "on")
-    optimizer = "muon" if args.optimizer == "auto" else args.optimizer
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Data, and what the run takes
-    sources = open_sources(args)
-    loader = Loader(sources, args.seq_len, args.seed) if sources else None
-    lengths = dry_run.segment_lengths(model, sources, args)
-    usual, asked = dry_run.mean_length(config, sources, lengths), args.recompute  # bytes per segment
-    memory = take_recompute(args, model, n_loops, optimizer, precision, device, world, usual)
-    size = checkpoint_size(model, optimizer)
-    say = partial(say_what_was_chosen, args, model, n_loops, device, precision, backend, optimizer,
-                  (f"recompute {args.recompute}", asked), world, remarks)
-    if args.dry_run:
-        time_them = partial(time_steps, config, n_loops, args, world, precision, backend, optimizer, loader)
-        return print_dry_run(args, model, n_loops, precision, device, world, memory, size, sources, loader, lengths, usual,
-                       time_them, say) if world.is_rank0 else 0
-    say()
-    logger.info(dry_run.describe_memory(memory, machine.memory_of(device, world)))
-    validation = validation_rows(sources, args.seq_len, args.eval_tokens) if args.eval_every else None
-    eval_rows = max(args.micro_batch, EVAL_BYTES // args.seq_len)  # at a time: without gradients there is room for more
-    logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
-    check_memory(sum(memory.values()), device, world)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Model, real: values, FP8, compilation
-    materialize(model, device, precision, backend, args, world)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Optimizer; both as the checkpoint had them
-    optimizers = Optimizers(model, optimizer, args, world)
-    progress = home.restore(state, model, optimizers, n_loops, loader, args)
-    del state
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Loop state
-    batch = args.global_batch // args.seq_len                                                # sequences per step
-    bytes_left = max(0, args.target_tokens - progress.bytes_seen)
-    horizon = progress.step + math.ceil(bytes_left / (batch * args.seq_len))
-    last_step = args.max_steps or horizon
-    flops_per_byte = lru_cache(lambda loops, rate: model.flops_per_byte(rate, loops, args.seq_len))
-    ceiling = machine.product_rate(device) * world.ranks
-    logger.info(f"{batch * args.seq_len:,} bytes a step, {last_step:,} steps; {flops_per_byte(n_loops, usual) / 1e9:.2g}"
-                f" GFLOP per byte at {usual:.2g} bytes per segment; checkpoints in {home.path}")
-    for warning in (*dry_run.horizon_warnings(args, loader, horizon, lr_factor),
-                    *dry_run.segment_warnings(config, lengths, args.seq_len)):
-        logger.warning(warning)
-    metrics_file, writer = home.open(progress, last_step, args.keep_last, size, args.sharded_checkpoints,
-                                     args.keep_best)
-    tracker = start_wandb(args, {flag.name: getattr(args, flag.name) for flag in FLAGS}, progress, closing) if world.is_rank0 else None
-    profiler = start_profiler(device, home.path, closing) if args.profile and world.is_rank0 else None
-    if progress.written >= last_step:
-        logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
-    elif (precision == "fp8" or args.compile == "on") and not progress.is_out_of_patience(args.patience):
-        warm_up(model, args.micro_batch, args.seq_len, n_loops, device)
-    feed = Feed(loader, args, world, progress, closing)
-    optimizers.set_lr(args.lr, lr_factor(max(0, progress.step - 1), horizon, args))  # as the checkpoint had it
-    stopping = Stopping(stop, writer, progress.step, last_step, args.max_skipped, args.patience, world)
-    if world.is_rank0:
-        closing.callback(leave_curves, home.path, stop)
-
-    def save():
-        writer.save(run_state(model, optimizers, progress, loader, args, world), metrics_file.sync)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # The loop
-    first_step = progress.step + 1
-    while stopping.goes_on(progress):
-        if progress.owed is None:         # else a run before this one did the step, and owes what follows it
-            # ---------------------------------------------------------------------------------------------------------
-            step_start = time.perf_counter()
-            first = progress.bytes_seen // args.seq_len
-            model.halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * horizon))
-            with stopping.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
-                batches, targets, epoch = feed.take()
-                loops = loops_of_step(args, n_loops, progress.step)
-                model.dropout = dropout_at(args, loader, first)
-                sums, tokens = accumulate(model, batches, loops, targets, world)
-            if stopping.drops():
-                break
-            lr = args.lr * (factor := lr_factor(progress.step, horizon, args))
-            optimizers.set_lr(args.lr, factor)
-            numbers = update(model, optimizers, sums, tokens, sum(part.real for part in batches), args,
-                             empty_tables=epoch > progress.epoch and empties_tables(args, loader, first))
-            rate = batch * args.seq_len / (time.perf_counter() - step_start)
-            # ---------------------------------------------------------------------------------------------------------
-            mfu = rate * flops_per_byte(loops, round(max(1.0, numbers["bytes_per_segment"]), 2)) / ceiling
-            numbers |= dict(lr=lr, tok_per_sec=rate, bf16_mfu=mfu, memory=machine.peak_memory(device), time=time.time())
-            spike = progress.record(numbers, (first + batch) * args.seq_len, epoch)
-            remaining = stopping.seconds_left(progress.step, pauses_left(args, progress.step, last_step))
-            # Once in a while: a line of the log
-            if progress.step % args.log_every == 0 or progress.step in (first_step, last_step):
-                logger.info(progress_line(progress.owed, last_step, remaining, device))
-            # Once in a while: a step to look at
-            if progress.skipped or spike:
-                logger.warning(odd_step_line(progress, first, batch, args))
-            if progress.step == first_step and not lengths:  # of cuts that are learned no sample tells before
-                for warning in dry_run.segment_warnings(config, {f"step {first_step}": numbers["bytes_per_segment"]},
-                                                     args.seq_len):
-                    logger.warning(warning)
-            if profiler:
-                profiler.step()
-        metrics = progress.owed
-        evaluates, samples = (every and (progress.step % every == 0 or progress.step == last_step)
-                              for every in (args.eval_every, args.sample_every))
-        # Once in a while: evaluate and sample; the step's line is owed until that is done
-        if evaluates or samples:
-            with stopping.pause(bool(evaluates) + bool(samples)):
-                if evaluates:
-                    metrics = metrics | evaluate(model, validation, eval_rows, n_loops, device, world)
-                if samples and (whole := world.whole_model(model)) is not None:
-                    print_sample(whole, progress.step, n_loops, args, validation and validation[0][0])
-            if stopping.drops():
-                break
-        if evaluates:
-            progress.record_evaluation(metrics["val_loss"], at_end=progress.step % args.eval_every != 0)
-        metrics_file.write(metrics)
-        if tracker:
-            tracker.log(metrics, step=progress.step)
-        progress.owed = None
-        # Once in a while: save
-        if not progress.skipped and (progress.step % args.ckpt_every == 0 or stopping.retry_is_due()
-                                     or args.keep_best and progress.is_best):
-            save()
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # The end
-    if not writer.holds(progress.step):
-        save()
-    stopping.report(progress, how_to_go_on(args))
-    return 0
-
-
-def pauses_left(args, step: int, last_step: int) -> int:
-    """Evaluations and samples that a run still makes from a step on, its own and those of the end included."""
-    return sum(last_step // every - (step - 1) // every + (last_step % every > 0)
-               for every in (args.eval_every, args.sample_every) if every)
 
 
 if __name__ == "__main__":

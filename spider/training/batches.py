@@ -1,7 +1,6 @@
 """Batches of a step, fetched ahead by a thread."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 import tokenizer
 from spider.data.loader import Loader
 from spider.model.packing import document_cu_seqlens
+from spider.training.plan import BatchShape, step_seed
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
 
@@ -42,18 +42,12 @@ class Batch:
         return dataclasses.replace(self, **dict(zip(("ids", "labels", "cu_seqlens"), moved)))
 
 
-def step_seed(seed: int, step: int, purpose: str) -> int:
-    """A well-mixed number below 2^62 for one purpose in one step."""
-    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
-
-
-def batches_of(loader: Loader, args, world: World, step: int, first: int) -> Iterable[Batch]:
-    """A rank's micro-batches of a step whose sequences begin at number `first`."""
-    noise = step_seed(args.seed, step, "noise")
-    for micro_step in range(args.grad_accum):
-        ids, labels, _ = loader.micro_batch(first, micro_step, args.micro_batch, world.rank, world.ranks)
-        noise_seed = noise + (micro_step * world.ranks + world.rank) * args.micro_batch
+def batches_of(loader: Loader, shape: BatchShape, seed: int, world: World, step: int, first: int) -> Iterable[Batch]:
+    """Yield this rank's micro-batches of a step whose sequences begin at number `first`."""
+    noise = step_seed(seed, step, "noise")
+    for micro_step in range(shape.grad_accum):
+        ids, labels, _ = loader.micro_batch(first, micro_step, shape.micro_batch, world.rank, world.ranks)
+        noise_seed = noise + (micro_step * world.ranks + world.rank) * shape.micro_batch
         yield Batch.of(ids, labels, noise_seed).to(world.device)
 
 
@@ -63,9 +57,10 @@ class Feed:
     The thread is a daemon: where a disk holds it up, a signal and the end of the process do not wait for it.
     """
 
-    def __init__(self, loader: Loader, args, world: World, progress: RunProgress, closing: ExitStack):
-        self.loader, self.args, self.world = loader, args, world
-        self.first, self.steps = progress.bytes_seen // args.seq_len, count(progress.step)
+    def __init__(self, loader: Loader, shape: BatchShape, seed: int, world: World, progress: RunProgress,
+                 closing: ExitStack):
+        self.loader, self.shape, self.seed, self.world = loader, shape, seed, world
+        self.first, self.steps = progress.bytes_seen // shape.seq_len, count(progress.step)
         self.wanted, self.fetched, self.next, self.closed = SimpleQueue(), SimpleQueue(), None, False
         world.look_ahead = self.look_ahead
         self.thread = Thread(target=self._fetch_all, daemon=True)
@@ -100,11 +95,11 @@ class Feed:
                 self.fetched.put(self._fetch(next(self.steps), self.first))
             except BaseException as fault:
                 self.fetched.put(fault)
-            self.first += self.args.micro_batch * self.world.ranks * self.args.grad_accum
+            self.first += self.shape.sequences
 
     def _fetch(self, step: int, first: int) -> tuple[list[Batch], int]:
         out = []
-        for batch in batches_of(self.loader, self.args, self.world, step, first):
+        for batch in batches_of(self.loader, self.shape, self.seed, self.world, step, first):
             out.append(batch)
             if self.closed:
                 break

@@ -16,6 +16,7 @@ from spider.model.engram import EngramTable
 from spider.model.packing import round_up
 from spider.model.parameters import matrices_of
 from spider.training.machine import memory_of, multiplies_bf16, process_memory
+from spider.training.plan import Plan
 from spider.training.ranks import World
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,21 +93,20 @@ def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
     return 4 * total, state, 4 * sum(len(m.weight) for m in tables)
 
 
-def estimate_memory(model: nn.Module, n_loops: int, args, optimizer: str, precision: str, device: torch.device,
-                    recompute: str, world: World | None = None, rate: float | None = None) -> dict[str, float]:
-    """Bytes by purpose that tensors take at once in a step of one rank of a world; `rate`: bytes per segment, where it
-    is not the config's.
+def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recompute: str,
+                    world: World | None = None) -> dict[str, float]:
+    """Return the bytes by purpose that tensors take at once in a step of one rank, if `recompute` is what is recomputed.
 
     Where attention has no kernel for documents (on a CPU, and in fp32), they are filled up to at most twice their rows:
     how far is up to the data, so the bound is counted, apart."""
-    c, size = model.config, 4 if precision == "fp32" else 2
-    rate = c.bytes_per_segment if rate is None else rate
+    c, batch, n_loops, rate = plan.config, plan.batch, plan.n_loops, plan.bytes_per_segment
+    precision, size = plan.machine.precision, 4 if plan.machine.precision == "fp32" else 2
     tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
     total = sum(p.numel() for p in model.parameters())
     dense = total - sum(m.weight.numel() for m in tables.values())
-    _, state, sums = state_size(model, optimizer)
-    rows = args.micro_batch * args.seq_len
-    kept = activations(c, n_loops, rows, args.seq_len, size, recompute, rate, args.dropout > 0)
+    _, state, sums = state_size(model, plan.optimizer.optimizer)
+    rows = batch.micro_batch * batch.seq_len
+    kept = activations(c, n_loops, rows, batch.seq_len, size, recompute, rate, plan.schedule.dropout > 0)
     casts = dense * size if size < 4 else 0
     if precision == "fp8":                # a byte each of what it converts; and numbers of gate and up in fp32 and back
         casts -= sum(p.numel() for n, p in model.named_parameters() if n.endswith("proj.weight") and "engram" not in n)
@@ -116,24 +116,24 @@ def estimate_memory(model: nn.Module, n_loops: int, args, optimizer: str, precis
         visits, layers = c.n_recurrent_layers * n_loops, c.n_prelude_layers + c.n_coda_layers
         for count, part in ((2 if recompute == "all" else layers, 1), (visits if recompute == "nothing" else 2, rate)):
             window = 2 * c.byte_window if part == 1 else 0
-            scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, args.seq_len / part)
+            scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, batch.seq_len / part)
             copies = 12 if window else 5  # of a head's numbers: under a window every block lies there twice; where it
                                           # is recomputed, gradients of them lie beside them
             filled += count * rows / part * (copies * c.n_heads * c.v_head_dim + scores) * size
     gathered = 0.0
     for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
         lookups = table.prime.numel() * rows / (rate if name.startswith("core") else 1)
-        gathered += min(args.grad_accum * lookups, 1.5 * len(table.weight) + lookups) * (4 * table.weight.shape[1] + 12)
+        gathered += min(batch.grad_accum * lookups, 1.5 * len(table.weight) + lookups) * (4 * table.weight.shape[1] + 12)
     # of one micro-step gradients come as activations go; of several they are there before
-    gradients = 4 * dense if args.grad_accum > 1 else max(0.0, 4 * dense - kept)
+    gradients = 4 * dense if batch.grad_accum > 1 else max(0.0, 4 * dense - kept)
     memory = {"parameters": 4 * total, "gradients": gradients, "gathered for tables": gathered,
               "optimizer": state + sums, "weights cast": casts, "activations": kept,
               "documents filled up, at most": filled}
     if world is not None and world.ranks > 1:  # see World.shard_model; tables, and their gradients' sums, are whole
-        whole, shards = args.grad_accum > 1 or world.shards == 1, world.shards
+        whole, shards = batch.grad_accum > 1 or world.shards == 1, world.shards
         memory |= {"parameters": 4 * (total - dense) + 4 * dense / shards, "optimizer": state / shards + sums,
                    "gathered for tables": 4 * (total - dense),
-                   "gradients": 4 * dense / (1 if args.grad_accum > 1 else shards),
+                   "gradients": 4 * dense / (1 if batch.grad_accum > 1 else shards),
                    "weights gathered": 4 * (dense if whole else sum(
                        p.numel() for n, p in model.named_parameters() if n.startswith("core.")))}
     return memory
@@ -143,12 +143,12 @@ KERNELS = 1e9                             # bytes: oneDNN keeps 1,024 kernels tw
                                           # for each learning rate in Muon's; with the holes that malloc leaves between
 
 
-def beside_tensors(model: nn.Module, optimizer: str, device: torch.device, world: World) -> dict[str, float]:
+def beside_tensors(plan: Plan, device: torch.device, world: World) -> dict[str, float]:
     """Bytes by purpose that a rank takes of the device's memory beside a step's tensors."""
     if device.type != "cpu":
         return {}
     return {"this process before them": process_memory("VmRSS"),
-            "copy for checkpoints": checkpoint_size(model, optimizer) / world.local_ranks,
+            "copy for checkpoints": plan.checkpoint_size / world.local_ranks,
             "kernels of products, at most": KERNELS * multiplies_bf16(device)}
 
 
@@ -163,6 +163,14 @@ def choose_recompute(asked: str, estimate, there: float) -> tuple[str, dict[str,
         if sum(memory.values()) <= FITS * there:
             break
     return recompute, memory
+
+
+def describe_memory(memory: dict[str, float], there: float) -> str:
+    """One line: what a run takes of `there` bytes, and for what."""
+    needed = sum(memory.values())
+    verdict = "NOT ENOUGH" if needed > there else "enough"
+    return (f"memory: about {needed / 1e9:.3g} GB of {there / 1e9:.3g}, {verdict}: "
+            + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size >= 5e6))
 
 
 def check_memory(needed: float, device: torch.device, world: World):

@@ -5,7 +5,7 @@ of Moonlight (arXiv 2502.16982); bitsandbytes for AdamW with states of 8 bits.
 """
 
 import math
-from dataclasses import dataclass
+
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from spider.errors import CheckpointError
 from spider.model.engram import EngramTable
 from spider.model.parameters import matrices_of
 from spider.training.machine import multiplies_bf16, quiet
+from spider.training.plan import OptimizerSettings
 from spider.training.ranks import World
 from spider.training.sharded_muon import Deal
 from spider.training.sharding import MIN_8BIT, check_blocks
@@ -165,17 +166,6 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 
 
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Numbers of the optimizers: train.py's flags of these names, and the defaults of those."""
-    lr: float = 3e-4
-    engram_lr: float = 0.25
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    momentum: float = 0.95
-
-
 class Optimizers:
     """The optimizers of one model by name, stepped together; what belongs to which is decided here.
 
@@ -183,10 +173,9 @@ class Optimizers:
     while that fades, and by weight decay. Muon leaves it alone.
     """
 
-    def __init__(self, model: nn.Module, name: str = "muon", args: OptimizerSettings = OptimizerSettings(),
+    def __init__(self, model: nn.Module, name: str = "muon", settings: OptimizerSettings = OptimizerSettings(),
                  world: World | None = None):
-        """name: one of OPTIMIZERS, beside which tables have their own; args: what has the numbers of OptimizerSettings
-        under their names, as train.py's flags do; ValueError for another name."""
+        """name: one of OPTIMIZERS, beside which tables have their own; ValueError for another name."""
         if name not in OPTIMIZERS:
             raise ValueError(f"optimizer: {name!r} is not one of {', '.join(OPTIMIZERS)}")
         self.world = World() if world is None else world
@@ -196,22 +185,22 @@ class Optimizers:
         matrices = [p for key, p in params.items() if key in names]
         taken = {id(p) for p in [table.weight for table in tables] + matrices}
         rest = [p for p in params.values() if id(p) not in taken]
-        adam = [dict(params=[p for p in rest if p.ndim >= 2], weight_decay=args.weight_decay),
+        adam = [dict(params=[p for p in rest if p.ndim >= 2], weight_decay=settings.weight_decay),
                 dict(params=[p for p in rest if p.ndim < 2], weight_decay=0.0)]
         self.dense = matrices + rest      # what clipping sees; a row's step does not depend on its gradient's size
         self.parts: dict[str, torch.optim.Optimizer] = {}
         if name == "muon":
             deal = Deal(self.world, matrices) if self.world.ranks > 1 and matrices else None
-            self.parts["muon"] = Muon(matrices, args.lr, args.momentum, args.weight_decay, deal)
+            self.parts["muon"] = Muon(matrices, settings.lr, settings.momentum, settings.weight_decay, deal)
         else:
             adam[0]["params"] += matrices
-        settings = dict(lr=args.lr, betas=(args.beta1, args.beta2))
+        adam_settings = dict(lr=settings.lr, betas=(settings.beta1, settings.beta2))
         if name == "adamw8bit":
-            self.parts["adamw8bit"] = adamw_8bit(adam, settings, self.world)
+            self.parts["adamw8bit"] = adamw_8bit(adam, adam_settings, self.world)
         else:
-            self.parts["adamw"] = torch.optim.AdamW(adam, fused=True, **settings)
+            self.parts["adamw"] = torch.optim.AdamW(adam, fused=True, **adam_settings)
         if tables:
-            self.parts["engram"] = RowwiseAdagrad(tables, args.engram_lr)
+            self.parts["engram"] = RowwiseAdagrad(tables, settings.engram_lr)
 
     def set_lr(self, peak: float, factor: float):
         """The schedule's factor of the peak for all but the tables, whose accumulators anneal them row by row."""

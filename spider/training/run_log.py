@@ -14,6 +14,7 @@ from loguru import logger
 from spider import files
 from spider.errors import CheckpointError
 from spider.training.checkpoint import is_count
+from spider.training.plan import Plan
 from spider.training.progress import RunProgress
 
 
@@ -28,13 +29,14 @@ def progress_line(metrics: dict, last_step: int, remaining: float, device: torch
             f"ETA {timedelta(seconds=round(remaining))}")
 
 
-def odd_step_line(progress: RunProgress, first: int, batch: int, args) -> str:
-    """What was odd about the last step, and the command that shows its sequences, `batch` from `first` on."""
-    loss, where = progress.owed["loss"], "--mock_data" if args.mock_data else shlex.quote(args.data_dir)
+def odd_step_line(progress: RunProgress, plan: Plan) -> str:
+    """Say what was odd about the last step, and which command shows its sequences."""
+    loss, where = progress.owed["loss"], "--mock_data" if plan.mock_data else shlex.quote(plan.data_dir)
     what = ("skipped: loss or gradient is not finite" if progress.skipped else
             f"is a spike: loss {loss:.3f}, {progress.average_loss:.3f} on average")
-    return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {args.seq_len} --seed "
-            f"{args.seed} --first {first} --count {batch}")
+    first = progress.bytes_seen // plan.batch.seq_len - plan.batch.sequences
+    return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {plan.batch.seq_len} --seed "
+            f"{plan.schedule.seed} --first {first} --count {plan.batch.sequences}")
 
 
 def numbers_of(line: str) -> dict:

@@ -1,5 +1,6 @@
 """Trackers beside the log: wandb and torch's profiler."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,17 +11,17 @@ from spider.errors import UsageError
 from spider.training.progress import RunProgress
 
 
-def start_wandb(args, settings: dict, progress: RunProgress, closing: ExitStack):
+def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunProgress, closing: ExitStack):
     """The wandb run that --run names, or None; a checkpoint of the same name says which one to go on with."""
-    if not args.run:
+    if not name:
         return None
-    before = progress.wandb if progress.wandb and progress.wandb["name"] == args.run else {}
+    before = progress.wandb if progress.wandb and progress.wandb["name"] == name else {}
     try:
         import wandb
-        run = wandb.init(project="spider", name=args.run, id=before.get("id"), resume="allow", config=settings)
+        run = wandb.init(project="spider", name=name, id=before.get("id"), resume="allow", config=dict(settings))
     except Exception as fault:            # of its installation, its settings, its network, its service
         raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
-    progress.wandb = dict(name=args.run, id=run.id)
+    progress.wandb = dict(name=name, id=run.id)
     closing.callback(run.finish)
     return run
 

@@ -1,0 +1,167 @@
+"""The plan of a run: every decision about it, made once by `train.settle` and carried as frozen values.
+
+The fields of a group have the names of the flags that set them (`python train.py --help` explains these); what `auto`,
+a recipe or a checkpoint decides is decided here. This module imports no torch.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from spider.errors import UsageError
+from spider.flags import decimal
+from spider.model.config import SpiderConfig
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The shape of an optimizer step: on each rank `grad_accum` micro-batches of `micro_batch` x `seq_len` bytes."""
+    seq_len: int
+    micro_batch: int
+    grad_accum: int = 1
+    ranks: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, on all ranks together."""
+        return self.micro_batch * self.grad_accum * self.ranks
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per optimizer step, on all ranks together."""
+        return self.sequences * self.seq_len
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What changes over a run: learning rate, dropout, loops; the horizon that they are functions of."""
+    target_tokens: int
+    max_steps: int
+    schedule: str
+    lr: float
+    warmup_steps: int
+    wsd_decay_fraction: float
+    min_lr_fraction: float
+    n_loops: int
+    random_loops: bool
+    dropout: float
+    engram_reset: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer of the dense weights by name, and the numbers of all optimizers: `lr` for all but the Engram tables,
+    AdamW's betas, Muon's momentum, the largest norm of the gradient (0: no clipping)."""
+    optimizer: str = "muon"
+    lr: float = 3e-4
+    engram_lr: float = 0.25
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95
+    grad_clip: float = 1.0
+    max_skipped: int = 10
+
+
+@dataclass(frozen=True)
+class MachinePlan:
+    """What the hardware does: precision, routing backend, compilation, activation checkpointing, shards."""
+    precision: str = "fp32"
+    fp8_experts: bool = False
+    moe_backend: str = "grouped"
+    compile: bool = False
+    recompute: str = "nothing"
+    shards: int = 1
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """What a run starts from, and what it writes: checkpoints, evaluations, samples, trackers."""
+    ckpt_dir: str
+    ckpt_every: int
+    keep_last: int
+    keep_best: bool
+    sharded_checkpoints: bool
+    resume: str | None
+    reset_steps: bool
+    eval_every: int
+    eval_tokens: int
+    patience: int
+    log_every: int
+    sample_every: int
+    sample_prompt: str | None
+    run: str | None
+    profile: bool
+
+    def pauses(self, step: int, last_step: int) -> int:
+        """Evaluations and samples from a step on, its own and those of the end included."""
+        return sum(last_step // every - (step - 1) // every + (last_step % every > 0)
+                   for every in (self.eval_every, self.sample_every) if every)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as `train.settle` decided it. `flags` has the value of every flag, `remarks` the lines that explain it."""
+    recipe: str                           # the recipe that filled in what nobody gave
+    config: SpiderConfig
+    data_dir: str
+    mock_data: bool
+    batch: BatchShape
+    schedule: Schedule
+    optimizer: OptimizerSettings
+    machine: MachinePlan
+    output: OutputPlan
+    flags: Mapping[str, object]
+    remarks: tuple[str, ...] = ()
+    segment_lengths: Mapping[str, float] = field(default_factory=dict)  # bytes per segment of each source, measured
+    bytes_per_segment: float = 1.0        # of all sources together, expected
+    memory: Mapping[str, float] = field(default_factory=dict)           # bytes of a rank by purpose
+    checkpoint_size: float = 0.0          # bytes
+
+    @property
+    def n_loops(self) -> int:
+        return self.schedule.n_loops
+
+    @property
+    def horizon(self) -> int:
+        """Optimizer steps from the start to --target_tokens."""
+        return math.ceil(self.schedule.target_tokens / self.batch.bytes)
+
+
+def pick(group: type, values: Mapping[str, object], **others):
+    """Make a group of a plan from the values of flags by name; `others` replace them."""
+    return group(**{f.name: others[f.name] if f.name in others else values[f.name] for f in fields(group)})
+
+
+def apply_settings(config: SpiderConfig, text: str | None) -> SpiderConfig:
+    """Return a config with the fields changed that --set names, NAME=VALUE,...; UsageError for what it cannot take."""
+    changed = {f.name: getattr(config, f.name) for f in fields(config)}
+    for setting in text.split(",") if text else ():
+        name, _, value = setting.partition("=")
+        if name == "n_loops":
+            raise UsageError("--set: n_loops has a flag of its own, --n_loops")
+        if name not in changed:
+            raise UsageError(f"--set: {name!r} is not a field of SpiderConfig")
+        kind = type(changed[name])
+        try:
+            if kind is bool:
+                changed[name] = {"true": True, "false": False}[value.lower()]
+            elif kind is tuple:
+                changed[name] = tuple(int(decimal(number)) for number in value.split("+") if number)
+            else:
+                changed[name] = value if kind is str else kind(decimal(value))
+        except (ValueError, KeyError):
+            wanted = {bool: "true or false", tuple: "whole numbers joined by +"}.get(kind, kind.__name__)
+            raise UsageError(f"--set: {name} takes {wanted}, not {value!r}") from None
+    try:
+        return SpiderConfig(**changed)
+    except ValueError as fault:
+        raise UsageError(f"--set: {fault}") from None
+
+
+def step_seed(seed: int, step: int, purpose: str) -> int:
+    """Return a well-mixed number below 2^62 for one purpose in one step."""
+    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
