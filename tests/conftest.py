@@ -26,6 +26,7 @@ from spider.model.engram import EngramTable
 from spider.model.match_memory import MatchMemory
 from spider.training import curves
 from spider.training.checkpoint_files import find_checkpoints
+from spider.training.plan import Plan
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 from train import accumulate, command_line, update
@@ -85,9 +86,14 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
     return model.train()
 
 
-def train_step(model: Spider, optimizers, batches: list, n_loops: int, args) -> dict:
+def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
+    """The plan that train.py makes of flags; without the machine's environment."""
+    return train.settle(train.parse_args([*argv], environ=environ or {}), torch.device(device), **settings)
+
+
+def train_step(model: Spider, optimizers, batches: list, n_loops: int, grad_clip: float = 1.0) -> dict:
     """A whole optimizer step; returns its statistics."""
-    return update(model, optimizers, *accumulate(model, batches, n_loops), sum(batch.real for batch in batches), args)
+    return update(model, optimizers, *accumulate(model, batches, n_loops), sum(batch.real for batch in batches), grad_clip)
 
 
 def gradients(model: Spider) -> dict:

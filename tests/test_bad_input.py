@@ -12,7 +12,6 @@ import sys
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,6 +33,7 @@ from spider.files import durable
 from spider.flags import number
 from spider.model.config import SpiderConfig
 from spider.training import checkpoint, checkpoint_files, checkpoint_writer, curves
+from spider.training.plan import apply_settings
 from spider.training.ranks import World
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 from train import FLAGS, parse_args
@@ -731,7 +731,7 @@ def test_a_number_is_written_in_plain_decimals_wherever_one_is_taken(tmp_path, m
                 parse_args([f"--{flag.name}={text}"], environ={})
     for name in ("hidden_size", "rope_theta", *["engram_orders"] * bool(text)):    # it may be left empty
         with pytest.raises(UsageError, match=f"^--set: {name} "):
-            train.model_config(SimpleNamespace(recipe="tiny", n_loops=1, set=f"{name}={text}"))
+            apply_settings(SpiderConfig.preset("tiny"), f"{name}={text}")
     for name in ("n_loops", "bytes", "temperature", "top_k", "top_p", "samples", "seed"):
         with pytest.raises(UsageError, match=f"--{name}: "):
             sample.parse_args([f"--{name}={text}"])

@@ -549,13 +549,13 @@ def test_too_little_space_for_two_checkpoints_is_refused_at_start(tmp_path, shar
 
 
 def test_a_run_that_another_overtakes_between_look_and_lock_is_refused(tmp_path, shards, monkeypatch, capsys):
-    materialize = train.materialize
+    build_model = train.build_model
 
-    def overtaken(*args):
-        materialize(*args)
+    def overtaken(*given):
         (tmp_path / "run").mkdir()
         others.enter_context(run_directory.locked(tmp_path / "run"))
-    monkeypatch.setattr(train, "materialize", overtaken)
+        return build_model(*given)
+    monkeypatch.setattr(train, "build_model", overtaken)
     with ExitStack() as others:
         assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
     assert "another run works in" in capsys.readouterr().err.splitlines()[-1]

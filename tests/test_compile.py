@@ -2,6 +2,8 @@
 that they have on a GPU, and graphs are made but not translated; docs/results/compiled.py shows what Inductor makes of
 them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -9,13 +11,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import train
-from conftest import awake, documents, gradients, small_config, text, train_step
+from conftest import awake, documents, gradients, settled, small_config, text, train_step
 from spider.errors import UsageError
 from spider.model.packing import Packing
 from spider.training import machine
 from spider.training.batches import Batch
 from spider.training.machine import resolve_compile, resolve_precision
 from spider.training.optim import Optimizers
+from spider.training.plan import BatchShape
 from spider_model import Spider
 from train import parse_args
 
@@ -113,7 +116,7 @@ def test_graphs_settle_with_the_first_step_whatever_the_segments_documents_and_l
         ids = text(4, 64, seed=step)
         if step % 2:
             ids = torch.cat([documents(*(8,) * (step % 4), 64 - 8 * (step % 4), seed=step + i) for i in range(4)])
-        rates.add(train_step(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3, args)["bytes_per_segment"])
+        rates.add(train_step(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3)["bytes_per_segment"])
         made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert max(rates) > 1.5 * min(rates) and made == [5] * 12
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -216,21 +219,20 @@ def test_compiled_layers_learn_on_a_gpu_what_they_learn_without(precision):
     for compiled in ("off", "on"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        args = parse_args(["--compile", compiled], environ={})
-        with torch.device("meta"):
-            model = Spider(small_config(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, n_heads=4,
+        plan = settled("--compile", "off", "--precision", precision)
+        plan = replace(plan, machine=replace(plan.machine, compile=compiled == "on"), config=(small_config(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, n_heads=4,
                                         q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
-                                        v_head_dim=64))
-        train.materialize(model, device, precision, "grouped", args)
-        optimizers = Optimizers(model, "muon", args)
+                                        v_head_dim=64)))
+        model = train.build_model(plan, device)
+        optimizers = Optimizers(model, "muon")
         optimizers.set_lr(0.003, 1.0)
-        train.warm_up(model, 8, 256, 2, device)
+        train.warm_up(model, BatchShape(256, 8), 2, device)
         graphs, losses[compiled] = torch._dynamo.utils.counters["stats"]["unique_graphs"], []
         for step in range(10):
             ids = text(8, 256, seed=step % 3)
             if step % 2:
                 ids = torch.cat([documents(100, 156 - step, step, seed=step + i) for i in range(8)])
             batch = Batch.of(ids, ids, step).to(device)
-            losses[compiled].append(train_step(model, optimizers, [batch], 2, args)["loss"])
+            losses[compiled].append(train_step(model, optimizers, [batch], 2)["loss"])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (compiled == "off" or graphs)
     assert losses["on"] == pytest.approx(losses["off"], rel=0.03)

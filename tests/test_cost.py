@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -20,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 import spider_model
 import train
-from conftest import ROOT, SMALL, contents, final_state, run, run_flags, small_config, text
+from conftest import ROOT, SMALL, contents, final_state, run, run_flags, settled, small_config, text
 from spider import errors
 from spider.data.shards import Shard, Source, Stream
 from spider.model import config
 from spider.model.config import RECOMPUTE
-from spider.training import dry_run, machine, memory
+from spider.training import dry_run, machine
 from spider.training.batches import Batch
 from spider.training.memory import choose_recompute, estimate_memory
 from train import parse_args, time_steps
@@ -55,17 +56,15 @@ class Live(TorchDispatchMode):
                                    ("--recompute", "nothing", "--grad_accum", "2")), ids=("least", "less", "more"))
 def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_documents(lengths, flags, precision):
     """Halves are the worst case, if one row is whole: all of them are filled up to its length."""
-    args = parse_args(["--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--device", "cpu", *flags])
-    train.take_recipe(args, torch.device("cpu"))
-    with torch.device("meta"):
-        model = spider_model.Spider(train.model_config(args))
-    said = estimate_memory(model, 2, args, "muon", precision, torch.device("cpu"), args.recompute)
-    train.materialize(model, torch.device("cpu"), precision, "grouped", args)
+    plan = settled("--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--n_loops", "2", "--precision", precision,
+                   *flags)
+    model = train.build_model(plan, torch.device("cpu"))
+    said = estimate_memory(model, plan, torch.device("cpu"), plan.machine.recompute)
     ids = text(8, 256)
     ends = torch.tensor(lengths * (256 // sum(lengths))).cumsum(0)
     ids[1:, ends - 1] = train.tokenizer.EOS_ID
     with Live() as memory:
-        train.accumulate(model, [Batch.of(ids, ids, 0)] * args.grad_accum, 2)
+        train.accumulate(model, [Batch.of(ids, ids, 0)] * plan.batch.grad_accum, 2)
     estimated = sum(said.values()) - said["parameters"] - said["optimizer"]
     assert memory.peak < estimated < 2 * memory.peak
 
@@ -79,12 +78,10 @@ def test_auto_recomputes_the_least_that_fits_with_room_to_spare_and_all_where_no
 
 def estimated(recompute: str, *flags, precision="bf16") -> float:
     """GB of a step of 1b on a GPU."""
-    args = parse_args(["--model", "1b", "--seq_len", "256", "--micro_batch", "112", *flags], environ={})
-    train.take_recipe(args, torch.device("cuda"))
+    plan = settled("--model", "1b", "--seq_len", "256", "--micro_batch", "112", "--precision", precision, *flags)
     with torch.device("meta"):
-        model = spider_model.Spider(train.model_config(args))
-    return sum(estimate_memory(model, args.n_loops, args, "muon", precision, torch.device("cuda"),
-                                    recompute).values()) / 1e9
+        model = spider_model.Spider(plan.config)
+    return sum(estimate_memory(model, plan, torch.device("cuda"), recompute).values()) / 1e9
 
 
 def test_what_is_recomputed_takes_less_memory_and_other_rows_more():
@@ -120,12 +117,11 @@ def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, s
                                    '{"tok_per_sec": 9, "bytes_seen": 128}',
                                    '{"step": 2, "tok_per_sec": 9, "bytes_seen": 7}'))
 def test_a_rate_that_no_run_had_or_one_of_other_steps_is_not_gone_by(tmp_path, lines):
-    args = parse_args(["--ckpt_dir", str(tmp_path), "--global_batch", "64"])
     line = '{"step": 1, "tok_per_sec": 5.0, "bytes_seen": %d}'
     first = line % 64
     for text, rate in ((first, None), (f"{first}\n{line % 128}", 5.0), (f"{first}\n{lines}", None), ("", None)):
         (tmp_path / "metrics.jsonl").write_text(text)
-        assert dry_run.rate_of_run(args) == rate
+        assert dry_run.rate_of_run(str(tmp_path), 64) == rate
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,7 +151,7 @@ def test_what_dropout_drops_is_counted_a_byte_a_number():
 
 def test_the_estimate_is_worked_out_once(tmp_path, shards, monkeypatch):
     estimate, calls = estimate_memory, []
-    monkeypatch.setattr(memory, "estimate_memory", lambda *args, **options: calls.append(1) or estimate(*args, **options))
+    monkeypatch.setattr(train, "estimate_memory", lambda *args, **options: calls.append(1) or estimate(*args, **options))
     run(tmp_path, shards, "--recompute", "core", steps=1)
     assert calls == [1]
 
@@ -198,9 +194,12 @@ def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothi
 @pytest.mark.parametrize("reason,said", (("slow", "since it takes too long"), ("full", "for want of memory"),
                                          ("ranks", "of several ranks"), ("compiled", "of compiled layers")))
 def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_path, monkeypatch, reason, said):
-    args = SimpleNamespace(ckpt_dir=str(tmp_path), global_batch=64, compile="on" if reason == "compiled" else "off")
-    bound, needed = 1.0 if reason == "slow" else 1e6, math.inf if reason == "full" else 1.0
-    at_least, rate, origin = dry_run.expected_rate(args, torch.device("cpu"), 1 + (reason == "ranks"), needed, bound, None)
+    plan = settled("--ckpt_dir", str(tmp_path), "--seq_len", "64")
+    plan = replace(plan, batch=replace(plan.batch, ranks=1 + (reason == "ranks")),
+                   machine=replace(plan.machine, compile=reason == "compiled"),
+                   memory=dict(activations=math.inf if reason == "full" else 1.0))
+    bound = 1.0 if reason == "slow" else 1e6
+    at_least, rate, origin = dry_run.expected_rate(plan, torch.device("cpu"), bound, None)
     assert (at_least, rate) == ("at least ", bound) and f"no step was timed, {said}" in origin
 
 
@@ -224,7 +223,7 @@ def test_segments_are_measured_on_the_text_of_each_source_by_the_models_own_rule
     sources = [source("words", b"abc def " * 500, 0.75), source("bases", b"ACGT" * 1000, 0.25)]
     with torch.device("meta"):
         model = spider_model.Spider(small_config(boundaries=rule))
-    found = dry_run.segment_lengths(model, sources, parse_args(["--seq_len", "64"]))
+    found = dry_run.segment_lengths(model, sources, 64, 0)
     assert (*found.values(),) == pytest.approx(lengths, rel=0.03)
     mean = model.config.bytes_per_segment if mean is None else mean
     assert dry_run.mean_length(model.config, sources, found) == pytest.approx(mean, rel=0.03)

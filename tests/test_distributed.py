@@ -123,12 +123,12 @@ def slow_to_name(seconds):
 
 def stop_early(step):
     """A signal before the first step, when weights are drawn."""
-    materialize = train.materialize
+    build_model = train.build_model
 
-    def signalled(*args):
+    def signalled(*given):
         os.kill(os.getpid(), signal.SIGTERM)
-        materialize(*args)
-    train.materialize = signalled
+        return build_model(*given)
+    train.build_model = signalled
 
 
 def child(rank, ranks, ports, argvs, log, faults):
@@ -562,8 +562,8 @@ def test_what_ranks_send_is_what_the_formula_says(tmp_path):
     (2, ("--global_batch", "4096", "--grad_accum", "16"), 16)))
 def test_the_batch_of_all_ranks_settles_the_micro_steps_or_the_other_way_round(ranks, flags, wanted):
     args = parse_args(["--micro_batch", "4", "--seq_len", "32", *flags])
-    train.take_batch(args, ranks)
-    assert args.grad_accum == wanted and args.global_batch == wanted * ranks * 128
+    batch = train.resolve_batch(vars(args), args.given, ranks)
+    assert batch.grad_accum == wanted and batch.bytes == wanted * ranks * 128
 
 
 @pytest.mark.parametrize("ranks, flags, words", (
@@ -571,7 +571,8 @@ def test_the_batch_of_all_ranks_settles_the_micro_steps_or_the_other_way_round(r
     (2, ("--global_batch", "4096", "--grad_accum", "4"), "--grad_accum: 4 makes 1,024 bytes a step on 2 ranks")))
 def test_a_batch_that_cannot_be_or_contradicts_is_one_line(ranks, flags, words):
     with pytest.raises(errors.UsageError, match=words):
-        train.take_batch(parse_args(["--micro_batch", "4", "--seq_len", "32", *flags]), ranks)
+        args = parse_args(["--micro_batch", "4", "--seq_len", "32", *flags])
+        train.resolve_batch(vars(args), args.given, ranks)
 
 
 @pytest.mark.parametrize("environ, shards, words", (

@@ -71,7 +71,7 @@ def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(bac
     model = awake(small_config(n_loops=3))
     model.set_backend(backend)
     model.compute_dtype = getattr(torch, dtype)
-    optimizers = Optimizers(model, "muon", args := parse_args(["--weight_decay", "0.5"]))
+    optimizers = Optimizers(model, "muon", _args := parse_args(["--weight_decay", "0.5"]))
     optimizers.set_lr(0.01, 1.0)
     batch = [Batch.of(text(4, 32, seed=1), text(4, 32, seed=2), 0)]
     moe, core = model.core.layers[0].moe, model.core
@@ -83,18 +83,18 @@ def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(bac
         momentum = optimizers.parts["muon"].state
         return {(name, i): (p[i].detach().clone(), momentum[p]["momentum_buffer"][i].clone())
                 for name, (p, _) in idle.items() for i in range(len(p))}
-    train_step(model, optimizers, batch, 3, args)
+    train_step(model, optimizers, batch, 3)
     before = slices()
     assert all(momentum.any() for _, momentum in before.values())
     moe.expert_bias[1] = -100
     for _ in range(2):
-        train_step(model, optimizers, batch, 2, args)
+        train_step(model, optimizers, batch, 2)
     after = slices()
     for (name, i), parts in before.items():
         for part, now in zip(parts, after[name, i]):
             assert torch.equal(part, now) == (i == idle[name][1]), (name, i)
     moe.expert_bias[1] = 0
-    train_step(model, optimizers, batch, 3, args)
+    train_step(model, optimizers, batch, 3)
     assert not any(torch.equal(after[key][0], weight) for key, (weight, _) in slices().items())
 
 
@@ -151,7 +151,7 @@ def test_the_same_global_batch_moves_the_tables_alike_however_it_is_split(rows):
         size = 8 // parts
         for step in range(2):
             batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
-            train_step(model, optimizers, batches, 2, args)
+            train_step(model, optimizers, batches, 2)
         moved = {key: p.detach() - before[key] for key, p in model.named_parameters() if key in before}
         results.append((moved, [state["sum"] for state in optimizers.parts["engram"].state.values()]))
     for moved, sums in results:
@@ -191,7 +191,7 @@ def test_what_tables_gathered_ends_with_the_step_whichever_way_it_ends():
     gather()
     model.prelude[0].ffn.down_proj.weight.data[0, 0] = math.nan
     model.zero_grad()
-    assert train_step(model, optimizers, batch, 2, args)["skipped"]
+    assert train_step(model, optimizers, batch, 2)["skipped"]
     assert not any(table.gathered() for table in tables) and not any(table.weight.isnan().any() for table in tables)
     other.to("meta").to_empty(device="cpu").init_weights()
     assert not any(table.gathered() for table in other.modules() if isinstance(table, EngramTable))
@@ -253,7 +253,7 @@ def test_optimizers_take_settings_by_name_and_no_name_of_another_kind():
     assert groups["muon"]["lr"] == groups["adamw"]["lr"] == 0.01 and groups["engram"]["lr"] == 0.1
     assert groups["muon"]["momentum"] == 0.5 and groups["adamw"]["betas"] == (0.8, 0.95)
     args = parse_args([], environ={})
-    assert vars(OptimizerSettings()).items() <= vars(args).items()
+    assert vars(OptimizerSettings(optimizer="auto")).items() <= vars(args).items()
     with pytest.raises(ValueError, match="optimizer: 'sgd' is not one of adamw, adamw8bit, muon"):
         Optimizers(model, "sgd")
 

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,7 +17,6 @@ from spider import errors
 from spider.training import machine
 from spider.training.batches import Batch
 from spider.training.optim import Optimizers
-from spider.training.ranks import World
 from tile_moe import TORCH_OPERATIONS, BackendError, find_disagreement, moe_forward, resolve_backend, route
 from train import parse_args
 
@@ -444,10 +443,9 @@ def test_a_gpu_on_which_torch_loops_over_experts_is_named(machine):
 
 
 def test_fp8_experts_are_refused_where_torch_has_no_grouped_fp8_product(machine, monkeypatch):
-    monkeypatch.setattr(machine, "resolve_device", lambda name: GPU)
     machine.capability = (12, 0)
     with pytest.raises(errors.UsageError, match="^--fp8_experts: .*sm_90"):
-        train.set_up(parse_args(["--precision", "fp8", "--fp8_experts"]), ExitStack(), World(environ={}))
+        train.check_fp8_experts(True, "fp8", GPU)
 
 
 def test_what_the_choice_says_stands_among_the_choices(tmp_path, monkeypatch, capsys):
@@ -482,7 +480,7 @@ def test_nan_scores_skip_the_step_and_leave_the_run_alive(kernels):
     model.set_backend("tile")
     args = parse_args(["--optimizer", "adamw"])
     optimizers, ids = Optimizers(model, "adamw", args), text(2, 32)
-    step = lambda: train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2, args)
+    step = lambda: train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2)
     router = model.core.layers[0].moe.router.weight
     whole = router.detach().clone()
     router.data[1] = math.nan

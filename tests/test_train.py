@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,17 +11,17 @@ import torch
 
 import spider_model
 import train
-from conftest import assert_same, awake, final_state, gradients, metrics, run, small_config, text, train_step
+from conftest import assert_same, awake, final_state, gradients, metrics, run, settled, small_config, text, train_step
 from spider import errors
 from spider.data.loader import Loader, validation_rows
 from spider.data.shards import Shard, Source, Stream, mock_source
-from spider.model import layers
 from spider.model.config import SpiderConfig
 from spider.model.layers import Block
 from spider.training import machine
 from spider.training.batches import Batch
 from spider.training.fp8 import convert_to_fp8, takes_fp8
 from spider.training.optim import Optimizers
+from spider.training.plan import BatchShape
 from spider.training.stopping import Stopping
 from train import lr_factor, parse_args
 
@@ -73,7 +74,7 @@ def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
         optimizers.set_lr(0.0, 0.0)
         size = 8 // parts
         batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
-        results.append(train_step(model, optimizers, batches, 2, args))
+        results.append(train_step(model, optimizers, batches, 2))
     for other in results[1:]:
         for key in ("loss", "grad_norm", "bytes_per_segment", "expert_balance"):
             assert other[key] == pytest.approx(results[0][key], rel=1e-4), key
@@ -96,7 +97,7 @@ def test_a_module_that_a_researcher_adds_trains_from_values_of_its_own(tmp_path,
             tensor.fill_(3e35 if tensor.is_floating_point() else 3)
         return self
     nn_to_empty = torch.nn.Module.to_empty
-    monkeypatch.setattr(layers, "Block", Mixed)
+    monkeypatch.setattr(spider_model, "Block", Mixed)
     monkeypatch.setattr(torch.nn.Module, "to_empty", to_empty)
     directory = run(tmp_path, shards, "--precision", "fp32", "--dropout", "0", steps=30)
     assert metrics(directory)[-1]["loss"] < 3 < 5 < metrics(directory)[0]["loss"] < 6
@@ -116,29 +117,29 @@ def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
         optimizers.set_lr(1e-3, 1.0)
         if reset:
             optimizers.parts["engram"].reset()
-        train_step(model, optimizers, [Batch.of(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2, parse_args([]))
+        train_step(model, optimizers, [Batch.of(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2)
         table = model.core.layers[1].engram.table.weight
         sums.append(float(optimizers.parts["engram"].state[table]["sum"].max()))
     assert sums[1] < 100 * sums[0]
 
 
 def test_random_loop_counts_are_poisson_and_a_function_of_seed_and_step():
-    args = parse_args(["--random_loops", "--seed", "3"])
-    draws = [train.loops_of_step(args, 6, step) for step in range(2000)]
-    assert draws == [train.loops_of_step(args, 6, step) for step in range(2000)]
+    schedule = settled("--random_loops", "--seed", "3", "--n_loops", "6").schedule
+    draws = [train.loops_of_step(schedule, step) for step in range(2000)]
+    assert draws == [train.loops_of_step(schedule, step) for step in range(2000)]
     assert min(draws) >= 1 and abs(np.mean(draws) - 6) < 0.2 and abs(np.var(draws) - 6) < 0.6
-    assert {train.loops_of_step(parse_args([]), 6, step) for step in range(9)} == {6}
+    assert {train.loops_of_step(settled("--n_loops", "6").schedule, step) for step in range(9)} == {6}
 
 
 def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_run(tmp_path, shards, capsys):
     model = awake(small_config())
-    optimizers = Optimizers(model, "muon", args := parse_args([]))
+    optimizers = Optimizers(model, "muon", _args := parse_args([]))
     batch = [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)]
-    train_step(model, optimizers, batch, 2, args)
+    train_step(model, optimizers, batch, 2)
     with torch.no_grad():
         model.prelude[0].ffn.down_proj.weight[0, 0] = math.inf
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert train_step(model, optimizers, batch, 2, args)["skipped"]
+    assert train_step(model, optimizers, batch, 2)["skipped"]
     assert_same(before, dict(model.state_dict()))
     directory = run(tmp_path, shards, "--ckpt_every", "1", steps=2)
     state = {path: path.read_bytes() for path in directory.glob("*.pt")}
@@ -211,10 +212,10 @@ def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(
 def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
     model = awake(small_config())
     model.compute_dtype = torch.bfloat16
-    optimizers = Optimizers(model, "adamw", args := parse_args([]))
+    optimizers = Optimizers(model, "adamw", _args := parse_args([]))
     optimizers.set_lr(0.1, 1.0)
     ids = text(2, 64)
-    losses = [train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2, args)["loss"] for _ in range(2)]
+    losses = [train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2)["loss"] for _ in range(2)]
     assert losses[0] != losses[1] and all(getattr(m, "cast", None) is None for m in model.modules())
 
 
@@ -231,7 +232,7 @@ def test_the_warm_up_passes_change_nothing():
     model = awake(small_config())
     before = {key: value.clone() for key, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
-    train.warm_up(model, 2, 32, 2, torch.device("cpu"))
+    train.warm_up(model, BatchShape(32, 2), 2, torch.device("cpu"))
     assert torch.equal(random_state, torch.get_rng_state()) and set(gradients(model).values()) == {None}
     assert_same(before, dict(model.state_dict()))
 
@@ -252,20 +253,22 @@ def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path):
 # Recipes and horizons
 
 def test_flag_then_environment_then_recipe_and_a_flag_undoes_a_recipes_switch():
-    args = parse_args(["--model", "tiny", "--lr", "0.1", "--engram_reset", "off"], environ={"SEQ_LEN": "64", "LR": "9"})
-    train.take_recipe(args, torch.device("cpu"))
-    assert (args.lr, args.seq_len, args.engram_reset) == (0.1, 64, False)
-    assert (args.micro_batch, args.n_loops) == (train.RECIPES["tiny"]["micro_batch"], 1)
+    plan = settled("--model", "tiny", "--lr", "0.1", "--engram_reset", "off", environ={"SEQ_LEN": "64", "LR": "9"})
+    assert (plan.schedule.lr, plan.batch.seq_len, plan.schedule.engram_reset) == (0.1, 64, False)
+    assert (plan.batch.micro_batch, plan.n_loops) == (train.RECIPES["tiny"]["micro_batch"], 1)
 
 
-def test_the_1b_recipe_has_the_originals_numbers_and_auto_takes_what_suits_or_what_a_checkpoint_had():
-    args = parse_args([], environ={})
-    train.take_recipe(args, torch.device("cuda"))
-    assert args.recipe == "1b" and (args.seq_len, args.micro_batch, args.grad_accum, args.n_loops, args.lr,
-                                    args.target_tokens, args.ckpt_every) == (2048, 64, 1, 6, 3e-4, 10 ** 10, 50)
+def test_the_1b_recipe_has_the_originals_numbers_and_auto_takes_what_suits_or_what_a_checkpoint_had(monkeypatch):
+    plan = settled("--model", "1b")
+    assert (plan.batch.seq_len, plan.batch.micro_batch, plan.batch.grad_accum, plan.n_loops, plan.schedule.lr,
+            plan.schedule.target_tokens, plan.output.ckpt_every) == (2048, 64, 1, 6, 3e-4, 10 ** 10, 50)
+    monkeypatch.setattr(machine, "memory_of", lambda *_: 1.5e11)
+    monkeypatch.setattr(train, "resolve_precision", lambda *_: ("bf16", ""))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert settled("--compile", "off", "--moe_backend", "loop", device="cuda").recipe == "1b"
     for saved, recipe in ((None, "tiny"), ("small", "small")):
-        train.take_recipe(args := parse_args([], environ={}), torch.device("cpu"), saved)
-        assert args.recipe == recipe and args.lr == train.RECIPES[recipe]["lr"]
+        state = dict(recipe=saved, cfg=asdict(SpiderConfig.preset(recipe)))
+        assert settled(state=saved and state).recipe == recipe
 
 
 def test_every_recipe_names_flags_and_values_that_they_take():
@@ -277,17 +280,11 @@ def test_every_recipe_names_flags_and_values_that_they_take():
 
 
 def test_the_rate_of_a_small_recipe_falls_with_steps_and_width_and_warm_up_is_short_and_given_ones_stay():
-    def settled(*argv, model="tiny"):
-        args = parse_args(["--model", model, "--device", "cpu", *argv], environ={})
-        train.take_recipe(args, torch.device("cpu"))
-        train.take_batch(args, 1)
-        with torch.device("meta"):
-            spider = spider_model.Spider(train.model_config(args))
-        train.take_horizon(args, spider, 1)
-        return args
+    def schedule(*argv, model="tiny"):
+        return settled("--model", model, *argv).schedule
 
     def rate(*argv, **other):
-        return settled(*argv, **other).lr
+        return schedule(*argv, **other).lr
     few = ("--target_tokens", "4096000")                # a thousand steps
     assert rate(*few) == pytest.approx(0.00732, rel=0.01) and rate(*few, "--lr", "0.5") == 0.5
     assert rate("--target_tokens", "32768000") == pytest.approx(rate(*few) / 8 ** 0.4, rel=0.02)
@@ -295,16 +292,16 @@ def test_the_rate_of_a_small_recipe_falls_with_steps_and_width_and_warm_up_is_sh
     assert rate(*few, "--set", "hidden_size=2048") == pytest.approx(rate(*few) / 4, rel=0.02)
     assert rate(model="1b") == 3e-4
     for horizon, steps in (("1", 0), ("1024000", 10), ("4096000", 40), ("12000000", 40)):
-        assert settled("--target_tokens", horizon).warmup_steps == steps
-    assert settled(*few, "--warmup_steps", "7").warmup_steps == 7 and settled(model="1b").warmup_steps == 10
+        assert schedule("--target_tokens", horizon).warmup_steps == steps
+    assert schedule(*few, "--warmup_steps", "7").warmup_steps == 7 and schedule(model="1b").warmup_steps == 10
 
 
 @pytest.mark.parametrize("recipe", ("tiny", "small"))
 def test_a_horizon_of_a_small_recipe_has_ten_evaluations(recipe):
     every = train.RECIPES[recipe]["eval_every"]
     for steps in (91, 245, 2930, 46_875):
-        args = SimpleNamespace(eval_every=every(SpiderConfig.preset(recipe), steps - 0.3), sample_every=0)
-        assert train.pauses_left(args, 1, steps) == 10
+        out = replace(settled().output, eval_every=every(SpiderConfig.preset(recipe), steps - 0.3), sample_every=0)
+        assert out.pauses(1, steps) == 10
     assert every(None, 0.5) == 1
 
 
@@ -341,20 +338,19 @@ def test_dropout_begins_with_the_second_epoch_and_is_all_there_in_the_eleventh(t
 
 def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_them():
     with torch.device("meta"):
-        model = spider_model.Spider(small_config())
+        model = spider_model.Spider(SpiderConfig.preset("tiny"))
     dense = sum(p.numel() for key, p in model.named_parameters() if not key.endswith(("table.weight", "followed")))
     for argv, expected in ((["--target_tokens", "77"], 77),
                            (["--target_param_data_ratio", "2.5"], math.ceil(2.5 * dense)),
                            (["--target_flops", "1e-320"], 1), (["--target_param_data_ratio", "1e-320"], 1),
                            (["--target_flops", "1e9"], math.ceil(1e9 / model.flops_per_byte(
-                               model.config.bytes_per_segment, 2, 64)))):
-        train.take_horizon(args := parse_args([*argv, "--seq_len", "64"], environ={}), model, 2)
-        assert args.target_tokens == expected
+                               model.config.bytes_per_segment, 1, 64)))):
+        assert settled(*argv, "--seq_len", "64").schedule.target_tokens == expected
     for name in ("target_flops", "target_param_data_ratio"):
         with pytest.raises(errors.UsageError, match=f"--{name}: a horizon of .* bytes: at most"):
-            train.take_horizon(parse_args([f"--{name}", "1e308"], environ={}), model, 2)
+            settled(f"--{name}", "1e308")
     with pytest.raises(errors.UsageError, match="--target_flops: --target_tokens gives the horizon already"):
-        train.take_horizon(parse_args(["--target_flops", "1"], environ={"TARGET_TOKENS": "5"}), model, 2)
+        settled("--target_flops", "1", environ={"TARGET_TOKENS": "5"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,7 +361,7 @@ def test_evaluations_and_samples_are_announced_and_samples_go_on_from_a_prompt_o
     for flags, start in (((), "(held-out text) "), (("--sample_prompt", "abc"), "abc"), (("--eval_every", "0"), "\\n")):
         run(tmp_path, shards, "--sample_every", "2", *flags, steps=2, ckpt="run" + "".join(flags))
         said = capsys.readouterr().err
-        assert f"step 2 goes on from '{start}" in said and "samples 200 bytes" in said
+        assert f"step 2 continues '{start}" in said and "samples 200 bytes" in said
         assert ("evaluates on" in said) == ("--eval_every" not in flags)
     held_out = np.fromfile(shards / "val-0.bin", "<u2")[:10].tolist()
     run(tmp_path, shards, "--sample_every", "1", steps=1, ckpt="one")
@@ -376,27 +372,27 @@ def test_tables_are_not_emptied_where_less_than_half_a_pass_is_left():
     loader = Loader([mock_source(0)], 100, 0)
     targets = int(loader.targets[0])
     for passes, emptied in ((1.3, []), (1.6, [1]), (3.4, [1, 2]), (3.6, [1, 2, 3])):
-        args = parse_args(["--engram_reset", "--seq_len", "100", "--target_tokens", str(int(passes * targets))])
+        plan = settled("--engram_reset", "--seq_len", "100", "--target_tokens", str(int(passes * targets)))
         starts = [epoch for epoch in (1, 2, 3) if epoch < passes and
-                  train.empties_tables(args, loader, epoch * int(loader.windows[0]))]
+                  train.empties_tables(plan, loader, epoch * int(loader.windows[0]))]
         assert starts == emptied
-    assert not train.empties_tables(parse_args(["--target_tokens", str(9 * targets)]), loader, int(loader.windows[0]))
+    assert not train.empties_tables(settled("--engram_reset", "off", "--target_tokens", str(9 * targets)), loader, int(loader.windows[0]))
 
 
 def test_tables_of_a_mixture_are_emptied_as_a_pass_over_it_begins_and_for_a_small_part_of_it_not_more_often():
-    args = SimpleNamespace(engram_reset=True, seq_len=1, target_tokens=5000)
+    plan = SimpleNamespace(schedule=SimpleNamespace(engram_reset=True, target_tokens=5000), batch=BatchShape(1, 1))
 
     def emptied(loader):
         epochs = [loader.epoch(g) for g in range(5000)]
-        return [g for g in range(1, 5000) if epochs[g] > epochs[g - 1] and train.empties_tables(args, loader, g)]
+        return [g for g in range(1, 5000) if epochs[g] > epochs[g - 1] and train.empties_tables(plan, loader, g)]
     for times, begun in enumerate(emptied(mixture((500, 0.5), (500, 0.5))), 1):
         assert abs(begun - 1000 * times) < 100
     assert times == 4 and emptied(mixture((100_000, 0.9), (100, 0.1))) == []  # read five times over
 
 
 def test_the_time_left_counts_evaluations_and_samples_to_come():
-    args = parse_args(["--eval_every", "4", "--sample_every", "10"])
-    assert [train.pauses_left(args, step, 10) for step in (1, 3, 4, 8, 10)] == [4, 4, 4, 3, 2]
+    out = settled("--eval_every", "4", "--sample_every", "10").output
+    assert [out.pauses(step, 10) for step in (1, 3, 4, 8, 10)] == [4, 4, 4, 3, 2]
     stopping = Stopping(SimpleNamespace(asked=None, patience=lambda seconds: nullcontext()), None, 0, 10, 1)
     with stopping.pause(2):
         stopping.began -= 7000.0           # seconds that went by
