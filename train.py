@@ -9,9 +9,11 @@ step), so that an interrupted run ends like an undisturbed one. `python train.py
 """
 
 import argparse
+import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,12 +27,13 @@ import numpy as np
 import torch
 from loguru import logger
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import tokenizer
 from spider import console, flags
 from spider.data.loader import Loader, validation_rows
 from spider.data.shards import Source, check, mock_source, open_data
-from spider.errors import (CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, UsageError, WorldError)
+from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, UsageError, WorldError
 from spider.flags import Flag, Parser, integer, one_of, real
 from spider.model.config import MAX_LOOPS, PRESETS, RECOMPUTE, SpiderConfig
 from spider.model.engram import EngramTable
@@ -38,16 +41,47 @@ from spider.model.parameters import component_of, halved_weights
 from spider.training import machine
 from spider.training.batches import Batch, Feed, batches_of
 from spider.training.curves import leave_curves
-from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook, print_tables,
-                                     print_verdict, segment_lengths, segment_warnings)
+from spider.training.dry_run import (
+    epochs_over,
+    expected_rate,
+    horizon_warnings,
+    mean_length,
+    print_outlook,
+    print_tables,
+    print_verdict,
+    segment_lengths,
+    segment_warnings,
+)
 from spider.training.fp8 import convert_to_fp8, describe_fp8
-from spider.training.machine import (keep_freed_memory, multiplies_bf16, resolve_compile, resolve_device,
-                                     resolve_precision, start_log, wants_memory)
-from spider.training.memory import (beside_tensors, check_memory, checkpoint_size, choose_recompute, describe_memory,
-                                    estimate_memory)
+from spider.training.machine import (
+    keep_freed_memory,
+    multiplies_bf16,
+    resolve_compile,
+    resolve_device,
+    resolve_precision,
+    start_log,
+    wants_memory,
+)
+from spider.training.memory import (
+    beside_tensors,
+    check_memory,
+    checkpoint_size,
+    choose_recompute,
+    describe_memory,
+    estimate_memory,
+)
 from spider.training.optim import OPTIMIZERS, Optimizers
-from spider.training.plan import (BatchShape, MachinePlan, OptimizerSettings, OutputPlan, Plan, Schedule, apply_settings,
-                                  pick, step_seed)
+from spider.training.plan import (
+    BatchShape,
+    MachinePlan,
+    OptimizerSettings,
+    OutputPlan,
+    Plan,
+    Schedule,
+    apply_settings,
+    pick,
+    step_seed,
+)
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
 from spider.training.run_directory import RunDirectory, check_same_model, run_state
@@ -826,6 +860,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     if not writer.holds(progress.step):
         save()
     stopping.report(progress, how_to_resume(out))
+    logger.info(f"next: python sample.py {shlex.quote(out.ckpt_dir)}")
     return 0
 
 
@@ -886,8 +921,17 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
         with suppress(OSError):           # stderr may be gone
             if world.says(line, shared):
                 print(f"train.py: {console.one_line(line)}\n", end="", file=sys.stderr)  # of several ranks: one write
+        tell_torchrun(f"train.py: {console.one_line(line)}")
     return status
 
 
+def tell_torchrun(line: str):
+    """Give torchrun the line that it is to report of this rank, which its own traceback would bury."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = dict(message=dict(message=line, extraInfo=dict(timestamp=int(time.time()))))
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(report))
+
+
 if __name__ == "__main__":
-    sys.exit(command_line())
+    sys.exit(record(command_line)())

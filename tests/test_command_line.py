@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -100,9 +101,10 @@ def test_a_bad_model_setting_is_named(setting, complaint, capsys):
 
 
 def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
-    source = "".join((ROOT / name).read_text() for name in ("train.py", "optim.py", "cost.py", "sample.py"))
+    source = "".join(path.read_text() for path in (ROOT / "train.py", *(ROOT / "spider" / "training").glob("*.py")))
     for flag in FLAGS:
-        assert re.search(rf"\bargs\.{flag.name}\b", source), flag.name
+        assert re.search(rf"\b(args|plan|out|output|schedule|settings|batch|shape|machine_plan|machine|optimizer)\."
+                         rf"{flag.name}\b|(values|flags)\[\"{flag.name}\"\]", source), flag.name
     for name, choices in {"model": ("auto", "tiny", "small", "1b"), "precision": ("auto", "fp8", "bf16", "fp32"),
                           "moe_backend": ("auto", "loop", "grouped", "tile"), "schedule": ("cosine", "wsd"),
                           "optimizer": ("auto", "adamw", "adamw8bit", "muon"),
@@ -113,8 +115,8 @@ def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
 
 
 def test_every_field_of_the_config_is_read_by_the_model():
-    source = "".join((ROOT / f"{name}.py").read_text() for name in ("spider_model", "layers", "engram"))
-    for field in train.dataclasses.fields(config.SpiderConfig):
+    source = "".join(path.read_text() for path in (ROOT / "spider_model.py", *(ROOT / "spider" / "model").glob("*.py")))
+    for field in fields(config.SpiderConfig):
         assert re.search(rf"\b(c|config)\.{field.name}\b", source), field.name
 
 
@@ -197,14 +199,14 @@ def test_the_line_of_the_recipe_says_what_the_run_has_of_it(tmp_path, capsys):
     assert "--engram_reset" not in taken("--set", "engram_layers=,engram_byte_orders=")
     assert "--n_loops" not in taken("--n_loops", "1")
     given = [word for name, value in train.RECIPES["tiny"].items()
-             for word in (f"--{name}", "5" if callable(value) else train.said(value))]
+             for word in (f"--{name}", "5" if callable(value) else train.in_words(value))]
     assert taken(*given) == "nothing is taken from it"
 
 
 def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     """Its own peak counts: the process that starts it has more in memory than it may take."""
-    probe = ("import sys, cost, train; status = train.command_line(sys.argv[1:]);"
-             "print('PEAK', cost.peak_memory(train.torch.device('cpu'))); sys.exit(status)")
+    probe = ("import sys, train; from spider.training import machine; status = train.command_line(sys.argv[1:]);"
+             "print('PEAK', machine.peak_memory(train.torch.device('cpu'))); sys.exit(status)")
     ballast = np.ones(125_000_000)
     done = subprocess.run([sys.executable, "-c", probe, "--model", "1b", "--dry_run", "--mock_data", "--device", "cpu"],
                           cwd=tmp_path, text=True, capture_output=True, timeout=600,
@@ -414,3 +416,18 @@ def test_the_dry_run_goes_by_the_rate_that_a_run_there_had(tmp_path, shards, cap
     directory = run(tmp_path, shards, steps=3)
     assert train.command_line(run_flags(shards, directory, "--dry_run")) == 0
     assert f"measured by the run in {directory}" in capsys.readouterr().out
+
+
+def test_torchrun_is_told_the_line_that_ended_a_rank(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert train.command_line(["--lr", "-1"]) == 2
+    told = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert told == capsys.readouterr().err.strip() and told.startswith("train.py: error: --lr: '-1' is not a number")
+
+
+def test_a_finished_run_names_its_curves_and_the_next_command(tmp_path, capsys):
+    argv = ["--mock_data", "--max_steps", "1", "--seq_len", "64", "--device", "cpu", "--ckpt_dir", str(tmp_path / "run")]
+    assert train.command_line(argv) == 0
+    done, after, curves = [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()[-3:]]
+    assert done.startswith("done: step 1") and after == f"next: python sample.py {tmp_path / 'run'}"
+    assert curves == f"curves: {tmp_path / 'run' / 'curves.png'}"

@@ -22,6 +22,7 @@ def leave_curves(directory: Path, stop: StopSignals):
         if stop.asked is None and (lines := read_metrics(directory / "metrics.jsonl")):
             with quiet():
                 draw_curves(directory / "curves.png", {"training": lines})
+            logger.info(f"curves: {directory / 'curves.png'}")
     except ModuleNotFoundError:
         pass
     except Exception as fault:            # of its installation, of a full disk: no fault of the run
