@@ -1,0 +1,90 @@
+"""README and docs name only what exists: links, anchors, paths, modules, flags."""
+
+import contextlib
+import importlib
+import re
+from functools import cache
+from io import StringIO
+
+import pytest
+
+from conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/*.md"))]
+ENTRIES = {"train": "command_line", "sample": "main", "data": "main", "bench": "main"}
+FORMER = re.compile(r"commit|earlier|not kept|then\)")  # a command of an older commit stands in a line that says so
+
+
+def prose(page) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"```.*?```|^    .*?$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page) -> set[str]:
+    """Return the anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+class Output(StringIO):
+    """Standard output whose encoding may be set, as the scripts do."""
+
+    def reconfigure(self, **settings):
+        pass
+
+
+@cache
+def flags_of(script: str, command: str = "") -> set[str]:
+    """Return the flags in the help of a script, or of one of its commands."""
+    out = Output()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        getattr(importlib.import_module(script), ENTRIES[script])([*([command] if command else []), "--help"])
+    usage = out.getvalue()
+    assert "--help" in usage
+    return set(re.findall(r"--\w+", usage))
+
+
+def commands(page) -> list[tuple[str, str]]:
+    """Return (script, arguments) of every command of ours in a page; what follows a comment or a pipe is left out."""
+    text = page.read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if not FORMER.search(line)]
+    return [(script, re.split(r" # |\s{2,}#|`|\||&&|> ", rest)[0]) for line in lines for script, rest in
+            re.findall(r"\b(train|sample|data|bench)\.py((?: .*)?)$", line) if rest]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_of_the_project_that_a_page_names_exists(page):
+    for path in re.findall(r"(?<![\w/.-])((?:docs|tests|spider)/[\w/.-]*\w)", page.read_text()):
+        assert (ROOT / path).exists() or list(ROOT.glob(f"{path}*")) or "cuda" in path, path
+
+
+def test_the_tree_in_readme_names_every_script_and_folder():
+    tree = (ROOT / "README.md").read_text().split("## What is where\n")[1].split("\n## ")[0]
+    names = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("    ")}
+    scripts = {path.name for path in ROOT.glob("*.py")}
+    folders = {path.name for path in (ROOT / "spider").iterdir() if (path / "__init__.py").exists()}
+    assert scripts | folders <= names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_in_a_command_is_one_of_its_script(page):
+    for script, rest in commands(page):
+        command = (re.match(r" (prepare|verify|show)\b", rest) or [""])[0].strip() if script == "data" else ""
+        for word in rest.split():
+            if word.startswith("--"):
+                assert re.match(r"--\w+", word)[0] in flags_of(script, command), (script, word)
+
+
+def test_readme_has_at_most_two_hundred_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
