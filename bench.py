@@ -36,9 +36,9 @@ from spider import console, errors
 from spider.data.loader import Loader
 from spider.data.shards import mock_source, open_data
 from spider.dev import rehearsal
-from spider.flags import Parser, a_path, checked, real
+from spider.flags import Parser, path_name, real
 from spider.model import engram, parameters
-from spider.model.config import PRESETS, RECOMPUTE
+from spider.model.config import BACKENDS, PRESETS, RECOMPUTE
 from spider.model.segments import pool_segments, unpool_segments
 from spider.training import optim
 from spider.training.batches import Batch
@@ -359,7 +359,7 @@ def compiled(b: Bench):
 def backends(b: Bench):
     config = train.model_config(b.flags())
     dtype = torch.float32 if b.precision == "fp32" else torch.bfloat16
-    names = [name for name in tile_moe.BACKENDS if name != "tile"
+    names = [name for name in BACKENDS if name != "tile"
              or tile_moe.resolve_backend("auto", b.device, config, dtype) == "tile"]
     compare(b, "backends", [(name, dict(moe_backend=name)) for name in names])
     tokens = int(b.micro_batch * b.seq_len / config.bytes_per_segment)
@@ -672,12 +672,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--seq_len", help="bytes per sequence (256)")
     parser.add_argument("--micro_batch", help="sequences per step (112 on a GPU, else 8)")
-    parser.add_argument("--data_dir", type=checked(a_path),
+    parser.add_argument("--data_dir", type=path_name,
                         help="a directory of shards for the training steps (made-up sentences)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
-    parser.add_argument("--out", type=checked(a_path), help="directory for bench-DEVICE.json and .png")
+    parser.add_argument("--out", type=path_name, help="directory for bench-DEVICE.json and .png")
     parser.add_argument("--rehearse", choices=tuple(rehearsal.CARDS), help="what a step would cost on a card")
-    parser.add_argument("--minutes", type=checked(real(0)),
+    parser.add_argument("--minutes", type=real(0),
                         help="begin no section when so many are nearly over; on a GPU 10")
     parser.add_argument("--flags", help="with --rehearse: train.py's flags of the one step to rehearse")
     args = parser.parse_args(argv)

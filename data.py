@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from spider.console import ProgressBar, one_line, reader_may_leave, say
+from spider.console import ProgressBar, one_line, say, tolerate_closed_stdout
 from spider.data.loader import Loader
 from spider.data.shards import MIB, Stream, check_ids, find_shards, map_shard, mock_source, open_data, printable
 from spider.errors import DataError
 from spider.files import naming
-from spider.flags import Parser, a_path, checked, number, whole
+from spider.flags import Parser, integer, number, path_name, print_error, run_program
 from tokenizer import PAD_ID
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def show(args: argparse.Namespace):
         raise DataError("show takes either the run's --data_dir or its --mock_data")
     sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
     loader = Loader(sources, args.seq_len, args.seed)
-    with reader_may_leave():
+    with tolerate_closed_stdout():
         for g in range(args.first, args.first + args.count):
             (k,), (index,) = loader._deal(np.array([g]))
             (start,), _ = loader._place(np.array([g]))
@@ -80,51 +80,45 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}")
     command = commands.add_parser("prepare", help="make shards; the same command again goes on after a kill")
-    command.add_argument("inputs", nargs="+", type=checked(a_path), metavar="INPUT",
+    command.add_argument("inputs", nargs="+", type=path_name, metavar="INPUT",
                          help="text, JSON-lines, parquet, directory, - (stdin)")
     command.add_argument("--ext", type=endings, metavar="ENDINGS", help="take the files that end so (.py,.md,.rst) or "
                          "whatever is UTF-8 (text), and no others, each as one document")
     command.add_argument("--format", choices=FORMATS, help="what standard input is (txt)")  # all else has a name
-    command.add_argument("--out", dest="directory", required=True, type=checked(a_path), metavar="DIR",
+    command.add_argument("--out", dest="directory", required=True, type=path_name, metavar="DIR",
                          help="where the shards go")
     command.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
-    command.add_argument("--val_fraction", type=checked(number), default=0.1,
+    command.add_argument("--val_fraction", type=number, default=0.1,
                          help="part that validates, 0 <= fraction < 1 (0.1)")
-    command.add_argument("--workers", type=whole(1, 1 << 10), default=os.cpu_count(), help="processes (one per core)")
-    command.add_argument("--unit_mb", type=checked(number), default=64,
+    command.add_argument("--workers", type=integer(1, 1 << 10), default=os.cpu_count(), help="processes (one per core)")
+    command.add_argument("--unit_mb", type=number, default=64,
                          help="MB of input per unit of work and shard (64)")
     command.set_defaults(run=prepare)
     command = commands.add_parser("verify", help="check shards against metadata.json, or else their format")
-    command.add_argument("directory", type=checked(a_path), metavar="DIR")
+    command.add_argument("directory", type=path_name, metavar="DIR")
     command.set_defaults(run=verify)
     command = commands.add_parser("show", help="print what a run read: sequences by their number in its order")
-    command.add_argument("directory", nargs="?", type=checked(a_path), metavar="SPEC",
+    command.add_argument("directory", nargs="?", type=path_name, metavar="SPEC",
                          help="the run's --data_dir: a directory or a mixture")
     command.add_argument("--mock_data", action="store_true", help="the synthetic data in place of SPEC")
-    command.add_argument("--seq_len", type=whole(1), default=2048, help="the run's (2048)")
-    command.add_argument("--seed", type=whole(0), default=0, help="the run's (0)")
-    command.add_argument("--first", type=whole(0), default=0, metavar="G", help="number of the first sequence (0)")
-    command.add_argument("--count", type=whole(1), default=1, metavar="N", help="sequences to print (1)")
+    command.add_argument("--seq_len", type=integer(1), default=2048, help="the run's (2048)")
+    command.add_argument("--seed", type=integer(0), default=0, help="the run's (0)")
+    command.add_argument("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence (0)")
+    command.add_argument("--count", type=integer(1), default=1, metavar="N", help="sequences to print (1)")
     command.set_defaults(run=show)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with a line on stderr for each fault; 130 when interrupted."""
-    status = 2
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
+    def run() -> int:
         args = parse_args(argv)
         with naming(args.directory):
             faults = args.run(args) or []
-    except DataError as fault:
-        faults = [str(fault)]
-    except KeyboardInterrupt:
-        faults, status = ["interrupted; the same command again goes on"], 130
-    for fault in faults:
-        print(("\r\033[K" if sys.stderr.isatty() else "") + f"data.py: error: {one_line(fault)}",
-              file=sys.stderr)
-    return status if faults else 0
+        for fault in faults:
+            print_error("data.py", f"error: {fault}")
+        return 2 if faults else 0
+    return run_program(run, "data.py", interrupted="error: interrupted; the same command again resumes")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from spider.data import loader, prepare, shards
 from spider.errors import CheckpointError, UsageError
 from spider.export.directory import write_export
 from spider.export.read_back import is_export
-from spider.flags import Flag, Parser, a_path, checked, integer, real
+from spider.flags import BadValue, Flag, Parser, integer, path_name, real
 from spider.inspect import page, reading
 from spider.model.config import MAX_LOOPS, SpiderConfig
 from spider.model.decoding import DecodingState
@@ -98,9 +98,9 @@ def checked_flag(flag: Flag, value):
     try:
         taken = flag.parse(str(value)) if flag.parse else bool(value)
         if taken != value:
-            raise ValueError(f"a {type(taken).__name__}")
-    except ValueError as wanted:
-        raise CheckpointError(f"{flag.name} of the checkpoint's run: {str(value)!r} is not {wanted}") from None
+            raise BadValue(str(value), f"a {type(taken).__name__}")
+    except ValueError as fault:
+        raise CheckpointError(f"{flag.name} of the checkpoint's run: {fault}") from None
     return taken
 
 
@@ -341,7 +341,7 @@ def print_table(found: list[dict]):
         lines.append([console.one_line(checkpoint), console.one_line(file), f"{count:,}",
                       *(bits.get(n, "") for n in loops)])
     widths = [max(map(len, column)) for column in zip(*lines)]
-    with console.reader_may_leave():
+    with console.tolerate_closed_stdout():
         for line in lines:
             print("  ".join(part.ljust(width) if i < 2 else part.rjust(width)
                             for i, (part, width) in enumerate(zip(line, widths))))
@@ -365,38 +365,37 @@ def each(parse: Callable) -> Callable:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    path = checked(a_path)
-    parser.add_argument("checkpoint", nargs="*", type=path, help="a file, or a directory (checkpoints)")
-    parser.add_argument("--n_loops", type=checked(each(integer(1, MAX_LOOPS))), metavar="N,...",
+    parser.add_argument("checkpoint", nargs="*", type=path_name, help="a file, or a directory (checkpoints)")
+    parser.add_argument("--n_loops", type=each(integer(1, MAX_LOOPS)), metavar="N,...",
                         help="loops of the core (as trained); several for --eval")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     group = parser.add_argument_group("talking")
     group.add_argument("--prompt", help="text to go on from; without it standard input, in a terminal a dialogue")
-    group.add_argument("--bytes", type=checked(integer(1)), default=500, help="most bytes to write (500)")
-    group.add_argument("--temperature", type=checked(real(0)), default=0.8, help="0: always the likeliest byte (0.8)")
-    group.add_argument("--top_k", type=checked(integer(1)), help="draw from the k likeliest bytes only")
-    group.add_argument("--top_p", type=checked(real(0, 1, open_low=True)),
+    group.add_argument("--bytes", type=integer(1), default=500, help="most bytes to write (500)")
+    group.add_argument("--temperature", type=real(0), default=0.8, help="0: always the likeliest byte (0.8)")
+    group.add_argument("--top_k", type=integer(1), help="draw from the k likeliest bytes only")
+    group.add_argument("--top_p", type=real(0, 1, open_low=True),
                        help="draw from the likeliest bytes only that together have the probability p")
-    group.add_argument("--samples", type=checked(integer(1, 1 << 16)), default=1, help="texts of one prompt (1)")
-    group.add_argument("--seed", type=checked(integer(0)), default=0, help="of the draws (0)")
+    group.add_argument("--samples", type=integer(1, 1 << 16), default=1, help="texts of one prompt (1)")
+    group.add_argument("--seed", type=integer(0), default=0, help="of the draws (0)")
     group.add_argument("--raw", action="store_true", help="print bytes as they are, though a terminal may obey")
     group = parser.add_argument_group("measuring")
-    group.add_argument("--eval", nargs="+", type=path, metavar="FILE",
+    group.add_argument("--eval", nargs="+", type=path_name, metavar="FILE",
                        help="texts, or directories of shards; several CHECKPOINTs")
-    group.add_argument("--json", type=path, metavar="OUT", help="the figures into a file, too")
+    group.add_argument("--json", type=path_name, metavar="OUT", help="the figures into a file, too")
     group.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
-    group.add_argument("--seq_len", type=checked(integer(2, 1 << 24)), help="bytes that the model sees (as trained)")
-    group.add_argument("--batch", type=checked(integer(1, 1 << 20)),
+    group.add_argument("--seq_len", type=integer(2, 1 << 24), help="bytes that the model sees (as trained)")
+    group.add_argument("--batch", type=integer(1, 1 << 20),
                        help=f"sequences at a time ({EVAL_BYTES:,} bytes); changes no figure")
     group.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"),
                        help="of the products; auto: bf16 where the hardware has it, as in training")
     group = parser.add_argument_group("looking inside")
     group.add_argument("--show", metavar="FILE|TEXT", help="show how the model reads a text, here and in a page: a "
                        f"file, - (stdin) or the text itself; of it the first {reading.LONGEST} bytes")
-    group.add_argument("--html", type=path, metavar="OUT",
+    group.add_argument("--html", type=path_name, metavar="OUT",
                        help="where --show writes the page (look.html beside the checkpoint)")
     group = parser.add_argument_group("handing over")
-    group.add_argument("--export", type=path, metavar="DIR",
+    group.add_argument("--export", type=path_name, metavar="DIR",
                        help="write what Hugging Face's libraries load into a new directory")
     defaults = vars(parser.parse_args([]))
     args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from spider.model.attention import MLA
 from spider.model.cache import Cache
 from spider.model.casting import Linear, WideLinear, wide
-from spider.model.config import SpiderConfig
+from spider.model.config import BACKENDS, SpiderConfig
 from spider.model.decoding import PIECE, DecodingState, Past, Seen, check_ids, draw
 from spider.model.engram import ByteEngram, EngramTable, Recalled, SegmentEngram
 from spider.model.initialization import UninitializedTensors
@@ -49,7 +49,7 @@ from spider.model.norm import rms_norm
 from spider.model.packing import ALL_ROWS, ActiveRows, Packing, document_cu_seqlens, document_starts, round_up
 from spider.model.parameters import component_of
 from spider.model.segments import segment_offsets, pool_segments, sum_segments, unpool_segments
-from tile_moe import BACKENDS, Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
+from tile_moe import Routing, balance, fp8_grouped_product, grouped_product, moe_forward, place, route
 from tokenizer import EOS_ID, PAD_ID
 
 
@@ -678,7 +678,7 @@ class Spider(nn.Module):
         return obstacle
 
     def set_backend(self, backend: str):
-        """Which of tile_moe.BACKENDS computes the experts; ValueError for any other name."""
+        """Which of BACKENDS computes the experts; ValueError for any other name."""
         if backend not in BACKENDS:
             raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
         for module in self.modules():

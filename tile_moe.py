@@ -21,13 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BACKENDS = ("loop", "grouped", "tile")
+from spider.errors import SpiderError
+
 ALIGNMENT = 16                         # rows: what FP8 products need, and few distinct sizes for a CPU's kernels
 TILE_CAPABILITY = (9, 0)  # of a GPU, at least: Hopper, Blackwell (sm_120 stands in no list, but the original ran there)
 TILE_WIDTH = 256          # TileKernels reduces hidden sizes that are multiples of this
 
 
-class BackendError(RuntimeError):
+class BackendError(SpiderError, RuntimeError):
     """A backend was asked for that cannot run here; the message names the remedy."""
 
 

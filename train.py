@@ -8,7 +8,6 @@ The same command again goes on from the newest checkpoint in --ckpt_dir. Everyth
 step), so that an interrupted run ends like an undisturbed one. `python train.py --help` lists the flags.
 """
 
-import argparse
 import json
 import math
 import os
@@ -23,155 +22,130 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import torch
-from loguru import logger
-from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
+from spider.errors import UsageError
+from spider.flags import Flag, in_words, integer, nonempty, one_of, parse_flags, path_name, real, run_program
+from spider.model.config import BACKENDS, MAX_LOOPS, PRESETS, RECOMPUTE, SpiderConfig
+from spider.training.plan import (OPTIMIZERS, BatchShape, MachinePlan, OptimizerSettings, OutputPlan, Plan, Schedule,
+                                  apply_settings, pick, step_seed)
 
-import tokenizer
-from spider import console, flags
-from spider.data.loader import Loader, validation_rows
-from spider.data.shards import Source, check, mock_source, open_data
-from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, UsageError, WorldError
-from spider.flags import Flag, Parser, integer, one_of, real
-from spider.model.config import MAX_LOOPS, PRESETS, RECOMPUTE, SpiderConfig
-from spider.model.engram import EngramTable
-from spider.model.parameters import component_of, halved_weights
-from spider.training import machine
-from spider.training.batches import Batch, Feed, batches_of
-from spider.training.curves import leave_curves
-from spider.training.dry_run import (
-    epochs_over,
-    expected_rate,
-    horizon_warnings,
-    mean_length,
-    print_outlook,
-    print_tables,
-    print_verdict,
-    segment_lengths,
-    segment_warnings,
-)
-from spider.training.fp8 import convert_to_fp8, describe_fp8
-from spider.training.machine import (
-    keep_freed_memory,
-    multiplies_bf16,
-    resolve_compile,
-    resolve_device,
-    resolve_precision,
-    start_log,
-    wants_memory,
-)
-from spider.training.memory import (
-    beside_tensors,
-    check_memory,
-    checkpoint_size,
-    choose_recompute,
-    describe_memory,
-    estimate_memory,
-)
-from spider.training.optim import OPTIMIZERS, Optimizers
-from spider.training.plan import (
-    BatchShape,
-    MachinePlan,
-    OptimizerSettings,
-    OutputPlan,
-    Plan,
-    Schedule,
-    apply_settings,
-    pick,
-    step_seed,
-)
-from spider.training.progress import RunProgress
-from spider.training.ranks import World
-from spider.training.run_directory import RunDirectory, check_same_model, run_state
-from spider.training.run_log import odd_step_line, progress_line
-from spider.training.stopping import Stopping, StopSignals
-from spider.training.trackers import start_profiler, start_wandb
-from spider_model import Spider, SpiderOutput
-from tile_moe import BACKENDS, BackendError, multiplies_at_once, resolve_backend
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags by heading of --help; each may be set in a section of that name of a --config file. Defaults are those of `1b`,
+# and RECIPES have what differs for the smaller models.
 
 HIGHEST_RATE = 1000.0                     # beyond it nothing is learned, and steps overflow
 MOST_MICRO_STEPS = 1 << 16
 
-# Defaults are the recipe of `1b`; RECIPES below has what is otherwise for the smaller models.
-FLAGS = (
-    # model
-    Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
-    Flag("set", None, str, "NAME=VALUE,... fields of SpiderConfig to change, e.g. lora_rank=0,engram_layers=0+1"),
-    Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
-    Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
-    # data
-    Flag("data_dir", "data", flags.a_path, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR"),
-    Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
-    Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN"),
-    Flag("micro_batch", 64, integer(1, 1 << 20), "sequences a device takes at once; fewer: less memory", "MICRO_BATCH"),
-    Flag("grad_accum", 1, integer(1, MOST_MICRO_STEPS), "micro-steps per optimizer step", "GRAD_ACCUM"),
-    Flag("global_batch", None, integer(1), "bytes per optimizer step on all ranks together, in place of --grad_accum"),
-    # horizon
-    Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the schedule's horizon", "TARGET_TOKENS"),
-    Flag("target_flops", None, real(0, open_low=True), "the horizon as training FLOPs, in place of --target_tokens"),
-    Flag("target_param_data_ratio", None, real(0, open_low=True), "the same as bytes per parameter, tables left out"),
-    Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens, beyond which the "
-         "learning rate stays at its lowest"),
-    # optimizer
-    Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon (AdamW for the rest)"),
-    Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's steps have AdamW's "
-         "size)", "LR"),
-    Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE),
-         "learning rate of the Engram tables: the size of a row's first step"),
-    Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as an epoch begins"),
-    Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear decay"),
-    Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up"),
-    Flag("wsd_decay_fraction", 0.2, real(0, 1), "part of the horizon in which wsd decays"),
-    Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a part of the peak"),
-    Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE),
-         "of matrices; never of vectors and Engram tables"),
-    Flag("dropout", 0.0, real(0, 0.9), "of what the core reads and of what it hands back, a fifth as much of "
-         "bytes before and behind it; grows over ten epochs, from 0 in the first"),
-    Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's first decay"),
-    Flag("beta2", OptimizerSettings.beta2, real(0, 1, open_high=True), "AdamW's second decay"),
-    Flag("momentum", OptimizerSettings.momentum, real(0, 1, open_high=True), "Muon's momentum"),
-    Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off"),
-    Flag("max_skipped", 10, integer(1), "stop after so many steps in a row that are not finite"),
-    Flag("seed", 0, integer(0), "of weights, data order, segment noise, dropout and loop counts"),
-    # machine
-    Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
-    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 where the hardware has it, fp8 only "
-         "where layers are compiled too"),
-    Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
-    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: grouped with compiled layers, else tile where it "
-         "runs, else grouped; loop: reference"),
-    Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); alone: on; auto: on "
-         "a GPU, where it works", alone="on"),
-    Flag("shards", 1, integer(1, 1 << 16), "ranks that share out weights and optimizer state; the rest replicate them"),
-    Flag("rank_timeout", 300, real(0, 1e6, open_low=True), "seconds that ranks wait for one another, after the first "
-         "step; for a save as long as it takes"),
-    Flag("deterministic", False, None, "on a GPU: kernels that give the same bits every time, some slower"),
-    Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "layers whose activations the backward pass computes again; "
-         "auto: the fewest with which a step fits into the device's memory"),
-    Flag("no_gradient_checkpointing", False, None, "the same as --recompute nothing"),
-    # checkpoints
-    Flag("ckpt_dir", "checkpoints", flags.a_path, "where checkpoints and metrics.jsonl go; its mock/ with --mock_data"),
-    Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY"),
-    Flag("sharded_checkpoints", False, None, "write a directory, every rank its part, where one file gets too large"),
-    Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
-    Flag("keep_best", False, None, "save whenever the validation loss is the lowest so far, and keep that checkpoint "
-         "beside the newest ones; sample.py DIR --best takes it"),
-    Flag("resume", None, flags.a_path, "checkpoint to go on from; without it the newest good one in --ckpt_dir"),
-    Flag("reset_steps", False, None, "take the weights alone: fresh optimizer, step 0, data from the start"),
-    # evaluation and logs
-    Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none"),
-    Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones"),
-    Flag("patience", 0, integer(0), "end the run after so many evaluations in a row that did not lower the validation "
-         "loss; 0: never"),
-    Flag("log_every", 1, integer(1), "optimizer steps between lines of the log; metrics.jsonl has every step"),
-    Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none"),
-    Flag("sample_prompt", None, str, "what samples go on from; without it held-out text, where there is evaluation"),
-    Flag("run", None, flags.filled("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
-    Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
-    Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
-)
+GROUPS = {
+    "basics": (
+        Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
+        Flag("data_dir", "data", path_name, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR",
+             metavar="DIR"),
+        Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
+        Flag("ckpt_dir", "checkpoints", path_name, "where checkpoints and metrics.jsonl go; its mock/ with --mock_data",
+             metavar="DIR"),
+        Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the horizon of the schedule",
+             "TARGET_TOKENS", metavar="BYTES"),
+        Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens, beyond which the "
+             "learning rate stays at its lowest", metavar="STEPS"),
+        Flag("resume", None, path_name, "checkpoint to resume from; without it the newest good one in --ckpt_dir",
+             metavar="CHECKPOINT"),
+        Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
+        Flag("config", None, path_name, "TOML file with values of flags, in sections named as these headings; flags "
+             "and environment variables replace them", metavar="FILE"),
+    ),
+    "model": (
+        Flag("set", None, str, "fields of SpiderConfig to change, e.g. lora_rank=0,engram_layers=0+1",
+             metavar="NAME=VALUE,..."),
+        Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
+        Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
+    ),
+    "batch": (
+        Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN", metavar="BYTES"),
+        Flag("micro_batch", 64, integer(1, 1 << 20), "sequences per device and micro-step; lower it for less memory",
+             "MICRO_BATCH"),
+        Flag("grad_accum", 1, integer(1, MOST_MICRO_STEPS), "micro-steps per optimizer step", "GRAD_ACCUM"),
+        Flag("global_batch", None, integer(1), "bytes per optimizer step on all ranks together, in place of "
+             "--grad_accum", metavar="BYTES"),
+        Flag("seed", 0, integer(0), "of weights, data order, segment noise, dropout and loop counts"),
+    ),
+    "horizon": (
+        Flag("target_flops", None, real(0, open_low=True), "training FLOPs, in place of --target_tokens",
+             metavar="FLOPS"),
+        Flag("target_param_data_ratio", None, real(0, open_low=True), "bytes per parameter, tables left out, in place "
+             "of --target_tokens", metavar="RATIO"),
+    ),
+    "optimizer": (
+        Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon (AdamW for the rest)"),
+        Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's steps have "
+             "AdamW's size)", "LR", metavar="RATE"),
+        Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE), "learning rate of the Engram tables: the size of a row's first "
+             "step", metavar="RATE"),
+        Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as an epoch begins"),
+        Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear "
+             "decay"),
+        Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up", metavar="STEPS"),
+        Flag("wsd_decay_fraction", 0.2, real(0, 1), "fraction of the horizon in which wsd decays", metavar="FRACTION"),
+        Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a fraction of the peak",
+             metavar="FRACTION"),
+        Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE), "of matrices; never of vectors and Engram tables"),
+        Flag("dropout", 0.0, real(0, 0.9), "of the core's input and output, a fifth as much of the bytes before and "
+             "after it; grows over ten epochs, from 0 in the first", metavar="RATE"),
+        Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's first decay"),
+        Flag("beta2", OptimizerSettings.beta2, real(0, 1, open_high=True), "AdamW's second decay"),
+        Flag("momentum", OptimizerSettings.momentum, real(0, 1, open_high=True), "Muon's momentum"),
+        Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off", metavar="NORM"),
+        Flag("max_skipped", 10, integer(1), "stop after so many steps in a row that are not finite", metavar="STEPS"),
+    ),
+    "machine": (
+        Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
+        Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 where the hardware has it, fp8 "
+             "only where layers are compiled too"),
+        Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
+        Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: grouped with compiled layers, else tile where it "
+             "runs, else grouped; loop: reference"),
+        Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); alone: on; "
+             "auto: on a GPU, where it works", alone="on"),
+        Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "activation checkpointing: layers that the backward pass "
+             "computes again; auto: the fewest with which a step fits into the device's memory"),
+        Flag("no_gradient_checkpointing", False, None, "the same as --recompute nothing"),
+        Flag("shards", 1, integer(1, 1 << 16), "ranks that shard weights and optimizer state; the rest replicate them",
+             metavar="RANKS"),
+        Flag("rank_timeout", 300, real(0, 1e6, open_low=True), "seconds that ranks wait for one another, after the "
+             "first step; for a save as long as it takes", metavar="SECONDS"),
+        Flag("deterministic", False, None, "on a GPU: kernels that give the same bits every time, some slower"),
+    ),
+    "checkpoints": (
+        Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY", metavar="STEPS"),
+        Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
+        Flag("keep_best", False, None, "save whenever the validation loss is the lowest so far, and keep that "
+             "checkpoint beside the newest ones; sample.py DIR --best loads it"),
+        Flag("sharded_checkpoints", False, None, "write a directory to which every rank adds a file, where a single "
+             "file gets too large"),
+        Flag("reset_steps", False, None, "with --resume, load the weights alone: fresh optimizer, step 0, data from "
+             "the start"),
+    ),
+    "evaluation": (
+        Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none",
+             metavar="STEPS"),
+        Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones",
+             metavar="BYTES"),
+        Flag("patience", 0, integer(0), "end the run after so many evaluations in a row that did not lower the "
+             "validation loss; 0: never"),
+        Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none", metavar="STEPS"),
+        Flag("sample_prompt", None, str, "text that samples continue; without it held-out text, where there is "
+             "evaluation"),
+    ),
+    "logs": (
+        Flag("log_every", 1, integer(1), "optimizer steps between lines of the log; metrics.jsonl has every step",
+             metavar="STEPS"),
+        Flag("run", None, nonempty("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
+        Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
+    ),
+}
+FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
+# Flags of which one in the command line or environment replaces the others in a --config file.
+ALTERNATIVES = (("target_tokens", "target_flops", "target_param_data_ratio"), ("grad_accum", "global_batch"),
+                ("recompute", "no_gradient_checkpointing"), ("data_dir", "mock_data"))
 
 
 def measured_rate(config: SpiderConfig, steps: float) -> float:
@@ -190,8 +164,8 @@ def ten_evaluations(config: SpiderConfig, steps: float) -> int:
     return max(1, math.ceil(steps / 10))
 
 
-# What a model trains with where neither flag nor environment says otherwise; a function makes it of config and steps.
-# docs/results/learning.md measures what tiny has.
+# Values of flags that suit a model, where nobody gave others; a function makes one of the config and the steps of the
+# horizon. docs/results/learning.md measures those of tiny.
 RECIPES = {
     "1b": {},
     "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=30_000_000, lr=measured_rate,
@@ -203,43 +177,10 @@ RECIPES = {
 }
 
 
-def in_words(value) -> str:
-    """Return a recipe's value in words."""
-    return "by the horizon" if callable(value) else "on" if value is True else str(value)
-
-
 def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
-    """Values of all flags by name; `given`, the names set by flag or environment, and what the `environment` says.
-
-    A bad value of either is a UsageError.
-    """
-    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in FLAGS:
-        text = flag.help + (f"; default {flag.default}" if flag.default not in (None, False) else "")
-        text += "".join(f"; {name}: {in_words(recipe[flag.name])}"
-                        for name, recipe in RECIPES.items() if flag.name in recipe)
-        text += f"; environment {flag.env}" if flag.env else ""
-        choices = ("on", "off") if flag.parse is None else getattr(flag.parse, "choices", None)
-        alone = "on" if flag.parse is None else flag.alone
-        switch = dict(nargs="?", const=alone) if alone else {}
-        parser.add_argument(f"--{flag.name}", metavar="{" + ",".join(choices) + "}" if choices else "X",
-                            help=text.replace("%", "%%"), **switch)
-    given = vars(parser.parse_args(argv))
-    args = SimpleNamespace(given=set(), environment=[])
-    for flag in FLAGS:
-        text, source = given[flag.name], f"--{flag.name}"
-        if text is None and flag.env and environ.get(flag.env):
-            text, source = environ[flag.env], flag.env
-            args.environment.append(f"{source}={text}")
-        if text is None:
-            setattr(args, flag.name, flag.default)
-            continue
-        try:
-            setattr(args, flag.name, flag.parse(text) if flag.parse else one_of("on", "off")(text) == "on")
-        except ValueError as wanted:
-            raise UsageError(f"{source}: {text!r} is not {wanted}") from None
-        args.given.add(flag.name)
+    """Return the values of all flags by name, `given`, the names of those that were set, and `environment`, a line for
+    each variable that was used. UsageError at a bad value, and where two flags contradict each other."""
+    args = parse_flags(GROUPS, argv, environ, prog="train.py", doc=__doc__, recipes=RECIPES, alternatives=ALTERNATIVES)
     if args.no_gradient_checkpointing and args.recompute not in ("auto", "nothing"):
         raise UsageError(f"--no_gradient_checkpointing: it is --recompute nothing, and --recompute {args.recompute} is "
                          "given: give one of the two")
@@ -248,6 +189,42 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
         args.ckpt_dir = os.path.join(args.ckpt_dir, "mock")
     return args
 
+
+if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # answered before torch is imported, which takes seconds
+    sys.exit(run_program(parse_args, "train.py"))
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import tokenizer
+from spider import console
+from spider.data.loader import Loader, validation_rows
+from spider.data.shards import Source, check, mock_source, open_data
+from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, WorldError
+from spider.model.engram import EngramTable
+from spider.model.parameters import component_of, halved_weights
+from spider.training import machine
+from spider.training.batches import Batch, Feed, batches_of
+from spider.training.curves import leave_curves
+from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook,
+                                     print_tables, print_verdict, segment_lengths, segment_warnings)
+from spider.training.fp8 import convert_to_fp8, describe_fp8
+from spider.training.machine import (keep_freed_memory, multiplies_bf16, resolve_compile, resolve_device,
+                                     resolve_precision, start_log, wants_memory)
+from spider.training.memory import (beside_tensors, check_memory, checkpoint_size, choose_recompute, describe_memory,
+                                    estimate_memory)
+from spider.training.optim import Optimizers
+from spider.training.progress import RunProgress
+from spider.training.ranks import World
+from spider.training.run_directory import RunDirectory, check_same_model, run_state
+from spider.training.run_log import odd_step_line, progress_line
+from spider.training.stopping import Stopping, StopSignals
+from spider.training.trackers import start_profiler, start_wandb
+from spider_model import Spider, SpiderOutput
+from tile_moe import BackendError, multiplies_at_once, resolve_backend
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The plan of a run: flag, then environment, then --config, then recipe, then what suits the device

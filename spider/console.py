@@ -13,7 +13,7 @@ def one_line(message) -> str:
 
 
 @contextmanager
-def reader_may_leave():
+def tolerate_closed_stdout():
     """Inside and when it ends, nobody reading stdout any more (`| head`) is no fault: what is printed goes nowhere."""
     try:
         yield
@@ -24,7 +24,7 @@ def reader_may_leave():
 
 def say(line: str):
     """Prints one line, whatever names are in it."""
-    with reader_may_leave():
+    with tolerate_closed_stdout():
         print(one_line(line))
 
 

@@ -121,6 +121,11 @@ def note_again(where: str, paths: Sequence[str]):
              + ": link loops, or other names of what is read anyway")
 
 
+def is_count(value) -> bool:
+    """Tell whether a value that was read from a file is a whole number from 0 on that int64 holds."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
 

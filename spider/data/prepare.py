@@ -30,10 +30,10 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from spider.console import ProgressBar, note, say
-from spider.data.shards import (MIB, Shard, Stream, find_shards, is_count, is_entry, map_shard, read_metadata,
+from spider.data.shards import (MIB, Shard, Stream, find_shards, is_entry, map_shard, read_metadata,
                                 read_record)
 from spider.errors import DataError
-from spider.files import durable, each_once, locked, naming, note_again, open_own, open_plain, put_in_place, walk
+from spider.files import durable, each_once, is_count, locked, naming, note_again, open_own, open_plain, put_in_place, walk
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 
 LINE_LIMIT = 32 * MIB         # longest JSON line, which may take 30 times its size to parse, and longest parquet row

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spider.errors import DataError
-from spider.files import each_once, identity, naming, note_again, open_plain, walk
+from spider.files import each_once, identity, is_count, naming, note_again, open_plain, walk
 from spider.flags import number
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
@@ -176,10 +176,6 @@ def is_entry(entry) -> bool:
     """Whether a JSON value describes a shard, as far as training relies on it."""
     return (isinstance(entry, dict) and entry.get("split") in ("train", "val") and is_count(entry.get("ids"))
             and type(entry.get("name")) is type(entry.get("sha256")) is str)
-
-
-def is_count(value) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
 
 
 def read_record(path: Path) -> bytes:

@@ -1,12 +1,15 @@
 """SpiderConfig: every size of the model, and the presets."""
 
+import math
 from dataclasses import dataclass, fields
+from functools import cache
 
-from spider.model.ngrams import WORD_BYTES, primes_below
 from tokenizer import VOCAB_SIZE
 
 BOUNDARIES = ("learned", "words", "whitespace", "every_third", "every_byte")
 RECOMPUTE = ("nothing", "core", "all")
+BACKENDS = ("loop", "grouped", "tile")  # of tile_moe.py
+WORD_BYTES = 32                           # that are looked at for the ends of words
 MAX_LOOPS = 4096                          # of the core, in a flag as in a checkpoint
 
 
@@ -134,6 +137,18 @@ class SpiderConfig:
         if name not in PRESETS:
             raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
+
+
+@cache
+def primes_below(limit: int, count: int) -> tuple[int, ...]:
+    """The `count` largest primes not above `limit`, descending; all of them where there are fewer."""
+    found = []
+    for n in range(limit, 1, -1):
+        if len(found) == count:
+            break
+        if n == 2 or n % 2 and all(n % d for d in range(3, math.isqrt(n) + 1, 2)):
+            found.append(n)
+    return tuple(found)
 
 
 # What each number may be: beyond it nothing sensible lies, and what is built of it would take for ever or overflow.

@@ -21,7 +21,8 @@ from spider.model.cache import Cache
 from spider.model.casting import Linear, wide
 from spider.model.config import SpiderConfig
 from spider.model.match_memory import MatchMemory
-from spider.model.ngrams import gram_keys, init_multiplier, primes_below
+from spider.model.config import primes_below
+from spider.model.ngrams import gram_keys, init_multiplier
 from spider.model.norm import inverse_rms_of, rms_norm
 from spider.model.packing import ActiveRows, round_up
 

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spider.model.ngrams import WORD_BYTES, gram_keys, init_multiplier, word_ends
+from spider.model.config import WORD_BYTES
+from spider.model.ngrams import gram_keys, init_multiplier, word_ends
 
 
 class MatchMemory(nn.Module):

@@ -1,16 +1,12 @@
 """Hash the n-grams and words that end at each byte."""
 
-import math
 import operator
-from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from tokenizer import PAD_ID
-
-WORD_BYTES = 32                           # that are looked at for the ends of words
 
 
 def gram_keys(shifted: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -> list[Tensor]:
@@ -43,15 +39,3 @@ def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:
     back = torch.arange(longest, device=ids.device)[:, None]
     row = torch.arange(len(ids), device=ids.device)
     return torch.where(position >= back, ids[(row - back).clamp_min(0)], PAD_ID)
-
-
-@cache
-def primes_below(limit: int, count: int) -> tuple[int, ...]:
-    """The `count` largest primes not above `limit`, descending; all of them where there are fewer."""
-    found = []
-    for n in range(limit, 1, -1):
-        if len(found) == count:
-            break
-        if n == 2 or n % 2 and all(n % d for d in range(3, math.isqrt(n) + 1, 2)):
-            found.append(n)
-    return tuple(found)

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from spider.errors import CheckpointError
+from spider.files import is_count
 from spider.model.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.training.state_tensors import RemoteTensor, copy_to_host
 
@@ -336,10 +337,6 @@ def reading(path: Path):
 def likeness(tensor: Tensor | RemoteTensor) -> tuple:
     """What a weight of a checkpoint has in common with the model's; its precision may differ."""
     return tuple(tensor.shape), tensor.dtype.is_floating_point
-
-
-def is_count(value) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
 
 
 def is_number(value) -> bool:

@@ -152,8 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = flags.Parser(description=__doc__.partition("\n")[0])
     command = parser.add_subparsers(required=True, metavar="{convert}").add_parser(
         "convert", help="write a checkpoint in the other form: DST.pt is one file, any other DST a directory of parts")
-    command.add_argument("source", metavar="SRC", type=flags.checked(flags.a_path))
-    command.add_argument("target", metavar="DST", type=flags.checked(flags.a_path))
+    command.add_argument("source", metavar="SRC", type=flags.path_name)
+    command.add_argument("target", metavar="DST", type=flags.path_name)
     status = 2
     try:
         args = parser.parse_args(argv)

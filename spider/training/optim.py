@@ -14,7 +14,7 @@ from spider.errors import CheckpointError
 from spider.model.engram import EngramTable
 from spider.model.parameters import matrices_of
 from spider.training.machine import multiplies_bf16, quiet
-from spider.training.plan import OptimizerSettings
+from spider.training.plan import OPTIMIZERS, OptimizerSettings
 from spider.training.ranks import World
 from spider.training.sharded_muon import Deal
 from spider.training.sharding import MIN_8BIT, check_blocks
@@ -161,9 +161,6 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         for p in self.tables:
             p.zero_()
             self.state[p].clear()
-
-
-OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 
 
 class Optimizers:

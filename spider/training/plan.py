@@ -13,6 +13,8 @@ from spider.errors import UsageError
 from spider.flags import decimal
 from spider.model.config import SpiderConfig
 
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
+
 
 @dataclass(frozen=True)
 class BatchShape:
