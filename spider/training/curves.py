@@ -1,4 +1,11 @@
-"""Draw the curves of metrics.jsonl."""
+"""Draw the curves of runs from their metrics.jsonl: `draw_curves`, `write_curves`, and what a page shows of them.
+
+    python -m spider.training.curves OUT.png "default=checkpoints" "three loops=checkpoints-3"
+
+Every panel shows one quantity of all runs: thin as it was logged, thick as a moving average, dots for validation. A run
+far above the others leaves their scale alone: an arrow at the upper edge says how high it is. Validation by source
+(`val_bpb/NAME`) has a panel of its own. matplotlib is imported where a picture is drawn alone.
+"""
 
 import math
 import sys
@@ -6,20 +13,166 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from loguru import logger
 
 from spider import console, errors, files
 from spider.training.machine import quiet
 from spider.training.run_log import numbers_of
-from spider.training.stopping import StopSignals
+
+POINTS = 300                              # of a curve, each a mean over equally many steps
+SMOOTH = 1 / 40                           # of a curve to each side of a point, in its moving average
+SOURCE = "val_bpb/"                       # and a source's name: bits per byte of its validation part
+Points = list[tuple[float, float]]
 
 
-def leave_curves(directory: Path, stop: StopSignals):
-    """At the end of a run that no signal ended, whose seconds are for saving: curves.png beside its metrics, where
-    matplotlib is installed."""
+class Panel(NamedTuple):
+    """One quantity: where lines of metrics.jsonl have it, and by what it is multiplied."""
+    title: str
+    name: str
+    factor: float = 1
+    val: str = ""                         # name of what validation found, never smoothed
+    smooth: bool = True
+
+
+PANELS = (
+    Panel("bits per byte", "loss", 1 / math.log(2), "val_bpb"),
+    Panel("bytes per segment", "bytes_per_segment", val="val_bytes_per_segment"),
+    Panel("loops until halting", "mean_loops"),
+    Panel("learning rate", "lr", smooth=False),
+    Panel("norm of the gradient", "grad_norm"),
+    Panel("load of the busiest expert, 1 is even", "expert_balance"),
+    Panel("bytes per second", "tok_per_sec"),
+)
+BY_SOURCE = "validation by source, bits per byte"
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Read the numbers of each line of metrics.jsonl that is one of a step; none where there is no such file."""
+    if not path.is_file():
+        return []
+    wanted, lines = {"step", "bytes_seen", *(name for panel in PANELS for name in (panel.name, panel.val))}, []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in iter(partial(file.readline, 1 << 16), ""):
+            with suppress(ValueError):                            # cut off or altered
+                lines.append({name: value for name, value in numbers_of(line).items()
+                              if (name in wanted or name.startswith(SOURCE)) and type(value) in (int, float)
+                              and abs(value) < 1e30})
+    return lines
+
+
+def sources_of(runs: Iterable[list[dict]]) -> list[str]:
+    """List the keys of validation by source, in their order."""
+    return list(dict.fromkeys(name for lines in runs for line in lines for name in line if name.startswith(SOURCE)))
+
+
+def axis_of(runs: Iterable[list[dict]]) -> tuple[str, float, str]:
+    """Choose what the curves of some runs are drawn over: key of a line, factor, title."""
+    if all("bytes_seen" in line for lines in runs for line in lines):
+        return "bytes_seen", 1e-6, "million bytes"
+    return "step", 1, "steps"
+
+
+def curve(lines: list[dict], axis: tuple[str, float, str], name: str, factor: float = 1) -> Points:
+    """Return the values of `name` over the axis, at most POINTS, each the mean of equally many steps."""
+    found = [(line[axis[0]] * axis[1], line[name] * factor) for line in lines if name in line]
+    size = max(1, math.ceil(len(found) / POINTS))
+    return [(part[-1][0], sum(value for _, value in part) / len(part))
+            for part in (found[i:i + size] for i in range(0, len(found), size))]
+
+
+def smoothed(points: Points) -> Points:
+    """Return the moving average of a curve, which near its beginning spans less: a loss falls steeply there."""
+    width = math.ceil(len(points) * SMOOTH)
+    values = [value for _, value in points]
+    spans = (values[max(0, i - min(width, i)):i + min(width, i) + 1] for i in range(len(points)))
+    return [(x, sum(part) / len(part)) for (x, _), part in zip(points, spans)]
+
+
+def span(runs: list[list[float]]) -> tuple[float, float]:
+    """Return where a vertical axis begins and ends: without the few largest of a run's many values, since a loss begins
+    high, and without runs that are three times as high as the lower half of them."""
+    ordered = [sorted(values) for values in runs if values]
+    highs = sorted(values[-1 - len(values) // 25] for values in ordered)
+    middle = highs[(len(highs) - 1) // 2]
+    low, high = min(values[0] for values in ordered), max(high for high in highs if high <= middle + 2 * abs(middle))
+    low = min(low, high)
+    room = max((high - low) * 0.06, abs(high) * 0.01) or 1.0      # of a constant, not its rounding
+    return low - room, high + room
+
+
+def draw_curves(out: Path, runs: dict[str, list[dict]]):
+    """Draw lines of metrics.jsonl by label into a PNG. ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+    axis, sources = axis_of(runs.values()), sources_of(runs.values())
+    figure = Figure(figsize=(14, 6.4))
+    figure.subplots_adjust(0.04, 0.08, 0.99, 0.94, wspace=0.2, hspace=0.34)  # its own layouts take as long again
+    grid = figure.add_gridspec(2, 4)
+    cells = [grid[0, 0] if sources else grid[0, :2], *([grid[0, 1]] if sources else []), grid[0, 2], grid[0, 3],
+             *(grid[1, i] for i in range(4))]
+    panels = [*PANELS[:1], *([None] if sources else []), *PANELS[1:]]
+    for cell, panel in zip(cells, panels):
+        axes = figure.add_subplot(cell)
+        curves = draw_sources(axes, runs, axis, sources) if panel is None else draw_panel(axes, runs, axis, panel)
+        axes.set_title(BY_SOURCE if panel is None else panel.title, fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.ticklabel_format(axis="y", scilimits=(-2, 5))
+        axes.set_xlabel(axis[2] if cell.rowspan.start else "")
+        if any(points for _, points in curves):
+            axes.set_ylim(*span([[value for _, value in points] for _, points in curves]))
+            point_out_of_scale(axes, curves)
+    labels = {f"run {number}": label for number, label in enumerate(runs)}
+    labels |= {f"source {number}": name.removeprefix(SOURCE) for number, name in enumerate(sources)}
+    for axes in figure.axes[:1 + bool(sources)]:
+        for text in axes.legend(fontsize=9).get_texts():          # before, $ and a leading _ would have meant something
+            text.set(text=console.one_line(labels.get(text.get_text(), text.get_text())), parse_math=False)
+    with files.durable(out, "wb") as file:
+        figure.savefig(file, dpi=90, format="png")
+
+
+def draw_panel(axes, runs: dict[str, list[dict]], axis: tuple[str, float, str], panel: Panel) -> list[tuple[str, Points]]:
+    """Draw a panel's curves, one colour a run; return colour and points of each run."""
+    drawn = []
+    for number, lines in enumerate(runs.values()):
+        line, dots = curve(lines, axis, panel.name, panel.factor), curve(lines, axis, panel.val)
+        if panel.smooth:
+            axes.plot(*zip(*line or [((), ())]), lw=0.7, alpha=0.35, color=f"C{number}")
+        axes.plot(*zip(*(smoothed(line) if panel.smooth else line) or [((), ())]), lw=1.4, color=f"C{number}",
+                  label=f"run {number}")
+        axes.plot(*zip(*dots or [((), ())]), "o", ms=4, color=f"C{number}", mec="black", mew=0.6,
+                  label=None if number else "validation")
+        drawn.append((f"C{number}", dots + line))
+    return drawn
+
+
+def draw_sources(axes, runs: dict[str, list[dict]], axis: tuple[str, float, str],
+                 sources: list[str]) -> list[tuple[str, Points]]:
+    """Draw validation by source, one colour a source, one stroke a run; return colour and points of each curve."""
+    drawn = []
+    for stroke, lines in zip("o- s-- ^: v-.".split() * len(runs), runs.values()):
+        for number, name in enumerate(sources):
+            points = curve(lines, axis, name)
+            axes.plot(*zip(*points or [((), ())]), stroke, ms=3, lw=1, color=f"C{number}",
+                      label=None if lines is not next(iter(runs.values())) else f"source {number}")
+            drawn.append((f"C{number}", points))
+    return drawn
+
+
+def point_out_of_scale(axes, curves: list[tuple[str, Points]]):
+    """Write the last value of each curve that ends above the panel at its upper edge, in the curve's colour."""
+    high = axes.get_ylim()[1]
+    above = [(colour, points[-1][1]) for colour, points in curves if points and points[-1][1] > high]
+    for row, (colour, value) in enumerate(above):
+        axes.text(0.99, 0.97 - 0.08 * row, f"\u2191 {value:.4g}", color=colour, fontsize=9, ha="right", va="top",
+                  transform=axes.transAxes)
+
+
+def write_curves(directory: Path, signal: int | None):
+    """Draw curves.png beside a run's metrics as it ends, where matplotlib is installed, unless a signal ended it: then
+    what time is left is for saving."""
     try:
-        if stop.asked is None and (lines := read_metrics(directory / "metrics.jsonl")):
+        if signal is None and (lines := read_metrics(directory / "metrics.jsonl")):
             with quiet():
                 draw_curves(directory / "curves.png", {"training": lines})
             logger.info(f"curves: {directory / 'curves.png'}")
@@ -29,108 +182,25 @@ def leave_curves(directory: Path, stop: StopSignals):
         logger.warning(f"curves.png is not drawn: {fault}")
 
 
-PANELS = (  # title, name in a line, factor, name of what validation says, its factor
-    ("loss, nats per byte", "loss", 1, "val_loss", 1),
-    ("bits per byte", "loss", 1 / math.log(2), "val_bpb", 1),
-    ("bytes per segment", "bytes_per_segment", 1, "val_bytes_per_segment", 1),
-    ("loops until halting", "mean_loops", 1, "", 1),
-    ("learning rate", "lr", 1, "", 1),
-    ("norm of the gradient", "grad_norm", 1, "", 1),
-    ("balance: busiest expert, 1 is even", "expert_balance", 1, "", 1),
-    ("bytes per second", "tok_per_sec", 1, "", 1),
-)
-POINTS = 300                              # of a curve, each a mean over as many steps as it takes
-Points = list[tuple[float, float]]
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The numbers of each line of metrics.jsonl that is one of a step; nothing where there is no such file."""
-    if not path.is_file():
-        return []
-    wanted, lines = {"step", "bytes_seen"}.union(*(panel[1::2] for panel in PANELS)), []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in iter(partial(file.readline, 1 << 16), ""):
-            with suppress(ValueError):                            # cut off or altered
-                lines.append({name: value for name, value in numbers_of(line).items()
-                              if name in wanted and type(value) in (int, float) and abs(value) < 1e30})
-    return lines
-
-
-def axis_of(runs: Iterable[list[dict]]) -> tuple[str, float, str]:
-    """What the curves of these runs lie over: name in a line, factor, name for people."""
-    if all("bytes_seen" in line for lines in runs for line in lines):
-        return "bytes_seen", 1e-6, "million bytes"
-    return "step", 1, "steps"
-
-
-def curve(lines: list[dict], axis: tuple[str, float, str], name: str, factor: float) -> Points:
-    """Values of `name` over the axis, at most POINTS, means of equally many steps."""
-    found = [(line[axis[0]] * axis[1], line[name] * factor) for line in lines if name in line]
-    size = max(1, math.ceil(len(found) / POINTS))
-    return [(part[-1][0], sum(value for _, value in part) / len(part))
-            for part in (found[i:i + size] for i in range(0, len(found), size))]
-
-
-def span(values: list[float]) -> tuple[float, float]:
-    """Where a vertical axis begins and ends: without the few largest of many values, since a loss begins high."""
-    ordered = sorted(values)
-    low, high = ordered[0], ordered[-1 - len(ordered) // 25]
-    room = max((high - low) * 0.06, abs(high) * 0.01) or 1.0      # of a constant, not its rounding
-    return low - room, high + room
-
-
-def draw_curves(out: Path, runs: dict[str, list[dict]]):
-    """Draws lines of metrics.jsonl by label into a PNG. ImportError without matplotlib."""
-    from matplotlib.figure import Figure
-    axis = axis_of(runs.values())
-    figure = Figure(figsize=(14, 6.4))
-    figure.subplots_adjust(0.04, 0.08, 0.99, 0.94, wspace=0.2, hspace=0.34)  # its own layouts take as long again
-    for axes, (title, name, factor, val, val_factor) in zip(figure.subplots(2, 4).flat, PANELS):
-        values = []
-        for number, lines in enumerate(runs.values()):
-            line, dots = curve(lines, axis, name, factor), curve(lines, axis, val, val_factor)
-            axes.plot(*zip(*line or [((), ())]), lw=1.2, color=f"C{number}", label=f"run {number}")
-            axes.plot(*zip(*dots or [((), ())]), "o", ms=4, color=f"C{number}", mec="black", mew=0.6,
-                      label=None if number else "validation")
-            values += [value for _, value in line + dots]
-        axes.set_title(title, fontsize=10)
-        axes.grid(alpha=0.3)
-        if values:
-            axes.set_ylim(*span(values))
-    for axes in figure.axes[4:]:
-        axes.set_xlabel(axis[2])
-    labels = {f"run {number}": console.one_line(label) for number, label in enumerate(runs)}
-    for text in figure.axes[0].legend(fontsize=9).get_texts():    # before, $ and a leading _ would have meant something
-        text.set(text=labels.get(text.get_text(), text.get_text()), parse_math=False)
-    with files.durable(out, "wb") as file:
-        figure.savefig(file, dpi=90, format="png")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
 def main(argv: list[str]) -> int:
-    """Draws the curves of runs in one picture. Exit status: 0; 2 with one line on stderr."""
+    """Draw the curves of runs in one picture. Exit status: 0; 2 with one line on stderr."""
     if argv in (["-h"], ["--help"]):
         print(__doc__)
         return 0
     out, *runs = argv or [""]
-    places = {label: directory for label, _, directory in (run.partition("=") for run in runs)}
-    if not out or not runs or not all(map(all, places.items())) or len(places) < len(runs):
-        print("look.py: error: python look.py OUT.png LABEL=DIR ..., each LABEL once, each DIR with a metrics.jsonl",
-              file=sys.stderr)
-        return 2
+    directories = {label: directory for label, _, directory in (run.partition("=") for run in runs)}
     try:
-        found = {label: read_metrics(Path(directory) / "metrics.jsonl") for label, directory in places.items()}
+        if not out or not runs or not all(map(all, directories.items())) or len(directories) < len(runs):
+            raise errors.UsageError("python -m spider.training.curves OUT.png LABEL=DIR ..., each LABEL once, each DIR "
+                                    "with a metrics.jsonl")
+        found = {label: read_metrics(Path(directory) / "metrics.jsonl") for label, directory in directories.items()}
         if missing := [label for label, lines in found.items() if not lines]:
             raise errors.DataError(f"{', '.join(missing)}: there are no lines in metrics.jsonl")
         with quiet():                     # of signs that the font lacks
             draw_curves(Path(out), found)
-    except ImportError as fault:
-        fault = f"{fault}: pip install -e \".[bench]\""
-        print(f"look.py: error: {console.one_line(fault)}", file=sys.stderr)
-        return 2
-    except (errors.DataError, OSError) as fault:
-        print(f"look.py: error: {console.one_line(fault)}", file=sys.stderr)
+    except (ImportError, errors.UsageError, errors.DataError, OSError) as fault:
+        remedy = ': pip install -e ".[bench]"' if isinstance(fault, ImportError) else ""
+        print(f"curves.py: error: {console.one_line(fault)}{remedy}", file=sys.stderr)
         return 2
     return 0
 
