@@ -208,7 +208,7 @@ from spider.model.engram import EngramTable
 from spider.model.parameters import component_of, halved_weights
 from spider.training import machine
 from spider.training.batches import Batch, Feed, batches_of
-from spider.training.curves import leave_curves
+from spider.training.curves import write_curves
 from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook,
                                      print_tables, print_verdict, segment_lengths, segment_warnings)
 from spider.training.fp8 import convert_to_fp8, describe_fp8
@@ -784,7 +784,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     optimizers.set_lr(plan.schedule.lr, lr_factor(max(0, progress.step - 1), horizon, plan.schedule))  # the checkpoint's
     stopping = Stopping(stop, writer, progress.step, last_step, plan.optimizer.max_skipped, out.patience, world)
     if world.is_rank0:
-        closing.callback(leave_curves, home.path, stop)
+        closing.callback(lambda: write_curves(home.path, stop.asked))
 
     def save():
         writer.save(run_state(model, optimizers, progress, loader, identity, world), metrics_file.sync)

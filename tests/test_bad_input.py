@@ -795,7 +795,7 @@ def test_a_batch_of_more_micro_steps_than_memory_holds_is_refused(capsys):
 
 def command_line(program: str, *argv) -> int:
     """The exit status of one of the project's command lines."""
-    main = dict(train=train.command_line, sample=sample.main, data=data.main, look=curves.main, bench=bench.main,
+    main = dict(train=train.command_line, sample=sample.main, data=data.main, curves=curves.main, bench=bench.main,
                 checkpoint=checkpoint_writer.main)[program]
     return main([*map(str, argv)])
 
@@ -813,8 +813,8 @@ def command_line(program: str, *argv) -> int:
     (("data", "prepare", "", "--out", "o"), "INPUT: '' is not a path"),
     (("data", "prepare", "a.txt", "--out", ""), "--out: '' is not a path"),
     (("data", "verify", ""), "DIR: '' is not a path"), (("data", "show", ""), "SPEC: '' is not a path"),
-    (("look", "", "a=a"), "python look.py OUT.png LABEL=DIR"), (("look", "o.png", "a="), "LABEL=DIR"),
-    (("look", "o.png", "a=.", "a=.."), "each LABEL once"),
+    (("curves", "", "a=a"), "spider.training.curves OUT.png LABEL=DIR"), (("curves", "o.png", "a="), "LABEL=DIR"),
+    (("curves", "o.png", "a=.", "a=.."), "each LABEL once"),
     (("bench", "--only", "segments", "--device", "cpu", "--out", ""), "--out: '' is not a path"),
     (("bench", "--only", "segments", "--device", "cpu", "--data_dir", ""), "--data_dir: '' is not a path"),
     (("bench", "--only", "segments", "--device", "cpu", "--seq_len", ""), "--seq_len: '' is not"),
