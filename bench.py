@@ -44,7 +44,7 @@ from spider.training import optim
 from spider.training.batches import Batch
 from spider.training.machine import (keep_freed_memory, multiplies_bf16, peak_memory, resolve_compile, resolve_device,
                                      resolve_precision)
-from spider.training.ranks import FIRST_STEP, World
+from spider.training.ranks import FIRST_STEP_TIMEOUT, World
 from spider.training.traffic import Traffic
 from spider.version import commit
 from spider_model import Spider
@@ -58,7 +58,7 @@ class Bench:
     """The machine, the settings, and what was measured so far."""
 
     def __init__(self, args, world: World):
-        self.args, self.device = args, world.place(resolve_device(args.device))
+        self.args, self.device = args, world.local_device(resolve_device(args.device))
         self.gpu = self.device.type == "cuda"
         self.model = args.model or ("1b" if self.gpu else "tiny")
         self.seq_len = 256 if args.seq_len is None else args.seq_len
@@ -590,7 +590,7 @@ def traffic(b: Bench):
 
 def counted(b: Bench, world: World, shards: int, grad_accum: int, precision: str) -> dict:
     """Bytes of the second of two steps of this rank, beside the formula."""
-    world.arrange(shards)
+    world.make_mesh(shards)
     args = b.flags(grad_accum=grad_accum, precision=precision, device=b.device.type)
     with torch.device("meta"):
         model = Spider(train.model_config(args))
@@ -603,7 +603,7 @@ def counted(b: Bench, world: World, shards: int, grad_accum: int, precision: str
         batches = [Batch.of(*loader.micro_batch(0, i, args.micro_batch, world.rank, world.ranks)[:2], step).to(
             b.device) for i in range(grad_accum)]
         with Traffic() as counter:
-            sums, tokens = train.accumulate(model, batches, args.n_loops, None, world)
+            sums, tokens = train.accumulate(model, batches, args.n_loops)
             train.update(model, optimizers, sums, tokens, batches[0].real, args)
     return {"replicas": world.replicas, "shards": shards, "micro-steps": grad_accum, "precision": precision,
             "collectives": counter.calls, "MB sent": counter.sent / 1e6, "by the formula": (near + far) / 1e6}
@@ -695,7 +695,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def measure_sections(args, world: World):
     """Every section that was asked for: tables on stdout, and figures in --out."""
     b = Bench(args, world)
-    world.join(b.device, 1, FIRST_STEP)
+    world.join(b.device, 1, FIRST_STEP_TIMEOUT)
     if args.out and world.is_rank0:
         args.out.mkdir(parents=True, exist_ok=True)
     if not b.gpu:

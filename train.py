@@ -205,7 +205,7 @@ from spider.data.loader import Loader, validation_rows
 from spider.data.shards import Source, check, mock_source, open_data
 from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, WorldError
 from spider.model.engram import EngramTable
-from spider.model.parameters import component_of, halved_weights
+from spider.model.parameters import component_of
 from spider.training import machine
 from spider.training.batches import Batch, Feed, batches_of
 from spider.training.curves import write_curves
@@ -221,6 +221,7 @@ from spider.training.progress import RunProgress
 from spider.training.ranks import World
 from spider.training.run_directory import RunDirectory, check_same_model, run_state
 from spider.training.run_log import odd_step_line, progress_line
+from spider.training.sharding import shard_model, sharding_of
 from spider.training.stopping import Stopping, StopSignals
 from spider.training.trackers import start_profiler, start_wandb
 from spider_model import Spider, SpiderOutput
@@ -442,7 +443,7 @@ def build_model(plan: Plan, device: torch.device, world: World | None = None,
         logger.warning(f"only byte layers are compiled, not the core's: {obstacle}")
     model.train()
     if world is not None:
-        world.shard_model(model, plan.batch.grad_accum, halved_weights(model))
+        shard_model(model, world, plan.batch.grad_accum)
     return model
 
 
@@ -481,7 +482,7 @@ def train_step(run: Run, stopping: Stopping) -> bool | None:
         batches, targets, epoch = run.feed.take()
         loops = loops_of_step(plan.schedule, progress.step)
         model.dropout = dropout_at(plan.schedule, run.loader, first)
-        sums, tokens = accumulate(model, batches, loops, targets, run.world)
+        sums, tokens = accumulate(model, batches, loops, targets)
     if stopping.drops():
         return None
     factor = lr_factor(progress.step, run.horizon, plan.schedule)
@@ -506,23 +507,23 @@ def flops_per_byte(model: Spider, rate: float, n_loops: int, seq_len: int) -> fl
     return model.flops_per_byte(rate, n_loops, seq_len)
 
 
-def accumulate(model: Spider, batches: list[Batch], n_loops: int, targets: int | None = None,
-               world: World | None = None) -> tuple[dict[str, Tensor], Tensor]:
+def accumulate(model: Spider, batches: list[Batch], n_loops: int,
+               targets: int | None = None) -> tuple[dict[str, Tensor], Tensor]:
     """Forward and backward over the micro-steps of a step, which leaves gradients and changes nothing else. `targets`:
     of all ranks together, where there are others.
 
     Returns sums over the micro-steps by name: loss (nats), total_loss, segments, mean_loops and the loss's other terms;
     and tokens per expert [L, E]. Waits for the device once a micro-step, for the number of segments.
     """
-    world = World() if world is None else world
-    sums, tokens, parts = {}, 0, len(batches) * world.ranks
+    sharding = sharding_of(model)
+    sums, tokens, parts = {}, 0, len(batches) * sharding.ranks
     targets = max(1, sum(batch.targets for batch in batches) if targets is None else targets)
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
             share = batch.targets / targets  # bytes count alike, however many others are PAD
             loss = out.by_byte * share + (out.loss - out.by_byte) / parts
-            world.backward(model, loss, last=batch is batches[-1])
+            sharding.backward(model, loss, last=batch is batches[-1])
             numbers = dict(loss=out.nats_per_byte.detach() * share, total_loss=loss.detach(), segments=out.segments,
                            mean_loops=out.mean_loops / parts)
             numbers |= {name: term * share if name in out.BYTE_TERMS else term / parts
@@ -540,7 +541,7 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], token
     they stay as they are, and `skipped` is true. `empty_tables`: the Engram tables lose all that they learned.
     """
     names, sums = list(sums), torch.stack(list(sums.values()))
-    norm, sums, tokens, real = optimizers.world.after_step(optimizers.dense, sums, tokens, real)
+    norm, sums, tokens, real = optimizers.sharding.all_reduce_step(optimizers.dense, sums, tokens, real)
     nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip or math.inf, norm)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
     *sums, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
@@ -550,7 +551,7 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], token
         optimizers.step()
         model.update_expert_bias(tokens)
         if empty_tables:
-            optimizers.parts["engram"].reset()
+            optimizers.reset_tables()
     optimizers.zero_grad()
     loss, total_loss, segments, loops = (sums.pop(name) for name in ("loss", "total_loss", "segments", "mean_loops"))
     return dict(loss=loss, total_loss=total_loss, grad_norm=norm, bytes_per_segment=real / max(1, segments),
@@ -573,7 +574,7 @@ def cross_entropy(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size:
     sums, training = torch.zeros(4, device=device, dtype=torch.float64), model.training
     model.eval()
     with model.cast_weights_once():
-        for batch, counts in world.rounds(batches):
+        for batch, counts in world.distribute(batches):
             ids, labels = (tensor.to(device) for tensor in batch)
             out = model(ids, labels, n_loops=n_loops)
             counted = (labels != -100).sum()
@@ -676,7 +677,7 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World, model_cla
 
 def set_up(args, closing: ExitStack, world: World) -> torch.device:
     """Make the settings of this process, and meet the other ranks; return the device."""
-    device = world.place(resolve_device(args.device))
+    device = world.local_device(resolve_device(args.device))
     if device.type == "cpu":
         keep_freed_memory()
     torch.set_float32_matmul_precision("high")
@@ -817,7 +818,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             with stopping.pause(bool(evaluates) + bool(samples)):
                 if evaluates:
                     metrics = metrics | evaluate(model, validation, eval_rows, plan.n_loops, device, world)
-                if samples and (whole := world.whole_model(model)) is not None:
+                if samples and (whole := sharding_of(model).gather_model(model)) is not None:
                     print_sample(whole, progress.step, plan, validation and validation[0][0])
             if stopping.drops():
                 break
@@ -896,7 +897,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
             line = f"error: {line}"
         stop.seconds = None
         with suppress(OSError):           # stderr may be gone
-            if world.says(line, shared):
+            if world.should_print(line, shared):
                 print(f"train.py: {console.one_line(line)}\n", end="", file=sys.stderr)  # of several ranks: one write
         tell_torchrun(f"train.py: {console.one_line(line)}")
     return status

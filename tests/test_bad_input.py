@@ -738,7 +738,7 @@ def test_a_number_is_written_in_plain_decimals_wherever_one_is_taken(tmp_path, m
     with pytest.raises(UsageError, match="--minutes: "):
         bench.parse_args([f"--minutes={text}"])
     for name in ("RANK", "WORLD_SIZE"):
-        assert not text or World({name: text}).odd
+        assert not text or World({name: text}).bad_environ
     (tmp_path / "web").mkdir()
     (tmp_path / "a.txt").write_text("some text")
     with pytest.raises(errors.DataError, match="neither a directory nor a mixture"):

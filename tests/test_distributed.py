@@ -25,9 +25,10 @@ from conftest import ROOT, SMALL, assert_same, final_state, make_shards, metrics
 from spider import errors
 from spider.errors import WorldError
 from spider.model import parameters
-from spider.training import batches, checkpoint, checkpoint_writer, machine, stopping
+from spider.training import batches, checkpoint, checkpoint_writer, muon, stopping
 from spider.training.checkpoint_files import find_checkpoints
-from spider.training.ranks import World, meet
+from spider.training.heartbeat import Heartbeat
+from spider.training.ranks import World, agree_on_prefix
 from train import command_line, parse_args
 
 PARTS = ("--sharded_checkpoints",)
@@ -113,12 +114,12 @@ def mistake(step):
 
 
 def slow_to_name(seconds):
-    name = World._name_the_lost
+    name = Heartbeat._name_lost_ranks
 
     def slow(self):
         time.sleep(seconds)
         return name(self)
-    World._name_the_lost = slow
+    Heartbeat._name_lost_ranks = slow
 
 
 def stop_early(step):
@@ -138,7 +139,7 @@ def child(rank, ranks, ports, argvs, log, faults):
     os.dup2(stream.fileno(), 2)
     sys.stderr = stream
     torch.set_num_threads(1)
-    machine.multiplies_bf16 = lambda device: False  # Muon's products too in fp32, where another order of sums shows least
+    muon.multiplies_bf16 = lambda device: False  # Muon's products too in fp32, where another order of sums shows least
     for fault, victim, step in faults:
         if victim == rank:
             fault(step)
@@ -199,12 +200,12 @@ def steps_done(directory) -> int:
 
 def runs_alone(argv):
     """The same on one rank, in this process, with Muon's products in fp32 too."""
-    multiplies = machine.multiplies_bf16
-    machine.multiplies_bf16 = lambda device: False
+    multiplies = muon.multiplies_bf16
+    muon.multiplies_bf16 = lambda device: False
     try:
         assert command_line(argv) == 0
     finally:
-        machine.multiplies_bf16 = multiplies
+        muon.multiplies_bf16 = multiplies
 
 
 def assert_same_losses(one, other, steps=20):
@@ -390,7 +391,7 @@ def test_replicas_that_drift_apart_are_an_error_that_names_the_tensor(tmp_path, 
     statuses, said = Job(processes, tmp_path, 2, argv, faults=[(drift, 1, 1)]).end()
     assert statuses == [2, 2], said
     (line,) = set(last_lines(said))       # of both, should the store go with rank 0, its host, before the other asks
-    assert "engram_input.table.weight is not the same on all ranks" in line
+    assert "engram_input.table.weight is no longer the same on all ranks" in line
 
 
 @pytest.mark.slow
@@ -577,7 +578,7 @@ def test_a_batch_that_cannot_be_or_contradicts_is_one_line(ranks, flags, words):
 
 @pytest.mark.parametrize("environ, shards, words", (
     (dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4", MASTER_ADDR="here", MASTER_PORT="1"), 3,
-     "--shards 3: 4 ranks"), ({}, 2, "--shards 2: 1 rank cannot"),
+     "--shards 3: does not divide 4 ranks"), ({}, 2, "--shards 2: does not divide 1 rank:"),
     (dict(RANK="x"), 1, "RANK='x': start by torchrun"), (dict(WORLD_SIZE="8"), 1, "WORLD_SIZE=8, but RANK is not set")))
 def test_ranks_that_cannot_be_arranged_are_refused_in_one_line(environ, shards, words):
     with pytest.raises(WorldError, match=words):
@@ -589,26 +590,26 @@ def test_ranks_that_meet_again_take_no_call_from_before_for_their_own():
     store, names = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60)), []
     store.set("spider/call", "early")
     store.set("spider/early/1", "one")
-    store.set("spider/early/heard", "one two")
+    store.set("spider/early/answers", "one two")
     for _ in range(2):
         with ThreadPoolExecutor(3) as pool:
-            later = [pool.submit(meet, store.clone(), rank, 3, 60.0) for rank in (1, 2)]
+            later = [pool.submit(agree_on_prefix, store.clone(), rank, 3, 60.0) for rank in (1, 2)]
             time.sleep(0.3)               # in which they answer the call from before
-            (name,) = {meet(store, 0, 3, 60.0), *(one.result() for one in later)}
+            (name,) = {agree_on_prefix(store, 0, 3, 60.0), *(one.result() for one in later)}
         names.append(name)
     assert names[0] != names[1] and "early" not in names[0]
     with pytest.raises(RuntimeError, match="rank 0 does not answer"):
-        meet(store, 1, 3, 0.3)
+        agree_on_prefix(store, 1, 3, 0.3)
 
 
 def test_one_process_has_no_process_group_and_does_not_ask_anybody():
     world = World({})
     with world:
         world.join(torch.device("cpu"), 1, 1.0)
-        assert not torch.distributed.is_initialized() and world.store is None
-        world.look_ahead = lambda: (5, None)
-        assert world.on_rank0(lambda: 7) == 7 and world.before_step() == 5
-        assert [*world.rounds(range(0, 6, 2))] == [(0, 1), (2, 1), (4, 1)]
-        world.ballot["retry"] = lambda: True
-        assert world.heard("retry") and world.says("a line", shared=False)
+        assert not torch.distributed.is_initialized() and world.heartbeat is None
+        world.own_targets = lambda: (5, None)
+        assert world.on_rank0(lambda: 7) == 7 and world.targets_of_step() == 5
+        assert [*world.distribute(range(0, 6, 2))] == [(0, 1), (2, 1), (4, 1)]
+        world.own_votes["retry"] = lambda: True
+        assert world.any_voted("retry") and world.should_print("a line", shared=False)
     assert json.dumps(world.votes) == "{}"

@@ -13,7 +13,9 @@ from spider.model import engram
 from spider.model.engram import EngramTable
 from spider.model.parameters import matrices_of
 from spider.training.batches import Batch
-from spider.training.optim import Muon, Optimizers, OptimizerSettings, RowwiseAdagrad, orthogonalize
+from spider.training.muon import Muon, orthogonalize
+from spider.training.optim import Optimizers, RowwiseAdagrad
+from spider.training.plan import OptimizerSettings
 from train import parse_args
 
 
@@ -80,7 +82,7 @@ def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(bac
 
     def slices() -> dict:
         """(weight, momentum) of every matrix of the stacks."""
-        momentum = optimizers.parts["muon"].state
+        momentum = optimizers.by_name["muon"].state
         return {(name, i): (p[i].detach().clone(), momentum[p]["momentum_buffer"][i].clone())
                 for name, (p, _) in idle.items() for i in range(len(p))}
     train_step(model, optimizers, batch, 3)
@@ -153,7 +155,7 @@ def test_the_same_global_batch_moves_the_tables_alike_however_it_is_split(rows):
             batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
             train_step(model, optimizers, batches, 2)
         moved = {key: p.detach() - before[key] for key, p in model.named_parameters() if key in before}
-        results.append((moved, [state["sum"] for state in optimizers.parts["engram"].state.values()]))
+        results.append((moved, [state["sum"] for state in optimizers.by_name["engram"].state.values()]))
     for moved, sums in results:
         assert all(0.01 < table.abs().max() for table in moved.values())
         assert all((table == 0).all(1).any() for table in moved.values())  # the untouched
@@ -180,7 +182,7 @@ def test_what_tables_gathered_ends_with_the_step_whichever_way_it_ends():
     def gather():
         train.accumulate(model, batch, 2)
         assert all(table.gathered() and table.weight.grad is None for table in tables)
-        assert model.state_dict().keys() == keys and not optimizers.parts["engram"].state
+        assert model.state_dict().keys() == keys and not optimizers.by_name["engram"].state
     gather()
     model.zero_grad()
     assert not any(table.gathered() for table in tables)
@@ -249,7 +251,7 @@ def test_who_takes_the_tables_rows_or_means_to_leave_them_is_told_nothing(unwarn
 def test_optimizers_take_settings_by_name_and_no_name_of_another_kind():
     model = awake(small_config())
     optimizers = Optimizers(model, "muon", OptimizerSettings(lr=0.01, momentum=0.5, beta1=0.8, engram_lr=0.1))
-    groups = {name: part.param_groups[0] for name, part in optimizers.parts.items()}
+    groups = {name: part.param_groups[0] for name, part in optimizers.by_name.items()}
     assert groups["muon"]["lr"] == groups["adamw"]["lr"] == 0.01 and groups["engram"]["lr"] == 0.1
     assert groups["muon"]["momentum"] == 0.5 and groups["adamw"]["betas"] == (0.8, 0.95)
     args = parse_args([], environ={})
@@ -262,11 +264,11 @@ def test_optimizers_take_settings_by_name_and_no_name_of_another_kind():
 def test_every_parameter_is_trained_once_tables_at_a_rate_of_their_own_without_decay(name):
     model = awake(small_config())
     optimizers = Optimizers(model, name, parse_args([]))
-    owned = [p for part in optimizers.parts.values() for group in part.param_groups for p in group["params"]]
+    owned = [p for part in optimizers.by_name.values() for group in part.param_groups for p in group["params"]]
     assert sorted(map(id, owned)) == sorted(map(id, model.parameters()))
     optimizers.set_lr(0.01, 1.0)
     tables = [id(m.weight) for m in model.modules() if isinstance(m, EngramTable)]
-    for part in optimizers.parts.values():
+    for part in optimizers.by_name.values():
         for group in part.param_groups:
             for p in group["params"]:
                 assert group["lr"] == (0.25 if id(p) in tables else 0.01)
@@ -297,5 +299,5 @@ def test_of_what_the_model_does_not_know_linears_alone_go_to_muon_whatever_its_s
     model.core.layers[0].moe.w_extra = torch.nn.Parameter(torch.ones(4, 32, 8))
     assert matrices_of(model) == before | {"prelude.0.more.weight"}
     optimizers = Optimizers(model, "muon", parse_args([]))
-    by_adamw = {id(p) for group in optimizers.parts["adamw"].param_groups for p in group["params"]}
+    by_adamw = {id(p) for group in optimizers.by_name["adamw"].param_groups for p in group["params"]}
     assert {id(block.conv.weight), id(block.w_gate), id(block.pairs.weight)} <= by_adamw

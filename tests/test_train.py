@@ -116,10 +116,10 @@ def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
         optimizers = Optimizers(model, "adamw", parse_args([]))
         optimizers.set_lr(1e-3, 1.0)
         if reset:
-            optimizers.parts["engram"].reset()
+            optimizers.reset_tables()
         train_step(model, optimizers, [Batch.of(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2)
         table = model.core.layers[1].engram.table.weight
-        sums.append(float(optimizers.parts["engram"].state[table]["sum"].max()))
+        sums.append(float(optimizers.by_name["engram"].state[table]["sum"].max()))
     assert sums[1] < 100 * sums[0]
 
 

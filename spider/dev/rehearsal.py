@@ -44,7 +44,7 @@ from spider.model import packing
 from spider.training import batches, machine
 from spider.training.memory import estimate_memory
 from spider.training.optim import Optimizers
-from spider.training.ranks import World
+from spider.training.sharding import Unsharded
 
 if __name__ == "__main__":                # before torch, which else finds its own CUDA first
     library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
@@ -376,11 +376,10 @@ class Step:
     waits: int                            # numbers that the host waits for
 
 
-class Alone(World):
+class Alone(Unsharded):
     """One rank, whose backward passes are marked in a trace."""
 
     def __init__(self, trace: Trace, tracker: MemTracker):
-        super().__init__({})
         self.trace, self.tracker, self.casts = trace, tracker, 0
 
     def backward(self, model, loss, last):
@@ -431,16 +430,16 @@ def rehearse(card: Card, argv: list[str]) -> Step:
         cu_seqlens = torch.empty(args.micro_batch + 1, dtype=torch.int32, device=device)
         batch = batches.Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
         trace, tracker = Trace(int(ids.numel() / model.config.bytes_per_segment)), MemTracker()
-        tracker.track_external(model, *optimizers.parts.values(), batch.ids, batch.labels, batch.cu_seqlens)
-        optimizers.world = world = Alone(trace, tracker)
+        tracker.track_external(model, *optimizers.by_name.values(), batch.ids, batch.labels, batch.cu_seqlens)
+        model.sharding = sharding = Alone(trace, tracker)
         with marked(model, optimizers, trace), tracker, trace:
             trace.phase = "cast"
-            sums, tokens = train.accumulate(model, [batch] * args.grad_accum, args.n_loops, None, world)
+            sums, tokens = train.accumulate(model, [batch] * args.grad_accum, args.n_loops)
             train.update(model, optimizers, sums, tokens, batch.real * args.grad_accum, args)
         memory = {getattr(kind, "value", kind): size
                   for kind, size in tracker.get_tracker_snapshot("peak")[torch.device("cuda", 0)].items()}
         del model, optimizers, batch
-    return Step(args, trace.operations, memory.pop("Total"), estimate, kinds(memory, world.casts), trace.waits)
+    return Step(args, trace.operations, memory.pop("Total"), estimate, kinds(memory, sharding.casts), trace.waits)
 
 
 def kinds(memory: dict[str, float], casts: float) -> dict[str, float]:

@@ -62,7 +62,7 @@ class Feed:
         self.loader, self.shape, self.seed, self.world = loader, shape, seed, world
         self.first, self.steps = progress.bytes_seen // shape.seq_len, count(progress.step)
         self.wanted, self.fetched, self.next, self.closed = SimpleQueue(), SimpleQueue(), None, False
-        world.look_ahead = self.look_ahead
+        world.own_targets = self.own_targets
         self.thread = Thread(target=self._fetch_all, daemon=True)
         self.thread.start()
         self.wanted.put(True)
@@ -71,12 +71,12 @@ class Feed:
     def take(self) -> tuple[list[Batch], int, int]:
         """The next step's batches, the targets in those of all ranks, and the epoch that it begins in; the batches of
         the step after it are begun. What keeps one rank from its batches is met by all."""
-        targets = self.world.before_step()
+        targets = self.world.targets_of_step()
         (batches, epoch), self.next = self.next, None
         self.wanted.put(True)
         return batches, targets, epoch
 
-    def look_ahead(self) -> tuple[int, BaseException | None]:
+    def own_targets(self) -> tuple[int, BaseException | None]:
         """This rank's targets in the next step, or what keeps it from its batches; waits for them."""
         if self.next is None:
             self.next = self.fetched.get()

@@ -38,7 +38,7 @@ class CheckpointWriter:
         self.world = World() if world is None else world
         if in_parts:
             from spider.training import sharded_checkpoint  # noqa: F401  # takes a second, which is not to be one of the loop's
-            self.world.group_beside()
+            self.world.background_group()
         self.step = step                  # of the newest state; that of the run's start is there already
         self.thread, self.copy = ThreadPoolExecutor(1), None
         self.writing = self.thread.submit(lambda: None)

@@ -21,6 +21,7 @@ from spider.training.checkpoint_files import (STARTED_OVER, Found, StartedOver, 
 from spider.training.checkpoint_writer import CheckpointWriter
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
+from spider.training.sharding import sharding_of
 from spider.training.run_log import Metrics
 
 
@@ -38,7 +39,7 @@ IDENTITY = ("seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_b
 
 def run_state(model: nn.Module, optimizers, progress: RunProgress, loader: Loader, args, world: World) -> dict:
     """What a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed, step)."""
-    return dict(model_state_dict=world.state_of(model), optimizer_state_dict=optimizers.state_dict(),
+    return dict(model_state_dict=sharding_of(model).model_state(model), optimizer_state_dict=optimizers.state_dict(),
                 recipe=args.recipe, cfg=asdict(model.config), flags={name: getattr(args, name) for name in IDENTITY},
                 targets=loader.targets.tolist(), exploded=progress.exploded, **asdict(progress))
 
@@ -130,7 +131,7 @@ class RunDirectory:
         progress.wandb = None if self.starts_over else progress.wandb
         if not state:
             return progress
-        self.world.load(model, state["model_state_dict"])
+        sharding_of(model).load_model(model, state["model_state_dict"])
         logger.info(self.start_line(state))
         changed = [f"{name} was {before}, is {is_now}"
                    for name, (before, is_now) in changes_of(state["cfg"], model.config).items()]

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_map_only
 from spider import files
 from spider.files import sync
 from spider.training.checkpoint import PLAIN, Digested, nodes, put_directory_in_place, remove, write_checkpoint
-from spider.training.ranks import World, in_background
+from spider.training.heartbeat import in_background
+from spider.training.ranks import World
 from spider.training.state_tensors import Chunk
 
 # One process without a group is what it says it takes for granted.
@@ -35,7 +36,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 def save(path: Path, state: dict, before_rename: Callable, world: World):
     """Writes a state whose tensors are Chunks; every rank of the world calls it, `before_rename` is the first one's.
     OSError on all ranks, and nothing at `path`, where one of them cannot write."""
-    temporary, group = path.with_name(f".{path.name}.tmp"), world.group_beside()
+    temporary, group = path.with_name(f".{path.name}.tmp"), world.background_group()
     chunks = {".".join(map(str, place)): (place, value) for place, value, _ in nodes(state) if isinstance(value, Chunk)}
     writer = Writer(temporary, world)
 
@@ -51,7 +52,7 @@ def save(path: Path, state: dict, before_rename: Callable, world: World):
         sync(path.parent)
     try:
         dcp.save(chunks, storage_writer=writer, planner=Planner(), process_group=group, no_dist=group is None)
-        world.on_rank0(finish, beside=group is not None)
+        world.on_rank0(finish, background=group is not None)
     except (CheckpointException, OSError) as failed:
         rank, (fault, _) = min(getattr(failed, "failures", {0: (failed, None)}).items())
         if world.is_rank0:
@@ -110,7 +111,7 @@ class Writer(dcp.FileSystemWriter):
             self.fs.mkdir(self.path)
             return super(Writer, self).write_data(plan, planner).wait()
         writing = in_background(write)
-        self.world.wait_for_all(writing, beside=True)
+        self.world.wait_for_all(writing, background=True)
         try:
             results = writing.result()
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""Muon over ranks: each orthogonalizes its share of the matrices."""
+"""Muon over ranks: `MatrixAssignment` gives each rank its share of the matrices to orthogonalize."""
 
 import math
 from collections.abc import Callable
@@ -8,117 +8,120 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spider.training.ranks import World
+from spider.training.sharding import Sharded
+
+MOST_TOGETHER = 1 << 26                   # elements of matrices that are worked on at a time
 
 
-class Unit(NamedTuple):
-    """A matrix that one rank orthogonalises."""
+class AssignedMatrix(NamedTuple):
+    """A matrix that one rank orthogonalizes."""
     param: int                            # of the list
-    place: int | None                     # in a stack of matrices, among the rank's own; None: a matrix in rows
+    index: int | None                     # in a stack of matrices, among the rank's own; None: a matrix cut in rows
     rows: list[int]                       # of each shard
     columns: int
     replica: int                          # of its owner
     shard: int
 
 
-class Deal:
-    """Whole matrices for each rank to work on: those cut in rows are sent to an owner and back, those of a stack stay
-    where they lie, and what replicas worked out is exchanged. Every rank makes the same plan by itself."""
+class MatrixAssignment:
+    """An assignment of whole matrices to ranks. Those cut in rows are sent to their owner and back, those of a stack
+    stay on the shard that has them, and replicas exchange their results. Every rank makes the same plan by itself."""
 
-    def __init__(self, world: World, params: list[nn.Parameter]):
-        self.world = world
-        parts = {id(part.own): part for part in world.parts}
-        loads, units, found = [0] * world.ranks, [], []
-        for i, p in enumerate(params):
-            part = parts[id(p)]
-            counts = [b - a for a, b in zip(part.bounds, part.bounds[1:])]
-            rows, columns = part.shape[-2:]
+    def __init__(self, sharding: Sharded, params: list[nn.Parameter]):
+        self.world = world = sharding.world
+        by_local = {id(param.local): param for param in sharding.params}
+        sharded = [by_local[id(p)] for p in params]
+        loads, matrices, found = [0] * world.ranks, [], []
+        for i, param in enumerate(sharded):
+            counts = [b - a for a, b in zip(param.bounds, param.bounds[1:])]
+            rows, columns = param.shape[-2:]
             cost = rows * columns * min(rows, columns)
-            if len(part.shape) == 2:
+            if len(param.shape) == 2:
                 found.append((cost, i, None, counts, columns, range(world.ranks)))
             else:
                 found += [(cost, i, j, [rows * (k == s) for k in range(world.shards)], columns,
                            range(s, world.ranks, world.shards)) for s, count in enumerate(counts) for j in range(count)]
-        for cost, i, place, counts, columns, allowed in sorted(found, key=lambda unit: -unit[0]):
+        for cost, i, index, counts, columns, allowed in sorted(found, key=lambda matrix: -matrix[0]):
             owner = min(allowed, key=lambda rank: loads[rank])
             loads[owner] += cost
-            units.append(Unit(i, place, counts, columns, owner // world.shards, owner % world.shards))
-        self.units, self.balance = units, max(loads) * world.ranks / max(1, sum(loads))
-        self.sizes = [max(parts[id(p)].shape[-2:]) for p in params]                          # longer side of a matrix
+            matrices.append(AssignedMatrix(i, index, counts, columns, owner // world.shards, owner % world.shards))
+        self.matrices, self.balance = matrices, max(loads) * world.ranks / max(1, sum(loads))
+        self.sizes = [max(param.shape[-2:]) for param in sharded]                            # longer side of a matrix
 
-    def __call__(self, pieces: list[Tensor], work: Callable) -> list[Tensor]:
-        """This rank's rows of matrices or stacks of them, in the order of `params` -> the same of what `work` makes of
-        whole matrices, [n, r, c] -> [n, r, c]."""
-        world, here = self.world, self.world.rank // self.world.shards
-        mine = [unit for unit in self.units if unit.replica == here]
-        cut = [unit for unit in mine if unit.place is None]
-        to = [[unit for unit in cut if unit.shard == shard] for shard in range(world.shards)]
-        own = to[world.shard]
+    def __call__(self, local: list[Tensor], work: Callable) -> list[Tensor]:
+        """Apply `work`, [n, r, c] -> [n, r, c], to whole matrices. `local`: this rank's rows of matrices or of stacks
+        of them, in the order of `params`; the result has the same shapes."""
+        world = self.world
+        mine = [matrix for matrix in self.matrices if matrix.replica == world.replica]
+        cut = [matrix for matrix in mine if matrix.index is None]
+        by_owner = [[matrix for matrix in cut if matrix.shard == shard] for shard in range(world.shards)]
+        own = by_owner[world.shard]
+        stacked = [matrix for matrix in mine if matrix.index is not None and matrix.shard == world.shard]
 
-        arrived = self._swap([[pieces[unit.param] for unit in units] for units in to],
-                             [[(unit.rows[shard], unit.columns) for unit in own] for shard in range(world.shards)])
-        wholes = [torch.cat(rows) for rows in zip(*arrived)]
-        stacked = [unit for unit in mine if unit.place is not None and unit.shard == world.shard]
-        wholes = self._work(wholes + [pieces[unit.param][unit.place] for unit in stacked], work)
-        back = [whole.split(unit.rows) for unit, whole in zip(own, wholes)]
-        returned = self._swap([[rows[shard] for rows in back] for shard in range(world.shards)],
-                              [[(unit.rows[world.shard], unit.columns) for unit in units] for units in to])
-        done = {id(unit): rows for units, parts in zip(to, returned) for unit, rows in zip(units, parts)}
-        done |= {id(unit): whole for unit, whole in zip(stacked, wholes[len(own):])}
-        done |= self._exchange(done, pieces)
-        out = [torch.empty_like(piece) for piece in pieces]
-        for unit in self.units:
-            if id(unit) in done:
-                (out[unit.param] if unit.place is None else out[unit.param][unit.place]).copy_(done[id(unit)])
+        received = self._all_to_all([[local[matrix.param] for matrix in owned] for owned in by_owner],
+                                    [[(matrix.rows[shard], matrix.columns) for matrix in own]
+                                     for shard in range(world.shards)])
+        wholes = apply_in_batches([torch.cat(rows) for rows in zip(*received)]
+                                  + [local[matrix.param][matrix.index] for matrix in stacked], work)
+        back = [whole.split(matrix.rows) for matrix, whole in zip(own, wholes)]
+        returned = self._all_to_all([[rows[shard] for rows in back] for shard in range(world.shards)],
+                                    [[(matrix.rows[world.shard], matrix.columns) for matrix in owned]
+                                     for owned in by_owner])
+        done = {id(matrix): rows for owned, results in zip(by_owner, returned) for matrix, rows in zip(owned, results)}
+        done |= {id(matrix): whole for matrix, whole in zip(stacked, wholes[len(own):])}
+        done |= self._all_gather_replicas(done, local)
+        out = [torch.empty_like(rows) for rows in local]
+        for matrix in self.matrices:
+            if id(matrix) in done:
+                target = out[matrix.param] if matrix.index is None else out[matrix.param][matrix.index]
+                target.copy_(done[id(matrix)])
         return out
 
-    def _work(self, matrices: list[Tensor], work: Callable) -> list[Tensor]:
-        """Matrices of one shape together, up to a bound of memory."""
-        groups, out = {}, [None] * len(matrices)
-        for i, matrix in enumerate(matrices):
-            groups.setdefault(matrix.shape, []).append(i)
-        for shape, places in groups.items():
-            at_once = max(1, MOST_TOGETHER // math.prod(shape))
-            for k in range(0, len(places), at_once):
-                some = places[k:k + at_once]
-                for i, result in zip(some, work(torch.stack([matrices[i] for i in some])).unbind()):
-                    out[i] = result
-        return out
-
-    def _swap(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
-        """Tensors for each shard of this replica -> those that each of them sent, of these shapes."""
+    def _all_to_all(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
+        """Send tensors to each shard of this replica; return those that each of them sent, of these shapes."""
         if self.world.shards == 1:
             return sent
         flat = [[tensor.flatten() for tensor in tensors] for tensors in sent]
-        sizes = [[math.prod(shape) for shape in some] for some in shapes]
+        sizes = [[math.prod(shape) for shape in of_shard] for of_shard in shapes]
         like = next(tensor for tensors in flat + [[torch.empty(0, device=self.world.device)]] for tensor in tensors)
         sending = torch.cat([like[:0], *(tensor for tensors in flat for tensor in tensors)])
-        arriving = sending.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(arriving, sending, [sum(some) for some in sizes],
+        received = sending.new_empty(sum(map(sum, sizes)))
+        dist.all_to_all_single(received, sending, [sum(of_shard) for of_shard in sizes],
                                [sum(map(len, tensors)) for tensors in flat], group=self.world.mesh.get_group("shards"))
-        return [[tensor.view(shape) for tensor, shape in zip(part.split(some), its)]
-                for part, some, its in zip(arriving.split([sum(some) for some in sizes]), sizes, shapes)]
+        return [[tensor.view(shape) for tensor, shape in zip(chunk.split(of_shard), its_shapes)] for chunk, of_shard,
+                its_shapes in zip(received.split([sum(of_shard) for of_shard in sizes]), sizes, shapes)]
 
-    def _exchange(self, done: dict[int, Tensor], pieces: list[Tensor]) -> dict[int, Tensor]:
-        """This rank's rows of what the other replicas worked out."""
+    def _all_gather_replicas(self, done: dict[int, Tensor], local: list[Tensor]) -> dict[int, Tensor]:
+        """Return this rank's rows of the matrices that the other replicas own."""
         world = self.world
         if world.replicas == 1:
             return {}
-        shapes = {id(unit): (unit.rows[world.shard], unit.columns) for unit in self.units}
-        of = [[unit for unit in self.units if unit.replica == replica and unit.rows[world.shard]]
-              for replica in range(world.replicas)]
-        longest = max(sum(math.prod(shapes[id(unit)]) for unit in units) for units in of)
-        here = of[world.rank // world.shards]
-        sending = torch.cat([pieces[0].new_zeros(0), *(done[id(unit)].flatten() for unit in here)])
+        shapes = {id(matrix): (matrix.rows[world.shard], matrix.columns) for matrix in self.matrices}
+        by_replica = [[matrix for matrix in self.matrices if matrix.replica == replica and matrix.rows[world.shard]]
+                      for replica in range(world.replicas)]
+        longest = max(sum(math.prod(shapes[id(matrix)]) for matrix in owned) for owned in by_replica)
+        sending = torch.cat([local[0].new_zeros(0), *(done[id(matrix)].flatten()
+                                                      for matrix in by_replica[world.replica])])
         sending = nn.functional.pad(sending, (0, longest - len(sending)))
-        arriving = list(sending.new_empty(world.replicas, longest))
-        dist.all_gather(arriving, sending, group=world.mesh.get_group("replicas"))
+        received = list(sending.new_empty(world.replicas, longest))
+        dist.all_gather(received, sending, group=world.mesh.get_group("replicas"))
         out = {}
-        for units, part in zip(of, arriving):
-            sizes = [math.prod(shapes[id(unit)]) for unit in units]
-            out |= {id(unit): rows.view(shapes[id(unit)])
-                    for unit, rows in zip(units, part[:sum(sizes)].split(sizes))}
+        for owned, chunk in zip(by_replica, received):
+            sizes = [math.prod(shapes[id(matrix)]) for matrix in owned]
+            out |= {id(matrix): rows.view(shapes[id(matrix)])
+                    for matrix, rows in zip(owned, chunk[:sum(sizes)].split(sizes))}
         return out
 
 
-MOST_TOGETHER = 1 << 26                   # elements of matrices that are worked on at a time
+def apply_in_batches(matrices: list[Tensor], work: Callable) -> list[Tensor]:
+    """Apply `work` to stacks of the matrices of one shape, up to MOST_TOGETHER elements at a time."""
+    by_shape, out = {}, [None] * len(matrices)
+    for i, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(i)
+    for shape, indices in by_shape.items():
+        at_once = max(1, MOST_TOGETHER // math.prod(shape))
+        for k in range(0, len(indices), at_once):
+            batch = indices[k:k + at_once]
+            for i, result in zip(batch, work(torch.stack([matrices[i] for i in batch])).unbind()):
+                out[i] = result
+    return out

@@ -1,57 +1,275 @@
-"""Shards of parameters and optimizer state (FSDP2)."""
+"""Sharding of a model over ranks (FSDP2), its gradients, weights and states.
+
+One engine serves every layout: `shard_model` calls fully_shard over the mesh of (replicas, shards). Its groups are each
+byte block, the core (gathered once for all its loops) and the rest. Optimizers work on this rank's rows of each
+parameter as plain tensors. Engram tables stay outside, whole on every rank; their gradients are all-reduced once a
+step.
+
+`sharding_of` returns a model's `Sharded`, or `Unsharded`, which does the same for a model that one process has whole.
+"""
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from spider.errors import WorldError
+from spider.model import parameters
+from spider.model.engram import EngramTable
+from spider.training.ranks import World
+from spider.training.state_tensors import RemoteTensor, ShardedRows
+
+BLOCK = 256                               # elements for which 8-bit AdamW keeps one scale
+ROW_STATES = {"exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"}  # of optimizers, shaped like a parameter
+BLOCK_STATES = {"absmax1", "absmax2"}     # of 8-bit AdamW, one number per block
 
 
 @dataclass
-class Part:
-    """A parameter of which this rank has some rows, those of its shard."""
+class ShardedParameter:
+    """A parameter of which this rank has the rows of its shard."""
     name: str
-    whole: nn.Parameter                   # FSDP's
-    own: nn.Parameter                     # the rows as a plain tensor, in the same memory: what optimizers see
+    dtensor: nn.Parameter                 # FSDP's
+    local: nn.Parameter                   # this rank's rows as a plain tensor in the same memory: what optimizers see
     bounds: list[int]                     # first row of each shard, and behind the last one
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.whole.shape)
+        return tuple(self.dtensor.shape)
+
+    def state_bounds(self, key: str) -> list[int] | None:
+        """Return the bounds of an optimizer's state of that key, cut like the parameter; None: each rank has all of
+        it."""
+        if key in ROW_STATES:
+            return self.bounds
+        row = math.prod(self.shape[1:])
+        return [-(-bound * row // BLOCK) for bound in self.bounds] if key in BLOCK_STATES else None
 
 
-BLOCK = 256                               # elements for which 8-bit AdamW keeps one scale
+class Unsharded:
+    """A model that this process has whole, and trains alone."""
+    ranks = 1
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return by name what optimizers work on: of a sharded model this rank's rows of each parameter."""
+        return dict(model.named_parameters())
+
+    def backward(self, model: nn.Module, loss: Tensor, last: bool):
+        """Run the backward pass of a micro-step, the `last` one of its step or not; `loss` is this rank's term of the
+        sum over ranks."""
+        loss.backward()
+
+    def all_reduce_step(self, params: list[Tensor], sums: Tensor, tokens: Tensor, real: int):
+        """Sum over ranks, once a step, when its passes are done; return the gradients' norm, sums, tokens, real
+        bytes."""
+        return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]), sums, tokens, real
+
+    def all_reduce_tables(self, tables: Iterable[EngramTable]):
+        """Sum over ranks what tables have gathered."""
+
+    def gather_model(self, model: nn.Module) -> nn.Module | None:
+        """Return the model with all of its weights on rank 0, to write samples; None on the other ranks."""
+        return model
+
+    def model_state(self, model: nn.Module) -> dict:
+        """Return weights and buffers by name, as ShardedRows where a rank has but some rows."""
+        return model.state_dict()
+
+    def optimizer_states(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict:
+        """Return the state of each optimizer by name, likewise."""
+        return {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+
+    def load_model(self, model: nn.Module, weights: dict[str, Tensor | RemoteTensor]):
+        """Fill a model from whole weights, one after the other: rank 0 has them, or every rank reads its rows."""
+        model.load_state_dict(weights)
+
+    def shard_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict) -> dict:
+        """Return this rank's rows of whole states, which rank 0 has or every rank reads."""
+        return states
 
 
-def bounds_of(part: Part | None, key: str) -> list[int] | None:
-    """Which rows of an optimizer's value for a parameter each shard has; None: all of it."""
-    if part is None or key not in ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2", "absmax1",
-                                   "absmax2"):
-        return None
-    if not key.startswith("absmax"):
-        return part.bounds
-    row = math.prod(part.shape[1:])
-    return [-(-bound * row // BLOCK) for bound in part.bounds]
+class Sharded(Unsharded):
+    """The rows of a model's parameters that this rank has, and the sums over ranks that training takes of them."""
+
+    def __init__(self, world: World, params: list[ShardedParameter], replicated: dict[str, Tensor]):
+        self.world, self.ranks, self.params = world, world.ranks, params
+        self.replicated = replicated                 # tables and buffers by name: every rank has all of them
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        local = {param.name: param.local for param in self.params}
+        return {name: local.get(name, p) for name, p in model.named_parameters()}
+
+    def backward(self, model: nn.Module, loss: Tensor, last: bool):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        (loss * self.ranks).backward()    # FSDP takes the mean over ranks
+
+    def all_reduce_step(self, params: list[Tensor], sums: Tensor, tokens: Tensor, real: int):
+        """Leave gradients of this rank's rows in `grad` of `params`. One all-reduce carries all sums, the votes, what
+        World.targets_of_step will return, and a fingerprint of one tensor, by turns, which must be the same on all
+        replicas: WorldError where it is not."""
+        world = self.world
+        for param in self.params:
+            param.local.grad = None if param.dtensor.grad is None else param.dtensor.grad.to_local()
+            param.dtensor.grad = None     # else the next step's would be added to it
+        grads = [p.grad for p in params if p.grad is not None]
+        squares = torch.stack(torch._foreach_norm(grads)).double().square().sum() / world.replicas
+        name, mark = self._fingerprint()
+        targets, fault = world.own_targets()
+        votes = torch.tensor([real, targets, fault is not None, *world.cast_votes()], dtype=torch.float64)
+        marks = torch.zeros(world.shards, dtype=torch.float64, device=world.device)
+        marks[world.shard] = mark
+        values = squares[None], sums.double(), tokens.double().flatten(), votes.to(world.device), marks
+        squares, sums, counts, votes, marks = world.sum(torch.cat(values)).split([len(value) for value in values])
+        real, targets, faults, *votes = votes.tolist()                                       # waits for the device
+        world.next_targets = int(targets), int(faults)
+        world.count_votes(votes)
+        own, *marks = torch.cat(((mark * world.replicas)[None], marks)).tolist()
+        if marks[world.shard] != own or name in self.replicated and any(other != own for other in marks):
+            raise WorldError(f"{name} is no longer the same on all ranks, as was noticed {world.steps} steps after "
+                             f"this start: go back to a checkpoint before it by --resume")
+        world.steps += 1
+        if world.steps == 1:
+            world.set_timeout(timedelta(seconds=world.timeout))
+        return squares[0].sqrt().float(), sums.float(), counts.float().view(tokens.shape), real
+
+    def _fingerprint(self) -> tuple[str, Tensor]:
+        """Return a tensor's name, each step another one, and the sum of its bits: a whole number, whose sums are
+        exact."""
+        tensors = [(param.name, param.local) for param in self.params] + list(self.replicated.items())
+        name, tensor = tensors[self.world.steps % len(tensors)]
+        bits = tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64)
+        return name, (bits & 0xFFFFFFFF).double()
+
+    def all_reduce_tables(self, tables: Iterable[EngramTable]):
+        for table in tables:
+            _, grad, square = table.sum_up()
+            dist.all_reduce(grad.div_(self.ranks))               # what `backward` multiplied by
+            dist.all_reduce(square.div_(self.ranks ** 2))
+
+    def gather_model(self, model: nn.Module) -> nn.Module | None:
+        self.world.all_reduce_votes()     # a signal ends it before it begins
+        weights = {param.name: self._sharded(param.local, param.bounds).gather() for param in self.params}
+        if not self.world.is_rank0:
+            return None
+        with torch.device("meta"):
+            plain = type(model)(model.config)
+        for name, value in (weights | self.replicated).items():
+            path, _, name = name.rpartition(".")
+            module = plain.get_submodule(path)
+            if name in module._buffers:
+                module._buffers[name] = value
+            else:
+                module._parameters[name] = nn.Parameter(value.to(self.world.device))
+        plain.compute_dtype = model.compute_dtype
+        for own, other in zip(plain.modules(), model.modules()):
+            if hasattr(own, "backend"):
+                own.backend = other.backend
+        return plain
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # States
+
+    def model_state(self, model: nn.Module) -> dict:
+        rows = {param.name: self._sharded(param.local, param.bounds) for param in self.params}
+        return {name: rows.get(name, value) for name, value in model.state_dict().items()}
+
+    def optimizer_states(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict:
+        return self._map_states(optimizers, super().optimizer_states(optimizers), self._sharded)
+
+    def _sharded(self, value: Tensor, bounds: list[int] | None) -> Tensor | ShardedRows:
+        return value if bounds is None else ShardedRows(value, bounds, self.world.rank, self.ranks)
+
+    @torch.no_grad()
+    def load_model(self, model: nn.Module, weights: dict[str, Tensor | RemoteTensor]):
+        for param in self.params:
+            param.local.copy_(self._own_rows(weights[param.name], param.bounds))
+        for name, value in self.replicated.items():
+            if name in weights:
+                value.copy_(self._own_rows(weights[name], None))
+
+    def shard_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict) -> dict:
+        """ValueError where a state does not fit its parameter."""
+        return self._map_states(optimizers, states, self._own_rows)
+
+    def _own_rows(self, value: Tensor | RemoteTensor, bounds: list[int] | None) -> Tensor:
+        """Return this rank's rows of a value that rank 0 has, in full where `bounds` is None, or read them."""
+        world = self.world
+        if isinstance(value, RemoteTensor):
+            return value.rows(*() if bounds is None else bounds[world.shard:world.shard + 2]).to(world.device)
+        full = value.to(world.device) if world.is_rank0 else torch.empty(value.shape, dtype=value.dtype,
+                                                                         device=world.device)
+        dist.broadcast(full, 0)
+        return (full if bounds is None else full[bounds[world.shard]:bounds[world.shard + 1]]).clone()
+
+    def _map_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict, change: Callable) -> dict:
+        """Change each tensor of optimizers' states, given the bounds of its rows, None where every rank has all."""
+        params, out = {id(param.local): param for param in self.params}, {}
+        for name, optimizer in optimizers.items():
+            of_optimizer = [params.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+            out[name] = dict(states[name], state={
+                i: {key: change(value, of_optimizer[i] and of_optimizer[i].state_bounds(key))
+                    if isinstance(value, (Tensor, RemoteTensor)) else value for key, value in state.items()}
+                for i, state in states[name]["state"].items()})
+        return out
 
 
-def check_blocks(parts: list[Part]):
-    """WorldError where a shard of a parameter begins within a block of 8-bit AdamW: its scale would be another one."""
-    for part in parts:
-        row = math.prod(part.shape[1:])
-        if math.prod(part.shape) >= MIN_8BIT and any(bound * row % BLOCK for bound in part.bounds[1:-1]):
-            raise WorldError(f"--shards {len(part.bounds) - 1}: 8-bit AdamW scales {BLOCK} numbers together, and "
-                             f"{part.name} {list(part.shape)} would be cut between them: use other --shards, or "
-                             f"--optimizer adamw")
+UNSHARDED = Unsharded()
 
 
-MIN_8BIT = 4096                           # elements from which on 8-bit AdamW keeps 8 bits
+def sharding_of(model: nn.Module) -> Unsharded:
+    """Return how a model lies on the ranks of its run."""
+    return getattr(model, "sharding", UNSHARDED)
 
 
-class HalvedRows(Tensor):
+def shard_model(model: nn.Module, world: World, grad_accum: int):
+    """Leave each rank its rows of the model's parameters, whole on every rank so far. Those that are multiplied as bf16
+    alone are gathered so."""
+    if world.ranks == 1:
+        return
+    from torch.distributed.fsdp import fully_shard
+    tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
+    rows = {name: len(p) for name, p in model.named_parameters() if p.ndim}
+    if world.shards > 1:
+        gather_in_bf16(model, {id(p) for p in parameters.halved_weights(model) if len(p) % world.shards == 0})
+    # It warns of views among outputs, to which nothing here writes.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    # Under accumulation weights stay gathered and gradients whole from a step's first pass to its last: it costs
+    # memory, and communicates once a step.
+    reshards = grad_accum == 1 and world.shards > 1
+    model.casts_early, grouped = False, set()
+    for group in (*model.prelude, *([model.core] if model.core is not None else []), *model.coda, model):
+        members = [m for m in group.modules() if m not in grouped]
+        grouped.update(members)
+        fully_shard(group, mesh=world.mesh, ignored_params=tables,
+                    reshard_after_forward=reshards and group is not model)  # its backward pass begins with it
+        group.register_forward_pre_hook(cast_hook(model, [m for m in members if hasattr(m, "cast_weight")]))
+    params = []
+    for name, p in model.named_parameters():
+        if p not in tables:
+            local = p.to_local().detach()
+            local = nn.Parameter(local.rows if isinstance(local, Bf16Gathered) else local)
+            size = -(-rows[name] // world.shards)
+            params.append(ShardedParameter(name, p, local, [min(i * size, rows[name])
+                                                            for i in range(world.shards + 1)]))
+    replicated = {name: p for name, p in model.named_parameters() if p in tables} | dict(model.named_buffers())
+    model.sharding = Sharded(world, params, replicated)
+
+
+def gather_in_bf16(model: nn.Module, params: set[int]):
+    """Replace parameters, given by id, by the tensors whose rows FSDP gathers in bf16."""
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) in params:
+                setattr(module, name, nn.Parameter(Bf16Gathered(p.detach())))
+
+
+class Bf16Gathered(Tensor):
     """Rows of a weight that all products take as bf16: ranks send them so, half the bytes of fp32, and have the weight
     whole in fp32 again, with the values of its cast. FSDP calls the two hooks of a tensor that has them."""
 
@@ -64,24 +282,24 @@ class HalvedRows(Tensor):
         self.rows = rows
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(cls, lambda halved: halved.rows, (args, kwargs or {}))
-        return tree_map_only(Tensor, cls, function(*args, **kwargs))
+    def __torch_dispatch__(cls, function, types, inputs=(), kwargs=None):
+        inputs, kwargs = tree_map_only(cls, lambda wrapped: wrapped.rows, (inputs, kwargs or {}))
+        return tree_map_only(Tensor, cls, function(*inputs, **kwargs))
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.rows.to(torch.bfloat16),), None
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         (rows,) = gathered
-        whole = rows.to(param_dtype) if out is None else out.data.copy_(rows)
+        full = rows.to(param_dtype) if out is None else out.data.copy_(rows)
         rows.untyped_storage().resize_(0)  # FSDP would keep it as long as the weight, and makes room for it anew
-        return whole, (whole,)
+        return full, (full,)
 
 
-def casting(model: nn.Module, modules: list[nn.Module]) -> Callable:
-    """A hook that casts the weights of a group once they are gathered, inside its forward: a cast from before would be
-    of shards, and of one made elsewhere the gradient would come too late, and be lost without a word."""
-    def cast(group: nn.Module, args):
+def cast_hook(model: nn.Module, modules: list[nn.Module]) -> Callable:
+    """Return a hook that casts the weights of a group once they are gathered, inside its forward: a cast from before
+    would be of shards, and of one made elsewhere the gradient would come too late, and be lost without a word."""
+    def cast(*_):
         for module in modules:
             module.cast_weight(model.compute_dtype)
     return cast

@@ -1,8 +1,8 @@
 """Tensors of a training state that this process does not hold whole: sharded over ranks, or stored in files.
 
-`RemoteTensor` is the one notion of them: a shape, a dtype, `rows` and `gather`. Here are those of ranks, `ShardedRows` and
-the `Chunk` of them that a rank writes; checkpoint.py reads its files as another. `copy_to_host` copies a nested state.
-"""
+`RemoteTensor` is the one notion of them: a shape, a dtype, `rows` and `gather`. Here are those of ranks, `ShardedRows`
+and the `Chunk` of them that a rank writes; checkpoint.py reads its files as another. `copy_to_host` copies a nested
+state. """
 
 from dataclasses import dataclass, replace
 
@@ -23,8 +23,8 @@ class RemoteTensor:
         raise NotImplementedError(type(self).__name__)
 
     def gather(self, into=None):
-        """Return the tensor in host memory, in the copy of an earlier time where that fits. Of one that ranks share every
-        rank calls it."""
+        """Return the tensor in host memory, in the copy of an earlier time where that fits. Of one that ranks share
+        every rank calls it."""
         return self.rows()
 
 
@@ -80,8 +80,8 @@ class Chunk(RemoteTensor):
 
 
 def chunk_to_write(value: Tensor | ShardedRows, rank: int, ranks: int) -> Chunk:
-    """Choose the rows of a tensor that a rank writes, so that all ranks together write each row once. The ranks that hold
-    the same rows take equal numbers of them; where the rows are small, the first such rank takes all."""
+    """Choose the rows of a tensor that a rank writes, so that all ranks together write each row once. The ranks that
+    hold the same rows take equal numbers of them; where the rows are small, the first such rank takes all."""
     if isinstance(value, ShardedRows):
         local, bounds, shards = value.local, value.bounds, value.shards
     else:
@@ -105,8 +105,8 @@ def host_buffer(like: Tensor | RemoteTensor, into, pinned: bool) -> Tensor:
 
 
 def copy_to_host(value, into=None):
-    """Copy a nested state to host memory, into the tensors of an earlier copy where they fit. Remote tensors are gathered:
-    of those of several ranks every rank calls it."""
+    """Copy a nested state to host memory, into the tensors of an earlier copy where they fit. Remote tensors are
+    gathered: of those of several ranks every rank calls it."""
     if isinstance(value, RemoteTensor):
         return value.gather(into)
     if isinstance(value, Tensor):

@@ -11,9 +11,10 @@ from loguru import logger
 from spider import errors
 from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped
 from spider.training.checkpoint_writer import CheckpointWriter
+from spider.training.heartbeat import is_lost_peer
 from spider.training.machine import wants_memory
 from spider.training.progress import RunProgress
-from spider.training.ranks import World, is_loss
+from spider.training.ranks import World
 
 STOPS = signal.SIGTERM, signal.SIGINT
 REPEATED = 5.0                            # s in which a second signal of one kind may be the same
@@ -88,8 +89,8 @@ class Stopping:
                  patience: int = 0, world: World | None = None):
         self.stop, self.writer, self.max_skipped, self.patience = stop, writer, max_skipped, patience
         self.world = World() if world is None else world
-        self.world.ballot |= {number.name: lambda number=number: stop.asked == number for number in STOPS}
-        self.world.ballot["retry"] = lambda: writer.retry_is_due()
+        self.world.own_votes |= {number.name: lambda number=number: stop.asked == number for number in STOPS}
+        self.world.own_votes["retry"] = lambda: writer.retry_is_due()
         self.world.check_signals = self._check_signals
         self.start, self.last_step = start, last_step
         self.cut_short, self.fault, self.began = False, None, time.perf_counter()
@@ -108,7 +109,7 @@ class Stopping:
         except (errors.DataError, LeftByPeer, MemoryError, RuntimeError) as fault:
             ends_work = not isinstance(fault, (errors.DataError, LeftByPeer))
             saves = self.world.ranks == 1 or not self.writer.in_parts  # of whose checkpoints others write their parts
-            if ends_work and not ((wants_memory(fault) or is_loss(fault)) and saves and self.world.goes_alone()):
+            if ends_work and not ((wants_memory(fault) or is_lost_peer(fault)) and saves and self.world.continue_alone()):
                 raise
             self.cut_short, self.fault = True, fault
 
@@ -127,7 +128,7 @@ class Stopping:
     @property
     def asked(self) -> signal.Signals | None:
         """The signal that any rank was sent, as far as all know of it."""
-        return next((number for number in STOPS if self.world.heard(number.name)), None)
+        return next((number for number in STOPS if self.world.any_voted(number.name)), None)
 
     def _check_signals(self):
         if self.asked:
@@ -135,7 +136,7 @@ class Stopping:
 
     def retry_is_due(self) -> bool:
         """Whether a checkpoint that could not be written is to be tried again."""
-        return self.world.heard("retry")
+        return self.world.any_voted("retry")
 
     def drops(self) -> bool:
         """Whether work was cut short, of which nothing may come then."""
