@@ -597,7 +597,7 @@ def counted(b: Bench, world: World, shards: int, grad_accum: int, precision: str
     model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     near, far, _ = expected(model, world.replicas, shards, grad_accum, 2 if multiplies_bf16(b.device) else 4)
     train.materialize(model, b.device, precision, "grouped", args, world)
-    optimizers = optim.Optimizers(model, "muon", args, world)
+    optimizers = optim.Optimizers(model, "muon", args)
     loader = Loader(b.sources, args.seq_len, 0)
     for step in range(2):
         batches = [Batch.of(*loader.micro_batch(0, i, args.micro_batch, world.rank, world.ranks)[:2], step).to(

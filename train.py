@@ -756,7 +756,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     # -----------------------------------------------------------------------------------------------------------------
     # Model and optimizers, both as the checkpoint has them
     model = build_model(plan, device, world, model_class)
-    optimizers = Optimizers(model, plan.optimizer.optimizer, plan.optimizer, world)
+    optimizers = Optimizers(model, plan.optimizer.optimizer, plan.optimizer)
     identity = SimpleNamespace(recipe=plan.recipe, **plan.flags)
     progress = home.restore(state, model, optimizers, plan.n_loops, loader, identity)
     del state
