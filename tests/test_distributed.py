@@ -246,7 +246,7 @@ def test_two_ranks_go_on_from_one_and_one_from_two_with_the_same_losses(tmp_path
                 statuses, said = Job(processes, tmp_path, ranks, argv).end()
                 assert statuses == [0, 0], said
                 assert said.count(f"step {steps}/{steps}") == 1 and "not the same run" not in said
-                assert said.count(f"step {steps} goes on from") == ("--sample_every" in argv)
+                assert said.count(f"step {steps} continues") == ("--sample_every" in argv)
         assert_same_losses(tmp_path / "alone", tmp_path / name)
         one, other = (final_state(tmp_path / part) for part in ("alone", name))
         assert one.keys() == other.keys() and one["flags"] == other["flags"]
