@@ -37,7 +37,7 @@ from spider.data.loader import Loader
 from spider.data.shards import mock_source, open_data
 from spider.dev import rehearsal
 from spider.flags import Parser, path_name, real
-from spider.model import engram, parameters
+from spider.model import costs, engram, parameters
 from spider.model.config import BACKENDS, PRESETS, RECOMPUTE
 from spider.model.segments import pool_segments, unpool_segments
 from spider.training import optim
@@ -524,7 +524,7 @@ def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024)
             for written, _, times, rate in entries:
                 cached = latent * ((c.n_prelude_layers + c.n_coda_layers) * min(c.byte_window or written, written)
                                    + c.n_recurrent_layers * n_loops / rate * written / rate)
-                floor = (size * model.products_per_byte(rate, n_loops) + cached) / copy_rate(b)
+                floor = (size * costs.products_per_byte(model, rate, n_loops) + cached) / copy_rate(b)
                 step = statistics.median(times)
                 rows.append({"loops": n_loops, "bytes before": written, "bytes/segment": rate, "a byte, ms": step * 1e3,
                              "slowest/fastest": max(times) / min(times),

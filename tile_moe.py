@@ -178,7 +178,7 @@ def _aux_fi(topk_idx, num_experts, num_aux_topk):
     return count[1:] * (num_experts / (len(topk_idx) * num_aux_topk))
 
 
-def _places(topk_idx, num_experts, num_expanded_tokens, alignment):
+def _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment):
     """Where rows lie, by counting: no sort, no look at the data. -> of each slot its row, int64 [N, k], -1 for a slot
     of no expert; of each row its slot, [P], -1 where nothing lies; expert_end and aligned counts, [E]."""
     slots, device = topk_idx.numel(), topk_idx.device
@@ -194,7 +194,7 @@ def _places(topk_idx, num_experts, num_expanded_tokens, alignment):
 def _get_fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment):
     """-> pos_to_expert [P], pos_to_token [P], pos_to_token_topk [P] (-1 where nothing lies), token_topk_to_pos [N, k],
     expert_start, expert_end, num_tokens_per_expert [E], all int32 and aligned; like the original's, the last is []."""
-    place, slot, end, aligned = _places(topk_idx, num_experts, num_expanded_tokens, alignment)
+    place, slot, end, aligned = _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment)
     expert = torch.where(slot < 0, -1, topk_idx.flatten()[slot])
     mapping = expert, slot.div(topk_idx.shape[1], rounding_mode="floor"), slot, place, end - aligned, end, aligned
     return *(t.int() for t in mapping), []
@@ -233,14 +233,14 @@ class _Normalize(torch.autograd.Function):
         return (grad - (grad * normalized).sum(-1, keepdim=True)) / denominator[:, None], None
 
 
-class Places(NamedTuple):
+class ExpertRows(NamedTuple):
     """Where tokens' rows lie, of the backends that sort them."""
     row: Tensor               # [N, k], of each token
     source: Tensor            # [P]: of each row its token, of one that only fills up any; of `tile` its expert, or -1
     expert_end: Tensor        # [E] int32
 
 
-def place(topk_idx: Tensor, n_experts: int, backend: str) -> Places | None:
+def assign_rows(topk_idx: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
     """Sorts the slots [N, k] by expert; the reference, `loop`, has no use for that."""
     if backend == "loop":
         return None
@@ -248,9 +248,9 @@ def place(topk_idx: Tensor, n_experts: int, backend: str) -> Places | None:
     if backend == "tile":
         pos_to_expert, _, _, row, _, expert_end, *_ = operations(backend).get_fused_mapping(
             topk_idx.contiguous(), n_experts, bound, ALIGNMENT)
-        return Places(row, pos_to_expert, expert_end)
-    row, slot, expert_end, _ = _places(topk_idx, n_experts, bound, ALIGNMENT)
-    return Places(row, slot.clamp_min(0) // topk_idx.shape[1], expert_end.int())
+        return ExpertRows(row, pos_to_expert, expert_end)
+    row, slot, expert_end, _ = _rows_by_expert(topk_idx, n_experts, bound, ALIGNMENT)
+    return ExpertRows(row, slot.clamp_min(0) // topk_idx.shape[1], expert_end.int())
 
 
 def _expand(x, row, source, tile):
@@ -313,7 +313,7 @@ class Routing(NamedTuple):
     """One router's decision on N tokens."""
     score: Tensor | None      # [N, E] fp32; None without routed experts, as all the rest
     topk_idx: Tensor | None   # [N, k] int64
-    places: Places | None     # of the rows, in the backends that sort them
+    rows: ExpertRows | None   # in the backends that sort them
 
 
 def route(score: Tensor, expert_bias: Tensor, k: int, backend: str, topk_idx: Tensor | None = None
@@ -411,12 +411,12 @@ def _round_fp8(x: Tensor, dim: int) -> Tensor:
 
 def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tensor, w_up: Tensor | None,
                 w_down: Tensor, backend: str, product: Callable = grouped_product,
-                places: Places | None = None) -> Tensor:
+                expert_rows: ExpertRows | None = None) -> Tensor:
     """Weighted sum of each token's experts: y[n] = sum_j topk_weights[n, j] * SwiGLU_e(x[n]), e = topk_idx[n, j].
 
     x [N, D]; topk_idx [N, k] int64, -1 for none; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D],
     of x's type. w_up is None where w_gate holds both side by side, [E, D, 2F]: `grouped` and `tile` then need not join
-    them. product is one of the two above; places, where known, `place` of topk_idx. Returns y [N, D]. Differentiable in
+    them. product is one of the two above; expert_rows, where known, `assign_rows` of topk_idx. Returns y [N, D]. Differentiable in
     x, topk_weights and the three weights.
     """
     if len(x) == 1 and not (x.is_cuda or torch.is_grad_enabled()):
@@ -425,10 +425,10 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
         w_gate, w_up = w_gate.chunk(2, dim=-1) if w_up is None else (w_gate, w_up)
         return _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product)
     w_gate_up = w_gate if w_up is None else torch.cat((w_gate, w_up), dim=-1)
-    if places is None:
+    if expert_rows is None:
         topk_weights = topk_weights.masked_fill(topk_idx < 0, 0)  # as if it were the first expert's, for nothing
-        places = place(topk_idx.clamp_min(0), len(w_down), backend)
-    return _sorted(x, topk_weights, w_gate_up, w_down, product, places, backend == "tile")
+        expert_rows = assign_rows(topk_idx.clamp_min(0), len(w_down), backend)
+    return _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, backend == "tile")
 
 
 def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
@@ -466,8 +466,8 @@ def row_bound(slots: int, experts: int) -> int:
     return (slots + (ALIGNMENT - 1) * experts) // ALIGNMENT * ALIGNMENT
 
 
-def _sorted(x, topk_weights, w_gate_up, w_down, product, places, tile):
-    row, source, expert_end = places
+def _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, tile):
+    row, source, expert_end = expert_rows
     rows = _Expand.apply(x, row, source, tile)                                                # [P, D]
     row_weights = _Weigh.apply(topk_weights.to(x.dtype).flatten(), row.flatten().long(), len(source))
     gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]

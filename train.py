@@ -205,7 +205,7 @@ from spider.data.loader import Loader, validation_rows
 from spider.data.shards import Source, check, mock_source, open_data
 from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, WorldError
 from spider.model.engram import EngramTable
-from spider.model.parameters import component_of
+from spider.model.parameters import ENGRAM_TABLES, kinds_of
 from spider.training import machine
 from spider.training.batches import Batch, Feed, batches_of
 from spider.training.curves import write_curves
@@ -344,7 +344,8 @@ def resolve_horizon(values: dict, given: set[str], model: Spider) -> int:
         per_byte = model.flops_per_byte(model.config.bytes_per_segment, values["n_loops"], values["seq_len"])
         horizon = max(1, math.ceil(min(values["target_flops"] / per_byte, 1 << 62)))
     elif values["target_param_data_ratio"]:
-        parameters = sum(p.numel() for name, p in model.named_parameters() if component_of(name) != "Engram tables")
+        parameters = sum(model.get_parameter(name).numel() for name, kind in kinds_of(model).items()
+                         if kind.component != ENGRAM_TABLES)
         horizon = math.ceil(min(values["target_param_data_ratio"] * parameters, 1 << 62))
     if horizon >= 1 << 62:
         raise UsageError(f"--{given[0]}: a horizon of {horizon:.0e} bytes: at most {1 << 62:.0e}")

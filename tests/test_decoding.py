@@ -262,7 +262,7 @@ def no_later_loop(self, x):
     return held
 
 
-def shifted_hand_back(z, null, b, *cu_seqlens, original=segments.unpool_segments):
+def shifted_unpool(z, null, b, *cu_seqlens, original=segments.unpool_segments):
     return original(z, null, b.roll(1), *cu_seqlens)
 
 
@@ -284,10 +284,10 @@ FAULTS = {
     "the newest loop's latents": (Cache, "put", newest_loop_alone),
     "no latents for the loops after halting": (Cache, "put", no_later_loop),
     "documents that are not forgotten": (DecodingState, "start_documents", lambda *_: None),
-    "a segment handed to the byte behind it": (spider_model, "unpool_segments", shifted_hand_back),
+    "a segment handed to the byte behind it": (spider_model, "unpool_segments", shifted_unpool),
     "a boundary sum that begins anew": (Spider, "boundaries", sum_that_begins_anew),
     "matches wherever they lie": (MatchMemory, "step", matches_of_earlier_documents),
-    "a mean that forgets earlier bytes": (spider_model, "sum_segments", mean_without_earlier_bytes),
+    "a mean that forgets earlier bytes": (decoding, "sum_segments", mean_without_earlier_bytes),
 }
 
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import spider_model
 import tile_moe
 from conftest import ROOT, awake, documents, gradients, small_config, text
-from spider.model import attention, casting, layers, match_memory, noise, norm, packing, segments
+from spider.model import attention, casting, costs, layers, match_memory, noise, norm, packing, segments
 from spider.model.config import BOUNDARIES, PRESETS, RANGES, RECOMPUTE, SpiderConfig
 from spider.model.ngrams import shifted_bytes, word_ends
 from spider.model.noise import byte_noise, dropped, uniform
@@ -117,7 +118,7 @@ def check_pooling(lengths, kind):
     mix = torch.randn(6, 6, generator=generator, dtype=torch.float64)
     weight = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
     results = []
-    for pool, unpool in ((pool_segments, unpool_segments), (dense_pool, dense_unpool)):
+    for pool, unpool in ((spider_model.pool_segments, spider_model.unpool_segments), (dense_pool, dense_unpool)):
         z, segment_cu = pool(h, b, cu)
         out = unpool((z @ mix).tanh(), null, b, cu, segment_cu)
         grads = torch.autograd.grad((out * weight).sum(), (h, b, null), allow_unused=True)
@@ -142,8 +143,8 @@ def check_halting():
 
 def check_noise():
     """A row's noise is a function of seed + row alone: however a batch is split, its rows keep theirs."""
-    whole = byte_noise(1000, 8, 16, torch.device("cpu"))
-    halves = [byte_noise(1000 + i, 4, 16, torch.device("cpu")) for i in (0, 4)]
+    whole = spider_model.byte_noise(1000, 8, 16, torch.device("cpu"))
+    halves = [spider_model.byte_noise(1000 + i, 4, 16, torch.device("cpu")) for i in (0, 4)]
     assert torch.equal(whole, torch.cat(halves))
 
 
@@ -200,7 +201,7 @@ MIXED = ((1,), (5, 1, 1, 2, 0, 3), (16, 256, 0, 256) + (16,) * 20, (4,) * 100 + 
          (600, 1, 30, 17, 0, 16, 200, 513), (1,) * 50, (96, 80, 70, 33))
 
 
-def attention(lengths, dtype, window=0) -> tuple[torch.Tensor, torch.Tensor, Packing]:
+def attention_of(lengths, dtype, window=0) -> tuple[torch.Tensor, torch.Tensor, Packing]:
     """qkv [rows, 2, 3, 8] with a gradient, cu_seqlens and packing of documents of these lengths."""
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     rows = int(cu_seqlens[-1])
@@ -220,7 +221,7 @@ def attend_alone(part, window):
 @pytest.mark.parametrize("window", (0, 1, 16, 24))
 @pytest.mark.parametrize("lengths", MIXED, ids=lambda lengths: f"{len(lengths)} documents up to {max(lengths)}")
 def test_documents_of_any_lengths_attend_as_each_would_alone_in_value_and_gradient(lengths, window, dtype, atol):
-    qkv, cu_seqlens, packing = attention(lengths, dtype, window)
+    qkv, cu_seqlens, packing = attention_of(lengths, dtype, window)
     upstream = torch.randn(len(qkv), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     out = attention.attend_filled(qkv, packing)
     grad, = torch.autograd.grad(out, qkv, upstream)
@@ -263,7 +264,7 @@ def test_many_short_documents_beside_a_long_one_cost_what_they_cost_apart(dtype)
 
     def cost(lengths):
         with Made() as made:
-            qkv, _, packing = attention(lengths, dtype)
+            qkv, _, packing = attention_of(lengths, dtype)
             attention.attend_filled(qkv, packing).sum().backward()
         return made.elements
     assert cost(short + long + short) < 3 * (cost(short + short) + cost(long))
@@ -633,8 +634,9 @@ def test_meta_construction_then_init_weights_equals_direct_construction():
 class Convolved(layers.Block):
     """A block as a researcher may extend it: modules of torch's own, and a parameter in a list."""
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, *given):
+        super().__init__(*given)
+        config = given[0]
         self.conv, self.norm = torch.nn.Conv1d(config.hidden_size, 8, 4), torch.nn.BatchNorm1d(8)
         self.scales = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(3))])
 
@@ -661,7 +663,7 @@ def from_meta(config) -> Spider:
 def test_modules_that_the_model_does_not_know_initialize_themselves_and_change_no_weight_of_its_own(monkeypatch):
     torch.manual_seed(1)
     plain = everything(Spider(config := small_config()))
-    monkeypatch.setattr(layers, "Block", Convolved)
+    monkeypatch.setattr(Spider, "block_class", Convolved)
     torch.manual_seed(1)
     direct, later = everything(Spider(config)), everything(from_meta(config))
     assert direct.keys() == later.keys() > plain.keys()
@@ -694,10 +696,10 @@ FORGOTTEN = {
 def test_what_nobody_initializes_is_named(monkeypatch, make, name):
     """However it was constructed: what a constructor sets is lost where a model is made on the meta device."""
     class Forgetful(layers.Block):
-        def __init__(self, config):
-            super().__init__(config)
+        def __init__(self, *given):
+            super().__init__(*given)
             FORGOTTEN[name](self)
-    monkeypatch.setattr(layers, "Block", Forgetful)
+    monkeypatch.setattr(Spider, "block_class", Forgetful)
     with pytest.raises(RuntimeError, match=f"nobody initializes prelude.0.{name}.*coda.0.{name}.*reset_parameters"):
         make(small_config())
     with torch.device("meta"):
@@ -707,7 +709,7 @@ def test_what_nobody_initializes_is_named(monkeypatch, make, name):
 def test_the_1b_model_has_996m_parameters_in_the_shares_of_the_design():
     with torch.device("meta"):
         model = Spider(SpiderConfig.preset("1b"))
-    table = model.parameter_table()
+    table = costs.parameter_table(model)
     total = sum(count for count, _ in table.values())
     assert total == sum(p.numel() for p in model.parameters())
     assert abs(total / 996e6 - 1) < 0.005
@@ -877,7 +879,7 @@ def test_recomputation_keeps_the_first_routing_even_if_the_scores_have_moved():
         seen.append(chosen)
         return chosen, weights
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tile_moe, "route", route)
+        patch.setattr(spider_model, "route", route)
         ids = text(2, 32)
         model(ids, ids, noise_seed=0).loss.backward()
     assert len(seen) == 2 and torch.equal(*seen)
@@ -953,7 +955,7 @@ def noise_of_the_batch(seed, sequences, length, device):
 
 
 def test_a_shifted_unpool_is_noticed(monkeypatch):
-    monkeypatch.setattr(segments, "unpool_segments", shifted_unpool)
+    monkeypatch.setattr(spider_model, "unpool_segments", shifted_unpool)
     with pytest.raises(AssertionError):
         for seed in range(4):
             check_causality(awake(small_config()), training=True, seed=seed)
@@ -962,13 +964,13 @@ def test_a_shifted_unpool_is_noticed(monkeypatch):
 
 
 def test_a_segment_that_crosses_documents_is_noticed(monkeypatch):
-    monkeypatch.setattr(segments, "pool_segments", pool_across_documents)
+    monkeypatch.setattr(spider_model, "pool_segments", pool_across_documents)
     with pytest.raises((AssertionError, RuntimeError)):
         check_pooling((7, 1, 30, 2), "some")
 
 
 def test_attention_across_documents_is_noticed(monkeypatch):
-    monkeypatch.setattr(packing, "document_cu_seqlens",
+    monkeypatch.setattr(spider_model, "document_cu_seqlens",
                         lambda ids: torch.arange(0, ids.numel() + 1, ids.shape[1], dtype=torch.int32))
     with pytest.raises(AssertionError):
         check_packing(awake(small_config()))
@@ -981,6 +983,6 @@ def test_a_wrong_act_remainder_is_noticed(monkeypatch):
 
 
 def test_noise_that_depends_on_the_batch_split_is_noticed(monkeypatch):
-    monkeypatch.setattr(noise, "byte_noise", noise_of_the_batch)
+    monkeypatch.setattr(spider_model, "byte_noise", noise_of_the_batch)
     with pytest.raises(AssertionError):
         check_noise()

@@ -8,7 +8,6 @@ import torch
 
 import sample
 from conftest import ROOT
-from spider.model import layers
 from spider.model.engram import EngramTable
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "your-own-loop.md").read_text(), re.DOTALL)
@@ -23,9 +22,8 @@ def test_every_block_of_the_page_runs_and_moves_every_table(under_trainer, tmp_p
     (tmp_path / "text.txt").write_bytes((ROOT / "LICENSE").read_bytes())
     assert BLOCKS[0].count(SIZES) == 1 and ["Trainer" in block for block in BLOCKS] == [False] * 3 + [True, False]
     names, models = {}, []
-    with warnings.catch_warnings(), monkeypatch.context() as patch:
+    with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*Engram tables")
-        patch.setattr(layers, "Block", layers.Block)                             # the page replaces it
         for block in BLOCKS:
             if under_trainer or "Trainer" not in block:
                 exec(block.replace(SIZES, SMALLER), names)

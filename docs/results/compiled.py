@@ -131,7 +131,7 @@ class Eager(TorchDispatchMode):
 
 
 def sum_segments(h, b, cu_seqlens, open_segment=None, count=[]):
-    """spider_model.sum_segments, the number of segments not read from the device but RATE's, another each time."""
+    """segments.sum_segments, the number of segments not read from the device but RATE's, another each time."""
     count.append(1)
     document, finished = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
@@ -176,7 +176,7 @@ def pretend(stack: ExitStack):
     patch("torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value", deduce_on_host)
     stack.enter_context(inductor.patch(fx_graph_cache=False, compile_threads=1, use_static_cuda_launcher=False))
     stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-    patch("spider_model.sum_segments", sum_segments)
+    patch("spider.model.segments.sum_segments", sum_segments)
     patch("spider_model.Spider.init_weights", lambda self: None)
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 

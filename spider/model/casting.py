@@ -1,4 +1,11 @@
-"""Linear layers whose weights are cast to the type of their input."""
+"""Cast weights for products, once a product or once for all passes of an optimizer step.
+
+Parameters are fp32, or what they were given as; products run in Spider.compute_dtype. Linear and WideLinear cast where
+they multiply; `cast_weights_once` has every module with a `cast_weight(dtype)` (these, MoE, FP8's Linears) keep its cast
+in `cast`; `cast_experts` is the cast of stacked expert weights.
+"""
+
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +15,7 @@ from torch import Tensor, nn
 class Linear(nn.Linear):
     """nn.Linear whose fp32 weight is cast to the input's type; values come from Spider.init_weights alone."""
 
-    cast: Tensor | None = None            # of the weight, while Spider.cast_weights_once lasts
+    cast: Tensor | None = None            # of the weight, while cast_weights_once lasts
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(in_features, out_features, bias=bias)
@@ -76,6 +83,30 @@ def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
         if weight is not None and weight.dtype == dtype:
             return weight
     return linear.weight.to(dtype)
+
+
+def cast_experts(weights: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, joined: bool, fp8: bool
+                 ) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Cast w_gate, w_up and w_down, the first two joined where a backend multiplies them as one (see moe_forward); for
+    FP8 in column-major order, as its kernels want them."""
+    w_gate, w_up, w_down = (w.to(dtype) for w in weights)
+    if joined:
+        w_gate, w_up = torch.cat((w_gate, w_up), dim=-1), None
+    return tuple(w.mT.contiguous().mT if fp8 and w is not None else w for w in (w_gate, w_up, w_down))
+
+
+@contextmanager
+def cast_weights_once(model: nn.Module):
+    """Inside, weights keep one cast to `compute_dtype`, and one gradient before it is cast back, for all loops,
+    recomputations and micro-steps. Weights must not change meanwhile: it spans an optimizer step's passes."""
+    modules = [module for module in model.modules() if hasattr(module, "cast_weight")]
+    try:
+        for module in modules if model.casts_early else ():
+            module.cast_weight(model.compute_dtype)
+        yield
+    finally:
+        for module in modules:
+            module.cast = None
 
 
 def wide(x: Tensor) -> Tensor:

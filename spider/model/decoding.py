@@ -1,40 +1,47 @@
-"""The state that decoding carries from byte to byte, and sampling."""
+"""Decode: feed bytes to a model step by step, carry its state from one to the next, draw and generate bytes.
+
+DecodingState is the state; `step` feeds bytes to it, equal to the full pass; `generate_batch` and `generate` write.
+Spider's methods of these names call them.
+"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spider.model.cache import Cache
+from spider.model.casting import cast_weights_once
+from spider.model.core_pass import CorePass
+from spider.model.engram import SegmentEngram
+from spider.model.packing import Packing, document_starts
+from spider.model.segments import last_byte_of, sum_segments
 from tokenizer import EOS_ID, PAD_ID
-
-Seen = tuple[Tensor | None, Tensor | None]  # of a core layer, [N, ...]: latents and what the convolution read
-Past = tuple[Cache | None, Cache | None]    # the same of earlier steps, when decoding
 
 PIECE = 256                               # bytes a row that one pass of decoding takes, which bounds its memory
 
 
 @dataclass
 class DecodingState:
-    """What a model knows of what each row has read: tensors and plain values, so that vars(state.copy()) can be saved,
-    and DecodingState(**saved) goes on. It is of the device and compute_dtype of the model that made it. C is the width
-    of a latent; places double as they fill up."""
+    """All that a model keeps of what each row has read: tensors and plain values, so that vars(state.copy()) can be
+    saved, and DecodingState(**saved) continues. It has the device and compute_dtype of the model that made it. C is the
+    width of a latent; cache slots double as they fill up."""
     n_loops: int
     last_bytes: Tensor                    # int64 [rows, longest_order], PAD before the document
     position: Tensor                      # int64 [rows], bytes of the document so far
     segments: Tensor                      # int64 [rows], finished segments of it
     summed: Tensor                        # float64 [rows], boundary probabilities over it
-    open_segment: Tensor                         # [rows, D], sum of the bytes behind the last boundary
+    open_segment: Tensor                         # [rows, D], sum of the bytes since the last boundary
     open_bytes: Tensor                   # [rows, 1], their number
     unpooled: Tensor                        # [rows, places * D], what bytes receive of the last finished segment
-    matches: Tensor                       # int64 [1 + 2 * match contexts, rows, places]: see MatchMemory.step
-    byte_latents: Tensor                  # [prelude and coda layers, 1, rows, places, C], normed and rotated
-    segment_latents: Tensor               # [L, n_loops, rows, places, C]: as each segment's last loop left them
-    convolved: Tensor                     # [Engram layers of the core, n_loops, rows, places, D]: what they convolve
+    matches: Tensor                       # int64 [1 + 2 * match contexts, rows, slots]: see MatchMemory.step
+    byte_latents: Tensor                  # [prelude and coda layers, 1, rows, slots, C], normed and rotated
+    segment_latents: Tensor               # [L, n_loops, rows, slots, C]: as each segment's last loop left them
+    convolved: Tensor                     # [Engram layers of the core, n_loops, rows, slots, D]: what they convolve
 
     def copy(self, rows: list[int] | None = None) -> "DecodingState":
-        """A state of its own of all rows, or of the named ones, as often as they are named."""
+        """Copy the state of all rows, or of the named ones, as often as they are named."""
         def pick(x):
             if not isinstance(x, Tensor) or rows is None:
                 return x.clone() if isinstance(x, Tensor) else x
@@ -42,7 +49,7 @@ class DecodingState:
         return DecodingState(**{name: pick(x) for name, x in vars(self).items()})
 
     def start_documents(self, rows: Tensor, null: Tensor | None):
-        """Forgets what the rows, bool [rows], have read: nothing looks behind a document's start."""
+        """Forget what the rows, bool [rows], have read: nothing looks behind a document's start."""
         for x in (self.position, self.segments, self.summed, self.open_segment, self.open_bytes, self.last_bytes):
             x.masked_fill_(rows.view(-1, *(1,) * (x.ndim - 1)), PAD_ID if x is self.last_bytes else 0)
         if null is not None:
@@ -50,7 +57,7 @@ class DecodingState:
 
 
 def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str = "T"):
-    """ValueError unless ids are int64 [rows, length], where a number must be met and a letter is any from 1 on."""
+    """Raise ValueError unless ids are int64 [rows, length], where a number must be met and a letter is any from 1 on."""
     sizes = list(ids.shape)
     if ids.dtype != torch.int64 or len(sizes) != 2 or any(
             size != wanted if isinstance(wanted, int) else size < 1 for size, wanted in zip(sizes, (rows, length))):
@@ -60,7 +67,7 @@ def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str =
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None,
          generator: torch.Generator | None) -> Tensor:
-    """Draws a byte or EOS for each row of logits [rows, vocab_size] -> int64 [rows]. temperature 0 takes the likeliest;
+    """Draw a byte or EOS for each row of logits [rows, vocab_size] -> int64 [rows]. temperature 0 takes the likeliest;
     top_k leaves the k likeliest, top_p the likeliest ones that together have the probability p."""
     logits = logits.float().clone()
     logits[:, 256:EOS_ID] = -math.inf                                                        # PAD, BOS
@@ -76,3 +83,132 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
         beyond[:, 0] = False                                                                 # fp32 has no 1e-50
         ordered[beyond] = 0
     return order.gather(1, torch.multinomial(ordered, 1, generator=generator)).squeeze(1)
+
+
+def decoding_state(model: nn.Module, rows: int, n_loops: int) -> DecodingState:
+    """Make the state of `rows` rows that have read nothing yet."""
+    c, weight = model.config, model.embed_tokens
+    latent = c.kv_lora_rank + c.qk_rope_head_dim
+    held, summed = (weight.new_zeros(0, dtype=dtype) for dtype in (model.compute_dtype, model.wide_dtype))
+    count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+    null = held.new_zeros(c.hidden_size) if model.core is None else model.null_rows().detach().to(held.dtype)
+    return DecodingState(
+        n_loops=n_loops, last_bytes=count.new_full((rows, c.longest_order), PAD_ID), position=count,
+        segments=count.clone(), summed=count.double(), open_segment=summed.new_zeros(rows, c.hidden_size),
+        open_bytes=summed.new_zeros(rows, 1), unpooled=null.repeat(rows, 1),
+        matches=count.new_zeros(1 + 2 * c.match_contexts, rows, 1),
+        byte_latents=held.new_zeros(c.n_prelude_layers + c.n_coda_layers, 1, rows, 1, latent),
+        segment_latents=held.new_zeros(c.n_recurrent_layers, n_loops, rows, 1, latent),
+        convolved=held.new_zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size))
+
+
+@torch.no_grad()
+def step(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
+    """Feed input_ids [rows, n] to a state and return logits [rows, n, vocab_size], see Spider.step.
+
+    A pass reads at most PIECE bytes of one document in each row."""
+    if model.training:
+        raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
+    check_ids("input_ids", input_ids, len(state.position), "n")
+    n, ends = input_ids.shape[1], set()
+    if n > 1:
+        starts = document_starts(input_ids)
+        ends = {*range(PIECE, n, PIECE), *(starts[:, 1:].any(0).nonzero().flatten() + 1).tolist()}
+    with torch.inference_mode():          # a tenth faster
+        logits = [_read(model, part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)]
+    return torch.cat(logits, dim=1)       # an ordinary tensor again
+
+
+def _read(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
+    """Read the next bytes [rows, n] of one document in each row."""
+    c, (rows, n) = model.config, input_ids.shape
+    known = torch.cat((state.last_bytes, input_ids), dim=1)
+    starts = document_starts(known[:, -n - 1:])[:, 1]
+    if starts.any():
+        state.start_documents(starts, None if model.core is None else model.null_rows())
+        known = torch.cat((state.last_bytes, input_ids), dim=1)
+    ids = input_ids.reshape(-1)
+    cu_seqlens = torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=ids.device)
+    packing = Packing.build(cu_seqlens, rows * n, n, c, model.compute_dtype, 0, state.position)
+    shifted = known.unfold(1, n, 1)[:, 1:].flip(1).transpose(0, 1).flatten(1)                # as in shifted_bytes
+    cache, matched = Cache(state.byte_latents, packing, state.position, c.byte_window), None
+    if model.engram_match is not None:
+        matched, state.matches = model.engram_match.step(input_ids, shifted, packing.position.view(rows, n),
+                                                         state.matches)
+    x = model.before_core(ids, packing, shifted, matched, cache)
+    if model.core is not None:
+        b = model.boundaries(x, input_ids, shifted, packing, None, state.summed)
+        if n == 1 and not b.any():
+            x = x + _extend_segments(model, x, state)
+        else:
+            x = x + _finish_segments(model, x, b, packing, shifted, state)
+    logits = model.after_core(x, packing, shifted, matched, cache)
+    state.byte_latents, state.position = cache.held, state.position + n
+    state.last_bytes = known[:, -c.longest_order:]
+    return logits.view(rows, n, -1)
+
+
+def _extend_segments(model: nn.Module, x: Tensor, state: DecodingState) -> Tensor:
+    """Add a byte to each row's open segment, x [rows, D]; return what it receives of the segment before."""
+    state.open_segment, state.open_bytes = state.open_segment + x, state.open_bytes + 1
+    places = model.config.places
+    if places == 1:
+        return state.unpooled
+    offset = state.open_bytes.flatten().long().clamp_max(places - 1)
+    return state.unpooled.unflatten(1, (places, -1))[torch.arange(len(x), device=x.device), offset]
+
+
+def _finish_segments(model: nn.Module, x: Tensor, b: Tensor, packing: Packing, shifted: Tensor,
+                     state: DecodingState) -> Tensor:
+    """Pool the segments that end among bytes x [rows * n, D], run the core on all of them together, and return what the
+    bytes receive; those behind a row's last boundary open its next segment."""
+    rows, before = len(state.position), state.unpooled
+    open_bytes = state.open_bytes.long().expand(-1, len(x) // rows).flatten()
+    z, total, segment_cu_seqlens = sum_segments(x, b, packing.cu_seqlens, (state.open_segment, state.open_bytes))
+    z, state.open_segment = z.tensor_split((-rows,))
+    total, state.open_bytes = total.tensor_split((-rows,))
+    z = (z / total).to(x.dtype)
+    if len(z):
+        z = _run_core(model, z, segment_cu_seqlens, shifted.index_select(1, last_byte_of(b, len(z))), state)
+        newest = z.index_select(0, (segment_cu_seqlens[1:] - 1).clamp_min(0))                # of each row
+        state.unpooled = torch.where(segment_cu_seqlens.diff()[:, None] > 0, newest, before)
+    else:
+        z = before[:0]
+    return model.unpool(z, before, b, packing, segment_cu_seqlens, open_bytes)
+
+
+def _run_core(model: nn.Module, z: Tensor, cu_seqlens: Tensor, last_bytes: Tensor, state: DecodingState) -> Tensor:
+    """Run the core on finished segments z [N, D], which follow those that the state holds."""
+    lengths, taps = cu_seqlens.diff(), SegmentEngram.taps(model.config)
+    packing = Packing.build(cu_seqlens, len(z), int(lengths.max()), model.config, model.compute_dtype, 0,
+                            state.segments)
+    latents = Cache(state.segment_latents, packing, state.segments)
+    convolved = Cache(state.convolved, packing, state.segments, taps[-1] + 1).look_back(taps)
+    share = z.new_full((len(z),), 1 / len(z), dtype=model.wide_dtype)
+    z, _ = model.core(z, CorePass(packing, last_bytes, share, state.n_loops, latents=latents, convolved=convolved))
+    state.segment_latents, state.convolved = latents.held, convolved.held
+    state.segments = state.segments + lengths
+    return z
+
+
+@torch.no_grad()
+def generate_batch(model: nn.Module, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
+                   top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None
+                   ) -> Iterator[list[int | None]]:
+    """Yield up to max_new_bytes times what each row writes next, a list of ids (0-255), None once it has ended.
+
+    logits [rows, vocab_size] are those of the last byte that the state has read; what is yielded has been read as well
+    when the next is asked for. See `draw` for the rest. Weights must not change before it ends. FloatingPointError
+    where a logit is no finite number."""
+    ended, drawn = torch.zeros(len(logits), dtype=torch.bool, device=logits.device), None
+    with cast_weights_once(model):
+        for _ in range(max_new_bytes):
+            if drawn is not None:
+                logits = model.step(drawn[:, None], state)[:, -1]
+            if not logits.isfinite().all():
+                raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
+            drawn = torch.where(ended, PAD_ID, draw(logits, temperature, top_k, top_p, generator))
+            ended |= drawn == EOS_ID
+            if ended.all():
+                return
+            yield [byte if byte < 256 else None for byte in drawn.tolist()]

@@ -1,13 +1,20 @@
-"""Find parameters that nobody initialized."""
+"""Give every parameter and buffer of a model its first value; find those that nobody initialized."""
 
 import math
 
+import torch
 from torch import Tensor, nn
+
+from spider.model.attention import MLA
+from spider.model.casting import Linear
+from spider.model.engram import ByteEngram, EngramTable, SegmentEngram
+from spider.model.layers import SwiGLU
+from spider.model.match_memory import MatchMemory
 
 
 class UninitializedTensors:
-    """What of a module nobody has written since this was made: floats are filled with NaN, which has to go, and of
-    other numbers a version is counted. On the meta device there is nothing to write."""
+    """The tensors of a module that nobody has written since this was made: floats are filled with NaN, which has to go,
+    and of other numbers a version is counted. On the meta device there is nothing to write."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -37,3 +44,95 @@ class UninitializedTensors:
             holders += [module for module in around if hasattr(module, "reset_parameters")][:1]
         for module in dict.fromkeys(holders):
             module.reset_parameters()
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module):
+    """Initialize every value of a Spider, buffers included:
+
+        embed_tokens                        N(0, 1)
+        Linear.weight, w_gate, w_up         N(0, 1 / fan_in); biases 0
+        o_proj, down_proj, w_down           the same divided by sqrt(2 * layers, the core's counted once per loop)
+        lm_head, halt_predictor             N(0, 0.02^2); the halting bias is -3: at 0 it would stick at one loop
+        boundary_predictor's last bias      logit(boundary_prior)
+        loop_embedding                      N(0, 0.02^2)
+        log_A, dt, B                        such that A = 0.905 and B = 1: at (1 - A) / (1 - A^n_loops), which keeps
+                                            the state at e's size, what layers add drowns e; see
+                                            docs/results/mechanisms.md
+        lora_down, lora_up                  N(0, 1 / fan_in), 0
+        core.out_proj, core.place_proj      0: at the start the core adds nothing to the bytes
+        null_segment, conv_weight           0
+        Engram tables, followed             0; their hash constants from the table's place in the model
+        expert_bias                         0
+        modules that a subclass adds        their reset_parameters, drawn behind all of these
+
+    RuntimeError names what nobody initializes."""
+    uninitialized = UninitializedTensors(model)
+    _init_layers(model)
+    _init_byte_rate(model)
+    if model.core is not None:
+        _init_core(model.core)
+    if hasattr(model, "boundary_predictor"):
+        prior = model.config.boundary_prior
+        model.boundary_predictor[2].bias.fill_(math.log(prior / (1 - prior)))
+    uninitialized.reset()
+    if names := uninitialized.names():
+        raise RuntimeError(f"nobody initializes {', '.join(names)}: give what holds it a reset_parameters() that "
+                           f"does; a constructor's values are lost where a model is made on the meta device")
+
+
+def _init_layers(model: nn.Module):
+    """Initialize what layers are made of, in the order of modules; outputs of residual parts get smaller with depth."""
+    c = model.config
+    depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
+    tables = 0
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.weight.normal_(std=module.in_features ** -0.5)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif hasattr(module, "expert_bias"):
+            module.expert_bias.zero_()
+            if c.n_routed_experts:
+                module.w_gate.normal_(std=c.hidden_size ** -0.5)
+                module.w_up.normal_(std=c.hidden_size ** -0.5)
+                module.w_down.normal_(std=(2 * depth * c.moe_intermediate_size) ** -0.5)
+        elif isinstance(module, EngramTable):
+            module.weight.zero_()
+            module.forget()
+            module.init_hash(tables)
+            tables += 1
+        elif isinstance(module, SegmentEngram):
+            module.conv_weight.zero_()
+        elif isinstance(module, MatchMemory):
+            module.init_hash(0)
+        elif isinstance(module, ByteEngram) and module.followed is not None:
+            module.followed.zero_()
+    for module in model.modules():
+        if isinstance(module, (MLA, SwiGLU)):
+            (module.o_proj if isinstance(module, MLA) else module.down_proj).weight.mul_((2 * depth) ** -0.5)
+
+
+def _init_byte_rate(model: nn.Module):
+    model.embed_tokens.normal_()
+    model.lm_head.weight.normal_(std=0.02)
+    if model.core is not None:
+        model.null_segment.zero_()
+
+
+def _init_core(core: nn.Module):
+    c, rate = core.config, 0.1
+    core.loop_embedding.normal_(std=0.02)
+    core.out_proj.weight.zero_()
+    if c.places > 1:
+        core.place_proj.zero_()
+    if c.lti:
+        core.log_A.zero_()
+        core.dt.fill_(math.log(math.expm1(rate)))
+        core.B.fill_(1)
+    if c.lora_rank:
+        core.lora_down.normal_(std=c.hidden_size ** -0.5)
+        core.lora_up.zero_()
+    if c.act:
+        core.halt_predictor.weight.normal_(std=0.02)
+        core.halt_predictor.bias.fill_(-3)

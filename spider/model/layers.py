@@ -1,9 +1,4 @@
-"""What layers are built of: products, norm, packed rows of documents, latent attention with its cache, feed-forward.
-
-Rows of several documents lie one after the other, [rows, D], with `cu_seqlens` marking where each starts (Packing);
-where attention has no kernel for that they are filled up in buckets. Shapes as in spider_model.py. Source of MLA:
-DeepSeek-V2, arXiv 2405.04434.
-"""
+"""SwiGLU, and Block, the layer at byte rate. The core's layer, RecurrentBlock, stands in spider_model.py."""
 
 from collections.abc import Callable
 
@@ -35,11 +30,11 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """A dense layer at byte rate, [M, D] -> [M, D]."""
 
-    compiled: Callable | None = None      # see Spider.compile_layers
+    compiled: Callable | None = None      # of `in_one_graph`, see spider.model.compilation
 
-    def __init__(self, config: "SpiderConfig"):
+    def __init__(self, config: SpiderConfig, attention_class: type[nn.Module] = MLA):
         super().__init__()
-        self.attention = MLA(config)
+        self.attention = attention_class(config)
         self.ffn = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
@@ -50,3 +45,6 @@ class Block(nn.Module):
     def run(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
         x = x + self.attention(rms_norm(x), packing, ALL_ROWS, cache=cache)[0]
         return x + self.ffn(rms_norm(x))
+
+    def in_one_graph(self, x: Tensor, packing: Packing) -> Tensor:
+        return self.run(x, packing)

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spider.model.config import SpiderConfig
 from tokenizer import BOS_ID, EOS_ID
 
 
@@ -29,9 +28,9 @@ class Packing:
     window: int                           # rows that a row looks back on, its own included; 0: all of its document
 
     @classmethod
-    def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config: "SpiderConfig", dtype: torch.dtype,
+    def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config, dtype: torch.dtype,
               window: int = 0, before: Tensor | None = None) -> "Packing":
-        """cu_seqlens int32 [documents + 1] of `rows` rows, no document longer than `bound`; dtype of attention; before
+        """cu_seqlens int32 [documents + 1] of `rows` rows, no document longer than `bound`; config has qk_rope_head_dim and rope_theta; dtype of attention; before
         [documents]: the rows that earlier steps of decoding brought."""
         device = cu_seqlens.device
         row = torch.arange(rows, device=device)

@@ -1,53 +1,139 @@
-"""What each kind of parameter is: its component, its optimizer, its precision."""
+"""One table of the kinds of parameters: component, optimizer, weight decay, precision, and how often products read it.
+
+KINDS is read from top to bottom, the first row that fits a parameter decides. A row fits by the class that holds the
+parameter, by its name there, and by a word on its path. A researcher's parameter falls through to the last rows: weights
+of Linears are Muon's and FP8's, all else is AdamW's and fp32. `kinds_of(model)` names the kind of every parameter.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import nn
 
 from spider.model.casting import Linear
 
-# Modules with one of these in their name stay in high precision.
+# Modules with one of these in their name stay in high precision, whatever their row says.
 NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "norm", "embed_tokens", "lm_head",
              "halt_predictor", "router")
+ENGRAM_TABLES = "Engram tables"
 
 
-def takes_fp8(module: nn.Module, name: str) -> bool:
-    """Whether a module is one that FP8 converts."""
-    return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
+class Optimizer(Enum):
+    """Which optimizer steps a parameter."""
+    MUON = "muon"                         # matrices between hidden spaces, and stacks of them
+    ADAMW = "adamw"
+    ADAGRAD = "row-wise Adagrad"          # of the rows looked up, see optim.RowwiseAdagrad
 
 
-def halved_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Weights that all products take as bf16; those of FP8 are cast from fp32."""
-    if model.compute_dtype != torch.bfloat16:
-        return []
-    linears = [m.weight for name, m in model.named_modules() if type(m) is Linear and takes_fp8(m, name)]
-    return linears + [w for m in model.modules() if hasattr(m, "backend") and m.config.n_routed_experts
-                      for w in (m.w_gate, m.w_up, m.w_down)]
+class Precision(Enum):
+    """The type that products take a parameter in; all are stored in fp32."""
+    FP8 = "fp8"                           # where --precision fp8 converts; else as BF16
+    BF16 = "bf16"                         # of bf16 alone: ranks send half the bytes; FP8 with --fp8_experts
+    FP32 = "fp32"                         # or a cast of the moment
 
 
-# Linears that do not lie between hidden spaces.
-APART = {"lm_head", "router", "boundary_predictor", "halt_predictor", "gate"}
+class Read(Enum):
+    """How often the products of a byte's way to its logits read a parameter."""
+    BYTE = "once a byte"
+    SEGMENT = "once a segment"
+    LOOP = "in each loop of a segment"
+    ONE_LOOP = "in its own loop of a segment"
+    CHOSEN = "in each loop, the chosen experts of all"
+    LOOKUP = "looked up, not multiplied"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table."""
+    owner: str                            # class of the module that holds it, or one of its bases
+    names: str                            # its names there, separated by blanks; *: any
+    within: str                           # words of the path to it; "": anywhere
+    component: str
+    optimizer: Optimizer
+    decay: bool                           # weight decay; vectors and numbers have none whatever their row says
+    precision: Precision
+    read: Read
+
+    def fits(self, module: nn.Module, path: str, name: str) -> bool:
+        return (self.names == "*" or name in self.names.split()) and (
+            not self.within or f".{self.within}." in f".{path}.") and any(
+            base.__name__ == self.owner for base in type(module).__mro__)
+
+
+def kind_of(module: nn.Module, path: str, name: str) -> Kind:
+    """Return the first row of the table that fits a module's parameter."""
+    return next(kind for kind in KINDS if kind.fits(module, path, name))
+
+
+_M, _A, _T = Optimizer.MUON, Optimizer.ADAMW, Optimizer.ADAGRAD
+_8, _16, _32 = Precision
+_BYTE, _SEGMENT, _LOOP, _ONE, _CHOSEN, _LOOKUP = Read
+_ADAPTERS = "loop adapters, injection, halting"
+KINDS = (
+    #    held by          names                 on the path           component              optimizer, decay, precision
+    Kind("EngramTable",   "weight",             "",                   ENGRAM_TABLES,         _T, False, _32, _LOOKUP),
+    Kind("ByteEngram",    "followed",           "",                   ENGRAM_TABLES,         _M, True,  _32, _LOOKUP),
+    Kind("SegmentEngram", "conv_weight",        "",                   "Engram projections",  _A, True,  _32, _LOOP),
+    Kind("Linear",        "weight",             "engram_output.gate", "Engram projections",  _A, True,  _32, _BYTE),
+    Kind("Linear",        "weight",             "engram",             "Engram projections",  _M, True,  _32, _SEGMENT),
+    Kind("Linear",        "weight",             "engram_input",       "Engram projections",  _M, True,  _32, _BYTE),
+    Kind("Linear",        "weight",             "engram_output",      "Engram projections",  _M, True,  _32, _BYTE),
+    Kind("Linear",        "weight",             "lm_head",            "embedding and head",  _A, True,  _32, _BYTE),
+    Kind("Linear",        "weight bias",        "boundary_predictor", "boundary predictor",  _A, True,  _32, _BYTE),
+    Kind("Linear",        "weight bias",        "halt_predictor",     _ADAPTERS,             _A, True,  _32, _LOOP),
+    Kind("Linear",        "weight",             "router",             "router",              _A, True,  _32, _LOOP),
+    Kind("MoE",           "w_gate w_up w_down", "",                   "routed experts",      _M, True,  _16, _CHOSEN),
+    Kind("RecurrentCore", "lora_down lora_up",  "",                   _ADAPTERS,             _M, True,  _32, _ONE),
+    Kind("RecurrentCore", "place_proj",         "",                   "unpooling",           _M, True,  _32, _SEGMENT),
+    Kind("RecurrentCore", "loop_embedding",     "",                   _ADAPTERS,             _A, True,  _32, _LOOKUP),
+    Kind("RecurrentCore", "log_A dt B",         "",                   _ADAPTERS,             _A, False, _32, _LOOP),
+    Kind("Spider",        "embed_tokens",       "",                   "embedding and head",  _A, True,  _32, _LOOKUP),
+    Kind("Spider",        "null_segment",       "",                   "embedding and head",  _A, False, _32, _LOOKUP),
+    Kind("Linear",        "weight",             "prelude",            "prelude",             _M, True,  _8,  _BYTE),
+    Kind("Linear",        "weight",             "coda",               "coda",                _M, True,  _8,  _BYTE),
+    Kind("Linear",        "weight",             "attention",          "core attention",      _M, True,  _8,  _LOOP),
+    Kind("Linear",        "weight",             "shared",             "shared experts",      _M, True,  _8,  _LOOP),
+    Kind("Linear",        "weight",             "out_proj",           "unpooling",           _M, True,  _8,  _SEGMENT),
+    # whatever a researcher adds
+    Kind("Linear",        "weight",             "core",               _ADAPTERS,             _M, True,  _8,  _LOOP),
+    Kind("Linear",        "weight",             "",                   "embedding and head",  _M, True,  _8,  _BYTE),
+    Kind("Module",        "*",                  "prelude",            "prelude",             _A, True,  _32, _BYTE),
+    Kind("Module",        "*",                  "coda",               "coda",                _A, True,  _32, _BYTE),
+    Kind("Module",        "*",                  "core",               _ADAPTERS,             _A, True,  _32, _LOOP),
+    Kind("Module",        "*",                  "",                   "embedding and head",  _A, True,  _32, _BYTE),
+)
+
+
+def kinds_of(model: nn.Module) -> dict[str, Kind]:
+    """Return the kind of every parameter by name."""
+    kinds, seen = {}, set()
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p not in seen:             # tied weights have one name
+                kinds[f"{path}.{name}".lstrip(".")] = kind_of(module, path, name)
+                seen.add(p)
+    names = [name for name, _ in model.named_parameters()]
+    assert kinds.keys() == set(names), "a parameter without a kind"
+    return {name: kinds[name] for name in names}
 
 
 def matrices_of(model: nn.Module) -> set[str]:
-    """Names of the parameters that are matrices between hidden spaces, or stacks of them: what Muon is for. What else
-    has two dimensions or more, a convolution's kernel or what the model does not know, is AdamW's."""
-    names = set()
-    for path, module in model.named_modules():
-        own = ("weight",) if isinstance(module, nn.Linear) and APART.isdisjoint(path.split(".")) else ()
-        own += getattr(module, "matrix_stacks", ())
-        names |= {f"{path}.{name}" for name in own if module._parameters.get(name) is not None}
-    return names
+    """Return the names of the parameters that Muon steps: matrices between hidden spaces, or stacks of them."""
+    return {name for name, kind in kinds_of(model).items() if kind.optimizer is Optimizer.MUON}
 
 
-def component_of(name: str) -> str:
-    """The line of the parameter table that a parameter belongs to."""
-    parts = name.split(".")
-    for part, component in (("table", "Engram tables"), ("followed", "Engram tables"), ("engram", "Engram projections"),
-                            ("engram_input", "Engram projections"), ("engram_output", "Engram projections"),
-                            ("prelude", "prelude"), ("coda", "coda"), ("boundary_predictor", "boundary predictor"),
-                            ("attention", "core attention"), ("router", "router"), ("shared", "shared experts"),
-                            ("moe", "routed experts"), ("out_proj", "handing back"), ("place_proj", "handing back"),
-                            ("core", "loop adapters, injection, halting")):
-        if part in parts:
-            return component
-    return "embedding and head"
+def takes_fp8(module: nn.Module, name: str) -> bool:
+    """Return whether FP8 converts a module, of this name in its model."""
+    if not isinstance(module, nn.Linear) or any(word in name for word in NEVER_FP8):
+        return False
+    return kind_of(module, name, "weight").precision is Precision.FP8
+
+
+def halved_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that all products take as bf16; those of FP8 are cast from fp32."""
+    if model.compute_dtype != torch.bfloat16:
+        return []
+    linears = [m.weight for name, m in model.named_modules() if type(m) is Linear and takes_fp8(m, name)]
+    kinds = kinds_of(model)
+    return linears + [p for name, p in model.named_parameters() if kinds[name].precision is Precision.BF16]

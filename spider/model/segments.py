@@ -1,4 +1,4 @@
-"""Pool bytes into segments, and unpool segments onto bytes."""
+"""Pool bytes into segments, and unpool segments onto bytes. Where segments end stands in boundaries.py."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of each finished segment's bytes, in O(M * D), with the gradient of the published dense einsum.
+    """Return the mean of each finished segment's bytes, in O(M * D), with the gradient of the published dense einsum.
 
     h [M, D]; b [M], 1 where a segment ends (0 or 1 in value, straight-through gradient); cu_seqlens int32
     [documents + 1]. Returns z [N, D], documents in order, and segment_cu_seqlens int32 [documents + 1]. Bytes behind a
@@ -41,7 +41,7 @@ def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
 
 
 class _SumRows(torch.autograd.Function):
-    """Rows h [M, D] times weights [M] summed up where `own` [M] says, [rows, D]; torch's own keeps the products."""
+    """Sum rows h [M, D] times weights [M] by `own` [M], [rows, D]; torch's own would keep the products."""
 
     @staticmethod
     def forward(ctx, h, weight, own, rows):
@@ -58,34 +58,42 @@ class _SumRows(torch.autograd.Function):
 
 
 def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor,
-                    place: Tensor | None = None) -> Tensor:
-    """Hands each byte the last segment of its document finished at or before it: causal with nothing to shift.
+                    offset: Tensor | None = None) -> Tensor:
+    """Give each byte the last segment of its document finished at or before it: causal with nothing to shift.
 
     z [N, D], null [D] for bytes before a document's first boundary, or one for each document, [documents, D]; b [M],
     cu_seqlens and segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; no gradient reaches b.
-    With `place` [M] a segment has several rows, z [N, P, D] and null [P, D]; a byte receives that of its place.
+    With `offset` [M] a segment has several rows, z [N, P, D] and null [P, D]; a byte receives that of its offset.
     """
     document, finished = _documents_and_segments(b, cu_seqlens)
     null = null.view(-1, *z.shape[1:])
     own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished + len(null) - 1,
                       document.clamp_max(len(null) - 1))
     rows = torch.cat((null.to(z.dtype), z))
-    if place is not None:
-        own, rows = own * z.shape[1] + place, rows.flatten(0, 1)
+    if offset is not None:
+        own, rows = own * z.shape[1] + offset, rows.flatten(0, 1)
     return rows.index_select(0, own)
 
 
-def segment_offsets(b: Tensor, start: Tensor, places: int, open_segment: Tensor | int = 0) -> Tensor:
-    """How far bytes lie behind the last boundary of their document, at most `places` - 1: 0 at the boundary, int64 [M].
+def segment_offsets(b: Tensor, start: Tensor, count: int, open_bytes: Tensor | int = 0) -> Tensor:
+    """Count how far bytes lie behind the last boundary of their document, at most `count` - 1: 0 at the boundary, int64
+    [M].
 
-    start [M]: the first byte of each one's document; open_segment [M]: when decoding, the bytes that earlier steps brought
+    start [M]: the first byte of each one's document; open_bytes [M]: when decoding, the bytes that earlier steps brought
     behind their last boundary."""
     row = torch.arange(len(b), device=b.device)
     last = torch.where(b.detach() > 0, row, -1).cummax(0).values
-    return (row - torch.where(last < start, start - 1 - open_segment, last)).clamp_max(places - 1)
+    return (row - torch.where(last < start, start - 1 - open_bytes, last)).clamp_max(count - 1)
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Per byte, int64 [M]: its document, and the segments of all documents finished at or before it."""
+    """Return of each byte, int64 [M]: its document, and the segments of all documents finished at or before it."""
     row = torch.arange(len(b), device=b.device)
     return torch.searchsorted(cu_seqlens[1:], row, right=True), b.detach().round().long().cumsum(0)
+
+
+def last_byte_of(b: Tensor, rows: int) -> Tensor:
+    """Return the byte that ends each segment, int64 [rows], of boundaries b [M]; 0 for rows beyond the segments."""
+    byte = torch.arange(len(b), device=b.device)
+    own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
+    return byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]

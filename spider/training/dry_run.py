@@ -16,6 +16,7 @@ from spider.console import one_line
 from spider.data.loader import Loader
 from spider.data.shards import Source
 from spider.model.config import SpiderConfig
+from spider.model.costs import parameter_table
 from spider.model.ngrams import shifted_bytes
 from spider.model.packing import Packing, document_cu_seqlens
 from spider.training.checkpoint_files import checkpoint_paths, existing_parent
@@ -163,7 +164,7 @@ def print_outlook(plan: Plan, loader: Loader | None, sources: Sequence[Source], 
 def print_tables(plan: Plan, model: nn.Module):
     """Print parameters by component, cost at the expected bytes per segment and others, configuration and flags; the
     model may be on the meta device."""
-    table, expected = model.parameter_table(), plan.bytes_per_segment
+    table, expected = parameter_table(model), plan.bytes_per_segment
     total, active = (sum(column) for column in zip(*table.values()))
     print(f"\n{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
     for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):

@@ -14,7 +14,7 @@ from spider.errors import TooLarge
 from spider.model.config import RECOMPUTE, SpiderConfig
 from spider.model.engram import EngramTable
 from spider.model.packing import round_up
-from spider.model.parameters import matrices_of
+from spider.model.parameters import matrices_of, takes_fp8
 from spider.training.machine import memory_of, multiplies_bf16, process_memory
 from spider.training.plan import Plan
 from spider.training.ranks import World
@@ -109,7 +109,7 @@ def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recomput
     kept = activations(c, n_loops, rows, batch.seq_len, size, recompute, rate, plan.schedule.dropout > 0)
     casts = dense * size if size < 4 else 0
     if precision == "fp8":                # a byte each of what it converts; and numbers of gate and up in fp32 and back
-        casts -= sum(p.numel() for n, p in model.named_parameters() if n.endswith("proj.weight") and "engram" not in n)
+        casts -= sum(m.weight.numel() for name, m in model.named_modules() if takes_fp8(m, name))
         kept += rows * 12 * c.intermediate_size
     filled = 0.0
     if size == 4 or device.type == "cpu":
