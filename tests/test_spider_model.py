@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import spider_model
 import tile_moe
 from conftest import ROOT, awake, documents, gradients, small_config, text
-from spider.model import attention, casting, costs, layers, match_memory, noise, norm, packing, segments
+from spider.model import attention, casting, costs, layers, match_memory, norm
 from spider.model.config import BOUNDARIES, PRESETS, RANGES, RECOMPUTE, SpiderConfig
 from spider.model.ngrams import shifted_bytes, word_ends
 from spider.model.noise import byte_noise, dropped, uniform
