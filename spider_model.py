@@ -31,16 +31,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from spider.model import casting, compilation, costs, decoding, initialization
 from spider.model.attention import MLA
 from spider.model.boundaries import boundary_loss, learned_boundaries, respect_sentinels, rule_boundaries
 from spider.model.cache import Cache
-from spider.model.casting import Linear, WideLinear, cast_experts, wide
+from spider.model.casting import Linear, WideLinear, cast_experts, cast_weights_once, wide
+from spider.model.compilation import compile_layers
 from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, SpiderConfig  # noqa: F401  importable from here
 from spider.model.core_pass import CorePass, CoreStats, LayerCaches, LayerState
-from spider.model.decoding import DecodingState, check_ids
+from spider.model.costs import flops_per_byte
+from spider.model.decoding import DecodingState, check_ids, decoding_state, generate_batch, step
 from spider.model.engram import ByteEngram, EngramTable, Recalled, SegmentEngram
 from spider.model.halting import Halting
+from spider.model.initialization import init_weights
 from spider.model.layers import Block, SwiGLU
 from spider.model.match_memory import MatchMemory
 from spider.model.ngrams import shifted_bytes
@@ -352,7 +354,7 @@ class Spider(nn.Module):
 
     def init_weights(self):
         """Initialize every value of the model, buffers included, see initialization.init_weights."""
-        initialization.init_weights(self)
+        init_weights(self)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Segments
@@ -485,7 +487,7 @@ class Spider(nn.Module):
 
     def cast_weights_once(self):
         """Inside, weights keep one cast for all passes of an optimizer step, see casting.cast_weights_once."""
-        return casting.cast_weights_once(self)
+        return cast_weights_once(self)
 
     def zero_grad(self, set_to_none: bool = True):
         """Drop all gradients, also those that Engram tables have gathered."""
@@ -496,7 +498,7 @@ class Spider(nn.Module):
 
     def compile_layers(self, **settings) -> str | None:
         """Compile the layers; return why those of the core are left out, or None. See compilation.compile_layers."""
-        return compilation.compile_layers(self, **settings)
+        return compile_layers(self, **settings)
 
     def set_backend(self, backend: str):
         """Choose which of config.BACKENDS computes the experts; ValueError for any other name."""
@@ -518,7 +520,7 @@ class Spider(nn.Module):
 
     def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
         """Make the state of `rows` rows that have read nothing yet; n_loops, or the config's."""
-        return decoding.decoding_state(self, rows, self.config.n_loops if n_loops is None else n_loops)
+        return decoding_state(self, rows, self.config.n_loops if n_loops is None else n_loops)
 
     def step(self, input_ids: Tensor, state: DecodingState) -> Tensor:
         """Feed input_ids [rows, n] int64 to a state, which advances: logits [rows, n, vocab_size], fp32, those of
@@ -526,13 +528,13 @@ class Spider(nn.Module):
         end here together. Inside `cast_weights_once` weights are cast for many steps at once.
 
         RuntimeError in training mode, whose segments are drawn; ValueError for input_ids of another form."""
-        return decoding.step(self, input_ids, state)
+        return step(self, input_ids, state)
 
     def generate_batch(self, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
                        top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None
                        ) -> Iterator[list[int | None]]:
         """Yield up to max_new_bytes times what each row writes next, see decoding.generate_batch."""
-        return decoding.generate_batch(self, logits, state, max_new_bytes, temperature, top_k, top_p, generator)
+        return generate_batch(self, logits, state, max_new_bytes, temperature, top_k, top_p, generator)
 
     def generate(self, ids: list[int], max_new_bytes: int, temperature: float = 1.0, top_k: int | None = None,
                  generator: torch.Generator | None = None, n_loops: int | None = None, top_p: float | None = None
@@ -549,4 +551,4 @@ class Spider(nn.Module):
 
     def flops_per_byte(self, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
         """Count training FLOPs per byte, see costs.flops_per_byte."""
-        return costs.flops_per_byte(self, bytes_per_segment, n_loops, seq_len)
+        return flops_per_byte(self, bytes_per_segment, n_loops, seq_len)
