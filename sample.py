@@ -5,6 +5,8 @@
     python sample.py checkpoints/spider-step750.pt --prompt "ROMEO:" --bytes 500 --top_k 40 --samples 3
     head -c 2000 play.txt | python sample.py checkpoints/shakespeare --bytes 200
     python sample.py checkpoints/shakespeare --show play.txt    # what it makes of a text: segments, loops, surprise
+    python sample.py checkpoints/shakespeare --best --prompt O  # its checkpoint of the lowest validation loss
+    python sample.py checkpoints/spider-step750 --convert a.pt  # a sharded checkpoint as one file, or the other way round
     python sample.py checkpoints/shakespeare --export DIR       # for Hugging Face's libraries; see export.py
     python sample.py checkpoints/a checkpoints/b --eval data held-out.txt --n_loops 1,2,4 --json figures.json
 
@@ -47,8 +49,9 @@ from spider.flags import BadValue, Flag, Parser, integer, path_name, real
 from spider.inspect import page, reading
 from spider.model.config import MAX_LOOPS, SpiderConfig
 from spider.model.decoding import DecodingState
-from spider.training.checkpoint import is_in_parts, load_checkpoint, whole
-from spider.training.checkpoint_files import find_checkpoints
+from spider.training.checkpoint import best_checkpoint, find_checkpoints, load_checkpoint, with_whole_tensors
+from spider.training.checkpoint_files import is_sharded
+from spider.training.convert import convert
 from spider.training.machine import keep_freed_memory, multiplies_bf16, resolve_device, start_log, wants_memory
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
@@ -58,18 +61,35 @@ from train import EVAL_BYTES, FLAGS, RECIPES, cross_entropy, evaluate
 # Checkpoints
 
 
-def read_checkpoint(name: str) -> tuple[Path, dict]:
-    """The path and content of a checkpoint, or of the newest good one in a directory; tensors stay in the file.
-    UsageError, CheckpointError where there is none."""
+def path_of(name: str) -> tuple[Path, bool]:
+    """Return the path of a checkpoint, or of the newest good one in a directory, and whether it was found so; UsageError
+    where there is none."""
     path, found = Path(name), None
-    if not is_export(path) and not is_in_parts(path) and (path.is_dir() or not path.exists()):
-        found = find_checkpoints(path)
+    if not is_export(path) and not is_sharded(path) and (path.is_dir() or not path.exists()):
+        found = find_checkpoints(path, Spider)
         if not found:
             raise UsageError(f"{name}: there is no checkpoint there that can be used; name another, or train first")
         path = found[-1].path
-    state = load_checkpoint(path, sealed=not found, mapped=True)
-    state["model_state_dict"] = whole(state["model_state_dict"])
+        logger.info(f"{path}: the newest checkpoint there")
+    return path, bool(found)
+
+
+def read_checkpoint(name: str) -> tuple[Path, dict]:
+    """Read a checkpoint, or the newest good one in a directory, with its path; tensors stay in the file. UsageError,
+    CheckpointError where there is none."""
+    path, found = path_of(name)
+    state = load_checkpoint(path, Spider, sealed=not found, mapped=True)
+    state["model_state_dict"] = with_whole_tensors(state["model_state_dict"])
     return path, state
+
+
+def best_of(name: str) -> str:
+    """Return the path of the checkpoint with the lowest validation loss in a directory; UsageError where it is none."""
+    if not Path(name).is_dir() or is_sharded(Path(name)) or is_export(Path(name)):
+        raise UsageError(f"--best: {name} is no directory of checkpoints")
+    best = best_checkpoint(Path(name), Spider)
+    logger.info(f"{best.path}: the checkpoint of the lowest validation loss there, {best.val_loss:.4f} nats per byte")
+    return str(best.path)
 
 
 def model_of(state: dict, device: torch.device, dtype: torch.dtype) -> Spider:
@@ -356,6 +376,7 @@ READ_BY = {
     "--eval": {"n_loops", "device", "json", "field", "seq_len", "batch", "precision"},
     "--show": {"n_loops", "device", "html"},
     "--export": set(),
+    "--convert": set(),
 }
 
 
@@ -366,6 +387,8 @@ def each(parse: Callable) -> Callable:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="*", type=path_name, help="a file, or a directory (checkpoints)")
+    parser.add_argument("--best", action="store_true", help="of a directory not the newest checkpoint, but the one of the "
+                        "lowest validation loss (train.py --keep_best)")
     parser.add_argument("--n_loops", type=each(integer(1, MAX_LOOPS)), metavar="N,...",
                         help="loops of the core (as trained); several for --eval")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -397,6 +420,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("handing over")
     group.add_argument("--export", type=path_name, metavar="DIR",
                        help="write what Hugging Face's libraries load into a new directory")
+    group.add_argument("--convert", type=path_name, metavar="DST", help="write the checkpoint in its other form: DST.pt is one "
+                       "file, any other DST a sharded directory")
     defaults = vars(parser.parse_args([]))
     args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))
     given = [name for name, value in vars(args).items() if value is not None]
@@ -422,6 +447,13 @@ def main(argv: list[str] | None = None) -> int:
     start_log()
     try:
         args = parse_args(argv)
+        if args.best:
+            args.checkpoint = [best_of(name) for name in args.checkpoint]
+        if args.convert is not None:
+            source = path_of(only_one(args))[0]
+            step = convert(source, Path(args.convert))
+            print(console.one_line(f"{args.convert}: step {step}, as {source} has it"))
+            return 0
         if args.export is not None:
             hand_over(*read_checkpoint(only_one(args)), args.export)
             return 0

@@ -4,7 +4,7 @@
     python train.py --data_dir data --seq_len 256 --micro_batch 112 --grad_accum 4      # one GPU
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8        # several
 
-The same command again goes on from the newest checkpoint in --ckpt_dir. Everything random is a function of (--seed,
+The same command again resumes from the newest checkpoint in --ckpt_dir. Everything random is a function of (--seed,
 step), so that an interrupted run ends like an undisturbed one. `python train.py --help` lists the flags.
 """
 
@@ -208,6 +208,7 @@ from spider.model.engram import EngramTable
 from spider.model.parameters import ENGRAM_TABLES, kinds_of
 from spider.training import machine
 from spider.training.batches import Batch, Feed, batches_of
+from spider.training.checkpoint_contents import run_state
 from spider.training.curves import write_curves
 from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook,
                                      print_tables, print_verdict, segment_lengths, segment_warnings)
@@ -219,7 +220,8 @@ from spider.training.memory import (beside_tensors, check_memory, checkpoint_siz
 from spider.training.optim import Optimizers
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
-from spider.training.run_directory import RunDirectory, check_same_model, run_state
+from spider.training.run_directory import RunDirectory
+from spider.training.run_identity import RunIdentity, check_same_model
 from spider.training.run_log import odd_step_line, progress_line
 from spider.training.sharding import shard_model, sharding_of
 from spider.training.stopping import Stopping, StopSignals
@@ -311,7 +313,7 @@ def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path, m
         raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
                               f"{config.vocab_size}")
     for asked in (config, *(resolve_config(values, recipe),) * (values["model"] != "auto")):
-        check_same_model(origin, state["cfg"], asked)
+        check_same_model(origin, state["cfg"], asked, model_class)
     return config
 
 
@@ -720,7 +722,7 @@ def start_run(args, closing: ExitStack, world: World, model_class: type[Spider])
     sources = cache(partial(open_sources, args))
     with refusals(tolerated, world):
         home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, args.dry_run, world,
-                            args.mock_data)
+                            args.mock_data, model_class)
         state = home.load()
     if state is not None:
         with refusals(tolerated, world):
@@ -758,7 +760,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     # Model and optimizers, both as the checkpoint has them
     model = build_model(plan, device, world, model_class)
     optimizers = Optimizers(model, plan.optimizer.optimizer, plan.optimizer)
-    identity = SimpleNamespace(recipe=plan.recipe, **plan.flags)
+    identity = RunIdentity.of(plan.recipe, plan.flags)
     progress = home.restore(state, model, optimizers, plan.n_loops, loader, identity)
     del state
 
@@ -789,7 +791,9 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         closing.callback(lambda: write_curves(home.path, stop.asked))
 
     def save():
-        writer.save(run_state(model, optimizers, progress, loader, identity, world), metrics_file.sync)
+        state = run_state(sharding_of(model).model_state(model), optimizers.state_dict(), model.config, progress,
+                          identity.recipe, identity.flags, loader.targets.tolist())
+        writer.save(state, metrics_file.sync)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The loop

@@ -25,7 +25,7 @@ from spider.model.config import SpiderConfig
 from spider.model.engram import EngramTable
 from spider.model.match_memory import MatchMemory
 from spider.training import curves
-from spider.training.checkpoint_files import find_checkpoints
+from spider.training.checkpoint import find_checkpoints
 from spider.training.plan import Plan
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID

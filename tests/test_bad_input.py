@@ -1,6 +1,5 @@
 """Bad input of every kind, thousands of cases: one line that names it, status 2, nothing written and nothing lost."""
 
-import copy
 import json
 import math
 import os
@@ -10,19 +9,17 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import bench
 import data
 import sample
-import spider_model
 import train
-from conftest import make_shards, measured, run, run_flags
+from conftest import measured, run_flags
+from fuzzing import JUNK, mutated
 from spider import errors, files
 from spider.console import one_line
 from spider.data import prepare, shards
@@ -32,15 +29,13 @@ from spider.errors import UsageError
 from spider.files import durable
 from spider.flags import number
 from spider.model.config import SpiderConfig
-from spider.training import checkpoint, checkpoint_files, checkpoint_writer, curves
+from spider.training import curves
 from spider.training.plan import apply_settings
 from spider.training.ranks import World
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 from train import FLAGS, parse_args
 
 PROGRESS = "prepare: ", "verify: ", "standard input: "
-JUNK = [None, True, -1, 0, 1.5, 1e300, 10 ** 30, "", "x", "\ud800", "../x.bin", "a\nb\x00", [], {}, [[]], [None],
-        {"a": 1}]
 TEXTS = ["", " ", "-", "--", "-1", "+-3", "--5", "nan", "inf", "-inf", "1e400", "1e-400", "0x10", "1_0", "2.5",
          "9" * 5000, "\u00b2", "\u0663", "\u2167", "a\nb", "\x1b[2J", "\udcff", "\u202e", "\U0001f577", "None", "true",
          "1,2", "a b"]
@@ -71,21 +66,6 @@ def text(rng: random.Random, length: int) -> str:
     """Unicode of all kinds, control characters and lone surrogates included."""
     return "".join(chr(rng.choice((rng.randrange(1, 128), rng.randrange(1, 0x3000), rng.randrange(1, 0x110000))))
                    for _ in range(rng.randrange(length)))
-
-
-def mutated(rng: random.Random, raw: bytes) -> bytes:
-    """Some bytes with one to four flipped, overwritten, deleted, doubled, or cut off."""
-    raw = bytearray(raw)
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        i = rng.randrange(len(raw))
-        match rng.randrange(5):
-            case 0: raw[i] ^= 1 << rng.randrange(8)
-            case 1: raw[i] = rng.randrange(256)
-            case 2: del raw[i:i + rng.randrange(1, 20)]
-            case 3: raw[i:i] = raw[i:i + rng.randrange(1, 20)]
-            case 4: del raw[i + 1:]
-        raw = raw or bytearray(b"x")
-    return bytes(raw)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -623,81 +603,6 @@ def test_a_line_of_a_gigabyte_is_refused_in_bounded_memory(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> dict:
-    """The state of a small run after three steps, the last of which owes its evaluation."""
-    root = tmp_path_factory.mktemp("trained")
-    path = run(root, make_shards(root / "data"), steps=3) / "spider-step3.pt"
-    state = torch.load(path)
-    return state | dict(owed=dict(step=3, loss=2.0, skipped=False, grad_norm=1.0, lr=0.1))
-
-
-@pytest.mark.parametrize("value", ((0,) * 200_000, (0, 0), (-1,), tuple(range(200_000)), (1 << 31,)))
-@pytest.mark.parametrize("name", [f.name for f in fields(SpiderConfig) if type(f.default) is tuple])
-def test_a_long_or_odd_list_in_the_config_of_a_checkpoint_is_refused_before_anything_is_built(
-        tmp_path, trained, monkeypatch, name, value):
-    """Of 200,000 layers with Engram, a state to decode with would be of 419 GB."""
-    torch.save(trained | dict(cfg=trained["cfg"] | {name: value}), path := tmp_path / "spider-step3.pt")
-    monkeypatch.setattr(spider_model, "Spider", lambda config: pytest.fail("built"))
-    with pytest.raises(errors.CheckpointError, match=name):
-        checkpoint.load_checkpoint(path)
-    with pytest.raises(ValueError, match=name):
-        SpiderConfig(**{"n_recurrent_layers": 0, name: value})
-
-
-def read_or_refused(path: Path, capsys) -> bool:
-    """Whether a checkpoint is read; fails unless what is said is printable, and a refusal names the file in a line."""
-    try:
-        checkpoint.load_checkpoint(path, sealed=False)
-        return True
-    except errors.CheckpointError as fault:
-        assert one_line(fault).startswith(f"{path}") and len(str(fault)) < 70_000
-        assert checkpoint_files.find_checkpoints(path.parent) == []
-        return False
-
-
-def test_a_checkpoint_with_altered_bytes_is_read_or_refused_in_a_line(tmp_path, trained, capsys):
-    rng, path, read = random.Random(12), tmp_path / "spider-step3.pt", 0
-    torch.save(trained, path)
-    sound = path.read_bytes()
-    pickled = sound.index(b"PK", 4)                           # the plain values come first, the tensors' numbers behind
-    for case in range(400):
-        cut = rng.randrange(pickled) if case % 2 else rng.randrange(len(sound) - 8)
-        part = mutated(rng, sound[cut:cut + 40])
-        path.write_bytes(sound[:cut] + (part + bytes(40))[:40] + sound[cut + 40:] if case % 4 else mutated(rng, sound))
-        read += read_or_refused(path, capsys)
-    assert 50 < read < 350
-
-
-def test_a_checkpoint_with_any_value_altered_goes_on_or_is_refused_in_a_line(tmp_path, trained, capsys):
-    rng, path, read, refused = random.Random(13), tmp_path / "spider-step3.pt", 0, 0
-    shards = make_shards(tmp_path / "data")
-    places = [place for place, value, _ in checkpoint.nodes(trained) if place and place[0] != "model_state_dict"]
-    for case in range(240):
-        *above, last = rng.choice(places if case % 4 else [place for place in places if len(place) < 3])
-        state = inside = copy.copy(trained)
-        for name in above:
-            inside[name] = copy.copy(inside[name]) if not isinstance(inside[name], tuple) else list(inside[name])
-            inside = inside[name]
-        if rng.random() < 0.8:
-            inside[last] = rng.choice([*JUNK, math.nan, math.inf, -math.inf, 10 ** 300, 1 << 62, (), torch.ones(3),
-                                       "\x1b[2J"])
-        elif isinstance(inside, dict):
-            inside["no \x1b" if isinstance(last, str) else 99] = inside.pop(last)
-        torch.save(state, path)
-        if not read_or_refused(path, capsys):
-            refused += 1
-        elif (read := read + 1) < 25:
-            argv = run_flags(shards, tmp_path / "new", "--resume", str(path), steps=4)
-            status, said = train.command_line(argv), capsys.readouterr().err.splitlines()
-            assert status in (0, 2) and all(line.isprintable() for line in said), (above, last, inside, said)
-            shutil.rmtree(tmp_path / "new", ignore_errors=True)
-    assert refused > 60 and read > 25
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Command lines and mixtures
 
 def test_any_value_of_any_flag_or_variable_of_training_is_taken_or_named():
@@ -795,8 +700,7 @@ def test_a_batch_of_more_micro_steps_than_memory_holds_is_refused(capsys):
 
 def command_line(program: str, *argv) -> int:
     """The exit status of one of the project's command lines."""
-    main = dict(train=train.command_line, sample=sample.main, data=data.main, curves=curves.main, bench=bench.main,
-                checkpoint=checkpoint_writer.main)[program]
+    main = dict(train=train.command_line, sample=sample.main, data=data.main, curves=curves.main, bench=bench.main)[program]
     return main([*map(str, argv)])
 
 
@@ -818,8 +722,7 @@ def command_line(program: str, *argv) -> int:
     (("bench", "--only", "segments", "--device", "cpu", "--out", ""), "--out: '' is not a path"),
     (("bench", "--only", "segments", "--device", "cpu", "--data_dir", ""), "--data_dir: '' is not a path"),
     (("bench", "--only", "segments", "--device", "cpu", "--seq_len", ""), "--seq_len: '' is not"),
-    (("checkpoint", "convert", "", "x"), "SRC: '' is not a path"),
-    (("checkpoint", "convert", "x", ""), "DST: '' is not a path")), ids=lambda value: " ".join(value)[:60])
+    (("sample", "x", "--convert", ""), "--convert: '' is not a path")), ids=lambda value: " ".join(value)[:60])
 def test_a_path_that_is_empty_is_named_by_its_flag_and_nothing_is_written(tmp_path, monkeypatch, capsys, argv, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text")

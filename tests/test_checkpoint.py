@@ -29,13 +29,15 @@ import sample
 import train
 from conftest import SMALL, assert_same, final_state, make_shards, metrics, run, run_flags, small_config
 from spider import errors
+from spider.data import loader
 from spider.errors import CheckpointError
 from spider.model.config import MAX_LOOPS
-from spider.training import checkpoint, optim, run_directory
-from spider.training.checkpoint_files import find_checkpoints
+from spider.training import checkpoint_format, checkpoint_writer, optim, run_directory, run_identity
+from spider.training.checkpoint import find_checkpoints, load_checkpoint
 from spider.training.checkpoint_writer import CheckpointWriter
 from spider.training.progress import RunProgress
-from spider.training.run_log import Metrics
+from spider.training.metrics import Metrics
+from spider_model import Spider
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact resumption
@@ -188,7 +190,7 @@ def child(argv, log, slow=None, file_limit=None, patience=train.STEP_PATIENCE, d
         def sleep(*_):
             print("SLEEPS", file=sys.stderr, flush=True)
             time.sleep(60)
-        setattr({"train": train, "data": data, "checkpoint": checkpoint}[module], name, sleep)
+        setattr({"train": train, "loader": loader, "run_directory": run_directory}[module], name, sleep)
     if file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     if deaf:                                                     # whoever read stderr is gone
@@ -258,8 +260,8 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(tmp_p
 
 
 @pytest.mark.parametrize("flags,moment", (
-    (("--reset_steps",), None), (("--resume", "spider-step2.pt"), None), (("--reset_steps",), "checkpoint.Metrics"),
-    (("--resume", "spider-step2.pt"), "checkpoint.set_aside")))
+    (("--reset_steps",), None), (("--resume", "spider-step2.pt"), None), (("--reset_steps",), "run_directory.Metrics"),
+    (("--resume", "spider-step2.pt"), "run_directory.set_aside")))
 def test_a_run_that_starts_over_or_goes_back_goes_on_though_it_was_killed_before_it_saved(tmp_path, shards, processes,
                                                                                          flags, moment):
     """The same command without its flag; killed before it wrote a thing, it never was, and the old run goes on."""
@@ -267,10 +269,10 @@ def test_a_run_that_starts_over_or_goes_back_goes_on_though_it_was_killed_before
     for name in ("killed", "whole"):
         directory = run(tmp_path, shards, "--ckpt_every", "2", *kept, steps=6, ckpt=name)
         flags = [str(directory / word) if word.startswith("spider") else word for word in flags]
-        if name == "whole" and moment != "checkpoint.set_aside":
+        if name == "whole" and moment != "run_directory.set_aside":
             run(tmp_path, shards, *kept, *flags, steps=9, ckpt=name)
         elif name == "killed":
-            for given in (flags, ()) if moment != "checkpoint.set_aside" else (flags,):
+            for given in (flags, ()) if moment != "run_directory.set_aside" else (flags,):
                 argv = run_flags(shards, directory, *kept, *given, "--ckpt_every", "100000", steps=100_000)
                 process = start(processes, tmp_path, argv, slow=moment)
                 until_said(tmp_path, "SLEEPS" if moment else "step 8/")
@@ -280,7 +282,7 @@ def test_a_run_that_starts_over_or_goes_back_goes_on_though_it_was_killed_before
         run(tmp_path, shards, *kept, steps=9, ckpt=name)
     assert_same_runs(tmp_path / "killed", tmp_path / "whole")
     old = tmp_path / "killed" / "metrics.before-1.jsonl"
-    assert moment == "checkpoint.set_aside" or [line["step"] for line in map(json.loads, open(old))] == [*range(1, 7)]
+    assert moment == "run_directory.set_aside" or [line["step"] for line in map(json.loads, open(old))] == [*range(1, 7)]
     assert not (tmp_path / "killed" / "started-over.json").exists()
 
 
@@ -322,14 +324,14 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, shards
     process.join()
     assert time.monotonic() - asked < 20 and process.exitcode == 128 + number
     said = log.read_text().splitlines()[-1]
-    assert said.startswith(f"train.py: {number.name}: stopped after step") and "the same command goes on" in said
+    assert said.startswith(f"train.py: {number.name}: stopped after step") and "the same command resumes" in said
     step = final_state(tmp_path / "stopped")["step"]
     assert f"after step {step}," in said and (step == 7 if slow else step >= 5)
     parts = run(tmp_path, shards, *flags, steps=step + 2, ckpt="stopped")
     assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
 
 
-@pytest.mark.parametrize("slow", ("data.check", "train.warm_up", "checkpoint.find_checkpoints"))
+@pytest.mark.parametrize("slow", ("train.check", "train.warm_up", "run_directory.find_checkpoints"))
 def test_a_signal_before_the_first_step_leaves_at_once_and_writes_nothing(tmp_path, shards, processes, slow):
     process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", "--precision", "fp8"), slow=slow)
     until_said(tmp_path, "SLEEPS")
@@ -355,7 +357,7 @@ def test_a_step_that_takes_too_long_is_dropped_at_a_signal_and_done_again(tmp_pa
 def test_a_disk_that_stalls_holds_up_neither_a_signal_nor_the_end_of_the_process(tmp_path, shards, processes):
     flags = ("--eval_every", "0")
     run(tmp_path, shards, *flags, steps=3)
-    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", *flags, steps=8), slow="data.cut_rows",
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", *flags, steps=8), slow="loader.cut_rows",
                     patience=1.0)
     until_said(tmp_path, "SLEEPS")
     asked = time.monotonic()
@@ -425,14 +427,14 @@ def test_a_signal_during_compilation_leaves_within_twenty_seconds(tmp_path, shar
 def test_a_checkpoint_waits_for_the_copy_alone_and_holds_the_state_of_its_own_step(tmp_path):
     weight = torch.zeros(1000)
     writer = CheckpointWriter(tmp_path, [], 2)
-    release, write = [], checkpoint.write_checkpoint
+    release, write = [], checkpoint_writer.write_archive
 
     def held_up(file, state):
         until(lambda: release)
         write(file, state)
     state = dict(step=1, lineage=0, exploded=False, weight=weight, nested=[dict(t=weight[:3])])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_checkpoint", held_up)
+        patch.setattr(checkpoint_writer, "write_archive", held_up)
         writer.save(state, lambda: None)
         weight.fill_(7)                                                                 # training goes on
         assert not (tmp_path / "spider-step1.pt").exists()
@@ -440,7 +442,7 @@ def test_a_checkpoint_waits_for_the_copy_alone_and_holds_the_state_of_its_own_st
         assert writer.wait()
     assert not torch.load(tmp_path / "spider-step1.pt")["weight"].any()
     with pytest.MonkeyPatch.context() as patch:                                         # the next save waits for this
-        patch.setattr(checkpoint, "write_checkpoint", lambda *args: (time.sleep(0.3), write(*args)))
+        patch.setattr(checkpoint_writer, "write_archive", lambda *args: (time.sleep(0.3), write(*args)))
         writer.save(state | dict(step=5), lambda: None)
         weight.fill_(9)
         writer.save(state | dict(step=6), lambda: None)
@@ -480,7 +482,7 @@ def test_a_full_disk_is_one_loud_line_the_older_checkpoints_stay_and_it_is_tried
                                                                                       capsys):
     directory = run(tmp_path, shards, steps=2)
     before = (directory / "spider-step2.pt").read_bytes()
-    write, calls = checkpoint.write_checkpoint, []
+    write, calls = checkpoint_writer.write_archive, []
 
     def full(file, state):
         calls.append(state["step"])
@@ -488,7 +490,7 @@ def test_a_full_disk_is_one_loud_line_the_older_checkpoints_stay_and_it_is_tried
             file.write(b"a part of it")
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, state)
-    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    monkeypatch.setattr(checkpoint_writer, "write_archive", full)
     monkeypatch.setattr(CheckpointWriter, "retry_after", 0.0)
     capsys.readouterr()
     run(tmp_path, shards, "--ckpt_every", "4", "--keep_last", "9", steps=8)
@@ -535,7 +537,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, shards, monk
         if path.suffix == ".pt":
             raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
         original(path, missing_ok)
-    monkeypatch.setattr(checkpoint.Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
     directory = run(tmp_path, shards, "--ckpt_every", "1", steps=5)
     assert "spider-step1.pt stays: Operation not permitted" in capsys.readouterr().err
     assert final_state(directory)["step"] == 5
@@ -610,7 +612,7 @@ def trained(tmp_path_factory):
 def test_a_single_altered_byte_anywhere_in_a_checkpoint_is_noticed(tmp_path, shards):
     path = run(tmp_path, shards, steps=1) / "spider-step1.pt"
     content = bytearray(path.read_bytes())
-    checkpoint.check_seal(path)
+    checkpoint_format.check_seal(path)
     places = {*random.Random(0).sample(range(len(content)), 300), *range(64), *range(len(content) - 200, len(content))}
     for place in places:
         flip = 1 << place % 8
@@ -618,11 +620,11 @@ def test_a_single_altered_byte_anywhere_in_a_checkpoint_is_noticed(tmp_path, sha
         path.write_bytes(content)
         content[place] ^= flip
         with pytest.raises(ValueError, match="checksum"):
-            checkpoint.check_seal(path)
+            checkpoint_format.check_seal(path)
     for length in (0, 1, 30, len(content) // 2, len(content) - 1, len(content) - 79):
         path.write_bytes(content[:length])
         with pytest.raises(ValueError):
-            checkpoint.check_seal(path)
+            checkpoint_format.check_seal(path)
 
 
 def test_an_altered_newest_checkpoint_is_passed_over_and_the_run_still_ends_exactly(tmp_path, shards, capsys):
@@ -632,7 +634,7 @@ def test_an_altered_newest_checkpoint_is_passed_over_and_the_run_still_ends_exac
         newest.write_bytes(damage(newest.read_bytes()))
         run(tmp_path, shards, "--ckpt_every", "3", steps=6)
         said = capsys.readouterr().err
-        assert "passed over" in said and "spider-step6.pt" in said and f"goes on from {directory}/spider-step3" in said
+        assert "skipped" in said and "spider-step6.pt" in said and f"resumes from {directory}/spider-step3" in said
         assert_same(final_state(directory), final_state(run(tmp_path, shards, steps=6, ckpt="whole")))
 
 
@@ -725,13 +727,13 @@ def test_optimizer_state_that_is_no_plain_tensor_of_its_type_is_refused_by_name(
             held[key] = hostile(torch.as_tensor(whole, dtype=getattr(whole, "dtype", torch.float32)))
             torch.save(state, tmp_path / "foreign.pt")
             with pytest.raises(CheckpointError) as fault:
-                checkpoint.load_checkpoint(tmp_path / "foreign.pt")
+                load_checkpoint(tmp_path / "foreign.pt", Spider)
             said = str(fault.value).partition(": ")[2]
             assert said.startswith(f"optimizer_state_dict.{optimizer}.state.") and f"{key}: " in said or (
                 said.startswith("it names ")), (name, said)
         held[key] = whole
     torch.save(state, tmp_path / "foreign.pt")
-    checkpoint.load_checkpoint(tmp_path / "foreign.pt")
+    load_checkpoint(tmp_path / "foreign.pt", Spider)
 
 
 @pytest.mark.parametrize("name", ("lm_head.weight", "engram_input.table.multiplier"))
@@ -743,7 +745,7 @@ def test_weights_that_are_no_plain_tensors_are_refused_by_name(tmp_path, trained
             continue
         torch.save(trained | dict(model_state_dict=weights), tmp_path / "foreign.pt")
         with pytest.raises(CheckpointError, match=rf"{name}|it names "):
-            checkpoint.load_checkpoint(tmp_path / "foreign.pt")
+            load_checkpoint(tmp_path / "foreign.pt", Spider)
 
 
 def test_tensors_that_share_memory_are_refused(tmp_path, trained):
@@ -754,7 +756,7 @@ def test_tensors_that_share_memory_are_refused(tmp_path, trained):
         torch.save(trained, tmp_path / "foreign.pt")
         one[key] = whole
         with pytest.raises(CheckpointError, match=r"_state_dict\.\S+: shares its storage"):
-            checkpoint.load_checkpoint(tmp_path / "foreign.pt")
+            load_checkpoint(tmp_path / "foreign.pt", Spider)
 
 
 def test_what_takes_more_memory_or_time_than_its_file_has_bytes_is_refused(tmp_path, trained):
@@ -773,7 +775,7 @@ def test_what_takes_more_memory_or_time_than_its_file_has_bytes_is_refused(tmp_p
                         ({(1, 2): 3}, "extra: not a dict"), ({1, 2}, "it names"), (b"x", "it names")):
         torch.save(trained | dict(extra=extra), path)
         with pytest.raises(CheckpointError, match=said):
-            checkpoint.load_checkpoint(path)
+            load_checkpoint(path, Spider)
     torch.save(trained, path)
     with zipfile.ZipFile(path) as archive:
         records = [(record, archive.read(record)) for record in archive.infolist()]
@@ -781,7 +783,7 @@ def test_what_takes_more_memory_or_time_than_its_file_has_bytes_is_refused(tmp_p
         for record, content in records:
             archive.writestr(record.filename, content)
     with pytest.raises(CheckpointError, match="records are compressed"):
-        checkpoint.load_checkpoint(path)
+        load_checkpoint(path, Spider)
     with zipfile.ZipFile(path, "w") as archive:
         for record, content in records:
             archive.writestr(record.filename, content)
@@ -790,7 +792,7 @@ def test_what_takes_more_memory_or_time_than_its_file_has_bytes_is_refused(tmp_p
             archive.filelist.append(copy.copy(largest))
             archive.filelist[-1].filename = f"archive/data/{1000 + number}"
     with pytest.raises(CheckpointError, match="lie over one another"):
-        checkpoint.load_checkpoint(path)
+        load_checkpoint(path, Spider)
 
 
 @pytest.mark.parametrize("make", (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)),
@@ -800,7 +802,7 @@ def test_what_is_no_file_is_named_and_never_opened(tmp_path, shards, capsys, mak
     odd = directory / "spider-step3.pt"
     make(odd)
     run(tmp_path, shards, steps=3)
-    assert f"passed over: {odd} is not a checkpoint that can be read safely: it is no reg" in capsys.readouterr().err
+    assert f"skipped: {odd} is not a checkpoint that can be read safely: it is no reg" in capsys.readouterr().err
     assert odd.is_file() and final_state(directory)["step"] == 3          # and what was there is set aside
     [aside] = directory.glob("spider-step3.before-*.pt")
     assert train.command_line(run_flags(shards, tmp_path / "new", "--resume", str(aside))) == 2
@@ -1045,9 +1047,9 @@ def test_a_config_of_before_a_field_came_is_one_with_its_default():
     saved = asdict(asked)
     for name in ("places", "core_loss_weight", "engram_match_words"):
         saved.pop(name)
-    run_directory.check_same_model(Path("old.pt"), saved, asked)
+    run_identity.check_same_model(Path("old.pt"), saved, asked, Spider)
     with pytest.raises(CheckpointError, match="places 1 there, 8 asked for"):
-        run_directory.check_same_model(Path("old.pt"), saved, replace(asked, places=8))
+        run_identity.check_same_model(Path("old.pt"), saved, replace(asked, places=8), Spider)
 
 
 def test_another_optimizer_than_the_checkpoints_is_refused_by_name(tmp_path, shards, capsys):

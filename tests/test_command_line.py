@@ -17,7 +17,7 @@ from conftest import ROOT, SMALL, contents, run, run_flags
 from spider.errors import UsageError
 from spider.model import config, parameters
 from spider.training import machine, optim
-from spider.training.checkpoint_files import find_checkpoints
+from spider.training.checkpoint import find_checkpoints
 from spider.training.ranks import World
 from train import FLAGS, parse_args
 
@@ -388,7 +388,7 @@ def test_a_dry_run_says_what_a_run_in_a_directory_would_meet_and_complains_of_no
         return said, re.findall("^a run would be refused: .*", said, re.MULTILINE)
     directory = run(tmp_path, shards, steps=2)
     said, refusals = says()
-    assert not refusals and f"goes on from {directory}/spider-step2.pt (step 2)" in said
+    assert not refusals and f"resumes from {directory}/spider-step2.pt (step 2)" in said
     said, (line,) = says("--set", f"{SMALL},hidden_size=64")
     assert "hidden_size 32 there, 64 asked for" in line and "  hidden_size = 64" in said and "goes on" not in said
     assert "real data" in says("--mock_data")[1][0]

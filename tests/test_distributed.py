@@ -25,8 +25,8 @@ from conftest import ROOT, SMALL, assert_same, final_state, make_shards, metrics
 from spider import errors
 from spider.errors import WorldError
 from spider.model import parameters
-from spider.training import batches, checkpoint, checkpoint_writer, muon, stopping
-from spider.training.checkpoint_files import find_checkpoints
+from spider.training import batches, checkpoint_format, checkpoint_writer, muon, stopping
+from spider.training.checkpoint import find_checkpoints
 from spider.training.heartbeat import Heartbeat
 from spider.training.ranks import World, agree_on_prefix
 from train import command_line, parse_args
@@ -80,23 +80,23 @@ def bad_data(step):
 
 
 def full_disk(step):
-    write = checkpoint.write_checkpoint
+    write = checkpoint_writer.write_archive
 
     def faulty(file, state):
         if state["step"] <= step:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, state)
-    checkpoint.write_checkpoint, checkpoint_writer.CheckpointWriter.retry_after = faulty, 0.0
+    checkpoint_writer.write_archive, checkpoint_writer.CheckpointWriter.retry_after = faulty, 0.0
 
 
 def slow_disk(seconds):
     """Each file of a checkpoint takes so long."""
-    opened = checkpoint.Digested.__init__
+    opened = checkpoint_format.HashingFile.__init__
 
     def slow(self, file):
         time.sleep(seconds)
         opened(self, file)
-    checkpoint.Digested.__init__ = slow
+    checkpoint_format.HashingFile.__init__ = slow
 
 
 def late(step):
@@ -307,7 +307,7 @@ def test_on_the_same_layout_a_stopped_run_goes_on_bit_for_bit(tmp_path, shards, 
     argvs = [run_flags(shards, tmp_path / name, *flags, steps=end)
              for name, end in (("whole", steps), ("parts", steps // 2), ("parts", steps))]
     statuses, said = Job(processes, tmp_path, ranks, *argvs).end()
-    assert statuses == [0] * ranks and said.count("goes on from") == 1, said
+    assert statuses == [0] * ranks and said.count("resumes from") == 1, said
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "parts")
     assert_same(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
 
@@ -537,7 +537,7 @@ def test_torchrun_starts_again_from_the_checkpoint_when_a_rank_was_killed(tmp_pa
     os.kill(workers(directory)[1], signal.SIGKILL)
     _, said = job.communicate(timeout=LIMIT)
     assert job.returncode == 0, said
-    assert "goes on from" in said and [line["step"] for line in metrics(directory)] == list(range(1, 401))
+    assert "resumes from" in said and [line["step"] for line in metrics(directory)] == list(range(1, 401))
 
 
 @pytest.mark.slow

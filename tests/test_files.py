@@ -10,7 +10,7 @@ import pytest
 from conftest import contents, prepare
 from spider import files
 from spider.data.prepare import ShardWriter, spool
-from spider.training.run_log import Metrics
+from spider.training.metrics import Metrics
 
 
 def test_a_durable_file_takes_its_name_when_it_is_on_the_disk_and_not_before(tmp_path, monkeypatch):

@@ -247,5 +247,5 @@ def test_a_host_that_died_is_waited_for_and_all_go_on_from_the_checkpoint(tmp_pa
         for job in jobs:
             status, said = job.end()
             assert status == 0, said
-        assert "lost rank 2 (node1" in jobs[0].errors()[0] and "goes on from" in jobs[0].said()
+        assert "lost rank 2 (node1" in jobs[0].errors()[0] and "resumes from" in jobs[0].said()
     assert_as_undisturbed(run, undisturbed)

@@ -20,9 +20,10 @@ import sample
 import train
 from conftest import assert_same, metrics, run, run_flags
 from spider.errors import CheckpointError
-from spider.training import checkpoint, checkpoint_writer, sharded_checkpoint, state_tensors
-from spider.training.checkpoint import load_checkpoint, write_checkpoint
-from spider.training.checkpoint_files import find_checkpoints
+from spider.training import (checkpoint_files, checkpoint_format, checkpoint_writer, sharded_checkpoint, sharded_reading,
+                             state_tensors)
+from spider.training.checkpoint import find_checkpoints, load_checkpoint
+from spider.training.checkpoint_format import walk, write_archive
 from spider.training.ranks import World
 from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write
 
@@ -51,7 +52,7 @@ def test_a_run_may_change_between_both_forms_and_ends_like_an_undisturbed_one(tm
     assert_same(newest(whole), newest(parts))
     assert metrics(whole) == metrics(parts)
     for source, target in ((parts / "spider-step7", tmp_path / "one.pt"), (tmp_path / "one.pt", tmp_path / "many")):
-        assert checkpoint_writer.main(["convert", str(source), str(target)]) == 0
+        assert sample.main([str(source), "--convert", str(target)]) == 0
         assert_same(load_checkpoint(target), newest(whole))
     path, state = sample.read_checkpoint(str(parts))
     assert path == parts / "spider-step7" and sample.read_checkpoint(str(path))[0] == path
@@ -149,7 +150,7 @@ def counts_memory(_):
 
 def memory_taken(directory, said) -> tuple[int, int, int]:
     """Bytes of the newest state, and of the copies of each rank at the first of two saves; none at the second."""
-    whole = sum(value.nbytes for _, value, _ in checkpoint.nodes(newest(directory)) if torch.is_tensor(value))
+    whole = sum(value.nbytes for _, value, _ in walk(newest(directory)) if torch.is_tensor(value))
     (first, again), (other, other_again) = (
         [int(line.split()[2]) for line in said.splitlines() if line.startswith(f"TAKEN {rank}")] for rank in (0, 1))
     assert again == other_again == 0
@@ -201,14 +202,14 @@ def test_a_kill_in_the_midst_leaves_the_checkpoint_before_it(tmp_path, shards, p
 
 def full_disk(writes):
     """The first so many writes fail."""
-    write, left = checkpoint.Digested.write, iter(range(writes))
+    write, left = checkpoint_format.HashingFile.write, iter(range(writes))
 
     def faulty(self, part):
         if next(left, None) is not None:
             self.fault = OSError(errno.ENOSPC, "No space left on device")
             raise self.fault
         return write(self, part)
-    checkpoint.Digested.write, checkpoint_writer.CheckpointWriter.retry_after = faulty, 0.0
+    checkpoint_format.HashingFile.write, checkpoint_writer.CheckpointWriter.retry_after = faulty, 0.0
 
 
 def slow_to_remove(seconds):
@@ -283,11 +284,11 @@ def test_one_of_an_earlier_run_is_set_aside_whole_and_one_of_the_same_step_repla
     assert_same(load_checkpoint(directory / "spider-step4.before-1"), before)
     for exchanges in (True, False):       # a file system that cannot do it in one step
         if not exchanges:
-            monkeypatch.setattr(checkpoint.ctypes, "CDLL", lambda *_: None)
+            monkeypatch.setattr(checkpoint_files.ctypes, "CDLL", lambda *_: None)
         (tmp_path / "new").mkdir()
         (tmp_path / "new" / "file").touch()
         shutil.copytree(directory / "spider-step4", tmp_path / "old")
-        checkpoint.put_directory_in_place(tmp_path / "new", tmp_path / "old")
+        checkpoint_files.replace_directory(tmp_path / "new", tmp_path / "old")
         assert os.listdir(tmp_path / "old") == ["file"]
         assert not [name for name in os.listdir(tmp_path) if name in ("new", ".old.tmp", ".old.old.tmp", ".new.tmp")]
         shutil.rmtree(tmp_path / "old")
@@ -319,7 +320,7 @@ def test_damage_to_any_one_file_is_noticed_and_the_one_before_taken(directory, n
         with pytest.raises(CheckpointError):
             load_checkpoint(directory / "spider-step2")
         assert [one.step for one in find_checkpoints(directory)] == [1]
-    assert checkpoint_writer.main(["convert", str(directory / "spider-step2"), str(directory / "new.pt")]) == 2
+    assert sample.main([str(directory / "spider-step2"), "--convert", str(directory / "new.pt")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1 and not (directory / "new.pt").exists()
 
 
@@ -337,10 +338,10 @@ def forge(path, change):
     """Rewrites a state.pt with what `change` makes of it, and every checksum right."""
     state = torch.load(path / "state.pt", weights_only=True)
     change(state)
-    state["files"] = {name: checkpoint.sha256_of(path / name) if (path / name).is_file() else sha256
+    state["files"] = {name: sharded_reading.sha256_of(path / name) if (path / name).is_file() else sha256
                       for name, sha256 in state["files"].items()}
     with open(path / "state.pt", "wb") as file:
-        write_checkpoint(file, state)
+        write_archive(file, state)
 
 
 def test_nothing_that_a_checkpoint_pickles_is_ever_run(directory, tmp_path):
@@ -351,7 +352,7 @@ def test_nothing_that_a_checkpoint_pickles_is_ever_run(directory, tmp_path):
         load_checkpoint(path)
     forge(path, lambda state: None)                              # nobody here unpickles it, whatever it holds
     assert_same(load_checkpoint(path), before)
-    assert checkpoint_writer.main(["convert", str(path), str(tmp_path / "one.pt")]) == 0 and not ran.exists()
+    assert sample.main([str(path), "--convert", str(tmp_path / "one.pt")]) == 0 and not ran.exists()
 
     name = "model_state_dict.embed_tokens"
     with open(path / "__0_0.distcp", "ab") as file:
@@ -405,12 +406,13 @@ def test_a_forged_table_of_pieces_is_refused_in_a_line(directory, case):
 
 def test_a_conversion_that_cannot_be_is_one_line(directory, tmp_path, capsys):
     (tmp_path / "there").mkdir()
+    os.mkfifo(tmp_path / "pipe.pt")
     for source, target, words in ((directory / "spider-step2", tmp_path / "there", "is there already"),
-                                  (directory, tmp_path / "new.pt", "is no regular file"),
-                                  (tmp_path / "nowhere.pt", tmp_path / "new", "does not exist"),
+                                  (tmp_path / "pipe.pt", tmp_path / "new", "is no regular file"),
+                                  (tmp_path / "nowhere.pt", tmp_path / "new", "there is no checkpoint there"),
                                   (directory / "spider-step2", tmp_path / "no" / "new.pt", "No such file")):
-        assert checkpoint_writer.main(["convert", str(source), str(target)]) == 2
+        assert sample.main([str(source), "--convert", str(target)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("checkpoint.py: error: ") and words in line
-    assert checkpoint_writer.main(["convert", str(directory)]) == 2
+        assert line.startswith("sample.py: error: ") and words in line
+    assert sample.main([str(directory), "--convert", str(tmp_path / "newest.pt")]) == 0   # of a directory the newest one
     assert json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2

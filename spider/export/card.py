@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import nn
 
 from spider.model.engram import EngramTable
-from spider.training.checkpoint import is_number
-from spider.training.run_log import numbers_of
+from spider.training.checkpoint_contents import is_number
+from spider.training.metrics import numbers_of
 from spider.version import commit
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from spider.errors import CheckpointError
-from spider.training.checkpoint import check_regular, check_state, is_count, reading
+from spider.files import is_count
+from spider.training.checkpoint_format import check_regular, reading
 
 PREFIX = "spider."                        # of the weights' names, since the adapter holds the model under this name
 INDEX = "model.safetensors.index.json"
@@ -49,7 +50,6 @@ def read_export(path: Path) -> dict:
     for file in [path] if path is not directory else weight_files(directory):
         with reading(file):
             state["model_state_dict"] |= read_weights(library, file)
-    check_state(path, state, {"model_state_dict", "cfg"})
     return state
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from spider import console, errors, files
 from spider.inspect.reading import BITS, Shown, characters, facts, read, take_text
 from spider.inspect.terminal import in_terminal
-from spider.training.checkpoint import is_in_parts
+from spider.training.checkpoint_files import is_sharded
 from spider.training.curves import (BY_SOURCE, PANELS, SOURCE, axis_of, curve, read_metrics, smoothed, sources_of,
                                     span)
 
@@ -101,7 +101,7 @@ def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: 
     """Print the text that --show names as the model reads it, and write the page: to `page`, or beside the checkpoint,
     a file or a directory with metrics.jsonl."""
     text, name = take_text(argument)
-    directory = checkpoint if checkpoint.is_dir() and not is_in_parts(checkpoint) else checkpoint.parent
+    directory = checkpoint if checkpoint.is_dir() and not is_sharded(checkpoint) else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
     if not files.is_replaceable(out):
         raise errors.DataError(f"--html: {out} is no regular file: name another")

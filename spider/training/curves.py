@@ -19,7 +19,7 @@ from loguru import logger
 
 from spider import console, errors, files
 from spider.training.machine import quiet
-from spider.training.run_log import numbers_of
+from spider.training.metrics import numbers_of
 
 POINTS = 300                              # of a curve, each a mean over equally many steps
 SMOOTH = 1 / 40                           # of a curve to each side of a point, in its moving average

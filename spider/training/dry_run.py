@@ -23,7 +23,7 @@ from spider.training.checkpoint_files import checkpoint_paths, existing_parent
 from spider.training.machine import free_memory
 from spider.training.memory import describe_memory
 from spider.training.plan import Plan
-from spider.training.run_log import numbers_of
+from spider.training.metrics import numbers_of
 from tokenizer import PAD_ID
 
 

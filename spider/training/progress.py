@@ -1,4 +1,4 @@
-"""Where a run stands."""
+"""The progress of a run (`RunProgress`): position, losses, best evaluation, spikes, patience; saved in checkpoints."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import tokenizer
 
 @dataclass
 class RunProgress:
-    """Where a run stands; saved with every checkpoint."""
+    """The position of a run and its losses so far; saved with every checkpoint."""
     step: int = 0                         # optimizer steps done
     bytes_seen: int = 0                   # training bytes consumed, PAD included
     epoch: int = 0                        # in which the last step began that was not skipped
@@ -21,18 +21,18 @@ class RunProgress:
     noise: float = 0.0                    # mean difference of the loss from one step to the next, about as many
     lowest_average: float = math.inf
     skipped: int = 0                      # steps in a row, up to now, that were not finite
-    owed: dict | None = None              # numbers of the last step where its evaluation was cut short
+    owed: dict | None = None              # metrics of the last step while its evaluation is outstanding
     wandb: dict | None = None             # name and id of the run there
     n_loops: int = 1                      # loops that the run trains with, perhaps more than the model was made for
     lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
 
     @property
     def written(self) -> int:
-        """Steps whose line is in metrics.jsonl: all but one that is owed."""
+        """Return the number of steps whose line is in metrics.jsonl: all but one that is owed."""
         return self.step - (self.owed is not None)
 
     def record(self, numbers: dict, bytes_seen: int, epoch: int) -> bool:
-        """Takes in a step that is done, whose line is owed until it is written; whether its loss is a spike."""
+        """Record a step that is done, whose line is owed until it is written; tell whether its loss is a spike."""
         self.step, self.bytes_seen, self.val_loss = self.step + 1, bytes_seen, None
         self.owed = dict(step=self.step, bytes_seen=bytes_seen, epoch=epoch, **numbers)
         self.skipped = self.skipped + 1 if numbers["skipped"] else 0
@@ -56,20 +56,21 @@ class RunProgress:
         """Tell whether so many evaluations in a row were in vain (0: never); not before what is owed is written."""
         return self.owed is None and 0 < patience <= self.unimproved
 
-    def goes_past_end(self, last_step: int) -> bool:
-        """Whether the run had ended here with an evaluation due to that alone; it is taken back then."""
+    def withdraw_end_evaluation(self, last_step: int) -> bool:
+        """Withdraw the last evaluation where it was due only because the run ended here, and the run now continues; tell
+        whether that was so."""
         past_end = self.step < last_step and self.best_before_end is not None
         if past_end:
             self.best_loss, self.best_before_end = self.best_before_end, None
         return past_end
 
     def expect_other_losses(self):
-        """Forgets what the losses were: those of other flags or data tell nothing about the next ones."""
+        """Forget the losses so far: those of other flags or data tell nothing about the next ones."""
         self.average_loss = self.last_loss = None
         self.noise, self.lowest_average, self.unimproved = 0.0, math.inf, 0
 
     def watch(self, loss: float) -> bool:
-        """Takes a finite loss into the averages; whether it is a spike: far from them by the measure of their noise."""
+        """Add a finite loss to the averages; tell whether it is a spike: far above them by the measure of their noise."""
         if self.average_loss is None:
             self.average_loss = self.last_loss = loss
         spike = self.step > SPIKE_AFTER and loss > self.average_loss + max(5 * self.noise, 0.2 * self.average_loss)
@@ -81,7 +82,7 @@ class RunProgress:
 
     @property
     def exploded(self) -> bool:
-        """Whether the loss is no number, worse than knowing nothing, or half as high again as its average once was."""
+        """Tell whether the loss is no number, worse than knowing nothing, or half as high again as its average once was."""
         if self.skipped or self.average_loss is None:
             return self.skipped > 0
         loss = max(self.average_loss, self.last_loss - 4 * self.noise)

@@ -1,8 +1,8 @@
-"""Writes a checkpoint in parts (--sharded_checkpoints): every rank its own, by torch.distributed.checkpoint.
+"""Write a sharded checkpoint (--sharded_checkpoints): every rank its rows, by torch.distributed.checkpoint.
 
 spider-step{N}/ holds `__{rank}_0.distcp`, what each rank wrote; `.metadata`, a pickle, by which that library and all
 that builds on it read them; and state.pt, a sealed checkpoint of plain values alone, with the SHA-256 of the other
-files and the place of every tensor's rows in them. That one is what checkpoint.py reads. The directory gets its name
+files and the place of every tensor's rows in them. That one is what sharded_reading.py reads. The directory gets its name
 when all of it is on the disk: before that, it is not there.
 """
 
@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from spider import files
 from spider.files import sync
-from spider.training.checkpoint import PLAIN, Digested, nodes, put_directory_in_place, remove, write_checkpoint
+from spider.training.checkpoint_files import INDEX, remove, replace_directory
+from spider.training.checkpoint_format import HashingFile, walk, write_archive
 from spider.training.heartbeat import in_background
 from spider.training.ranks import World
 from spider.training.state_tensors import Chunk
@@ -37,7 +38,7 @@ def save(path: Path, state: dict, before_rename: Callable, world: World):
     """Writes a state whose tensors are Chunks; every rank of the world calls it, `before_rename` is the first one's.
     OSError on all ranks, and nothing at `path`, where one of them cannot write."""
     temporary, group = path.with_name(f".{path.name}.tmp"), world.background_group()
-    chunks = {".".join(map(str, place)): (place, value) for place, value, _ in nodes(state) if isinstance(value, Chunk)}
+    chunks = {".".join(map(str, keys)): (keys, value) for keys, value, _ in walk(state) if isinstance(value, Chunk)}
     writer = Writer(temporary, world)
 
     def finish():
@@ -45,10 +46,10 @@ def save(path: Path, state: dict, before_rename: Callable, world: World):
         if table.keys() != chunks.keys():
             raise RuntimeError(f"ranks disagree on {min(table.keys() ^ chunks.keys())}")
         plain = tree_map_only(Chunk, lambda chunk: torch.empty(0, dtype=chunk.dtype), state)
-        with files.durable(temporary / PLAIN, "wb") as file:
-            write_checkpoint(file, plain | dict(files=sums, parts=table))
+        with files.durable(temporary / INDEX, "wb") as file:
+            write_archive(file, plain | dict(files=sums, parts=table))
         before_rename()
-        put_directory_in_place(temporary, path)
+        replace_directory(temporary, path)
         sync(path.parent)
     try:
         dcp.save(chunks, storage_writer=writer, planner=Planner(), process_group=group, no_dist=group is None)
@@ -150,12 +151,12 @@ class Files(FileSystem):
     """Files whose SHA-256 is worked out while they are written."""
 
     def __init__(self):
-        self.written: dict[str, Digested] = {}
+        self.written: dict[str, HashingFile] = {}
 
     @contextmanager
     def create_stream(self, path: Path, mode: str):
         with files.open_own(Path(path), mode) as file:
-            self.written[Path(path).name.removesuffix(".tmp")] = out = Digested(file)
+            self.written[Path(path).name.removesuffix(".tmp")] = out = HashingFile(file)
             yield out
             if not file.closed:           # as .metadata, which the library has synced while it was in a buffer
                 file.flush()

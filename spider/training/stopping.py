@@ -148,7 +148,7 @@ class Stopping:
             raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
                            f"saved since: go on with a lower --lr or more --warmup_steps, from the newest checkpoint "
                            f"or, if its weights were ruined already, by --resume from one before it"
-                           + "".join(f", {one.path}" for one in self.writer.kept[-2:-1]))
+                           + "".join(f", {one.path}" for one in self.writer.saved[-2:-1]))
         return not (self.agreed() or progress.is_out_of_patience(self.patience)) and progress.written < self.last_step
 
     def seconds_left(self, step: int, pauses: int) -> float:

@@ -1,0 +1,89 @@
+"""What a checkpoint holds: `run_state` puts it together, `check_state` checks what was read, value by value.
+
+The contract: `model_state_dict`, `optimizer_state_dict`, `step`, `epoch`, `cfg`, `best_loss`; beside them the fields of
+RunProgress, the run's identity (`recipe`, `flags`), `targets` (bytes to train on, by source), `exploded`, and `classes`
+where the model has classes that Spider has not.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from spider.errors import CheckpointError
+from spider.files import is_count
+from spider.model.config import MAX_LOOPS, PRESETS, SpiderConfig
+from spider.training.progress import RunProgress
+
+REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
+
+
+def run_state(weights: Mapping, optimizer_state: Mapping, config: SpiderConfig, progress: RunProgress, recipe: str,
+              flags: Mapping[str, object], targets: Sequence[int], classes: Sequence[str] = ()) -> dict:
+    """Put together what a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed,
+    step). `classes`: of the model's layers that are not Spider's own."""
+    state = dict(model_state_dict=weights, optimizer_state_dict=optimizer_state, recipe=recipe, cfg=asdict(config),
+                 flags=dict(flags), targets=list(targets), exploded=progress.exploded, **asdict(progress))
+    return state | (dict(classes=list(classes)) if classes else {})
+
+
+def is_number(value) -> bool:
+    """Tell whether a value is a finite number of sane size."""
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def is_lowest(value) -> bool:
+    """Tell whether a value is that of a lowest number so far, infinite where there was none."""
+    return is_number(value) or type(value) is float and value == math.inf
+
+
+def is_flat(value) -> bool:
+    """Tell whether a value is a dict of plain values by name."""
+    return isinstance(value, dict) and all(type(key) is str and type(entry) in (int, float, bool, str, type(None))
+                                           for key, entry in value.items())
+
+
+# What each value has to look like where a checkpoint has it.
+CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch", "unimproved")}
+          | {name: is_lowest for name in ("best_loss", "lowest_average")}
+          | {name: lambda value: value is None or is_number(value) for name in ("average_loss", "last_loss", "val_loss")}
+          | {name: lambda value: isinstance(value, dict) for name in (
+              "model_state_dict", "optimizer_state_dict", "cfg")}
+          | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, noise=is_number,
+                 best_before_end=lambda value: value is None or is_lowest(value),
+                 flags=lambda value: is_flat(value) and all(
+                     type(entry) is not float or is_number(entry) for entry in value.values()),
+                 owed=lambda value: value is None or is_flat(value) and is_count(value.get("step")) and all(
+                     type(entry) in (int, float, bool) for entry in value.values()),
+                 exploded=lambda value: type(value) is bool,
+                 recipe=lambda value: type(value) is str and value in PRESETS,
+                 wandb=lambda value: value is None or is_flat(value) and all(
+                     type(value.get(name)) is str for name in ("name", "id")),
+                 targets=lambda value: isinstance(value, list) and all(map(is_count, value)),
+                 classes=lambda value: isinstance(value, list) and all(type(name) is str for name in value)))
+
+
+def fits_field(value, default) -> bool:
+    """Tell whether a value of a checkpoint's cfg is of its field's kind, and no size that takes long only to look at."""
+    if type(default) is tuple:
+        return type(value) in (tuple, list) and all(fits_field(entry, 0) for entry in value)
+    return (type(value) is type(default) or type(default) is float and type(value) is int) and (
+        type(value) is not int or value < 1 << 32)
+
+
+def check_state(path: Path, state, required: set[str] = REQUIRED):
+    """Raise CheckpointError unless a state has what the contract names, and its plain values are as a run writes them."""
+    state = state if isinstance(state, dict) else {}
+    missing = required - state.keys()
+    if missing:
+        raise CheckpointError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
+    wrong = [name for name, fits in CHECKS.items() if name in state and not fits(state[name])]
+    if (state.get("average_loss") is None) != (state.get("last_loss") is None):
+        wrong.append("average_loss")
+    if not wrong and state.get("owed") and not 0 < state["owed"]["step"] == state["step"]:
+        wrong.append("owed")
+    if not wrong:
+        wrong = [f"cfg.{f.name}" for f in fields(SpiderConfig)
+                 if f.name in state["cfg"] and not fits_field(state["cfg"][f.name], f.default)]
+    if wrong:
+        raise CheckpointError(f"{path}: {', '.join(wrong[:3])}: not what a Spider checkpoint has there")
