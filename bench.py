@@ -5,7 +5,8 @@
     python bench.py --model tiny --only core --data_dir data --seq_len 4096 --micro_batch 1     # beside byte layers
     python bench.py --model 1b --only traffic         # several ranks on paper: what they send, and how long it takes
     torchrun --standalone --nproc_per_node 4 bench.py --model tiny --only traffic --device cpu       # counted
-    python bench.py --rehearse h200                   # a step on a GPU that is not there; see rehearsal.py
+    python bench.py --rehearse h200                   # a step on a GPU that is not there (spider/dev/rehearsal.py)
+    python bench.py --rehearse h200 --compiled        # what torch.compile makes of it (spider/dev/compiled.py)
 
 Prints Markdown tables; with --out it writes bench-DEVICE.json after every section and bench-DEVICE.png at the end, or
 rehearsal-CARD.json. On a GPU the steps that --rehearse has bounds for come first, and last the figures that missed theirs
@@ -16,7 +17,9 @@ not counted) against the bf16 matrix rate measured here, `of ceiling` against th
 
 import argparse
 import gc
+import itertools
 import json
+import math
 import operator
 import os
 import platform
@@ -25,76 +28,67 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import tile_moe
 import train
-from spider import console, errors
 from spider.data.loader import Loader
 from spider.data.shards import mock_source, open_data
-from spider.dev import rehearsal
-from spider.flags import Parser, path_name, real
+from spider.dev import absent_gpu, operations, rehearsal
+from spider.errors import UsageError
+from spider.flags import Parser, path_name, real, run_program
 from spider.model import costs, engram, parameters
 from spider.model.config import BACKENDS, PRESETS, RECOMPUTE
 from spider.model.segments import pool_segments, unpool_segments
-from spider.training import optim
-from spider.training.batches import Batch
+from spider.training.batches import batches_of
 from spider.training.machine import (keep_freed_memory, multiplies_bf16, peak_memory, resolve_compile, resolve_device,
                                      resolve_precision)
+from spider.training.optim import Optimizers
+from spider.training.plan import Plan
 from spider.training.ranks import FIRST_STEP_TIMEOUT, World
 from spider.training.traffic import Traffic
 from spider.version import commit
 from spider_model import Spider
 
-# In this order: a run that is cut off after five minutes still has what matters most.
-SECTIONS = ("ceilings", "headline", "parts", "precisions", "backends", "segments", "rates", "sequences", "loops",
-            "core", "decoding", "traffic", "compiled")
-
-
 class Bench:
     """The machine, the settings, and what was measured so far."""
 
-    def __init__(self, args, world: World):
-        self.args, self.device = args, world.local_device(resolve_device(args.device))
+    def __init__(self, world: World, device: str = "auto", model: str | None = None, settings: str | None = None,
+                 seq_len: str | None = None, micro_batch: str | None = None, data_dir: str | None = None,
+                 out: Path | None = None):
+        """settings: --set; seq_len and micro_batch as they were written. UsageError for what train.py refuses."""
+        self.device = world.local_device(resolve_device(device))
         self.gpu = self.device.type == "cuda"
-        self.model = args.model or ("1b" if self.gpu else "tiny")
-        self.seq_len = 256 if args.seq_len is None else args.seq_len
-        self.micro_batch = (112 if self.gpu else 8) if args.micro_batch is None else args.micro_batch
-        checked = self.flags()
-        train.model_config(checked)  # what train.py refuses is refused here, before anything is measured
-        self.seq_len, self.micro_batch = checked.seq_len, checked.micro_batch
+        self.model, self.settings, self.out, self.world = model or ("1b" if self.gpu else "tiny"), settings, out, world
+        self.seq_len = 256 if seq_len is None else seq_len
+        self.micro_batch = (112 if self.gpu else 8) if micro_batch is None else micro_batch
+        plan = self.plan()
+        self.config, self.precision = plan.config, plan.machine.precision
+        self.seq_len, self.micro_batch = plan.batch.seq_len, plan.batch.micro_batch
         self.compiles = resolve_compile("auto", self.device)[0]
-        self.precision = resolve_precision("auto", self.device, compiles=False)[0]
         self.fp8 = resolve_precision("auto", self.device, compiles=True)[0] == "fp8"
-        self.results, self.world = {}, world
-        self.sources = open_data(args.data_dir) if args.data_dir else [mock_source(0)]
-        self.card = rehearsal.card_of(torch.cuda.get_device_name()) if self.gpu else None
-        self.about = {}
+        self.sources = open_data(data_dir) if data_dir else [mock_source(0)]
+        self.card = absent_gpu.card_of(torch.cuda.get_device_name()) if self.gpu else None
+        self.about, self.results = {}, {}
 
     def keep(self):
-        """Writes what was measured so far to --out."""
-        if self.args.out and self.world.is_rank0:
-            path = self.args.out / f"bench-{self.device.type}.json"
+        """Write what was measured so far to --out."""
+        if self.out and self.world.is_rank0:
+            path = self.out / f"bench-{self.device.type}.json"
             path.with_suffix(".tmp").write_text(json.dumps(self.about | self.results, indent=1, allow_nan=False) + "\n")
             path.with_suffix(".tmp").replace(path)
 
-    def flags(self, **others):
-        """Values of train.py's flags, these settings and others, in whose place --set is theirs alone."""
-        if self.args.set:
-            others.setdefault("set", self.args.set)
-        argv = ["--model", self.model, f"--seq_len={self.seq_len}", f"--micro_batch={self.micro_batch}", "--lr=0.001",
-                "--compile=off"]          # what compiles says so
-        for name, value in others.items():
-            argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-        args = train.parse_args(argv, environ={})
-        train.take_recipe(args, self.device)
-        return args
+    def plan(self, world: World | None = None, **flags) -> Plan:
+        """Settle train.py's plan for these settings and other flags; --set is theirs where they have one."""
+        if self.settings:
+            flags.setdefault("set", self.settings)
+        flags = dict(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=0.001, compile="off") | flags
+        return settle(flags_of(flags), self.device, world)
 
     def start_afresh(self):
-        """Before another model: the memory of the one before is free, and not counted."""
+        """Free the memory of the model before, and count from here."""
         if self.gpu:
             gc.collect()
             torch.cuda.empty_cache()
@@ -105,7 +99,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def spent(self, function) -> float:
-        """Seconds of a call; of CPU time where one thread does it all, to which other processes add little."""
+        """Return the seconds of a call; of CPU time where one thread does it all, to which other processes add little."""
         alone = not self.gpu and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
         self.wait()
@@ -115,7 +109,7 @@ class Bench:
         return clock() - start
 
     def seconds(self, function, at_least: float = 0.3) -> float:
-        """Median time of a call, after two for warming up."""
+        """Return the median time of a call, after two for warming up."""
         for _ in range(2):
             function()
         times, begun = [], time.perf_counter()
@@ -128,8 +122,17 @@ class Bench:
         print_rows(name, rows)
 
 
+def flags_of(flags: dict) -> list[str]:
+    return [f"--{name}={'on' if value is True else value}" for name, value in flags.items()]
+
+
+def settle(flags: list[str], device: torch.device, world: World | None = None) -> Plan:
+    """Settle the plan of flags alone, without the environment."""
+    return train.settle(train.parse_args(flags, environ={}), device, world)
+
+
 def print_rows(name: str, rows: list[dict], head: bool = True):
-    """A table of Markdown; without `head` more rows of the one before."""
+    """Print a table of Markdown; without `head`, more rows of the one before."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     if head:
         print(f"\n### {name}\n\n| {' | '.join(keys)} |\n|{'---|' * len(keys)}")
@@ -148,7 +151,7 @@ def show(value) -> str:
 
 
 def ceilings(b: Bench):
-    """Matrix products and copies as large as fit: what nothing can exceed."""
+    """Measure matrix products and copies as large as fit, which nothing can exceed."""
     n, rows = 8192 if b.gpu else 2048, []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         if dtype == torch.bfloat16 and not multiplies_bf16(b.device):
@@ -169,14 +172,14 @@ def ceilings(b: Bench):
 
 
 def copy_rate(b: Bench) -> float:
-    """Measured bytes/s of a large copy, read and written."""
+    """Return the measured bytes/s of a large copy, read and written."""
     if "ceilings" not in b.results:
         ceilings(b)
     return next(row["rate"] * 1e9 for row in b.results["ceilings"] if row["unit"] == "GB/s")
 
 
 def matrix_rate(b: Bench, precision: str) -> float:
-    """Measured FLOP/s of a large product; of bf16 where the machine has it, for every other name."""
+    """Return the measured FLOP/s of a large product; for a name without one that of bf16, or of fp32."""
     if "ceilings" not in b.results:
         ceilings(b)
     rates = {row["what"].split()[0]: row["rate"] * 1e12 for row in b.results["ceilings"]}
@@ -188,8 +191,8 @@ def matrix_rate(b: Bench, precision: str) -> float:
 
 
 def headline(b: Bench):
-    """Every step of the rehearsal's table: time, memory; of the first also its kernels and the host's time. Elsewhere
-    than on a GPU those of them that suit, in the precision that does."""
+    """Measure every step of the rehearsal's table: time, memory; of the first also its kernels and the host's time.
+    Elsewhere than on a GPU those of them that suit, in the precision that does."""
     rows = []
     for name, flags in rehearsal.SETTINGS.items():
         if flags["precision"] == "fp8" and not b.fp8 or "seq_len" in flags and not b.gpu:
@@ -198,30 +201,28 @@ def headline(b: Bench):
             name, flags = name.replace("bf16", b.precision), flags | dict(precision=b.precision)
         b.start_afresh()
         try:
-            step = trainer(b, **flags)[0]
-            rate, entry = step()["bytes_per_segment"], (step, [], None)
-            measure(b, entry, 2)
-            entry[1].clear()
-            measure(b, entry, 5)
+            step = Step(b, **flags)
+            rate = step()["bytes_per_segment"]
+            b.spent(step), b.spent(step)
+            seconds = statistics.median(b.spent(step) for _ in range(5))
         except torch.cuda.OutOfMemoryError:
             rows.append({"step": name, "ms": "out of memory"})
             continue
-        seconds = statistics.median(entry[1])
-        rows.append({"step": name, "ms": seconds * 1e3, "bytes/s": step.bytes / seconds, "bytes/segment": rate,
-                     "bf16_mfu": step.flops(rate) * step.bytes / seconds / matrix_rate(b, "bf16")})
+        rows.append({"step": name, "ms": seconds * 1e3, "bytes/s": step.plan.batch.bytes / seconds, "bytes/segment": rate,
+                     "bf16_mfu": step.flops(rate) * step.plan.batch.bytes / seconds / matrix_rate(b, "bf16")})
         if b.gpu:
             rows[-1]["peak GB"] = peak_memory(b.device)
         if len(rows) == 1:
             rows[0] |= {"kernels": kernels(step)} if b.gpu else {}
             rows[0]["host, ms"] = host_time(b)
-        del step, entry
+        del step
         print_rows("headline", rows[-1:], head=len(rows) == 1)
         b.results["headline"] = rows
         b.keep()
 
 
 def kernels(step) -> int:
-    """Kernels, copies and fills that a step has the GPU do."""
+    """Count the kernels, copies and fills that a step has the GPU do."""
     from torch.profiler import ProfilerActivity, profile
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step()
@@ -230,13 +231,13 @@ def kernels(step) -> int:
 
 
 def host_time(b: Bench, **flags) -> float:
-    """Milliseconds of a step of 1b's layers and loops with next to nothing in them: Python, dispatcher, launches; on one
-    thread, as they are."""
+    """Return the milliseconds of a step of 1b's layers and loops with next to nothing in them, on one thread: Python,
+    dispatcher and launches."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        step = trainer(b, **dict(model="1b", set=rehearsal.HOST_SIZES, seq_len=16, micro_batch=2, precision="bf16",
-                                 recompute="core") | flags)[0]
+        step = Step(b, **dict(model="1b", set=rehearsal.HOST_SIZES, seq_len=16, micro_batch=2, precision="bf16",
+                              recompute="core") | flags)
         for _ in range(3):                # sizes change with each: graphs of layers are made
             step()
         return statistics.median(b.spent(step) for _ in range(9)) * 1e3
@@ -245,7 +246,7 @@ def host_time(b: Bench, **flags) -> float:
 
 
 def bounds(b: Bench, found: dict):
-    """The figures of `headline` beside what was rehearsed of this card: the last table is where to look."""
+    """Put the figures of `headline` beside the rehearsed ones of this card; the last table is where to look."""
     rows, missed = rehearsal.against_bounds(b.results["headline"], found)
     b.table("measured and rehearsed", rows)
     b.results["missed"] = missed
@@ -258,64 +259,58 @@ def bounds(b: Bench, found: dict):
 # Training
 
 
-def trainer(b: Bench, rate: float | None = None, **flags):
-    """A closure that does one optimizer step, and the model; `rate` sets the bytes per segment, else the config does."""
-    args = b.flags(**flags)
-    config = train.model_config(args)
-    if rate is not None:                  # which learned cuts alone can be set to
-        config = replace(config, boundaries="learned")
-    with torch.device("meta"):
-        model = Spider(config)
-    precision = b.precision if args.precision == "auto" else args.precision
-    if args.compile == "on":
-        torch._dynamo.reset()  # else graphs of the variants before count against the few that are kept
-    backend = tile_moe.resolve_backend(args.moe_backend, b.device, config,
-                                       torch.float32 if precision == "fp32" else torch.bfloat16,
-                                       compiled=args.compile == "on")
-    optimizer = "muon" if args.optimizer == "auto" else args.optimizer
-    train.take_recompute(args, model, args.n_loops, optimizer, precision, b.device)
-    train.materialize(model, b.device, precision, backend, args)
-    if config.boundaries == "learned" and config.n_recurrent_layers:
-        rate = config.bytes_per_segment if rate is None else rate
-        with torch.no_grad():
-            model.boundary_predictor[2].weight.zero_()
-            model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -torch.tensor(rate - 1.0).log().item())
-    optimizers = optim.Optimizers(model, optimizer, args)
-    optimizers.set_lr(1e-20, 1.0)  # the boundaries stay where they were put; at 0 Muon would leave its products out
-    loader, count = Loader(b.sources, args.seq_len, 0), [0]
+class Step:
+    """A whole optimizer step of a model of its own, by train.py's flags; `rate` sets the bytes per segment, else the
+    config does."""
 
-    def step():
-        batches = []
-        for _ in range(args.grad_accum):
-            ids, labels, _ = loader.micro_batch(count[0] * args.micro_batch, 0, args.micro_batch)
-            count[0] += 1
-            batches.append(Batch.of(ids, labels, count[0] << 20).to(b.device))
-        sums, tokens = train.accumulate(model, batches, args.n_loops)
-        return train.update(model, optimizers, sums, tokens, sum(batch.real for batch in batches), args)
-    step.bytes = args.micro_batch * args.seq_len * args.grad_accum
-    step.flops = lambda measured: model.flops_per_byte(measured, args.n_loops, args.seq_len)
-    step.precision = precision
-    return step, model
+    def __init__(self, b: Bench, rate: float | None = None, world: World | None = None, **flags):
+        if flags.get("compile") == "on":
+            torch._dynamo.reset()  # else graphs of the variants before count against the few that are kept
+        if rate is not None:              # which learned cuts alone can be set to
+            flags["set"] = ",".join(filter(None, (flags.get("set", b.settings), "boundaries=learned")))
+        self.plan = plan = b.plan(world, **flags)
+        self.model = train.build_model(plan, b.device, world)
+        if plan.config.boundaries == "learned" and plan.config.n_recurrent_layers:
+            rate = plan.config.bytes_per_segment if rate is None else rate
+            with torch.no_grad():
+                self.model.boundary_predictor[2].weight.zero_()
+                self.model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -math.log(rate - 1))
+        self.optimizers = Optimizers(self.model, plan.optimizer.optimizer, plan.optimizer)
+        self.optimizers.set_lr(1e-20, 1.0)  # boundaries stay where they were put; at 0 Muon would leave its products out
+        self.loader, self.world, self.steps = Loader(b.sources, plan.batch.seq_len, 0), world or World({}), itertools.count()
+        self.world.device = b.device
+
+    def __call__(self) -> dict:
+        """Do the step; return its statistics."""
+        step = next(self.steps)
+        batches = list(batches_of(self.loader, self.plan.batch, 0, self.world, step, step * self.plan.batch.sequences))
+        sums, tokens = train.accumulate(self.model, batches, self.plan.n_loops)
+        return train.update(self.model, self.optimizers, sums, tokens, sum(batch.real for batch in batches),
+                            self.plan.optimizer.grad_clip)
+
+    def flops(self, bytes_per_segment: float) -> float:
+        """Count the FLOPs of a byte."""
+        return self.model.flops_per_byte(bytes_per_segment, self.plan.n_loops, self.plan.batch.seq_len)
 
 
 def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int = 7):
-    """Throughput of variants of the training step, in turn where memory allows (CPU), else one after the other."""
+    """Measure variants of the training step, in turn where memory allows (CPU), else one after the other."""
     rows, built = [], {}
     for label, flags in variants:
         b.start_afresh()
         try:
-            step = trainer(b, **flags)[0]
+            step = Step(b, **flags)
             built[label] = step, [], [step() for _ in range(3)][-1]["bytes_per_segment"]
+            if b.gpu:
+                step, times, rate = built.pop(label)
+                times += [b.spent(step) for _ in range(rounds)]
+                rows.append(row_of(b, label, step, times, rate))
+            del step
         except torch.cuda.OutOfMemoryError:
             rows.append({"variant": label, "tok_per_sec": "out of memory"})
-            continue
-        if b.gpu:
-            measure(b, built[label], rounds)
-            rows.append(row_of(b, label, *built.pop(label)))
-            del step
     for _ in range(rounds):
-        for entry in built.values():
-            measure(b, entry, 1)
+        for step, times, _ in built.values():
+            times.append(b.spent(step))
     for label, entry in built.items():    # its steps against the first variant's of the same rounds
         first = next(iter(built.values()))[1]
         rows.append(row_of(b, label, *entry) | {
@@ -323,18 +318,12 @@ def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int =
     b.table(name, rows)
 
 
-def measure(b: Bench, entry, rounds: int):
-    step, times, _ = entry
-    for _ in range(rounds):
-        times.append(b.spent(step))
-
-
-def row_of(b: Bench, label: str, step, times: list[float], bytes_per_segment: float) -> dict:
-    rate = step.bytes / statistics.median(times)
+def row_of(b: Bench, label: str, step: Step, times: list[float], bytes_per_segment: float) -> dict:
+    rate = step.plan.batch.bytes / statistics.median(times)
     flops = rate * step.flops(bytes_per_segment)
     row = {"variant": label, "bytes/segment": bytes_per_segment, "tok_per_sec": rate,
            "slowest/fastest step": max(times) / min(times), "bf16_mfu": flops / matrix_rate(b, "bf16"),
-           "of ceiling": flops / matrix_rate(b, step.precision)}
+           "of ceiling": flops / matrix_rate(b, step.plan.machine.precision)}
     if b.gpu:
         row["peak GB"] = peak_memory(b.device)
     return row
@@ -342,26 +331,66 @@ def row_of(b: Bench, label: str, step, times: list[float], bytes_per_segment: fl
 
 def precisions(b: Bench):
     names = ["fp32"] + ["bf16"] * multiplies_bf16(b.device) + ["fp8"] * b.fp8
-    variants = [(name, dict(precision=name)) for name in names]
+    yield from ((name, dict(precision=name)) for name in names)
     if b.fp8:
-        variants.append(("fp8, experts too", dict(precision="fp8", fp8_experts=True)))
-    variants += [(f"{names[-1]}, recompute {what}", dict(precision=names[-1], recompute=what)) for what in RECOMPUTE]
-    compare(b, "precisions", variants)
+        yield "fp8, experts too", dict(precision="fp8", fp8_experts=True)
+    yield from ((f"{names[-1]}, recompute {what}", dict(precision=names[-1], recompute=what)) for what in RECOMPUTE)
 
 
 def compiled(b: Bench):
-    """The last section, for its minutes."""
-    if b.compiles:
-        compare(b, "compiled", [(f"{name}, compiled", dict(precision=name, compile="on"))
-                                for name in ["bf16"] + ["fp8"] * b.fp8])
+    names = ["bf16"] + ["fp8"] * b.fp8 if b.compiles else []
+    yield from ((f"{name}, compiled", dict(precision=name, compile="on")) for name in names)
 
 
-def backends(b: Bench):
-    config = train.model_config(b.flags())
+def sequences(b: Bench):
+    total = b.micro_batch * b.seq_len
+    for length in (256, 512, 1024, 2048, 4096, 8192):
+        if length <= max(total, 256):
+            yield str(length), dict(seq_len=length, micro_batch=max(1, total // length))
+
+
+def core(b: Bench):
+    """Yield the core beside byte layers in its place."""
+    without = ",".join(filter(None, (b.settings, "n_recurrent_layers=0")))
+    yield from (("no core", dict(set=without)), ("core", {}))
+    for n in (1, 2):
+        yield f"no core, {n} more byte layers", dict(set=f"{without},n_prelude_layers={b.config.n_prelude_layers + n}")
+
+
+def backend_names(b: Bench) -> list[str]:
     dtype = torch.float32 if b.precision == "fp32" else torch.bfloat16
-    names = [name for name in BACKENDS if name != "tile"
-             or tile_moe.resolve_backend("auto", b.device, config, dtype) == "tile"]
-    compare(b, "backends", [(name, dict(moe_backend=name)) for name in names])
+    return [name for name in BACKENDS if name != "tile"
+            or tile_moe.resolve_backend("auto", b.device, b.config, dtype) == "tile"]
+
+
+# Sections that compare variants of a training step: title, rounds, and a label and train.py's flags of each variant.
+VARIANTS = {
+    "precisions": ("precisions", 7, precisions),
+    "backends": ("backends", 7, lambda b: ((name, dict(moe_backend=name)) for name in backend_names(b))),
+    "rates": ("bytes per segment", 7, lambda b: ((f"{rate:g} bytes", dict(rate=rate)) for rate in (1, 2, 3.3, 5))),
+    "sequences": ("sequence lengths", 7, sequences),
+    "loops": ("loops", 7, lambda b: ((str(n), dict(n_loops=n)) for n in (1, 2, 4, 6, 8, 12))),
+    "core": ("core", 15, core),
+    "compiled": ("compiled", 7, compiled),
+}
+
+
+def measure_section(b: Bench, name: str):
+    """Measure one of SECTIONS."""
+    if name in VARIANTS:
+        title, rounds, variants = VARIANTS[name]
+        if variants := list(variants(b)):
+            compare(b, title, variants, rounds)
+        if name == "backends":
+            experts(b)
+        return
+    {"ceilings": ceilings, "headline": headline, "parts": parts, "segments": segments, "decoding": decoding,
+     "traffic": traffic}[name](b)
+
+
+def experts(b: Bench):
+    """Measure the routed experts alone, forward and backward, by backend."""
+    config, names, dtype = b.config, backend_names(b), torch.float32 if b.precision == "fp32" else torch.bfloat16
     tokens = int(b.micro_batch * b.seq_len / config.bytes_per_segment)
     shapes = ((config.n_routed_experts, config.hidden_size, config.moe_intermediate_size),) * 2
     shapes += ((config.n_routed_experts, config.moe_intermediate_size, config.hidden_size),)
@@ -382,36 +411,15 @@ def backends(b: Bench):
     b.table("experts alone", rows)
 
 
-def rates(b: Bench):
-    compare(b, "bytes per segment", [(f"{rate:g} bytes", dict(rate=rate)) for rate in (1, 2, 3.3, 5)])
-
-
-def sequences(b: Bench):
-    total = b.micro_batch * b.seq_len
-    compare(b, "sequence lengths", [(str(length), dict(seq_len=length, micro_batch=max(1, total // length)))
-                                    for length in (256, 512, 1024, 2048, 4096, 8192) if length <= max(total, 256)])
-
-
-def loops(b: Bench):
-    compare(b, "loops", [(str(n), dict(n_loops=n)) for n in (1, 2, 4, 6, 8, 12)])
-
-
-def core(b: Bench):
-    """What the core costs, beside byte layers."""
-    layers, given = train.model_config(b.flags()).n_prelude_layers, f"{b.args.set}," if b.args.set else ""
-    without = f"{given}n_recurrent_layers=0"
-    compare(b, "core", [("no core", dict(set=without)), ("core", {}), *(
-        (f"no core, {n} more byte layers", dict(set=f"{without},n_prelude_layers={layers + n}")) for n in (1, 2))], 15)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Inside a step
 
 
 def parts(b: Bench):
-    """Time of a step by part, not compiled: the forward pass by module, synchronised around each; then backward, clip,
+    """Measure a step by part, not compiled: the forward pass by module, synchronised around each; then backward, clip,
     optimizers."""
-    step, model = trainer(b)
+    step = Step(b)
+    model = step.model
     spent, starts = {}, []
 
     def before(*_):
@@ -436,7 +444,7 @@ def parts(b: Bench):
     model.recompute = "nothing"           # its second forward pass would be counted here
     model.update_expert_bias = timed(b, spent, "expert bias", model.update_expert_bias)
     torch.Tensor.backward, original = timed(b, spent, "backward", torch.Tensor.backward), torch.Tensor.backward
-    optim.Optimizers.step, optimize = timed(b, spent, "optimizers", optim.Optimizers.step), optim.Optimizers.step
+    Optimizers.step, optimize = timed(b, spent, "optimizers", Optimizers.step), Optimizers.step
     try:
         for _ in range(3):
             step()
@@ -447,7 +455,7 @@ def parts(b: Bench):
             step()
         whole = time.perf_counter() - start
     finally:
-        torch.Tensor.backward, optim.Optimizers.step = original, optimize
+        torch.Tensor.backward, Optimizers.step = original, optimize
     named = sum(seconds for name, seconds in spent.items() if name.startswith("forward:"))
     spent["forward: the rest"] = spent["forward, all"] - named
     named = sum(seconds for name, seconds in spent.items() if not name.startswith("forward:"))
@@ -468,7 +476,8 @@ def timed(b: Bench, spent: dict, name: str, function):
 
 
 def segments(b: Bench):
-    """Pool and unpool, forward and backward, per byte over the number of bytes, beside the dense published form."""
+    """Measure pooling and unpooling, forward and backward, per byte over the number of bytes, beside the dense published
+    form."""
     rows = []
     for count in (4096, 16384, 65536):
         h = torch.randn(count, 128, device=b.device, requires_grad=True)
@@ -497,17 +506,17 @@ def segments(b: Bench):
 
 
 def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024):
-    """Time of a byte that one row writes behind texts of several lengths, beside the full pass over 1,024 bytes that it
+    """Measure a byte that one row writes behind texts of several lengths, beside the full pass over 1,024 bytes that it
     stands for, in turn, on a CPU in fp32; fresh weights, so that no segment halts early. The floor: weights multiplied
     (of experts the chosen ones, of the core once a visit) and latents read, at the measured rate of a copy."""
-    args, rows = b.flags(), []
+    rows = []
     torch.manual_seed(0)
-    model = Spider(train.model_config(args)).to(b.device).eval()
+    model = Spider(b.config).to(b.device).eval()
     model.compute_dtype = torch.bfloat16 if b.gpu and multiplies_bf16(b.device) else torch.float32
     c, size = model.config, torch.finfo(model.compute_dtype).bits // 8
     latent = size * (c.kv_lora_rank + c.qk_rope_head_dim)
     with model.cast_weights_once(), torch.no_grad():
-        for n_loops in dict.fromkeys((args.n_loops, 6)):
+        for n_loops in dict.fromkeys((b.plan().n_loops, 6)):
             ids, entries = torch.randint(32, 127, (1, 4096 + steps), device=b.device), []
             for written in (64, 512, 1024, 4096):
                 state = model.decoding_state(n_loops=n_loops)
@@ -542,8 +551,8 @@ PAPER_STEP = 4 * 112 * 256               # bytes of text a rank does in a step, 
 
 
 def expected(model: Spider, replicas: int, shards: int, grad_accum: int, width: int) -> tuple[float, float, int]:
-    """Bytes that a rank sends in a step under Muon within its replica and beyond, and messages one after the other;
-    width: bytes of a number of Muon's products. The model's `compute_dtype` says what weights are gathered as."""
+    """Return the bytes that a rank sends in a step under Muon within its replica and beyond, and the messages one after the
+    other; width: bytes of a number of Muon's products. The model's `compute_dtype` says what weights are gathered as."""
     ranks, near, far, hops = replicas * shards, 0.0, 0.0, 0
     tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, engram.EngramTable)}
     halved = {id(p) for p in parameters.halved_weights(model) if len(p) % shards == 0}
@@ -566,14 +575,14 @@ def expected(model: Spider, replicas: int, shards: int, grad_accum: int, width: 
 
 
 def traffic(b: Bench):
-    """What a rank sends in an optimizer step: counted where there are several, by the formula otherwise."""
+    """Tell what a rank sends in an optimizer step: counted where there are several, by the formula otherwise."""
     world = b.world
     if world.ranks > 1:
         layouts = [shards for shards in range(1, world.ranks + 1) if world.ranks % shards == 0]
-        return b.table("traffic, counted", [counted(b, world, shards, grad_accum, precision) for shards in layouts
+        return b.table("traffic, counted", [counted(b, shards, grad_accum, precision) for shards in layouts
                                             for grad_accum in (1, 3) for precision in ("fp32", "bf16")[:shards]])
     with torch.device("meta"):
-        model = Spider(train.model_config(b.flags()))
+        model = Spider(b.config)
     model.compute_dtype = torch.bfloat16
     rows = []
     for ranks, shards in ((8, 1), (8, 8), (64, 1), (64, 8), (64, 64), (1024, 8), (1024, 64)):
@@ -588,23 +597,19 @@ def traffic(b: Bench):
     b.table("traffic, on paper", rows)
 
 
-def counted(b: Bench, world: World, shards: int, grad_accum: int, precision: str) -> dict:
-    """Bytes of the second of two steps of this rank, beside the formula."""
+def counted(b: Bench, shards: int, grad_accum: int, precision: str) -> dict:
+    """Count the bytes that this rank sends in the second of two steps, beside the formula."""
+    world = b.world
     world.make_mesh(shards)
-    args = b.flags(grad_accum=grad_accum, precision=precision, device=b.device.type)
+    step = Step(b, None, world, grad_accum=grad_accum, precision=precision, moe_backend="grouped", optimizer="muon",
+                recompute="core", shards=shards)
     with torch.device("meta"):
-        model = Spider(train.model_config(args))
-    model.compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    near, far, _ = expected(model, world.replicas, shards, grad_accum, 2 if multiplies_bf16(b.device) else 4)
-    train.materialize(model, b.device, precision, "grouped", args, world)
-    optimizers = optim.Optimizers(model, "muon", args)
-    loader = Loader(b.sources, args.seq_len, 0)
-    for step in range(2):
-        batches = [Batch.of(*loader.micro_batch(0, i, args.micro_batch, world.rank, world.ranks)[:2], step).to(
-            b.device) for i in range(grad_accum)]
-        with Traffic() as counter:
-            sums, tokens = train.accumulate(model, batches, args.n_loops)
-            train.update(model, optimizers, sums, tokens, batches[0].real, args)
+        whole = Spider(step.plan.config)
+    whole.compute_dtype = step.model.compute_dtype
+    near, far, _ = expected(whole, world.replicas, shards, grad_accum, 2 if multiplies_bf16(b.device) else 4)
+    step()
+    with Traffic() as counter:
+        step()
     return {"replicas": world.replicas, "shards": shards, "micro-steps": grad_accum, "precision": precision,
             "collectives": counter.calls, "MB sent": counter.sent / 1e6, "by the formula": (near + far) / 1e6}
 
@@ -613,35 +618,56 @@ def counted(b: Bench, world: World, shards: int, grad_accum: int, precision: str
 # A device that is not there
 
 
-def rehearse(args) -> dict[str, list[dict]]:
-    """The tables of a step on the card of --rehearse, each line as soon as it is known."""
-    if reason := rehearsal.obstacle():
-        raise rehearsal.RehearsalError(f"--rehearse: {reason}")
-    card = rehearsal.CARDS[args.rehearse]
+TRAINER = absent_gpu.Trainer(settle, train.build_model, train.accumulate, train.update, Spider)
+
+
+def rehearsed_step(card: str, flags: list[str]) -> dict:
+    """Rehearse a step by train.py's flags; for `absent_gpu.in_child`."""
+    train.logger.remove()
+    card = absent_gpu.CARDS[card]
+    return rehearsal.summary(card, rehearsal.rehearse(card, flags, TRAINER))
+
+
+def compiled_step(card: str, flags: list[str]) -> dict:
+    """Compile a step by train.py's flags; for `absent_gpu.in_child`."""
+    train.logger.remove()
+    from spider.dev import compiled   # it needs Triton
+    return compiled.compile_step(absent_gpu.CARDS[card], flags, TRAINER)
+
+
+def rehearse(card_name: str, common: list[str], flags: str | None, compiles: bool) -> dict[str, list[dict]]:
+    """Return the tables of a step on a card, of the settings of the table or of these flags; each line is printed as soon
+    as it is known."""
+    if reason := absent_gpu.obstacle():
+        raise absent_gpu.RehearsalError(f"--rehearse: {reason}")
+    card = absent_gpu.CARDS[card_name]
     print(f"{card.name}, rehearsed without it: products {card.bf16 / 1e12:.0f} (bf16), {card.fp8 / 1e12:.0f} (FP8), "
           f"{card.fp32 / 1e12:.0f} (TF32) TFLOP/s, memory {card.bandwidth / 1e12:.2f} TB/s, {card.memory / 1e9:.0f} "
-          f"GB; no kernel below {rehearsal.FLOOR * 1e6:g} us, {rehearsal.LAUNCH * 1e6:g} us of the host each.\n"
+          f"GB; no kernel below {operations.FLOOR * 1e6:g} us, {operations.LAUNCH * 1e6:g} us of the host each.\n"
           f"{card.source}\ntorch {torch.__version__}; commit {commit()}", flush=True)
-    common = [f"--{name}={value}" for name in ("model", "set", "seq_len", "micro_batch")
-              if (value := getattr(args, name)) is not None]
+    if compiles:
+        tables = absent_gpu.in_child(compiled_step, card_name, common + (flags or "--precision bf16").split())
+        for name, rows in tables.items():
+            print_rows(name, rows)
+        return tables
     settings = {name: flags_of(flags) for name, flags in rehearsal.SETTINGS.items()}
-    if args.flags is not None:
-        settings = {args.flags: args.flags.split()}
+    if flags is not None:
+        settings = {flags: flags.split()}
     found, rows = {}, []
-    for name, flags in settings.items():
-        found[name] = rehearsal.in_child(args.rehearse, common + flags)
+    for name, words in settings.items():
+        found[name] = absent_gpu.in_child(rehearsed_step, card_name, common + words)
         rows.append(rehearsal.row_of(card, name, found[name]))
         print_rows("steps", rows[-1:], head=len(rows) == 1)
-    tables = {"steps": rows} | rehearsal.details(found)
-    for name, rows in list(tables.items())[1:]:
-        print_rows(name, rows)
-    here = Bench(argparse.Namespace(**vars(args) | dict(device="cpu", model="1b", set=None)), World({}))
-    tables["host"] = [{"Python, dispatcher and autograd of a bf16 step": label, "CPU ms here": host_time(here, **flags)}
-                      for label, flags in (("core recomputed", {}), ("nothing recomputed", dict(recompute="nothing")),
-                                           ("nothing, compiled", dict(recompute="nothing", compile="on")))]
-    print_rows("host", tables["host"])
+    details = rehearsal.details(found)
+    for name, lines in details.items():
+        print_rows(name, lines)
+    here = Bench(World({}), "cpu", "1b")
+    host = [{"Python, dispatcher and autograd of a bf16 step": label, "CPU ms here": host_time(here, **flags)}
+            for label, flags in (("core recomputed", {}), ("nothing recomputed", dict(recompute="nothing")),
+                                 ("nothing, compiled", dict(recompute="nothing", compile="on")))]
+    print_rows("host", host)
     print(rehearsal.BLIND)
-    return tables
+    return {"steps": rows, **details, "host": host}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -649,7 +675,7 @@ def rehearse(args) -> dict[str, list[dict]]:
 
 
 def plot(b: Bench, path: Path):
-    """Throughput over sequence length, where it was measured and matplotlib is there."""
+    """Draw throughput over sequence length, where it was measured and matplotlib is there."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -665,6 +691,11 @@ def plot(b: Bench, path: Path):
     figure.savefig(path, dpi=120)
 
 
+# In this order: a run that is cut off after five minutes still has what matters most.
+SECTIONS = ("ceilings", "headline", "parts", "precisions", "backends", "segments", "rates", "sequences", "loops",
+            "core", "decoding", "traffic", "compiled")
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(PRESETS), help="1b on a GPU, else tiny")
@@ -676,14 +707,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="a directory of shards for the training steps (made-up sentences)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--out", type=path_name, help="directory for bench-DEVICE.json and .png")
-    parser.add_argument("--rehearse", choices=tuple(rehearsal.CARDS), help="what a step would cost on a card")
+    parser.add_argument("--rehearse", choices=tuple(absent_gpu.CARDS), help="what a step would cost on a card")
     parser.add_argument("--minutes", type=real(0),
                         help="begin no section when so many are nearly over; on a GPU 10")
     parser.add_argument("--flags", help="with --rehearse: train.py's flags of the one step to rehearse")
+    parser.add_argument("--compiled", action="store_true", help="with --rehearse: what torch.compile makes of the step")
     args = parser.parse_args(argv)
     args.out = args.out and Path(args.out)
     if args.flags is not None and not args.rehearse:
         parser.error("--flags: it goes with --rehearse CARD")
+    if args.compiled and not args.rehearse:
+        parser.error("--compiled: it goes with --rehearse CARD")
     if args.data_dir is not None and args.rehearse:
         parser.error("--data_dir: a rehearsal reads made-up sentences")
     unknown = set(args.only.split(",")) - set(SECTIONS)
@@ -692,82 +726,75 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure_sections(args, world: World):
-    """Every section that was asked for: tables on stdout, and figures in --out."""
-    b = Bench(args, world)
-    world.join(b.device, 1, FIRST_STEP_TIMEOUT)
-    if args.out and world.is_rank0:
-        args.out.mkdir(parents=True, exist_ok=True)
-    if not b.gpu:
-        keep_freed_memory()
+def describe(b: Bench):
+    """Print the machine and the settings, and keep them for --out."""
     machine = torch.cuda.get_device_name() if b.gpu else f"{processor()}, {torch.get_num_threads()} threads"
     print(f"{machine}; torch {torch.__version__}; commit {commit()}; model {b.model}, {b.precision}, micro-batch "
           f"{b.micro_batch}, sequence {b.seq_len}")
     b.about = dict(machine=machine, torch=torch.__version__, commit=commit(), command=sys.argv, model=b.model)
-    begun, limit = time.monotonic(), 10 if args.minutes is None and b.gpu else args.minutes
+
+
+def measure_sections(b: Bench, sections: list[str], minutes: float | None):
+    """Measure every section that was asked for: tables on stdout, and figures in --out."""
+    start, limit = time.monotonic(), 10 if minutes is None and b.gpu else minutes
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-        rehearsed = rehearsed_beside(b, args, pool)
-        for section in args.only.split(","):
-            if limit is not None and time.monotonic() - begun > 50 * limit:  # a sixth of it is left for the bounds
+        rehearsed = rehearsed_beside(b, pool) if "headline" in sections and b.gpu else {}
+        for section in sections:
+            if limit is not None and time.monotonic() - start > 50 * limit:  # a sixth of it is left for the bounds
                 print(f"\n{section}: not measured, {limit} minutes are nearly over (--minutes)")
                 continue
-            globals()[section](b)
+            measure_section(b, section)
             b.keep()
         if rehearsed:
             bounds(b, {name: one.result() for name, one in rehearsed.items()})
             b.keep()
-    if args.out and world.is_rank0 and "sequence lengths" in b.results:
-        plot(b, args.out / f"bench-{b.device.type}.png")
+    if b.out and b.world.is_rank0 and "sequence lengths" in b.results:
+        plot(b, b.out / f"bench-{b.device.type}.png")
 
 
-def rehearsed_beside(b: Bench, args, pool: ThreadPoolExecutor) -> dict:
-    """The rehearsals of what `headline` measures on this card, begun in other processes; where there are none, {}."""
-    if "headline" not in args.only.split(",") or not b.gpu:
-        return {}
-    reason = rehearsal.obstacle() or (None if b.card else f"{torch.cuda.get_device_name()} is none of its cards")
+def rehearsed_beside(b: Bench, pool: ThreadPoolExecutor) -> dict:
+    """Start the rehearsals of what `headline` measures on this card, in other processes; return {} where there are none."""
+    reason = absent_gpu.obstacle() or (None if b.card else f"{torch.cuda.get_device_name()} is none of its cards")
     if reason:
         print(f"no bounds: {reason}")
         return {}
-    common = [f"--model={b.model}"] + [f"--set={args.set}"] * bool(args.set)
-    return {name: pool.submit(rehearsal.in_child, b.card, common + flags_of(flags))
+    common = [f"--model={b.model}"] + [f"--set={b.settings}"] * bool(b.settings)
+    return {name: pool.submit(absent_gpu.in_child, rehearsed_step, b.card, common + flags_of(flags))
             for name, flags in rehearsal.SETTINGS.items()}
 
 
-def flags_of(flags: dict) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0; 2 with one line on stderr for a bad flag or file."""
+    """Return the exit status: 0; 2 with one line on stderr for a bad flag or file."""
     train.logger.remove()
-    try:
+
+    def run():
         args, world = parse_args(argv), World()
         if args.rehearse:
-            tables = rehearse(args)
+            common = {name: getattr(args, name) for name in ("model", "set", "seq_len", "micro_batch")}
+            common = flags_of({name: value for name, value in common.items() if value is not None})
+            tables = rehearse(args.rehearse, common, args.flags, args.compiled)
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
                 about = dict(card=args.rehearse, torch=torch.__version__, commit=commit(), command=sys.argv)
                 (args.out / f"rehearsal-{args.rehearse}.json").write_text(
                     json.dumps(about | tables, indent=1, allow_nan=False) + "\n")
-            return 0
+            return
         if world.ranks > 1 and args.only != "traffic":
-            raise errors.UsageError("several ranks measure --only traffic: start one process for the rest")
+            raise UsageError("several ranks measure --only traffic: start one process for the rest")
         with world, nullcontext() if world.is_rank0 else redirect_stdout(None):
-            measure_sections(args, world)
-        return 0
-    except (errors.UsageError, errors.DataError, errors.WorldError, rehearsal.RehearsalError) as fault:
-        line = str(fault)
-    except BrokenPipeError:               # of `| head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as fault:
-        line = f"{fault.filename}: {fault.strerror}"
-    print(f"bench.py: error: {console.one_line(line)}", file=sys.stderr)
-    return 2
+            b = Bench(world, args.device, args.model, args.set, args.seq_len, args.micro_batch, args.data_dir, args.out)
+            world.join(b.device, 1, FIRST_STEP_TIMEOUT)
+            if args.out and world.is_rank0:
+                args.out.mkdir(parents=True, exist_ok=True)
+            if not b.gpu:
+                keep_freed_memory()
+            describe(b)
+            measure_sections(b, args.only.split(","), args.minutes)
+    return run_program(run, "bench.py")
 
 
 def processor() -> str:
-    """The CPU's name and its widest instructions."""
+    """Return the CPU's name and its widest instructions."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")),
                 platform.processor())

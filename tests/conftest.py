@@ -19,7 +19,7 @@ os.environ |= dict(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="
 
 import data
 import train
-from spider.dev import rehearsal
+from spider.dev import absent_gpu
 from spider.model.casting import wide
 from spider.model.config import SpiderConfig
 from spider.model.engram import EngramTable
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
-        if "rehearsal" in item.keywords and (reason := rehearsal.obstacle()):
+        if "rehearsal" in item.keywords and (reason := absent_gpu.obstacle()):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -9,16 +9,13 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-import torch
 
-import bench
 import train
 from conftest import ROOT, SMALL, contents, run, run_flags
 from spider.errors import UsageError
-from spider.model import config, parameters
-from spider.training import machine, optim
+from spider.model import config
+from spider.training import machine
 from spider.training.checkpoint import find_checkpoints
-from spider.training.ranks import World
 from train import FLAGS, parse_args
 
 ORIGINALS = {"seq_len": 2048, "micro_batch": 64, "grad_accum": 1, "n_loops": 6, "lr": 3e-4, "precision": "auto",
@@ -232,34 +229,6 @@ def test_nobody_reading_the_dry_run_any_more_is_no_fault(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("flags,complaint", (
-    (["--set", "nonsense=1"], "not a field"), (["--seq_len", "4e18"], "--seq_len: '4e18' is not"),
-    (["--micro_batch=0"], "--micro_batch"), (["--model", "2b"], "2b"), (["--only", "x"], "--only: x"), (["--x"], "--x"),
-    (["--out", __file__], "File exists"), (["--flags", "x"], "--flags: it goes with --rehearse"),
-    (["--data_dir", "/no/such"], "no such directory"),
-    (["--data_dir", ".", "--rehearse", "h200"], "a rehearsal reads made-up sentences")))
-def test_what_the_benchmark_cannot_do_is_one_line_before_anything_is_measured(flags, complaint, capsys):
-    assert bench.main(["--device", "cpu", *flags]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("bench.py: error: ")
-    assert complaint in said.err
-
-
-def test_a_step_of_the_benchmark_is_a_whole_one_and_leaves_the_model_as_it_was(monkeypatch):
-    given = bench.parse_args(["--device", "cpu", "--model", "tiny", "--seq_len=64", "--micro_batch=2"])
-    step, model = bench.trainer(bench.Bench(given, World()))
-    before = {name: p.clone() for name, p in model.named_parameters() if "table" not in name}
-    orthogonalize, done = optim.orthogonalize, []
-    monkeypatch.setattr(optim, "orthogonalize", lambda matrices, *rest: (
-        done.append(matrices[:, 0, 0].numel()), orthogonalize(matrices, *rest))[1])
-    step()
-    matrices = parameters.matrices_of(model)
-    assert sum(done) == sum(p[..., 0, 0].numel() for name, p in model.named_parameters() if name in matrices)
-    for name, p in model.named_parameters():
-        if name in before:
-            torch.testing.assert_close(p, before[name], rtol=0, atol=1e-12)
-
-
 def test_the_originals_commands_parse():
     for line in ("--seq_len 256 --micro_batch 112 --grad_accum 4 --precision fp8 --n_loops 6",
                  "--resume checkpoints/spider-step2650.pt", "--resume checkpoints/spider-step2650.pt --reset_steps",
@@ -296,32 +265,6 @@ def test_the_profiler_leaves_a_trace(tmp_path):
                    "--profile", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoints/mock/trace.json").stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
-    done = command("--model", "tiny", "--device", "cpu", "--seq_len", "32", "--micro_batch", "16", "--out", "docs",
-                   cwd=tmp_path, script="bench.py")
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "docs" / "bench-cpu.json").read_text())
-    for table in ("ceilings", "headline", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths",
-                  "loops", "core", "parts", "segments", "decoding", "traffic, on paper"):
-        assert f"### {table}" in done.stdout and figures[table], table
-    slow, fast = figures["bytes per segment"][0], figures["bytes per segment"][-1]
-    assert slow["bytes/segment"] == 1 and fast["bytes/segment"] > 3
-    shares = [row["share"] for row in figures["parts"] if not row["part"].startswith("forward:")]
-    assert sum(shares) == pytest.approx(1)
-    assert [row["step"].partition(", ")[2] for row in figures["headline"]] == [
-        "", "4 micro-steps", "nothing recomputed", "all recomputed"]
-    assert all(row["ms"] > 0 for row in figures["headline"]) and figures["headline"][0]["host, ms"] > 0
-    assert figures["core"][0]["times the first's"] == 1 and figures["core"][1]["bytes/segment"] < 32
-    assert all(row["times as fast"] > 1 and row["share of floor"] > 0 for row in figures["decoding"])
-
-
-def test_a_section_that_the_time_no_longer_suffices_for_is_named(capsys):
-    assert bench.main(["--device", "cpu", "--only", "segments", "--minutes", "0"]) == 0
-    said = capsys.readouterr().out
-    assert "segments: not measured, 0.0 minutes are nearly over (--minutes)" in said and "###" not in said
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Draws the figures of learning.md from the runs of learning.jsonl, one line a run: python docs/results/learning.py
+"""Draw the figures of learning.md from the runs of learning.jsonl, one line a run: python docs/results/learning.py
 
 A run has what distinguishes it (figure, arm, seed, and what is on its axes), its validation loss in nats per byte, its
 CPU seconds, its flags and its commit. Lines of the figure "time of a step" have CPU time relative to no core's instead.
@@ -24,7 +24,7 @@ RUNS = [json.loads(line) for line in (HERE / "learning.jsonl").read_text().split
 
 
 def arms(figure: str, **same) -> dict[str, list[dict]]:
-    """The runs of a figure by arm."""
+    """Return the runs of a figure by arm."""
     found: dict[str, list[dict]] = {}
     for run in RUNS:
         if run["figure"] == figure and all(run[key] == value for key, value in same.items()):
@@ -38,7 +38,7 @@ def mean(values) -> float:
 
 
 def means(runs: list[dict], x) -> list[tuple[float, float]]:
-    """(x, mean loss over seeds) of an arm's runs."""
+    """Return (x, mean loss over seeds) of an arm's runs."""
     return [(at, mean(run["loss"] for run in runs if x(run) == at)) for at in sorted({x(run) for run in runs})]
 
 
@@ -53,7 +53,7 @@ def finish(axes, title: str, xlabel: str, ylabel: str, ticks=()):
 
 
 def draw_bytes(axes):
-    """What the recipe reaches, by how much there is to read, beside a compressor."""
+    """Draw what the recipe reaches, by how much there is to read, beside a compressor."""
     found = arms("bytes") | arms("others")
     for name in ("no core", "core", "PPMd, order 16"):
         axes.plot(*zip(*means(found[name], lambda run: run["bytes"])), marker="o", label=name)
@@ -68,7 +68,7 @@ def draw_sequence(axes):
 
 
 def of_the_rule(run: dict) -> float:
-    """A run's rate as a multiple of what the rule says of its steps and width."""
+    """Return a run's rate as a multiple of what the rule gives for its steps and width."""
     def flag(name, default):
         found = re.search(rf"{name}[ =](\d+)", run["flags"])
         return int(found[1]) if found else default
@@ -79,7 +79,7 @@ def of_the_rule(run: dict) -> float:
 
 
 def draw_rates(axes):
-    """The best rate stands still where the rule is right."""
+    """Draw losses over rates: the best rate stands still where the rule is right."""
     for name, runs in arms("rates").items():
         points = means(runs, of_the_rule)
         best = min(loss for _, loss in points)
@@ -93,7 +93,7 @@ def draw_rates(axes):
 
 
 def draw_time(axes, figure: str, title: str):
-    """Loss by what a step takes: seeds small, their mean large."""
+    """Draw the loss by what a step takes: seeds small, their mean large."""
     times = {name: mean(run["times"] for run in runs) for name, runs in arms("time of a step").items()}
     found = arms(figure, **({"bytes": 10} if figure == "bytes" else {}))
     for name, runs in ((name, found[name]) for name in times if name in found):
@@ -103,7 +103,7 @@ def draw_time(axes, figure: str, title: str):
 
 
 def draw_worth(axes):
-    """What is added to the byte layers, by how many bytes were read: the loss without it less the loss with it."""
+    """Draw what is added to the byte layers, by how many bytes were read: the loss without it less the loss with it."""
     alike = lambda run: (run["bytes"], run["seed"], run["processor"].rpartition(" ")[2])     # the last: precision
     plain = {alike(run): run["loss"] for run in RUNS if "bytes" in run and "processor" in run
              and run["arm"].endswith("no core")}
@@ -123,7 +123,7 @@ def draw_worth(axes):
 
 
 def draw_passes(axes, text: str, arms_shown: tuple[str, ...]):
-    """Validation loss at the end of each of twelve passes over little text, seed 0."""
+    """Draw the validation loss at the end of each of twelve passes over little text, seed 0."""
     found = arms(f"read again, {text}", seed=0)
     for name in arms_shown:
         losses = [loss for _, loss in found[name][0]["by_step"]][:12]

@@ -1,4 +1,4 @@
-"""What each mechanism does on a task made for it, against what was published of it.
+"""Measure each mechanism on a task made for it, against what was published of it.
 
     python docs/results/mechanisms.py looping --seed 0 [--arm "1 x 4"] >> docs/results/mechanisms.jsonl
     python docs/results/mechanisms.py plot              # draws docs/results/mechanisms-NAME.png of that file
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parents[1]))
 
 import spider_model
+import train
 from spider.model import packing
 from spider.model.config import SpiderConfig
 from spider.training.batches import Batch
@@ -31,7 +33,6 @@ from spider.training.machine import keep_freed_memory
 from spider.training.optim import Optimizers
 from spider.version import commit
 from spider_model import Spider
-from train import accumulate, lr_factor, parse_args, update
 
 # One dense layer of the core and nothing beside it: what an arm adds is what it measures.
 BARE = dict(hidden_size=64, n_prelude_layers=0, n_recurrent_layers=1, n_coda_layers=0, n_loops=1, n_heads=2,
@@ -122,28 +123,29 @@ def words(generator: torch.Generator, rows: int, length: int = 96, n_names: int 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training and scores
 
-def train(config: SpiderConfig, task: Task, steps: int, seed: int, lr: float = 0.013, rows: int = 16,
-          prepare: Callable[[Spider], None] = lambda model: None, halting_from: float = 0.125) -> Spider:
-    """A new model after so many steps of fresh cases, under train.py's optimizers and settings; halting comes in over
+def fit(config: SpiderConfig, task: Task, steps: int, seed: int, lr: float = 0.013, rows: int = 16,
+        prepare: Callable[[Spider], None] = lambda model: None, halting_from: float = 0.125) -> Spider:
+    """Train a new model on so many steps of fresh cases, under train.py's optimizers and settings; halting comes in over
     the first part `halting_from` of them."""
-    torch.manual_seed(seed)
-    model, generator, args = Spider(config).train(), torch.Generator().manual_seed(seed), parse_args([], {})
+    flags = ["--model=tiny", "--schedule=wsd", f"--lr={lr}", f"--warmup_steps={steps // 8}", f"--seed={seed}",
+             "--precision=fp32", "--moe_backend=grouped", "--recompute=nothing"]
+    plan = train.settle(train.parse_args(flags, environ={}), torch.device("cpu"))
+    model = train.build_model(replace(plan, config=config), torch.device("cpu"))
     prepare(model)
-    args.lr, args.warmup_steps, args.schedule = lr, steps // 8, "wsd"
-    optimizers = Optimizers(model, "muon", args)
+    optimizers, generator = Optimizers(model, "muon", plan.optimizer), torch.Generator().manual_seed(seed)
     for step in range(steps):
         model.halting_warmup = min(1.0, (step + 1) / max(1, halting_from * steps))
-        optimizers.set_lr(lr, lr_factor(step, steps, args))
+        optimizers.set_lr(lr, train.lr_factor(step, steps, plan.schedule))
         ids, labels, _ = task(generator, rows)
-        sums = accumulate(model, [Batch.of(ids, labels, step * rows)], config.n_loops)
-        if update(model, optimizers, *sums, ids.numel(), args)["skipped"]:
+        sums = train.accumulate(model, [Batch.of(ids, labels, step * rows)], config.n_loops)
+        if train.update(model, optimizers, *sums, ids.numel(), plan.optimizer.grad_clip)["skipped"]:
             raise FloatingPointError(f"step {step}: loss or gradient is not finite")
     return model
 
 
 @contextmanager
 def watched(model: Spider):
-    """Inside, collects what a forward pass does not report: halting probabilities of loops and where bytes are cut."""
+    """Collect what a forward pass does not report: halting probabilities of loops, and where bytes are cut."""
     halts, cuts, core = [], [], model.core
     halt, boundaries = core.halt, model.boundaries
     core.halt = lambda h: halts.append(halt(h)) or halts[-1]
@@ -158,8 +160,8 @@ def watched(model: Spider):
 
 @torch.no_grad()
 def score(model: Spider, task: Task, rows: int = 256) -> dict:
-    """Accuracy by depth of the case, loops until halting by depth, accuracy by bytes since the last cut; of cases that
-    no training saw. A depth with fewer than 50 cases is left out."""
+    """Return accuracy by depth of the case, loops until halting by depth, accuracy by bytes since the last cut; of cases
+    that no training saw. A depth with fewer than 50 cases is left out."""
     whole = task(torch.Generator().manual_seed(1 << 40), rows)
     ids, labels, depth = (part.flatten() for part in whole)
     model.eval()
@@ -184,10 +186,10 @@ def score(model: Spider, task: Task, rows: int = 256) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Arms: name -> (changes of BARE, what train() takes, preparation of the model)
+# Arms: name -> (changes of BARE, what fit() takes, preparation of the model)
 
 def start_B(value: float) -> Callable[[Spider], None]:
-    """Starts the injection B of the pooled segments at a value."""
+    """Start the injection B of the pooled segments at a value."""
     def prepare(model):
         torch.nn.init.constant_(model.core.B, value)
     return prepare
@@ -205,8 +207,8 @@ def injection():
 
 @contextmanager
 def halted(leave: str):
-    """Inside, segments that have halted leave the core at once, before later ones can read what they halted with, or
-    never: then ACT weighs loops and nothing else."""
+    """Let segments that have halted leave the core at once, before later ones can read what they halted with, or never:
+    then ACT weighs loops and nothing else."""
     class Halting(spider_model.Halting):
         def __init__(self, share, threshold, _, ends):
             super().__init__(share, threshold, False, ends)
@@ -254,11 +256,11 @@ MECHANISMS = dict(looping=looping, injection=injection, halting=halting, engram=
 
 
 def run(name: str, arm: str | None, seed: int):
-    """Prints a line of JSON for each arm, or for the one that is named."""
+    """Print a line of JSON for each arm, or for the one that is named."""
     for label, changes, task, settings in MECHANISMS[name]():
         if arm in (None, label):
             start = time.process_time()
-            model = train(SpiderConfig(**BARE | changes), task, seed=seed, **settings)
+            model = fit(SpiderConfig(**BARE | changes), task, seed=seed, **settings)
             line = dict(mechanism=name, arm=label, seed=seed, commit=commit(), **score(model, task),
                         cpu_s=round(time.process_time() - start, 1))
             print(json.dumps(line), flush=True)
@@ -274,7 +276,7 @@ PANELS = dict(
 
 
 def plot():
-    """Draws mechanisms-NAME.png of mechanisms.jsonl: means over seeds, and from the least to the most."""
+    """Draw mechanisms-NAME.png of mechanisms.jsonl: means over seeds, and from the least to the most."""
     from matplotlib.figure import Figure
     lines = [json.loads(line) for line in (DOCS / "mechanisms.jsonl").read_text().splitlines()]
     for name, panels in PANELS.items():

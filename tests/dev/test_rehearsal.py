@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bench
 from conftest import SMALL
-from spider.dev import rehearsal
-from spider.dev.rehearsal import CARDS, FLOOR, Operation, Trace, fused_seconds
+from spider.dev import absent_gpu, operations, rehearsal
+from spider.dev.absent_gpu import CARDS, RehearsalError, in_child
+from spider.dev.operations import FLOOR, Operation, Trace, fused_seconds
 
 H200 = CARDS["h200"]
 
@@ -38,7 +39,7 @@ def test_a_gather_reads_the_rows_that_it_takes_and_an_expanded_tensor_is_read_on
     taken, = traced(lambda: torch.empty(100_000, 8, device="cuda").index_select(
         0, torch.empty(10, dtype=torch.int64, device="cuda")))
     assert taken.moved == 2 * 10 * 8 * 4 + 10 * 8
-    assert rehearsal.nbytes(torch.empty(1, 8).expand(50, 8)) == 8 * 4
+    assert operations.nbytes(torch.empty(1, 8).expand(50, 8)) == 8 * 4
 
 
 def test_what_the_host_reads_of_the_device_is_the_number_of_segments():
@@ -82,7 +83,7 @@ def test_measured_figures_stand_beside_the_rehearsed_and_the_worst_misses_come_f
     assert [(row["figure"], row["rehearsed"], row["times"]) for row in rows] == [
         ("ms", 100.0, 1.4), ("peak GB", 10.0, 1.6), ("kernels", 100, 1.2), ("host, ms", 100.0, 3.0)]
     assert [row["figure"] for row in missed] == ["host, ms", "peak GB"]
-    assert [rehearsal.card_of(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100")] == [
+    assert [absent_gpu.card_of(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100")] == [
         "h100", "h200", None]
 
 
@@ -107,7 +108,7 @@ SMALL_STEP = ("--model", "tiny", "--set", SMALL, "--seq_len", "64", "--micro_bat
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_step_passes_the_checks_of_a_gpus_operations_in_any_build():
     """Forward, recomputation, backward and update, with kernels that a CPU has not: their shapes, types, strides."""
-    step = rehearsal.in_child("h200", [*SMALL_STEP, "--recompute", "all"])
+    step = in_child(bench.rehearsed_step, "h200", [*SMALL_STEP, "--recompute", "all"])
     phases = {row[0] for row in step["by_phase"]}
     assert phases == {"cast", "forward", "recomputation", "backward", "optimizer", "rest"}
     assert {"attention", "bf16"} <= {row[0] for row in step["by_rate"]} and step["kernels"] > 1000
@@ -121,15 +122,15 @@ def test_other_steps_pass_them_too(flags):
     """Not in fp32, which has no kernel for documents: their lengths are looked at, and fakes have none."""
     heads = "nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16", "nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=32"
     step = [word.replace(*heads) for word in SMALL_STEP]                                     # FP8 takes multiples of 16
-    assert step != SMALL_STEP and rehearsal.in_child("rtx6000", [*step, *flags.split()])["kernels"] > 1000
+    assert step != SMALL_STEP and in_child(bench.rehearsed_step, "rtx6000", [*step, *flags.split()])["kernels"] > 1000
 
 
 def test_a_step_that_fails_a_check_is_one_line():
     done = mock.Mock(returncode=1, stderr="...\nRuntimeError: no such shape\n")
-    with mock.patch.multiple(rehearsal, build_shim=lambda: "x", no_compiler=lambda: None), \
+    with mock.patch.multiple(absent_gpu, build_shim=lambda: "x", no_compiler=lambda: None), \
             mock.patch("subprocess.run", return_value=done):
-        with pytest.raises(rehearsal.RehearsalError, match="a step of --lr 1 fails: RuntimeError: no such shape"):
-            rehearsal.in_child("h200", ["--lr", "1"])
+        with pytest.raises(RehearsalError, match="a step of --lr 1 fails: RuntimeError: no such shape"):
+            in_child(bench.rehearsed_step, "h200", ["--lr", "1"])
 
 
 FEWER = ("--n_loops", "2", "--set", "n_recurrent_layers=2,engram_layers=1")  # the widths of 1b: its bytes, less time
@@ -143,7 +144,7 @@ FEWER = ("--n_loops", "2", "--set", "n_recurrent_layers=2,engram_layers=1")  # t
     "--precision bf16 --recompute all --seq_len 2048 --micro_batch 64",
     "--precision fp8 --recompute core --seq_len 2048 --micro_batch 64 --grad_accum 2"))
 def test_the_memory_that_is_estimated_is_within_a_tenth_of_the_rehearsed(flags):
-    step = rehearsal.in_child("h200", [*flags.split(), *FEWER])
+    step = in_child(bench.rehearsed_step, "h200", [*flags.split(), *FEWER])
     assert step["estimate"] == pytest.approx(step["peak"], rel=0.1)
 
 

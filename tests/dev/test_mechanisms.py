@@ -23,7 +23,7 @@ def few_chains(generator, rows):
 
 def trained(task, steps: int, **changes) -> dict:
     """The scores of a small model."""
-    model = mechanisms.train(SpiderConfig(**SMALL | changes), task, steps, seed=0, lr=0.015, halting_from=0.5)
+    model = mechanisms.fit(SpiderConfig(**SMALL | changes), task, steps, seed=0, lr=0.015, halting_from=0.5)
     return mechanisms.score(model, task)
 
 

@@ -1,0 +1,242 @@
+"""A GPU that is not there, for what is to be counted, checked or compiled for one.
+
+`stand_in(card)` gives this process one of CARDS, whose tensors are torch's fake ones: a device, a shape and strides, but
+no memory. Their backward passes need a library of its own, loaded before torch: `in_child` starts a process with it and
+calls a function there. `Trainer` is what such a function gets of train.py; `absent` makes a model class whose weights are
+never filled; `obstacle` says why counts would not be true here.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from spider.errors import SpiderError
+from spider.model import packing
+from spider.training.batches import Batch
+from spider.training.optim import Optimizers
+from spider.training.plan import Plan
+
+
+class RehearsalError(SpiderError):
+    """A step cannot be rehearsed here; the message is one line that names the remedy."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is known of a GPU: products in FLOP/s, memory in bytes and bytes/s."""
+    name: str
+    capability: tuple[int, int]
+    bf16: float
+    fp8: float
+    fp32: float                           # as torch multiplies it here: in TF32
+    bandwidth: float
+    memory: float
+    processors: int                       # streaming multiprocessors
+    source: str
+
+
+# Of published peaks four fifths are taken, of published bandwidths 0.83: what an H200 reaches of its own.
+CARDS = {
+    "h200": Card("NVIDIA H200", (9, 0), 790e12, 1450e12, 395e12, 4.0e12, 150.1e9, 132,
+                 "bf16 and copies (4.3 TB/s; 4.0 for the kernels of a step) measured on one by others, FP8 and TF32 "
+                 "assumed at the same share of their published peaks"),
+    "h100": Card("NVIDIA H100 80GB", (9, 0), 790e12, 1450e12, 395e12, 2.8e12, 85.0e9, 132,
+                 "bf16 and copies (3.0 TB/s) measured on one by others, the rest as of an H200"),
+    "rtx6000": Card("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 400e12, 800e12, 200e12, 1.49e12, 102.0e9, 188,
+                    "published: dense 504 (bf16), 1008 (FP8), 252 (TF32) TFLOP/s, 1.79 TB/s, 96 GB; shares assumed"),
+    "b200": Card("NVIDIA B200", (10, 0), 1800e12, 3600e12, 900e12, 6.6e12, 192.0e9, 148,
+                 "published: dense 2250 (bf16), 4500 (FP8), 1125 (TF32) TFLOP/s, 8 TB/s, 192 GB; shares assumed"),
+}
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a rehearsed step needs of train.py, which this package does not import."""
+    settle: Callable[[list[str], torch.device], Plan]    # of flags
+    build_model: Callable[..., nn.Module]
+    accumulate: Callable
+    update: Callable
+    model_class: type[nn.Module]
+
+
+# Autograd asks a device for streams and guards, and a CUDA build has them from a driver. These say: one device, nothing
+# to wait for. Registered with precedence, after torch is loaded and before it asks.
+SHIM = r"""
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using namespace c10;
+namespace {
+const Device here(DeviceType::CUDA, 0);
+struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device exchangeDevice(Device) const override { return here; }
+  Device getDevice() const override { return here; }
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, here); }
+  Stream getNewStream(Device, int) const override { return Stream(Stream::DEFAULT, here); }
+  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, here); }
+  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+}
+namespace at {
+struct AbsentCUDA : CUDAHooksInterface {
+  AbsentCUDA(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  void deviceSynchronize(DeviceIndex) const override {}
+};
+using at::CUDAHooksRegistry;
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", ::c10::REGISTRY_PREFERRED, AbsentCUDA)
+}
+extern "C" void install() { impl::registerDeviceGuard(DeviceType::CUDA, new Guard()); }
+"""
+
+
+def obstacle() -> str | None:
+    """Why what is counted here would not be true, and the remedy; None where it would."""
+    if torch.version.cuda is None:
+        return (f"torch {torch.__version__} is built without CUDA, and takes some operations apart that a GPU does whole; "
+                "in an environment apart (no GPU needed): pip install torch==2.11.0 torchao==0.18.0 numpy loguru")
+    return no_compiler()
+
+
+def no_compiler() -> str | None:
+    if shutil.which(os.environ.get("CXX") or "g++") is None:
+        return "there is no C++ compiler to build the stand-in for CUDA: install g++, or name one in CXX"
+    return None
+
+
+def build_shim() -> Path:
+    """The stand-in for CUDA as a library, built once for each torch; seconds."""
+    torch_at, cache = Path(torch.__file__).parent, os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    command = [os.environ.get("CXX") or "g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_at}/include",
+               f"-I{torch_at}/include/torch/csrc/api/include", f"-L{torch_at}/lib", f"-Wl,-rpath,{torch_at}/lib",
+               "-Wl,--no-as-needed,--allow-shlib-undefined", "-lc10", "-ltorch_cpu"]
+    mark = hashlib.blake2b(f"{torch.__version__} {command} {SHIM}".encode(), digest_size=8).hexdigest()
+    library = Path(cache).expanduser() / f"spider-rehearsal-{mark}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        source, made = library.with_suffix(f".{os.getpid()}.cpp"), library.with_suffix(f".{os.getpid()}.so")
+        source.write_text(SHIM)
+        built = subprocess.run([*command, source, "-o", made], capture_output=True, text=True)
+        source.unlink()
+        if built.returncode:
+            fault = next((line for line in built.stderr.splitlines() if "error" in line), built.stderr[-200:])
+            raise RehearsalError(f"the stand-in for CUDA does not compile: {fault}")
+        made.replace(library)
+    return library
+
+
+LEAST_FLAGS = ("--model=1b", "--seq_len=256", "--micro_batch=112", "--compile=off", "--moe_backend=grouped")
+
+
+@contextmanager
+def stand_in(card: Card):
+    """Give this process one GPU, `card`, in torch's eyes alone; a plan can be settled for it, and `fake_tensors` made."""
+    properties = SimpleNamespace(
+        name=card.name, major=card.capability[0], minor=card.capability[1], multi_processor_count=card.processors,
+        total_memory=int(card.memory), warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+        shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536, L2_cache_size=60 << 20)
+    answers = {"is_available": True, "get_device_capability": card.capability, "is_bf16_supported": True,
+               "get_device_name": card.name, "device_count": 1, "current_device": 0,
+               "get_device_properties": properties, "is_current_stream_capturing": False}
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", lambda *_, answer=answer, **__: answer))
+        stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None))
+        yield
+
+
+@contextmanager
+def fake_tensors():
+    """Make every tensor a fake one, inside `stand_in`."""
+    packing.frequencies.cache_clear()     # a fake tensor is of its mode alone
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        packing.frequencies.cache_clear()
+
+
+def absent(model_class: type[nn.Module]) -> type[nn.Module]:
+    """Make of a model class one whose weights lie on the GPU at once, and are never filled."""
+    class Absent(model_class):
+        def __init__(self, config):
+            with torch.device("cuda"):
+                super().__init__(config)
+
+        def to_empty(self, **_):
+            return self
+
+        def init_weights(self):
+            pass
+    return Absent
+
+
+def build(trainer: Trainer, plan: Plan) -> tuple[nn.Module, Optimizers]:
+    """Return a plan's model and optimizers as train.py makes them, of fake tensors."""
+    model = trainer.build_model(plan, torch.device("cuda"), model_class=absent(trainer.model_class))
+    optimizers = Optimizers(model, plan.optimizer.optimizer, plan.optimizer)
+    optimizers.set_lr(plan.schedule.lr, 1.0)
+    return model, optimizers
+
+
+def fake_batch(plan: Plan, documents: int) -> Batch:
+    """Return a micro-batch of so many documents."""
+    ids = torch.empty(plan.batch.micro_batch, plan.batch.seq_len, dtype=torch.int64, device="cuda")
+    cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="cuda")
+    return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
+
+
+CHILD = """
+import ctypes, json, os, runpy, sys, warnings
+library, file, name, values = sys.argv[1:]
+library = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # before torch, which else finds its own CUDA first
+import torch
+library.install()
+warnings.simplefilter("ignore")
+sys.path.insert(0, os.path.dirname(file))
+print(json.dumps(runpy.run_path(file, run_name="in_child")[name](*json.loads(values))))
+"""
+
+
+def in_child(function: Callable, card: str, flags: list[str]) -> dict:
+    """Call function(card, flags), of a script's own, in a process where the stand-in for CUDA is there before torch is;
+    a GPU that is there is not touched. Returns what it returns, by way of JSON. In a build without CUDA shapes are checked,
+    but counts are not true. RehearsalError where it fails."""
+    if reason := no_compiler():
+        raise RehearsalError(reason)
+    command = [sys.executable, "-c", CHILD, str(build_shim()), inspect.getfile(function), function.__name__,
+               json.dumps([card, flags])]
+    done = subprocess.run(command, capture_output=True, text=True,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        last = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise RehearsalError(f"a step of {' '.join(flags)} fails: {last[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def card_of(name: str) -> str | None:
+    """Return the card of CARDS that a GPU's name says it is, None for another one."""
+    return next((key for key, card in CARDS.items() if name.startswith(card.name)), None)
