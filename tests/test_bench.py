@@ -10,7 +10,7 @@ import torch
 import bench
 from conftest import ROOT
 from spider.model import parameters
-from spider.training import optim
+from spider.training import muon
 from spider.training.ranks import World
 
 
@@ -32,8 +32,8 @@ def test_a_step_of_the_benchmark_is_a_whole_one_and_leaves_the_model_as_it_was(m
     step = bench.Step(bench.Bench(World(), "cpu", "tiny", seq_len="64", micro_batch="2"))
     model = step.model
     before = {name: p.clone() for name, p in model.named_parameters() if "table" not in name}
-    orthogonalize, done = optim.orthogonalize, []
-    monkeypatch.setattr(optim, "orthogonalize", lambda matrices, *rest: (
+    orthogonalize, done = muon.orthogonalize, []
+    monkeypatch.setattr(muon, "orthogonalize", lambda matrices, *rest: (
         done.append(matrices[:, 0, 0].numel()), orthogonalize(matrices, *rest))[1])
     step()
     matrices = parameters.matrices_of(model)

@@ -39,7 +39,7 @@ class Step:
 
 
 class Alone(Unsharded):
-    """One rank, whose backward passes are marked in a trace."""
+    """Mark the backward passes of a model that one process has whole in a trace."""
 
     def __init__(self, trace: Trace, tracker: MemTracker):
         self.trace, self.tracker, self.casts = trace, tracker, 0
