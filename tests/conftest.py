@@ -1,6 +1,7 @@
 """What several test files share: a small model with every component awake, bytes for it, and whole small runs."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -46,6 +47,14 @@ def interrupts():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """A server from which ranks are forked, see training/jobs.py."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["training.jobs", "bitsandbytes"])
+    return context
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""Checkpoints in parts: what is true of a checkpoint in one file is true of them, and each form becomes the other."""
+"""Sharded checkpoints: what is true of a checkpoint in one file is true of them, and each form becomes the other."""
 
 import errno
 import json
@@ -14,11 +14,11 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from test_distributed import Job, assert_same_losses, processes, runs_alone, steps_done, until  # noqa: F401
+from training.jobs import SHARDED, Job, assert_same_losses, runs_alone, steps_done, until
 
 import sample
 import train
-from conftest import assert_same, metrics, run, run_flags
+from conftest import assert_same, make_shards, metrics, run, run_flags
 from spider.errors import CheckpointError
 from spider.training import (checkpoint_files, checkpoint_format, checkpoint_writer, sharded_checkpoint, sharded_reading,
                              state_tensors)
@@ -27,8 +27,7 @@ from spider.training.checkpoint_format import walk, write_archive
 from spider.training.ranks import World
 from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write
 
-PARTS = ("--sharded_checkpoints",)
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as sharded.py has it outside pytest
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as sharded_checkpoint.py has it outside pytest
 
 
 def newest(directory):
@@ -46,7 +45,7 @@ def names(directory) -> list[str]:
 def test_a_run_may_change_between_both_forms_and_ends_like_an_undisturbed_one(tmp_path, shards, optimizer, capsys):
     flags = ("--optimizer", optimizer, "--engram_reset")
     whole = run(tmp_path, shards, *flags, steps=7, ckpt="whole")
-    for steps, form in ((2, PARTS), (4, ()), (7, PARTS)):
+    for steps, form in ((2, SHARDED), (4, ()), (7, SHARDED)):
         parts = run(tmp_path, shards, *flags, *form, steps=steps, ckpt="parts")
     assert names(parts) == ["spider-step4.pt", "spider-step7"]    # --keep_last 2, and no other
     assert_same(newest(whole), newest(parts))
@@ -62,20 +61,20 @@ def test_a_run_may_change_between_both_forms_and_ends_like_an_undisturbed_one(tm
 
 
 def test_what_other_programs_read_of_it_is_the_same(tmp_path, shards):
-    directory = run(tmp_path, shards, *PARTS, steps=2)
+    directory = run(tmp_path, shards, *SHARDED, steps=2)
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     dcp_to_torch_save(directory / "spider-step2", tmp_path / "theirs.pt")
     theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
     assert_same(theirs["model_state_dict"], newest(directory)["model_state_dict"])
 
 
-def test_two_ranks_then_one_then_two_have_the_losses_of_one_that_writes_files(tmp_path, shards,  # noqa: F811
+def test_two_ranks_then_one_then_two_have_the_losses_of_one_that_writes_files(tmp_path, shards,
                                                                               processes):
-    """And in parts each rank takes memory for its own."""
+    """And each rank takes memory for its own part of a sharded one."""
     flags = ("--precision", "fp32", "--global_batch", "128", "--ckpt_every", "2")
     runs_alone(run_flags(shards, tmp_path / "alone", *flags, steps=8))
     for ranks, steps in ((2, 4), (1, 6), (2, 8)):
-        argv = run_flags(shards, tmp_path / "parts", *flags, *PARTS, *("--shards", "2") * (ranks > 1), steps=steps)
+        argv = run_flags(shards, tmp_path / "parts", *flags, *SHARDED, *("--shards", "2") * (ranks > 1), steps=steps)
         if ranks == 1:
             runs_alone(argv)
             continue
@@ -92,8 +91,8 @@ def test_two_ranks_then_one_then_two_have_the_losses_of_one_that_writes_files(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, split", ((2, 1), (3, 3), (4, 2)))
-def test_in_parts_a_state_is_that_of_the_file_to_the_bit(tmp_path, shards, processes, ranks, split):  # noqa: F811
-    for name, form in (("file", ()), ("parts", PARTS)):
+def test_sharded_a_state_is_that_of_the_file_to_the_bit(tmp_path, shards, processes, ranks, split):
+    for name, form in (("file", ()), ("parts", SHARDED)):
         for steps in (3, 6):
             argv = run_flags(shards, tmp_path / name, *form, "--global_batch", "768", "--shards", str(split),
                              steps=steps)
@@ -157,7 +156,7 @@ def memory_taken(directory, said) -> tuple[int, int, int]:
     return whole, first, other
 
 
-def test_for_one_file_the_first_rank_takes_memory_for_one_state_and_the_others_none(tmp_path, shards,  # noqa: F811
+def test_for_one_file_the_first_rank_takes_memory_for_one_state_and_the_others_none(tmp_path, shards,
                                                                                     processes):
     argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "1", "--shards", "2", steps=2)
     statuses, said = Job(processes, tmp_path, 2, argv, faults=[(counts_memory, ANY, 0)]).end()
@@ -184,11 +183,11 @@ def killed(argv, log, module, name):
     train.command_line(argv)
 
 
-def test_a_kill_in_the_midst_leaves_the_checkpoint_before_it(tmp_path, shards, processes):  # noqa: F811
+def test_a_kill_in_the_midst_leaves_the_checkpoint_before_it(tmp_path, shards, processes):
     """When ranks have written, and before the name is given, each at the save of step 2."""
-    flags = (*PARTS, "--ckpt_every", "1", "--eval_every", "0")
+    flags = (*SHARDED, "--ckpt_every", "1", "--eval_every", "0")
     argv, directory = run_flags(shards, tmp_path / "killed", *flags, steps=3), tmp_path / "killed"
-    for moment in ("sharded.write_checkpoint", "sharded.put_directory_in_place"):
+    for moment in ("sharded_checkpoint.write_archive", "sharded_checkpoint.replace_directory"):
         process = processes.Process(target=killed, args=(argv, str(tmp_path / moment), *moment.split(".")))
         process.start()
         until(lambda: (tmp_path / moment).exists() and "SLEEPS" in (tmp_path / moment).read_text())
@@ -221,15 +220,15 @@ def slow_to_remove(seconds):
     Path.unlink = later
 
 
-def test_a_rank_that_is_ahead_does_not_make_what_the_first_one_removes(tmp_path, shards, processes):  # noqa: F811
-    argv = run_flags(shards, tmp_path / "run", *PARTS, "--ckpt_every", "1", "--shards", "2", steps=2)
+def test_a_rank_that_is_ahead_does_not_make_what_the_first_one_removes(tmp_path, shards, processes):
+    argv = run_flags(shards, tmp_path / "run", *SHARDED, "--ckpt_every", "1", "--shards", "2", steps=2)
     statuses, said = Job(processes, tmp_path, 2, argv, faults=[(slow_to_remove, 0, 0.5)]).end()
     assert statuses == [0, 0] and "NOT SAVED" not in said, said
     assert names(tmp_path / "run") == ["spider-step1", "spider-step2"]
 
 
-def test_a_full_disk_on_one_rank_leaves_nothing_and_is_tried_again_by_all(tmp_path, shards, processes):  # noqa: F811
-    argv = run_flags(shards, tmp_path / "run", *PARTS, "--ckpt_every", "1", "--shards", "2", steps=3)
+def test_a_full_disk_on_one_rank_leaves_nothing_and_is_tried_again_by_all(tmp_path, shards, processes):
+    argv = run_flags(shards, tmp_path / "run", *SHARDED, "--ckpt_every", "1", "--shards", "2", steps=3)
     statuses, said = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 1, 1)]).end()
     assert statuses == [0, 0], said
     lines = [line for line in said.splitlines() if "NOT SAVED" in line]
@@ -241,10 +240,10 @@ def test_a_full_disk_on_one_rank_leaves_nothing_and_is_tried_again_by_all(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 @pytest.mark.parametrize("victim", (0, 1))
-def test_a_rank_lost_in_the_midst_of_a_save_ends_the_others_and_the_same_command_goes_on(  # noqa: F811
+def test_a_rank_lost_in_the_midst_of_a_save_ends_the_others_and_the_same_command_goes_on(
         tmp_path, shards, processes, number, victim):
     def argv(steps):
-        return run_flags(shards, tmp_path / "run", *PARTS, "--ckpt_every", "1", "--shards", "2", "--eval_every", "0",
+        return run_flags(shards, tmp_path / "run", *SHARDED, "--ckpt_every", "1", "--shards", "2", "--eval_every", "0",
                          "--rank_timeout", "20", steps=steps)
     job = Job(processes, tmp_path, 2, argv(100_000))
     until(lambda: steps_done(tmp_path / "run") > 3)
@@ -276,9 +275,9 @@ def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path, monkeypatc
 
 
 def test_one_of_an_earlier_run_is_set_aside_whole_and_one_of_the_same_step_replaced(tmp_path, shards, monkeypatch):
-    run(tmp_path, shards, *PARTS, "--ckpt_every", "2", steps=4)
+    run(tmp_path, shards, *SHARDED, "--ckpt_every", "2", steps=4)
     before = newest(tmp_path / "run")
-    run(tmp_path, shards, *PARTS, "--ckpt_every", "2", "--reset_steps", "--eval_every", "0", steps=4)
+    run(tmp_path, shards, *SHARDED, "--ckpt_every", "2", "--reset_steps", "--eval_every", "0", steps=4)
     directory = tmp_path / "run"
     assert [name for name in names(directory) if "before" in name] == ["spider-step2.before-1", "spider-step4.before-1"]
     assert_same(load_checkpoint(directory / "spider-step4.before-1"), before)
@@ -299,9 +298,8 @@ def test_one_of_an_earlier_run_is_set_aside_whole_and_one_of_the_same_step_repla
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    from conftest import make_shards
     tmp_path = tmp_path_factory.mktemp("written")
-    return run(tmp_path, make_shards(tmp_path / "data"), *PARTS, "--ckpt_every", "1", "--eval_every", "0", steps=2)
+    return run(tmp_path, make_shards(tmp_path / "data"), *SHARDED, "--ckpt_every", "1", "--eval_every", "0", steps=2)
 
 
 @pytest.fixture
