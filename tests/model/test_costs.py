@@ -1,0 +1,20 @@
+"""Counts of parameters and FLOPs."""
+
+import torch
+
+from spider.model import costs
+from spider.model.config import SpiderConfig
+from spider_model import Spider
+
+
+def test_the_1b_model_has_996m_parameters_in_the_shares_of_the_design():
+    with torch.device("meta"):
+        model = Spider(SpiderConfig.preset("1b"))
+    table = costs.parameter_table(model)
+    total = sum(count for count, _ in table.values())
+    assert total == sum(p.numel() for p in model.parameters())
+    assert abs(total / 996e6 - 1) < 0.005
+    engram = sum(count for name, (count, _) in table.items() if name.startswith("Engram"))
+    assert 0.17 < engram / total < 0.19
+    assert abs(model.flops_per_byte(10 / 3, 6, 256) / 2.0e9 - 1) < 0.1                     # performance.md's floor
+    assert abs(model.flops_per_byte(1, 6, 256) / 4.8e9 - 1) < 0.15
