@@ -6,7 +6,7 @@
     head -c 2000 play.txt | python sample.py checkpoints/shakespeare --bytes 200
     python sample.py checkpoints/shakespeare --show play.txt    # what it makes of a text: segments, loops, surprise
     python sample.py checkpoints/shakespeare --best --prompt O  # its checkpoint of the lowest validation loss
-    python sample.py checkpoints/spider-step750 --convert a.pt  # a sharded checkpoint as one file, or the other way round
+    python sample.py checkpoints/spider-step750 --convert a.pt  # a sharded checkpoint as one file, or the reverse
     python sample.py checkpoints/shakespeare --export DIR       # for Hugging Face's libraries; see export.py
     python sample.py checkpoints/a checkpoints/b --eval data held-out.txt --n_loops 1,2,4 --json figures.json
 
@@ -44,14 +44,15 @@ from spider import console, errors, files
 from spider.data import loader, prepare, shards
 from spider.errors import CheckpointError, UsageError
 from spider.export.directory import write_export
-from spider.export.read_back import is_export
 from spider.flags import BadValue, Flag, Parser, integer, path_name, real
 from spider.inspect import page, reading
 from spider.model.config import MAX_LOOPS, SpiderConfig
 from spider.model.decoding import DecodingState
-from spider.training.checkpoint import best_checkpoint, find_checkpoints, load_checkpoint, with_whole_tensors
+from spider.training.checkpoint import (best_checkpoint, check_classes, find_checkpoints, load_checkpoint,
+                                        with_whole_tensors)
 from spider.training.checkpoint_files import is_sharded
 from spider.training.convert import convert
+from spider.training.export_reading import is_export
 from spider.training.machine import keep_freed_memory, multiplies_bf16, resolve_device, start_log, wants_memory
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
@@ -62,8 +63,8 @@ from train import EVAL_BYTES, FLAGS, RECIPES, cross_entropy, evaluate
 
 
 def path_of(name: str) -> tuple[Path, bool]:
-    """Return the path of a checkpoint, or of the newest good one in a directory, and whether it was found so; UsageError
-    where there is none."""
+    """Return the path of a checkpoint, or of the newest good one in a directory, and whether it was found so;
+    UsageError where there is none."""
     path, found = Path(name), None
     if not is_export(path) and not is_sharded(path) and (path.is_dir() or not path.exists()):
         found = find_checkpoints(path, Spider)
@@ -79,6 +80,7 @@ def read_checkpoint(name: str) -> tuple[Path, dict]:
     CheckpointError where there is none."""
     path, found = path_of(name)
     state = load_checkpoint(path, Spider, sealed=not found, mapped=True)
+    check_classes(path, state, [])        # of Spider's own there is nothing to name
     state["model_state_dict"] = with_whole_tensors(state["model_state_dict"])
     return path, state
 
@@ -299,8 +301,8 @@ def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[t
     return batches(), len(starts) * seq_len
 
 
-def score(model: Spider, file: str, text: shards.Stream | list[shards.Source], seq_len: int, eval_tokens: int, batch: int,
-          n_loops: int, device: torch.device) -> tuple[int, float]:
+def score(model: Spider, file: str, text: shards.Stream | list[shards.Source], seq_len: int, eval_tokens: int,
+          batch: int, n_loops: int, device: torch.device) -> tuple[int, float]:
     """Bytes that were predicted and bits for each; of a prepared directory's sources, the trainer's own figure.
 
     DataError where there is no byte to predict, FloatingPointError where a loss is no finite number."""
@@ -387,8 +389,8 @@ def each(parse: Callable) -> Callable:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="*", type=path_name, help="a file, or a directory (checkpoints)")
-    parser.add_argument("--best", action="store_true", help="of a directory not the newest checkpoint, but the one of the "
-                        "lowest validation loss (train.py --keep_best)")
+    parser.add_argument("--best", action="store_true", help="of a directory not the newest checkpoint, but the one "
+                        "of the lowest validation loss (train.py --keep_best)")
     parser.add_argument("--n_loops", type=each(integer(1, MAX_LOOPS)), metavar="N,...",
                         help="loops of the core (as trained); several for --eval")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -420,14 +422,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("handing over")
     group.add_argument("--export", type=path_name, metavar="DIR",
                        help="write what Hugging Face's libraries load into a new directory")
-    group.add_argument("--convert", type=path_name, metavar="DST", help="write the checkpoint in its other form: DST.pt is one "
-                       "file, any other DST a sharded directory")
+    group.add_argument("--convert", type=path_name, metavar="DST", help="write the checkpoint in its other form: "
+                       "DST.pt is one file, any other DST a sharded directory")
     defaults = vars(parser.parse_args([]))
     args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))
     given = [name for name, value in vars(args).items() if value is not None]
     refuse_unread(given)
     args = argparse.Namespace(**defaults | {name: getattr(args, name) for name in given})
     args.checkpoint = args.checkpoint or ["checkpoints"]
+    if args.best:
+        args.checkpoint = [best_of(name) for name in args.checkpoint]
     return args
 
 
@@ -447,8 +451,6 @@ def main(argv: list[str] | None = None) -> int:
     start_log()
     try:
         args = parse_args(argv)
-        if args.best:
-            args.checkpoint = [best_of(name) for name in args.checkpoint]
         if args.convert is not None:
             source = path_of(only_one(args))[0]
             step = convert(source, Path(args.convert))

@@ -205,6 +205,7 @@ from spider.data.loader import Loader, validation_rows
 from spider.data.shards import Source, check, mock_source, open_data
 from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, WorldError
 from spider.model.engram import EngramTable
+from spider.model.foreign import foreign_classes
 from spider.model.parameters import ENGRAM_TABLES, kinds_of
 from spider.training import machine
 from spider.training.batches import Batch, Feed, batches_of
@@ -792,7 +793,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
 
     def save():
         state = run_state(sharding_of(model).model_state(model), optimizers.state_dict(), model.config, progress,
-                          identity.recipe, identity.flags, loader.targets.tolist())
+                          identity.recipe, identity.flags, loader.targets.tolist(), foreign_classes(model))
         writer.save(state, metrics_file.sync)
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import sample
 from conftest import awake, final_state, make_shards, metrics, run, small_config, text
 from spider.export import directory
 from spider.export.flatten import ROOT, flat_modules
-from spider.export.read_back import INDEX
+from spider.training.export_reading import INDEX
 from spider.training.checkpoint import load_checkpoint
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, decode, encode
 from train import command_line

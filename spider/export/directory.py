@@ -6,7 +6,8 @@
 It holds the weights (safetensors), config.json, a model card, LICENSE, and the code: modeling_spider.py, the adapter,
 with the modules that it imports, flattened (flatten.py). So the directory works where Spider is not installed, no name
 is looked up in a package index, and the code stays the one that the model was exported with. It runs only where it is
-loaded with trust_remote_code. read_back.py reads weights and config.json again, and executes nothing.
+loaded with trust_remote_code. spider/training/export_reading.py reads weights and config.json again, and executes
+nothing.
 """
 
 import os
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from spider.errors import CheckpointError
 from spider.export.card import as_json, facts_of, model_card
 from spider.export.flatten import ROOT, flat_modules
-from spider.export.read_back import INDEX, PREFIX, is_export, safetensors
+from spider.training.export_reading import INDEX, PREFIX, is_export, safetensors
 from spider.files import sync
 from spider.model.config import SpiderConfig
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE

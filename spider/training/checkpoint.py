@@ -1,8 +1,9 @@
 """Find and load checkpoints of any form: one file, a sharded directory, or what sample.py exported.
 
 `find_checkpoints` and `best_checkpoint` look into a directory. `load_checkpoint` reads one; `check_weights` compares it
-with the class of the model, `check_classes` with the classes of its layers; `with_whole_tensors` reads what lies in several
-files. How a file is read safely: checkpoint_format.py; what it holds: checkpoint_contents.py; writing: checkpoint_writer.py.
+with the class of the model, `check_classes` with the classes of its layers; `with_whole_tensors` reads what lies in
+several files. How a file is read safely: checkpoint_format.py; what it holds: checkpoint_contents.py; writing:
+checkpoint_writer.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from spider.errors import CheckpointError
-from spider.export.read_back import is_export, read_export
+from spider.training.export_reading import is_export, read_export
 from spider.model.config import SpiderConfig
 from spider.training.checkpoint_contents import REQUIRED, check_state
 from spider.training.checkpoint_files import checkpoint_paths, is_sharded
@@ -26,9 +27,9 @@ from spider.training.state_tensors import RemoteTensor, copy_to_host
 
 
 def read_state(path: Path, sealed: bool) -> dict:
-    """Read a run's checkpoint, whose tensors stay in the file; nothing in it is executed, and nothing takes more memory to
-    read than the file has bytes. CheckpointError unless it is a regular file of plain values, as a run writes them, or a
-    sharded directory of such; `sealed`: and unaltered."""
+    """Read a run's checkpoint, whose tensors stay in the file; nothing in it is executed, and nothing takes more memory
+    to read than the file has bytes. CheckpointError unless it is a regular file of plain values, as a run writes them,
+    or a sharded directory of such; `sealed`: and unaltered."""
     with reading(path):
         if is_sharded(path):
             state = read_sharded(path, sealed)
@@ -43,12 +44,12 @@ def read_state(path: Path, sealed: bool) -> dict:
 
 def load_checkpoint(path: Path, model_class: type[nn.Module] | None = None, sealed: bool = True,
                     mapped: bool = False) -> dict:
-    """Read a checkpoint, weights only: nothing in the file is executed. `mapped`: its tensors stay in the file, those of
-    a sharded one as RemoteTensors.
+    """Read a checkpoint, weights only: nothing in the file is executed. `mapped`: its tensors stay in the file, those
+    of a sharded one as RemoteTensors.
 
     CheckpointError if it is none, or altered, or if its weights are not those that a `model_class` has with its `cfg`;
-    without one they are not compared. `sealed` false: the checksum was checked before. An export is read as well; it has
-    weights alone.
+    without one they are not compared. `sealed` false: the checksum was checked before. An export is read as well; it
+    has weights alone.
     """
     if is_export(path):
         check_state(path, state := read_export(path), REQUIRED - {"optimizer_state_dict", "step"})
@@ -60,23 +61,26 @@ def load_checkpoint(path: Path, model_class: type[nn.Module] | None = None, seal
         if config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers > len(state["model_state_dict"]):
             raise ValueError("cfg has more layers than there are weights")
     if model_class is not None:
-        check_weights(path, state["model_state_dict"], config, model_class)
+        check_weights(path, state, config, model_class)
     return state if mapped else copy_to_host(state)
 
 
-def check_weights(path: Path, weights: dict, config: SpiderConfig, model_class: type[nn.Module]):
-    """Raise CheckpointError unless weights have the names and shapes of a model with this config; precision may differ."""
+def check_weights(path: Path, state: dict, config: SpiderConfig, model_class: type[nn.Module]):
+    """Raise CheckpointError unless weights have the names and shapes of a model with this config; precision may
+    differ."""
     def kind(tensor: Tensor | RemoteTensor) -> tuple:
         return tuple(tensor.shape), tensor.dtype.is_floating_point
+    weights, classes = state["model_state_dict"], state.get("classes")
     with reading(path):
         with torch.device("meta"):
             expected = {name: kind(tensor) for name, tensor in model_class(config).state_dict().items()}
         found = {name: kind(tensor) for name, tensor in weights.items() if isinstance(tensor, (Tensor, RemoteTensor))}
         odd = sorted(str(name) for name in expected.keys() | weights.keys() if expected.get(name) != found.get(name))
     if odd:
-        older = not any(name in weights for name in odd)
+        older = not classes and not any(name in weights for name in odd)
         raise CheckpointError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}"
-                              + " (they are missing: an earlier version's model had none)" * older)
+                              + " (they are missing: an earlier version's model had none)" * older
+                              + (f" (its model was made with {', '.join(classes)})" if classes else ""))
 
 
 def check_classes(path: Path, state: dict, classes: Sequence[str]):
@@ -94,8 +98,8 @@ def with_whole_tensors(state):
 
 
 def find_checkpoints(directory: Path, model_class: type[nn.Module] | None = None) -> list[SavedCheckpoint]:
-    """List a directory's checkpoints, oldest first, of which the newest is intact and has the weights of a `model_class`;
-    others are skipped with a warning."""
+    """List a directory's checkpoints, oldest first, of which the newest is intact and has the weights of a
+    `model_class`; others are skipped with a warning."""
     saved = []
     for path in checkpoint_paths(directory):
         with skipped_if_unusable():
@@ -119,8 +123,8 @@ def best_checkpoint(directory: Path, model_class: type[nn.Module] | None = None)
     saved = find_checkpoints(directory, model_class)
     best = lowest_loss([one for one in saved if one.lineage == saved[-1].lineage])
     if best is None:
-        raise CheckpointError(f"{directory}: no checkpoint there was saved after an evaluation: train with --keep_best, "
-                              f"or take the newest one")
+        raise CheckpointError(f"{directory}: no checkpoint there was saved after an evaluation: train with "
+                              f"--keep_best, or take the newest one")
     return best
 
 

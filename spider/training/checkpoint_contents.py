@@ -46,7 +46,8 @@ def is_flat(value) -> bool:
 # What each value has to look like where a checkpoint has it.
 CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch", "unimproved")}
           | {name: is_lowest for name in ("best_loss", "lowest_average")}
-          | {name: lambda value: value is None or is_number(value) for name in ("average_loss", "last_loss", "val_loss")}
+          | {name: lambda value: value is None or is_number(value) for name in (
+              "average_loss", "last_loss", "val_loss")}
           | {name: lambda value: isinstance(value, dict) for name in (
               "model_state_dict", "optimizer_state_dict", "cfg")}
           | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, noise=is_number,
@@ -64,7 +65,8 @@ CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage
 
 
 def fits_field(value, default) -> bool:
-    """Tell whether a value of a checkpoint's cfg is of its field's kind, and no size that takes long only to look at."""
+    """Tell whether a value of a checkpoint's cfg is of its field's kind, and no size that takes long only to look
+    at."""
     if type(default) is tuple:
         return type(value) in (tuple, list) and all(fits_field(entry, 0) for entry in value)
     return (type(value) is type(default) or type(default) is float and type(value) is int) and (
@@ -72,7 +74,8 @@ def fits_field(value, default) -> bool:
 
 
 def check_state(path: Path, state, required: set[str] = REQUIRED):
-    """Raise CheckpointError unless a state has what the contract names, and its plain values are as a run writes them."""
+    """Raise CheckpointError unless a state has what the contract names, and its plain values are as a run writes
+    them."""
     state = state if isinstance(state, dict) else {}
     missing = required - state.keys()
     if missing:

@@ -10,7 +10,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-INDEX = "state.pt"                        # of a sharded checkpoint: a state with empty tensors, and where their rows are
+INDEX = "state.pt"                        # of a sharded checkpoint: its state with empty tensors, where their rows are
 
 
 def checkpoint_path(directory: Path, step: int, sharded: bool = False) -> Path:

@@ -1,9 +1,10 @@
 """The file format of checkpoints: write a file with its checksum, and read one so that nothing in it can do harm.
 
-A checkpoint file is torch.save's archive of tensors and plain values, whose end holds the SHA-256 of the rest, so that an
-altered byte is noticed. `write_archive` writes one; `check_seal` and `read_archive` read it, by
-`torch.load(weights_only=True)` alone, inside `reading`, which turns what a damaged file provokes into a CheckpointError.
-Both forms of a checkpoint, one file and a sharded directory, consist of such files. `walk` lists all values of a state.
+A checkpoint file is torch.save's archive of tensors and plain values, whose end holds the SHA-256 of the rest, so that
+an altered byte is noticed. `write_archive` writes one; `check_seal` and `read_archive` read it, by
+`torch.load(weights_only=True)` alone, inside `reading`, which turns what a damaged file provokes into a
+CheckpointError. Both forms of a checkpoint, one file and a sharded directory, consist of such files. `walk` lists all
+values of a state.
 """
 
 import hashlib
@@ -62,8 +63,8 @@ def write_archive(file: BinaryIO, state: dict):
 
 
 def check_seal(path: Path):
-    """Raise ValueError unless a file is as it was written, to the byte; warn of one that another program saved, which has
-    no checksum."""
+    """Raise ValueError unless a file is as it was written, to the byte; warn of one that another program saved, which
+    has no checksum."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if (content[-22:-18], content[-2:]) == PLAIN_END:
             logger.warning(f"{path} has no checksum: another program saved it, and nothing tells whether it is intact")
@@ -129,7 +130,8 @@ def read_archive(file: Path | io.BytesIO, size: int):
 
 
 def check_values(state, size: int):
-    """Raise ValueError unless all that a file of `size` bytes holds is plain (see is_plain): kernels trust its tensors."""
+    """Raise ValueError unless all that a file of `size` bytes holds is plain (see is_plain): kernels trust its
+    tensors."""
     total, storages = 0, set()
     for number, (path, value, container) in enumerate(walk(state)):
         if number > MOST_VALUES or len(path) > DEEPEST:
@@ -147,8 +149,8 @@ def check_values(state, size: int):
 
 
 def optimizer_fault(path: tuple, value, container) -> str | None:
-    """Say what is wrong with a value of an optimizer's state: kernels take for granted of which type each tensor is, and
-    what is no tensor there counts steps."""
+    """Say what is wrong with a value of an optimizer's state: kernels take for granted of which type each tensor is,
+    and what is no tensor there counts steps."""
     if type(value) is Tensor:
         dtype = torch.uint8 if path[-1] in ("state1", "state2") and "qmap1" in container else torch.float32
         return None if value.dtype == dtype else f"{value.dtype}, not {dtype}"
@@ -165,8 +167,8 @@ def walk(value, path: tuple = (), container=None) -> Iterator[tuple]:
 
 
 def is_plain(value) -> bool:
-    """Tell whether a value is of the kinds that a run writes: numbers and strings of sane size, dicts, lists and tuples,
-    and dense tensors in this process's memory, each in a storage as large as its shape."""
+    """Tell whether a value is of the kinds that a run writes: numbers and strings of sane size, dicts, lists and
+    tuples, and dense tensors in this process's memory, each in a storage as large as its shape."""
     if type(value) is Tensor:
         return (value.layout == torch.strided and value.device.type == "cpu" and value.is_contiguous()
                 and value.untyped_storage().nbytes() == value.nbytes)

@@ -1,4 +1,5 @@
-"""Write checkpoints in a thread beside the loop: `CheckpointWriter`; `write_durably` writes one, whole or not at all."""
+"""Write checkpoints in a thread beside the loop: `CheckpointWriter`; `write_durably` writes one, whole or not at
+all."""
 
 import os
 import time
@@ -23,9 +24,9 @@ from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write, co
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, so that the loop waits for the copy out of device memory alone.
 
-    A file under its final name is whole and durable. What fails (a full disk) is logged and tried again; the older files
-    stay. `saved` are this run's checkpoints, of which `retained` chooses those to keep. Of several ranks the first one
-    writes, and the others send it their rows; or, `sharded`, each writes its share, the first one the rest.
+    A file under its final name is whole and durable. What fails (a full disk) is logged and tried again; the older
+    files stay. `saved` are this run's checkpoints, of which `retained` chooses those to keep. Of several ranks the
+    first one writes, and the others send it their rows; or, `sharded`, each writes its share, the first one the rest.
     """
     retry_after = 60.0                    # seconds from a failure to the next try
 
@@ -34,7 +35,7 @@ class CheckpointWriter:
         self.directory, self.saved, self.keep_last, self.keep_best = directory, saved, keep_last, keep_best
         self.sharded, self.world = sharded, World() if world is None else world
         if sharded:
-            from spider.training import sharded_checkpoint  # noqa: F401  # a second, which is not to be one of the loop's
+            from spider.training import sharded_checkpoint  # noqa: F401  # takes a second, which the loop has not
             self.world.background_group()
         self.step = step                  # of the newest state; that of the run's start is there already
         self.thread, self.copy = ThreadPoolExecutor(1), None
@@ -100,14 +101,16 @@ class CheckpointWriter:
                              f"ones stay as they are, and it is tried again")
             return
         if self.world.is_rank0:
-            logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms of the loop, {time.perf_counter() - began:.1f} s beside it")
-            self._prune(SavedCheckpoint(state["lineage"], state["step"], path, state["exploded"], state.get("val_loss")))
+            logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms of the loop, {time.perf_counter() - began:.1f} s beside "
+                        f"it")
+            self._prune(SavedCheckpoint(state["lineage"], state["step"], path, state["exploded"],
+                                        state.get("val_loss")))
 
     def _prune(self, newest: SavedCheckpoint):
         """Delete what is needless now that there is a newer checkpoint."""
         others = [one for one in self.saved if one.step != newest.step]
         kept = retained([*others, newest], self.keep_last, self.keep_best)
-        needless = [one.path for one in self.saved if one not in kept and one.path != newest.path]  # also in another form
+        needless = [one.path for one in self.saved if one not in kept and one.path != newest.path]
         self.saved[:] = kept
         for path in (note_path(self.directory), *needless):
             try:
@@ -117,9 +120,9 @@ class CheckpointWriter:
 
 
 def write_durably(path: Path, state: dict, before_rename: Callable, world: World | None = None):
-    """Write a state as one file, or sharded where there is a `world`, whole or not at all. Sharded, every rank of it calls
-    this, with Chunks for tensors, and `before_rename` is called on the first one; OSError on all where one of them
-    fails."""
+    """Write a state as one file, or sharded where there is a `world`, whole or not at all. Sharded, every rank of it
+    calls this, with Chunks for tensors, and `before_rename` is called on the first one; OSError on all where one of
+    them fails."""
     if world is not None:
         from spider.training import sharded_checkpoint
         sharded_checkpoint.save(path, state, before_rename, world)

@@ -32,8 +32,8 @@ class Metrics:
     """metrics.jsonl, a line a step. What a full disk does not take is logged once, and written with a later line."""
 
     def __init__(self, path: Path, step: int, past_end: bool = False):
-        """Drop the lines behind `step`, which a resumed run writes again, and mark an evaluation that was due to the end of
-        a run alone where the run now goes `past_end`."""
+        """Drop the lines behind `step`, which a resumed run writes again, and mark an evaluation that was due to the
+        end of a run alone where the run now goes `past_end`."""
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{path} is no regular file: move it away")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []

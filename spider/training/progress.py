@@ -57,8 +57,8 @@ class RunProgress:
         return self.owed is None and 0 < patience <= self.unimproved
 
     def withdraw_end_evaluation(self, last_step: int) -> bool:
-        """Withdraw the last evaluation where it was due only because the run ended here, and the run now continues; tell
-        whether that was so."""
+        """Withdraw the last evaluation where it was due only because the run ended here, and the run now continues;
+        tell whether that was so."""
         past_end = self.step < last_step and self.best_before_end is not None
         if past_end:
             self.best_loss, self.best_before_end = self.best_before_end, None
@@ -70,7 +70,8 @@ class RunProgress:
         self.noise, self.lowest_average, self.unimproved = 0.0, math.inf, 0
 
     def watch(self, loss: float) -> bool:
-        """Add a finite loss to the averages; tell whether it is a spike: far above them by the measure of their noise."""
+        """Add a finite loss to the averages; tell whether it is a spike: far above them by the measure of their
+        noise."""
         if self.average_loss is None:
             self.average_loss = self.last_loss = loss
         spike = self.step > SPIKE_AFTER and loss > self.average_loss + max(5 * self.noise, 0.2 * self.average_loss)
@@ -82,7 +83,8 @@ class RunProgress:
 
     @property
     def exploded(self) -> bool:
-        """Tell whether the loss is no number, worse than knowing nothing, or half as high again as its average once was."""
+        """Tell whether the loss is no number, worse than knowing nothing, or half as high again as its average once
+        was."""
         if self.skipped or self.average_loss is None:
             return self.skipped > 0
         loss = max(self.average_loss, self.last_loss - 4 * self.noise)

@@ -20,8 +20,8 @@ def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
 
 
 def retained(saved: Sequence[SavedCheckpoint], keep_last: int, keep_best: bool) -> list[SavedCheckpoint]:
-    """Choose which of a run's checkpoints, oldest first, are kept: the newest `keep_last` of them; the newest two that had
-    not exploded (two, since the update after the last such loss may be the one that ruined the weights); and, if
+    """Choose which of a run's checkpoints, oldest first, are kept: the newest `keep_last` of them; the newest two that
+    had not exploded (two, since the update after the last such loss may be the one that ruined the weights); and, if
     `keep_best`, the one of the lowest validation loss."""
     sound = [one for one in saved if not one.exploded]
     kept = [*saved[-keep_last:], *sound[-2:], *[lowest_loss(saved)] * keep_best]

@@ -1,4 +1,5 @@
-"""The directory of a run: lock it, find the checkpoint to resume from, start over, keep its metrics (`RunDirectory`)."""
+"""The directory of a run: lock it, find the checkpoint to resume from, start over, keep its metrics
+(`RunDirectory`)."""
 
 import shutil
 from contextlib import ExitStack
@@ -12,8 +13,9 @@ from torch import nn
 from spider import files
 from spider.data.loader import Loader
 from spider.errors import CheckpointError, DataError
-from spider.export.read_back import is_export
-from spider.training.checkpoint import find_checkpoints, load_checkpoint
+from spider.training.export_reading import is_export
+from spider.model.foreign import foreign_classes
+from spider.training.checkpoint import check_classes, find_checkpoints, load_checkpoint
 from spider.training.checkpoint_files import (checkpoint_paths, existing_parent, is_sharded, remove_leftovers,
                                               set_aside)
 from spider.training.checkpoint_writer import CheckpointWriter
@@ -53,7 +55,8 @@ class RunDirectory:
 
     def _look(self, resume: str | None, reset_steps: bool, look_only: bool) -> tuple:
         """Lock the directory where it is there, and choose what the run resumes from."""
-        path, there = self.path, next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
+        path = self.path
+        there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not there.is_dir():
             raise DataError(f"--ckpt_dir: {there} is a file, not a directory: name another")
         self.is_locked = path.is_dir() and not look_only
@@ -81,7 +84,8 @@ class RunDirectory:
                 past + (starts_over and not begins_again))
 
     def load(self) -> dict | None:
-        """Load the state to resume from; None: there is none. Of several ranks the first has its tensors, in the file."""
+        """Load the state to resume from; None: there is none. Of several ranks the first has its tensors, in the
+        file."""
         return None if self.origin is None else self.world.on_rank0(self._load)
 
     def _load(self) -> dict:
@@ -110,13 +114,16 @@ class RunDirectory:
 
     def restore(self, state: dict | None, model: nn.Module, optimizers, n_loops: int, loader: Loader,
                 identity: RunIdentity) -> RunProgress:
-        """Fill model and optimizers from a state, and log what of the run changed since; returns where the run stands."""
+        """Fill model and optimizers from a state, and log what of the run changed since; returns where the run
+        stands."""
         names = [f.name for f in fields(RunProgress) if state and not self.reset_steps and f.name in state]
         progress = RunProgress(**{name: state[name] for name in names})
         progress.n_loops, progress.lineage = n_loops, self.lineage
         progress.wandb = None if self.starts_over else progress.wandb
         if not state:
             return progress
+        if not self.reset_steps:
+            check_classes(self.origin, state, foreign_classes(model))
         sharding_of(model).load_model(model, state["model_state_dict"])
         logger.info(self.start_line(state))
         changed = [f"{name} was {before}, is {is_now}"

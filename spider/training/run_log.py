@@ -27,5 +27,5 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     what = ("skipped: loss or gradient is not finite" if progress.skipped else
             f"is a spike: loss {loss:.3f}, {progress.average_loss:.3f} on average")
     first = progress.bytes_seen // plan.batch.seq_len - plan.batch.sequences
-    return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {plan.batch.seq_len} --seed "
-            f"{plan.schedule.seed} --first {first} --count {plan.batch.sequences}")
+    return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {plan.batch.seq_len} "
+            f"--seed {plan.schedule.seed} --first {first} --count {plan.batch.sequences}")

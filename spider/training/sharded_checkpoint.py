@@ -2,8 +2,8 @@
 
 spider-step{N}/ holds `__{rank}_0.distcp`, what each rank wrote; `.metadata`, a pickle, by which that library and all
 that builds on it read them; and state.pt, a sealed checkpoint of plain values alone, with the SHA-256 of the other
-files and the place of every tensor's rows in them. That one is what sharded_reading.py reads. The directory gets its name
-when all of it is on the disk: before that, it is not there.
+files and the place of every tensor's rows in them. That one is what sharded_reading.py reads. The directory gets its
+name when all of it is on the disk: before that, it is not there.
 """
 
 import os

@@ -50,8 +50,8 @@ class StoredTensor(RemoteTensor):
     def _read(self, name: str, offset: int, length: int, first: int, count: int) -> Tensor:
         path = self.directory / name
         if not path.exists():
-            raise CheckpointError(f"{path} does not exist here: every rank reads a sharded checkpoint, which has to lie "
-                                  f"on a disk that all of them share")
+            raise CheckpointError(f"{path} does not exist here: every rank reads a sharded checkpoint, which has to "
+                                  f"lie on a disk that all of them share")
         with reading(path):
             with open(path, "rb") as file:
                 file.seek(offset)
@@ -63,8 +63,8 @@ class StoredTensor(RemoteTensor):
 
 
 def read_sharded(path: Path, sealed: bool) -> dict:
-    """Read the state of a sharded checkpoint, with StoredTensors; ValueError unless each has all of its rows there, once,
-    and, `sealed`, all files are as they were written."""
+    """Read the state of a sharded checkpoint, with StoredTensors; ValueError unless each has all of its rows there,
+    once, and, `sealed`, all files are as they were written."""
     index = path / INDEX
     check_regular(index)
     if sealed:
@@ -102,8 +102,8 @@ def with_stored_tensors(value, keys: tuple, path: Path, table: dict, sizes: dict
 
 
 def stored_tensor(path: Path, name: str, entry: dict, dtype: torch.dtype, sizes: dict[str, int]) -> StoredTensor:
-    """Make the tensor of an entry of the table, whose files have these `sizes`; ValueError where rows are missing, or lie
-    where no file has bytes."""
+    """Make the tensor of an entry of the table, whose files have these `sizes`; ValueError where rows are missing, or
+    lie where no file has bytes."""
     shape, rows = tuple(entry["shape"]), entry["pieces"].tolist()
     if not all(map(is_count, shape)) or math.prod(max(1, n) for n in shape) >= 1 << 60:
         raise ValueError(f"{name}: no shape of a tensor")

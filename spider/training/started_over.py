@@ -33,8 +33,8 @@ def read_note(directory: Path) -> StartedOver | None:
     except (ValueError, TypeError, RecursionError):
         note = None
     if note is None or not (is_count(note.lineage) and type(note.origin) is str and type(note.reset_steps) is bool):
-        raise CheckpointError(f"{note_path(directory)}: not what a run writes there: delete it to resume from the newest "
-                              f"checkpoint")
+        raise CheckpointError(f"{note_path(directory)}: not what a run writes there: delete it to resume from the "
+                              f"newest checkpoint")
     return note
 
 

@@ -50,7 +50,8 @@ def test_a_long_or_odd_list_in_the_config_of_a_checkpoint_is_refused_before_anyt
 
 
 def read_or_refused(path: Path, capsys) -> bool:
-    """Tell whether a checkpoint is read; fail unless what is said is printable, and a refusal names the file in a line."""
+    """Tell whether a checkpoint is read; fail unless what is said is printable, and a refusal names the file in a
+    line."""
     try:
         load_checkpoint(path, Spider, sealed=False)
         return True

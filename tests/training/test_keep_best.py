@@ -1,10 +1,12 @@
-"""--keep_best, --patience and --log_every: the best checkpoint stays, a run in vain ends, both exact under resumption."""
+"""--keep_best, --patience and --log_every: the best checkpoint stays, a run in vain ends, both exact under
+resumption."""
 
 import math
 import shutil
 
 import pytest
 
+import sample
 import train
 from conftest import assert_same, final_state, metrics, run, run_flags
 from spider.errors import CheckpointError
@@ -74,7 +76,7 @@ def test_a_run_ends_when_its_validation_has_not_improved_in_so_many_evaluations(
     for steps in (5, 7, 100, 100):        # 2.5 and 2.4 at steps 6 and 8; the evaluation at 7 is the end's alone
         directory = run(tmp_path, shards, *flags, steps=steps)
         said = capsys.readouterr().err
-        assert ("ended by --patience 2: the last 2 evaluations did not lower the validation loss" in said) == (steps > 7)
+        assert ("ended by --patience 2: the last 2 evaluations did not lower" in said) == (steps > 7)
         assert final_state(directory)["step"] == min(steps, 8)
     assert "step 9/" not in said and "done: step 8" in said
     assert_same_end(run(tmp_path, shards, *flags, steps=100, ckpt="whole"), directory)
@@ -107,3 +109,14 @@ def test_a_validation_loss_that_is_no_number_is_neither_the_best_nor_saved_as_on
     progress = RunProgress(best_loss=2.0)
     record(progress, math.nan, at_end=False)
     assert (progress.val_loss, progress.best_loss, progress.unimproved, progress.is_best) == (None, 2.0, 1, False)
+
+
+def test_sample_py_takes_the_best_checkpoint_on_demand_and_says_which_it_took(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, *FLAGS, steps=9)
+    for flags, said in (((), "spider-step9.pt: the newest checkpoint there"),
+                        (("--best",), "spider-step4.pt: the checkpoint of the lowest validation loss there, 2.0000")):
+        assert sample.main([str(directory), "--prompt", "a", "--bytes", "2", *flags]) == 0
+        assert said in capsys.readouterr().err
+    for path in (directory / "spider-step9.pt", tmp_path / "nowhere"):
+        assert sample.main([str(path), "--best", "--prompt", "a"]) == 2
+        assert f"--best: {path} is no directory of checkpoints" in capsys.readouterr().err

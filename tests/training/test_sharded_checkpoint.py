@@ -20,8 +20,8 @@ import sample
 import train
 from conftest import assert_same, make_shards, metrics, run, run_flags
 from spider.errors import CheckpointError
-from spider.training import (checkpoint_files, checkpoint_format, checkpoint_writer, sharded_checkpoint, sharded_reading,
-                             state_tensors)
+from spider.training import (checkpoint_files, checkpoint_format, checkpoint_writer, sharded_checkpoint,
+                             sharded_reading, state_tensors)
 from spider.training.checkpoint import find_checkpoints, load_checkpoint
 from spider.training.checkpoint_format import walk, write_archive
 from spider.training.ranks import World
@@ -414,5 +414,5 @@ def test_a_conversion_that_cannot_be_is_one_line(directory, tmp_path, capsys):
         assert sample.main([str(source), "--convert", str(target)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("sample.py: error: ") and words in line
-    assert sample.main([str(directory), "--convert", str(tmp_path / "newest.pt")]) == 0   # of a directory the newest one
+    assert sample.main([str(directory), "--convert", str(tmp_path / "newest.pt")]) == 0
     assert json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2

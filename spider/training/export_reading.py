@@ -1,4 +1,4 @@
-"""Read an export back, as --resume and sample.py do: `is_export`, `read_export`.
+"""Read an export (spider/export) back, as --resume and sample.py do: `is_export`, `read_export`.
 
 Only config.json and the safetensors are read, of any export, also of one that an earlier version wrote or that
 transformers saved again. Nothing of it is executed.

@@ -1,0 +1,200 @@
+"""Kills, signals, want of memory: a run loses nothing, and says what happened."""
+
+import itertools
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from conftest import final_state, metrics, run, run_flags
+from runs import assert_same_runs, processes, start, until, until_said  # noqa: F401
+
+import train
+from spider import errors
+from spider.training.checkpoint import find_checkpoints
+
+
+@pytest.mark.parametrize("kills", (6, pytest.param(50, marks=pytest.mark.slow)))
+def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(tmp_path, shards, processes, kills):
+    """SIGKILL at random moments, every other one at the next save; the same command each time."""
+    directory, inside = tmp_path / "killed", 0
+    flags = ("--ckpt_every", "2", "--no_gradient_checkpointing", "--eval_every", "50")
+
+    def saving():
+        return any(name.startswith(".spider-step") for name in os.listdir(directory)) if directory.exists() else False
+    for kill in range(kills):
+        process = start(processes, tmp_path, run_flags(shards, directory, *flags, steps=100_000))
+        process.join(random.uniform(0.2, 1.2))
+        while kill % 2 and process.is_alive():
+            if saving():
+                os.kill(process.pid, signal.SIGSTOP)                                         # to be inside it still
+                time.sleep(0.01)
+                if saving():
+                    break
+                os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.0005)
+        assert process.is_alive()
+        process.kill()
+        process.join()
+        inside += saving()
+    steps = max((one.step for one in find_checkpoints(directory)), default=0) + 5
+    for name in ("killed", "whole"):
+        process = start(processes, tmp_path, run_flags(shards, tmp_path / name, *flags, steps=steps))
+        process.join()
+        assert process.exitcode == 0
+    print(f"{kills} kills, {inside} of them inside a save")
+    assert_same_runs(tmp_path / "whole", directory)
+    assert not saving() and inside > kills / 4
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+@pytest.mark.parametrize("slow", (None, "train.evaluate", "train.print_sample"))
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, shards, processes, number, slow):
+    flags = ("--eval_every", "7")
+    sampling = ("--sample_every", "7") if slow == "train.print_sample" else ()
+    argv = run_flags(shards, tmp_path / "stopped", *flags, *sampling, steps=100_000)
+    log = tmp_path / "log"
+    process = start(processes, tmp_path, argv, slow=slow)
+    until_said(tmp_path, "SLEEPS" if slow else "step 5/")
+    asked = time.monotonic()
+    os.kill(process.pid, number)
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + number
+    said = log.read_text().splitlines()[-1]
+    assert said.startswith(f"train.py: {number.name}: stopped after step") and "the same command resumes" in said
+    step = final_state(tmp_path / "stopped")["step"]
+    assert f"after step {step}," in said and (step == 7 if slow else step >= 5)
+    parts = run(tmp_path, shards, *flags, steps=step + 2, ckpt="stopped")
+    assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
+
+
+@pytest.mark.parametrize("slow", ("train.check", "train.warm_up", "run_directory.find_checkpoints"))
+def test_a_signal_before_the_first_step_leaves_at_once_and_writes_nothing(tmp_path, shards, processes, slow):
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", "--precision", "fp8"), slow=slow)
+    until_said(tmp_path, "SLEEPS")
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
+    assert not list((tmp_path / "run").glob("*.pt")) and "goes on" in (tmp_path / "log").read_text().splitlines()[-1]
+
+
+def test_a_step_that_takes_too_long_is_dropped_at_a_signal_and_done_again(tmp_path, shards, processes):
+    run(tmp_path, shards, steps=3)
+    argv = run_flags(shards, tmp_path / "run", steps=8)
+    process = start(processes, tmp_path, argv, slow="train.accumulate", patience=1.0)
+    until_said(tmp_path, "SLEEPS")
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
+    assert_same_runs(run(tmp_path, shards, steps=8), run(tmp_path, shards, steps=8, ckpt="whole"))
+
+
+def test_a_disk_that_stalls_holds_up_neither_a_signal_nor_the_end_of_the_process(tmp_path, shards, processes):
+    flags = ("--eval_every", "0")
+    run(tmp_path, shards, *flags, steps=3)
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", *flags, steps=8), slow="loader.cut_rows",
+                    patience=1.0)
+    until_said(tmp_path, "SLEEPS")
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
+    assert_same_runs(run(tmp_path, shards, *flags, steps=8), run(tmp_path, shards, *flags, steps=8, ckpt="whole"))
+
+
+def test_a_signal_saves_also_where_nobody_reads_what_is_said(tmp_path, shards, processes):
+    directory = tmp_path / "run"
+    process = start(processes, tmp_path, run_flags(shards, directory, steps=100_000), deaf=True)
+    until(lambda: (directory / "metrics.jsonl").exists() and len(metrics(directory)) > 5)
+    process.terminate()
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM and final_state(directory)["step"] > 5
+
+
+def test_an_owed_evaluation_writes_its_line_once_however_often_the_run_is_killed_after_it(tmp_path, shards, processes):
+    argv = run_flags(shards, tmp_path / "run", steps=9)
+    for slow, words in (("train.evaluate", "SLEEPS"), ("train.accumulate", "SLEEPS"), ("train.accumulate", "SLEEPS")):
+        process = start(processes, tmp_path, argv, slow=slow)
+        until_said(tmp_path, words)
+        (tmp_path / "log").unlink()
+        (process.terminate if slow == "train.evaluate" else process.kill)()
+        process.join()
+    assert final_state(tmp_path / "run")["owed"]["step"] == 4
+    assert_same_runs(run(tmp_path, shards, steps=9), run(tmp_path, shards, steps=9, ckpt="whole"))
+
+
+def test_an_evaluation_owed_at_the_end_of_a_run_is_done_and_saved_by_the_next(tmp_path, shards, processes):
+    flags = ("--eval_every", "9")
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", *flags), slow="train.evaluate")
+    until_said(tmp_path, "SLEEPS")
+    process.terminate()
+    process.join()
+    assert final_state(tmp_path / "run")["owed"]["step"] == 6
+    assert_same_runs(run(tmp_path, shards, *flags), run(tmp_path, shards, *flags, ckpt="whole"))
+
+
+def test_a_second_signal_leaves_at_once(tmp_path, shards, processes):
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run"), slow="train.accumulate")
+    until_said(tmp_path, "SLEEPS")
+    process.terminate()
+    until_said(tmp_path, "once more: at once")
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_signal_during_compilation_leaves_within_twenty_seconds(tmp_path, shards, processes):
+    process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", "--compile", steps=100_000))
+    until_said(tmp_path, "bytes a step")
+    time.sleep(5)
+    asked = time.monotonic()
+    process.terminate()
+    process.join()
+    assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
+
+
+def test_a_micro_batch_that_no_memory_holds_is_refused_at_start(tmp_path, shards, capsys):
+    assert train.command_line(run_flags(shards, tmp_path / "run", "--micro_batch", "1e6")) == 2
+    assert "--micro_batch: a run takes about" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_want_of_memory_in_an_evaluation_loses_no_step_either(tmp_path, shards, monkeypatch, capsys):
+    def failing(*args):
+        raise MemoryError("Unable to allocate 14.9 GiB")
+    monkeypatch.setattr(train, "evaluate", failing)
+    assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
+    assert "14.9 GiB were asked for" in capsys.readouterr().err.splitlines()[-1]
+    assert final_state(tmp_path / "run")["owed"]["step"] == 4
+    monkeypatch.undo()
+    assert_same_runs(run(tmp_path, shards), run(tmp_path, shards, ckpt="whole"))
+
+
+@pytest.mark.parametrize("fault,said", (
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB were asked for"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
+                  "allocate 80000000000 bytes. Error code 12"), "80000000000 bytes were asked for"),
+    (MemoryError("Unable to allocate 14.9 GiB for an array"), "14.9 GiB were asked for"),
+    (errors.DataError("a.bin: changed during the run"), "a.bin: changed")))
+def test_want_of_memory_and_bad_data_end_a_run_with_advice_and_lose_no_step(tmp_path, shards, monkeypatch, capsys,
+                                                                           fault, said):
+    accumulate, steps = train.accumulate, itertools.count(1)
+
+    def failing(*args):
+        if next(steps) == 4:
+            raise fault
+        return accumulate(*args)
+    monkeypatch.setattr(train, "accumulate", failing)
+    assert train.command_line(run_flags(shards, tmp_path / "run", "--ckpt_every", "100")) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("train.py: error: ") and said in line
+    assert isinstance(fault, errors.DataError) or "--micro_batch (now 2)" in line
+    assert final_state(tmp_path / "run")["step"] == 3
+    monkeypatch.undo()
+    assert_same_runs(run(tmp_path, shards), run(tmp_path, shards, ckpt="whole"))
