@@ -1,4 +1,4 @@
-"""What a checkpoint holds: `run_state` puts it together, `check_state` checks what was read, value by value.
+"""The contents of a checkpoint: `run_state` puts them together, `check_state` checks what was read, value by value.
 
 The contract: `model_state_dict`, `optimizer_state_dict`, `step`, `epoch`, `cfg`, `best_loss`; beside them the fields of
 RunProgress, the run's identity (`recipe`, `flags`), `targets` (bytes to train on, by source), `exploded`, and `classes`

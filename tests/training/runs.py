@@ -1,4 +1,4 @@
-"""What tests of whole runs share: comparison of runs, runs in processes of their own, the state of a run."""
+"""Shared by tests of whole runs: comparison of runs, runs in processes of their own, the state of a run."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and that one of another program is refused with the difference."""
+"""Checkpoints hold what the contract names, and one of another program is refused with the difference."""
 
 import math
 

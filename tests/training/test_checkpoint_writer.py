@@ -25,7 +25,7 @@ def test_a_checkpoint_waits_for_the_copy_alone_and_holds_the_state_of_its_own_st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_writer, "write_archive", held_up)
         writer.save(state, lambda: None)
-        weight.fill_(7)                                                                 # training goes on
+        weight.fill_(7)                                                                 # training continues
         assert not (tmp_path / "spider-step1.pt").exists()
         release.append(True)
         assert writer.wait()

@@ -20,7 +20,7 @@ from spider.training import run_directory
     (("--resume", "spider-step2.pt"), "run_directory.set_aside")))
 def test_a_run_that_starts_over_or_goes_back_goes_on_though_it_was_killed_before_it_saved(tmp_path, shards, processes,
                                                                                          flags, moment):
-    """The same command without its flag; killed before it wrote a thing, it never was, and the old run goes on."""
+    """The same command without its flag; killed before it wrote a thing, it never was, and the old run resumes."""
     kept = ("--keep_last", "9", "--eval_every", "0")
     for name in ("killed", "whole"):
         directory = run(tmp_path, shards, "--ckpt_every", "2", *kept, steps=6, ckpt=name)

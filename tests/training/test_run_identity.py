@@ -1,4 +1,4 @@
-"""What a resumed run may change, with a line that names it, and what it may not."""
+"""A resumed run may change some flags and fields, with a line that names them, and no others."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
