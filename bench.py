@@ -9,20 +9,18 @@
     python bench.py --rehearse h200 --compiled        # what torch.compile makes of it (spider/dev/compiled.py)
 
 Prints Markdown tables; with --out it writes bench-DEVICE.json after every section and bench-DEVICE.png at the end, or
-rehearsal-CARD.json. On a GPU the steps that --rehearse has bounds for come first, and last the figures that missed theirs
-by more than 1.5 times. Each measurement is a median over repetitions, of CPU time on one thread of a CPU; what is compared
-alternates in one process, since machines drift. tok_per_sec counts bytes; bf16_mfu is the model's FLOPs (recomputation
-not counted) against the bf16 matrix rate measured here, `of ceiling` against that of the precision used.
+rehearsal-CARD.json. On a GPU the steps that --rehearse has bounds for come first, and last the figures that missed
+theirs by more than 1.5 times. Each measurement is a median over repetitions, of CPU time on one thread of a CPU; what
+is compared alternates in one process, since machines drift. tok_per_sec counts bytes; bf16_mfu is the model's FLOPs
+(recomputation not counted) against the bf16 matrix rate measured here, `of ceiling` against that of the precision used.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import math
 import operator
 import os
-import platform
 import statistics
 import sys
 import time
@@ -37,11 +35,12 @@ import train
 from spider.data.loader import Loader
 from spider.data.shards import mock_source, open_data
 from spider.dev import absent_gpu, operations, rehearsal
+from spider.dev.measuring import (Meter, ceilings, copy_rate, kernels, matrix_rate, print_rows, processor, segments)
+from spider.dev.traffic_formula import expected, paper_rows
 from spider.errors import UsageError
 from spider.flags import Parser, path_name, real, run_program
-from spider.model import costs, engram, parameters
+from spider.model import costs
 from spider.model.config import BACKENDS, PRESETS, RECOMPUTE
-from spider.model.segments import pool_segments, unpool_segments
 from spider.training.batches import batches_of
 from spider.training.machine import (keep_freed_memory, multiplies_bf16, peak_memory, resolve_compile, resolve_device,
                                      resolve_precision)
@@ -52,75 +51,32 @@ from spider.training.traffic import Traffic
 from spider.version import commit
 from spider_model import Spider
 
-class Bench:
+class Bench(Meter):
     """The machine, the settings, and what was measured so far."""
 
     def __init__(self, world: World, device: str = "auto", model: str | None = None, settings: str | None = None,
                  seq_len: str | None = None, micro_batch: str | None = None, data_dir: str | None = None,
                  out: Path | None = None):
         """settings: --set; seq_len and micro_batch as they were written. UsageError for what train.py refuses."""
-        self.device = world.local_device(resolve_device(device))
-        self.gpu = self.device.type == "cuda"
-        self.model, self.settings, self.out, self.world = model or ("1b" if self.gpu else "tiny"), settings, out, world
+        device = world.local_device(resolve_device(device))
+        super().__init__(device, resolve_precision("auto", device, compiles=True)[0] == "fp8",
+                         out if world.is_rank0 else None)
+        self.model, self.settings, self.world = model or ("1b" if self.gpu else "tiny"), settings, world
         self.seq_len = 256 if seq_len is None else seq_len
         self.micro_batch = (112 if self.gpu else 8) if micro_batch is None else micro_batch
         plan = self.plan()
         self.config, self.precision = plan.config, plan.machine.precision
         self.seq_len, self.micro_batch = plan.batch.seq_len, plan.batch.micro_batch
         self.compiles = resolve_compile("auto", self.device)[0]
-        self.fp8 = resolve_precision("auto", self.device, compiles=True)[0] == "fp8"
         self.sources = open_data(data_dir) if data_dir else [mock_source(0)]
         self.card = absent_gpu.card_of(torch.cuda.get_device_name()) if self.gpu else None
-        self.about, self.results = {}, {}
-
-    def keep(self):
-        """Write what was measured so far to --out."""
-        if self.out and self.world.is_rank0:
-            path = self.out / f"bench-{self.device.type}.json"
-            path.with_suffix(".tmp").write_text(json.dumps(self.about | self.results, indent=1, allow_nan=False) + "\n")
-            path.with_suffix(".tmp").replace(path)
 
     def plan(self, world: World | None = None, **flags) -> Plan:
         """Settle train.py's plan for these settings and other flags; --set is theirs where they have one."""
         if self.settings:
             flags.setdefault("set", self.settings)
-        flags = dict(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=0.001, compile="off") | flags
-        return settle(flags_of(flags), self.device, world)
-
-    def start_afresh(self):
-        """Free the memory of the model before, and count from here."""
-        if self.gpu:
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def wait(self):
-        if self.gpu:
-            torch.cuda.synchronize()
-
-    def spent(self, function) -> float:
-        """Return the seconds of a call; of CPU time where one thread does it all, to which other processes add little."""
-        alone = not self.gpu and torch.get_num_threads() == 1
-        clock = time.process_time if alone else time.perf_counter
-        self.wait()
-        start = clock()
-        function()
-        self.wait()
-        return clock() - start
-
-    def seconds(self, function, at_least: float = 0.3) -> float:
-        """Return the median time of a call, after two for warming up."""
-        for _ in range(2):
-            function()
-        times, begun = [], time.perf_counter()
-        while len(times) < 5 or time.perf_counter() - begun < at_least:
-            times.append(self.spent(function))
-        return statistics.median(times)
-
-    def table(self, name: str, rows: list[dict]):
-        self.results[name] = rows
-        print_rows(name, rows)
-
+        common = dict(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=0.001, compile="off")
+        return settle(flags_of(common | flags), self.device, world)
 
 def flags_of(flags: dict) -> list[str]:
     return [f"--{name}={'on' if value is True else value}" for name, value in flags.items()]
@@ -129,61 +85,6 @@ def flags_of(flags: dict) -> list[str]:
 def settle(flags: list[str], device: torch.device, world: World | None = None) -> Plan:
     """Settle the plan of flags alone, without the environment."""
     return train.settle(train.parse_args(flags, environ={}), device, world)
-
-
-def print_rows(name: str, rows: list[dict], head: bool = True):
-    """Print a table of Markdown; without `head`, more rows of the one before."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    if head:
-        print(f"\n### {name}\n\n| {' | '.join(keys)} |\n|{'---|' * len(keys)}")
-    for row in rows:
-        print(f"| {' | '.join(show(row.get(key)) for key in keys)} |", flush=True)
-
-
-def show(value) -> str:
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The machine
-
-
-def ceilings(b: Bench):
-    """Measure matrix products and copies as large as fit, which nothing can exceed."""
-    n, rows = 8192 if b.gpu else 2048, []
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        if dtype == torch.bfloat16 and not multiplies_bf16(b.device):
-            continue
-        x, w = (torch.randn(n, n, device=b.device).to(dtype) for _ in range(2))
-        rows.append({"what": f"{name} product, {n} cubed", "rate": 2 * n ** 3 / b.seconds(lambda: x @ w) / 1e12,
-                     "unit": "TFLOP/s"})
-    if b.fp8:
-        one = torch.ones((), device=b.device)
-        x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).t()
-        t = b.seconds(lambda: torch._scaled_mm(x8, w8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
-        rows.append({"what": f"fp8 product, {n} cubed", "rate": 2 * n ** 3 / t / 1e12, "unit": "TFLOP/s"})
-    source = torch.empty(1 << (30 if b.gpu else 27), dtype=torch.uint8, device=b.device)
-    target = torch.empty_like(source)
-    t = b.seconds(lambda: target.copy_(source))
-    rows.append({"what": "copy, read and written", "rate": 2 * source.numel() / t / 1e9, "unit": "GB/s"})
-    b.table("ceilings", rows)
-
-
-def copy_rate(b: Bench) -> float:
-    """Return the measured bytes/s of a large copy, read and written."""
-    if "ceilings" not in b.results:
-        ceilings(b)
-    return next(row["rate"] * 1e9 for row in b.results["ceilings"] if row["unit"] == "GB/s")
-
-
-def matrix_rate(b: Bench, precision: str) -> float:
-    """Return the measured FLOP/s of a large product; for a name without one that of bf16, or of fp32."""
-    if "ceilings" not in b.results:
-        ceilings(b)
-    rates = {row["what"].split()[0]: row["rate"] * 1e12 for row in b.results["ceilings"]}
-    return rates.get(precision, rates.get("bf16", rates["fp32"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,8 +109,9 @@ def headline(b: Bench):
         except torch.cuda.OutOfMemoryError:
             rows.append({"step": name, "ms": "out of memory"})
             continue
-        rows.append({"step": name, "ms": seconds * 1e3, "bytes/s": step.plan.batch.bytes / seconds, "bytes/segment": rate,
-                     "bf16_mfu": step.flops(rate) * step.plan.batch.bytes / seconds / matrix_rate(b, "bf16")})
+        speed = step.plan.batch.bytes / seconds
+        rows.append({"step": name, "ms": seconds * 1e3, "bytes/s": speed, "bytes/segment": rate,
+                     "bf16_mfu": step.flops(rate) * speed / matrix_rate(b, "bf16")})
         if b.gpu:
             rows[-1]["peak GB"] = peak_memory(b.device)
         if len(rows) == 1:
@@ -219,15 +121,6 @@ def headline(b: Bench):
         print_rows("headline", rows[-1:], head=len(rows) == 1)
         b.results["headline"] = rows
         b.keep()
-
-
-def kernels(step) -> int:
-    """Count the kernels, copies and fills that a step has the GPU do."""
-    from torch.profiler import ProfilerActivity, profile
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        step()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
 
 
 def host_time(b: Bench, **flags) -> float:
@@ -276,8 +169,9 @@ class Step:
                 self.model.boundary_predictor[2].weight.zero_()
                 self.model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -math.log(rate - 1))
         self.optimizers = Optimizers(self.model, plan.optimizer.optimizer, plan.optimizer)
-        self.optimizers.set_lr(1e-20, 1.0)  # boundaries stay where they were put; at 0 Muon would leave its products out
-        self.loader, self.world, self.steps = Loader(b.sources, plan.batch.seq_len, 0), world or World({}), itertools.count()
+        self.optimizers.set_lr(1e-20, 1.0)  # boundaries stay where they are; at 0 Muon would leave its products out
+        self.loader, self.steps = Loader(b.sources, plan.batch.seq_len, 0), itertools.count()
+        self.world = World({}) if world is None else world
         self.world.device = b.device
 
     def __call__(self) -> dict:
@@ -442,9 +336,9 @@ def parts(b: Bench):
         for module in modules:
             handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after(name))]
     model.recompute = "nothing"           # its second forward pass would be counted here
-    model.update_expert_bias = timed(b, spent, "expert bias", model.update_expert_bias)
-    torch.Tensor.backward, original = timed(b, spent, "backward", torch.Tensor.backward), torch.Tensor.backward
-    Optimizers.step, optimize = timed(b, spent, "optimizers", Optimizers.step), Optimizers.step
+    model.update_expert_bias = b.timed(spent, "expert bias", model.update_expert_bias)
+    torch.Tensor.backward, original = b.timed(spent, "backward", torch.Tensor.backward), torch.Tensor.backward
+    Optimizers.step, optimize = b.timed(spent, "optimizers", Optimizers.step), Optimizers.step
     try:
         for _ in range(3):
             step()
@@ -462,43 +356,6 @@ def parts(b: Bench):
     spent["the rest (data, clip, statistics)"] = whole - named
     b.table("parts", [{"part": name, "ms a step": seconds / rounds * 1e3, "share": seconds / whole}
                       for name, seconds in sorted(spent.items(), key=lambda item: -item[1])])
-
-
-def timed(b: Bench, spent: dict, name: str, function):
-    def wrapper(*arguments, **options):
-        b.wait()
-        start = time.perf_counter()
-        out = function(*arguments, **options)
-        b.wait()
-        spent[name] = spent.get(name, 0) + time.perf_counter() - start
-        return out
-    return wrapper
-
-
-def segments(b: Bench):
-    """Measure pooling and unpooling, forward and backward, per byte over the number of bytes, beside the dense published
-    form."""
-    rows = []
-    for count in (4096, 16384, 65536):
-        h = torch.randn(count, 128, device=b.device, requires_grad=True)
-        cut = (torch.rand(count, device=b.device) < 0.3).float().requires_grad_()
-        null = torch.zeros(128, device=b.device)
-        cu = torch.tensor([0, count], dtype=torch.int32, device=b.device)
-
-        def packed():
-            z, segment_cu = pool_segments(h, cut, cu)
-            (h + unpool_segments(z, null, cut, cu, segment_cu)).sum().backward()
-
-        def dense():
-            before = cut.cumsum(0) - cut
-            distance = torch.arange(int(cut.sum()), device=b.device) - before[:, None]
-            weight = (distance.detach() == 0) * (1 - distance)
-            (weight / weight.sum(0)).T.matmul(h).sum().backward()
-        row = {"bytes": count, "pool and unpool, ns a byte": b.seconds(packed) / count * 1e9}
-        if count <= 16384:
-            row["dense pool, ns a byte"] = b.seconds(dense) / count * 1e9
-        rows.append(row)
-    b.table("segments", rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -546,34 +403,6 @@ def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024)
 # Several ranks
 
 
-NEAR, FAR, LATENCY = 450e9, 50e9, 5e-6   # bytes/s of a rank within a node and beyond it, s of a message: assumptions
-PAPER_STEP = 4 * 112 * 256               # bytes of text a rank does in a step, the original's
-
-
-def expected(model: Spider, replicas: int, shards: int, grad_accum: int, width: int) -> tuple[float, float, int]:
-    """Return the bytes that a rank sends in a step under Muon within its replica and beyond, and the messages one after the
-    other; width: bytes of a number of Muon's products. The model's `compute_dtype` says what weights are gathered as."""
-    ranks, near, far, hops = replicas * shards, 0.0, 0.0, 0
-    tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, engram.EngramTable)}
-    halved = {id(p) for p in parameters.halved_weights(model) if len(p) % shards == 0}
-    matrices = parameters.matrices_of(model)
-    groups = len(model.prelude) + len(model.coda) + (model.core is not None) + 1
-    for name, p in model.named_parameters():
-        if name in tables:
-            far += 2 * (ranks - 1) / ranks * 4 * (p.numel() + len(p))
-            hops += 2 * 2 * (ranks - 1)
-            continue
-        gathers = 2 if grad_accum == 1 and name.split(".")[0] in ("prelude", "core", "coda") else 1
-        own = -(-len(p) // shards) * (p.numel() // len(p))  # elements of a shard, filled up
-        near += own * (shards - 1) * ((2 if id(p) in halved else 4) * gathers + 4)
-        far += 2 * (replicas - 1) / replicas * 4 * own
-        if name in matrices:
-            near += (p.ndim == 2) * 2 * width * p.numel() / ranks * (shards - 1) / shards
-            far += (replicas - 1) * width * p.numel() / ranks
-    hops += (shards - 1) * (groups * (3 if grad_accum == 1 else 2) + 2) + (replicas - 1) * (2 * groups + 1)
-    return near, far, hops + 2 * (ranks - 1)
-
-
 def traffic(b: Bench):
     """Tell what a rank sends in an optimizer step: counted where there are several, by the formula otherwise."""
     world = b.world
@@ -583,18 +412,7 @@ def traffic(b: Bench):
                                             for grad_accum in (1, 3) for precision in ("fp32", "bf16")[:shards]])
     with torch.device("meta"):
         model = Spider(b.config)
-    model.compute_dtype = torch.bfloat16
-    rows = []
-    for ranks, shards in ((8, 1), (8, 8), (64, 1), (64, 8), (64, 64), (1024, 8), (1024, 64)):
-        near, far, hops = expected(model, ranks // shards, shards, 4, 2)
-        if ranks <= 8:                    # all in one node
-            near, far = near + far, 0.0
-        elif shards > 8:
-            near, far = 0.0, near + far
-        seconds = near / NEAR + far / FAR + hops * LATENCY
-        rows.append({"ranks": ranks, "shards": shards, "GB near": near / 1e9, "GB far": far / 1e9, "messages": hops,
-                     "ms": 1e3 * seconds, "break-even, bytes/s of a rank": PAPER_STEP / seconds})
-    b.table("traffic, on paper", rows)
+    b.table("traffic, on paper", paper_rows(model))
 
 
 def counted(b: Bench, shards: int, grad_accum: int, precision: str) -> dict:
@@ -631,13 +449,13 @@ def rehearsed_step(card: str, flags: list[str]) -> dict:
 def compiled_step(card: str, flags: list[str]) -> dict:
     """Compile a step by train.py's flags; for `absent_gpu.in_child`."""
     train.logger.remove()
-    from spider.dev import compiled   # it needs Triton
+    from spider.dev import compiled       # it needs Triton
     return compiled.compile_step(absent_gpu.CARDS[card], flags, TRAINER)
 
 
 def rehearse(card_name: str, common: list[str], flags: str | None, compiles: bool) -> dict[str, list[dict]]:
-    """Return the tables of a step on a card, of the settings of the table or of these flags; each line is printed as soon
-    as it is known."""
+    """Return the tables of a step on a card, of the settings of the table or of these flags; each line is printed as
+    soon as it is known."""
     if reason := absent_gpu.obstacle():
         raise absent_gpu.RehearsalError(f"--rehearse: {reason}")
     card = absent_gpu.CARDS[card_name]
@@ -748,12 +566,13 @@ def measure_sections(b: Bench, sections: list[str], minutes: float | None):
         if rehearsed:
             bounds(b, {name: one.result() for name, one in rehearsed.items()})
             b.keep()
-    if b.out and b.world.is_rank0 and "sequence lengths" in b.results:
+    if b.out and "sequence lengths" in b.results:
         plot(b, b.out / f"bench-{b.device.type}.png")
 
 
 def rehearsed_beside(b: Bench, pool: ThreadPoolExecutor) -> dict:
-    """Start the rehearsals of what `headline` measures on this card, in other processes; return {} where there are none."""
+    """Start the rehearsals of what `headline` measures on this card, in other processes; return {} where there are
+    none."""
     reason = absent_gpu.obstacle() or (None if b.card else f"{torch.cuda.get_device_name()} is none of its cards")
     if reason:
         print(f"no bounds: {reason}")
@@ -784,22 +603,13 @@ def main(argv: list[str] | None = None) -> int:
         with world, nullcontext() if world.is_rank0 else redirect_stdout(None):
             b = Bench(world, args.device, args.model, args.set, args.seq_len, args.micro_batch, args.data_dir, args.out)
             world.join(b.device, 1, FIRST_STEP_TIMEOUT)
-            if args.out and world.is_rank0:
+            if b.out:
                 args.out.mkdir(parents=True, exist_ok=True)
             if not b.gpu:
                 keep_freed_memory()
             describe(b)
             measure_sections(b, args.only.split(","), args.minutes)
     return run_program(run, "bench.py")
-
-
-def processor() -> str:
-    """Return the CPU's name and its widest instructions."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    name = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")),
-                platform.processor())
-    return name + next((f" with {flag}" for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
-                        if f" {flag}" in info), "")
 
 
 if __name__ == "__main__":

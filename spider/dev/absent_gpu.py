@@ -1,10 +1,9 @@
 """A GPU that is not there, for what is to be counted, checked or compiled for one.
 
-`stand_in(card)` gives this process one of CARDS, whose tensors are torch's fake ones: a device, a shape and strides, but
-no memory. Their backward passes need a library of its own, loaded before torch: `in_child` starts a process with it and
-calls a function there. `Trainer` is what such a function gets of train.py; `absent` makes a model class whose weights are
-never filled; `obstacle` says why counts would not be true here.
-"""
+`stand_in(card)` gives this process one of CARDS, whose tensors are torch's fake ones: a device, a shape and strides,
+but no memory. Their backward passes need a library of its own, loaded before torch: `in_child` starts a process with it
+and calls a function there. `Trainer` is what such a function gets of train.py; `absent` makes a model class whose
+weights are never filled; `obstacle` says why counts would not be true here."""
 
 import hashlib
 import inspect
@@ -116,8 +115,8 @@ extern "C" void install() { impl::registerDeviceGuard(DeviceType::CUDA, new Guar
 def obstacle() -> str | None:
     """Why what is counted here would not be true, and the remedy; None where it would."""
     if torch.version.cuda is None:
-        return (f"torch {torch.__version__} is built without CUDA, and takes some operations apart that a GPU does whole; "
-                "in an environment apart (no GPU needed): pip install torch==2.11.0 torchao==0.18.0 numpy loguru")
+        return (f"torch {torch.__version__} is built without CUDA, and takes some operations apart that a GPU does "
+                "whole; in an environment apart (no GPU needed): pip install torch==2.11.0 torchao==0.18.0 numpy loguru")
     return no_compiler()
 
 
@@ -153,7 +152,8 @@ LEAST_FLAGS = ("--model=1b", "--seq_len=256", "--micro_batch=112", "--compile=of
 
 @contextmanager
 def stand_in(card: Card):
-    """Give this process one GPU, `card`, in torch's eyes alone; a plan can be settled for it, and `fake_tensors` made."""
+    """Give this process one GPU, `card`, in torch's eyes alone; a plan can be settled for it, and `fake_tensors`
+    made."""
     properties = SimpleNamespace(
         name=card.name, major=card.capability[0], minor=card.capability[1], multi_processor_count=card.processors,
         total_memory=int(card.memory), warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
@@ -209,7 +209,7 @@ def fake_batch(plan: Plan, documents: int) -> Batch:
     return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
 
 
-CHILD = """
+CHILD ="""
 import ctypes, json, os, runpy, sys, warnings
 library, file, name, values = sys.argv[1:]
 library = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # before torch, which else finds its own CUDA first
@@ -223,8 +223,8 @@ print(json.dumps(runpy.run_path(file, run_name="in_child")[name](*json.loads(val
 
 def in_child(function: Callable, card: str, flags: list[str]) -> dict:
     """Call function(card, flags), of a script's own, in a process where the stand-in for CUDA is there before torch is;
-    a GPU that is there is not touched. Returns what it returns, by way of JSON. In a build without CUDA shapes are checked,
-    but counts are not true. RehearsalError where it fails."""
+    a GPU that is there is not touched. Returns what it returns, by way of JSON. In a build without CUDA shapes are
+    checked, but counts are not true. RehearsalError where it fails."""
     if reason := no_compiler():
         raise RehearsalError(reason)
     command = [sys.executable, "-c", CHILD, str(build_shim()), inspect.getfile(function), function.__name__,

@@ -1,7 +1,7 @@
-"""Operations of a step on fake tensors, counted as they pass by: kernels, FLOPs, bytes, and the least time that they take.
+"""Operations of a step on fake tensors, counted as they pass by: kernels, FLOPs, bytes, and the least time that they
+take.
 
-`Trace` records every Operation inside it; `fused_seconds` bounds what a compiler could make of them.
-"""
+`Trace` records every Operation inside it; `fused_seconds` bounds what a compiler could make of them."""
 
 import math
 import re

@@ -5,10 +5,9 @@
 
 The step is train.py's own. Its tensors are torch's fake ones, which have a device, a shape and strides but no memory:
 every operation passes the checks of a CUDA build, and none computes. Each is counted as it passes by: kernels, FLOPs
-(torch's formulas), bytes; MemTracker of torch.distributed follows what is alive. Where the host reads the device, it
-is told the config's bytes per segment. A time is a bound from below: what a card multiplies and moves at its rates, and no kernel
-shorter than FLOOR.
-"""
+(torch's formulas), bytes; MemTracker of torch.distributed follows what is alive. Where the host reads the device, it is
+told the config's bytes per segment. A time is a bound from below: what a card multiplies and moves at its rates, and no
+kernel shorter than FLOOR."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -173,7 +172,7 @@ SETTINGS = {                              # of the table, by train.py's flags; 1
 HOST_SIZES = ("hidden_size=32,n_heads=2,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,"
               "v_head_dim=16,intermediate_size=32,n_routed_experts=2,moe_intermediate_size=16,engram_rows=300,"
               "engram_dim=8,engram_byte_rows=300,engram_byte_dim=8")
-BLIND = """
+BLIND ="""
 Not seen: what happens inside a kernel, so no tile that is half empty, no bank conflict, no cache that helps; memory
 that the allocator cannot hand out for its holes, and the context's own (about 0.5 GB); pinned copies; torch.compile
 (`ideally fused` is what no compiler can beat, with every elementwise operation between two products in one kernel);

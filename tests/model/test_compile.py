@@ -1,5 +1,5 @@
 """torch.compile: a layer is one graph, a few graphs serve every size, and who chooses it. On a CPU layers take the form
-that they have on a GPU, and graphs are made but not translated; docs/results/compiled.py shows what Inductor makes of
+that they have on a GPU, and graphs are made but not translated; spider/dev/compiled.py shows what Inductor makes of
 them."""
 
 from dataclasses import replace

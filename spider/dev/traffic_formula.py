@@ -1,0 +1,51 @@
+"""Work out on paper what a rank sends in a step: `expected` by the formula that bench.py --only traffic holds against
+counted bytes, `paper_rows` for layouts of many ranks."""
+
+import torch
+from torch import nn
+
+from spider.model import engram, parameters
+
+NEAR, FAR, LATENCY = 450e9, 50e9, 5e-6   # bytes/s of a rank within a node and beyond it, s of a message: assumptions
+PAPER_STEP = 4 * 112 * 256               # bytes of text a rank does in a step, the original's
+
+
+def expected(model: nn.Module, replicas: int, shards: int, grad_accum: int, width: int) -> tuple[float, float, int]:
+    """Return the bytes that a rank sends in a step under Muon within its replica and beyond, and the messages one after
+    the other; width: bytes of a number of Muon's products. The model's `compute_dtype` says what weights are gathered
+    as."""
+    ranks, near, far, hops = replicas * shards, 0.0, 0.0, 0
+    tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, engram.EngramTable)}
+    halved = {id(p) for p in parameters.halved_weights(model) if len(p) % shards == 0}
+    matrices = parameters.matrices_of(model)
+    groups = len(model.prelude) + len(model.coda) + (model.core is not None) + 1
+    for name, p in model.named_parameters():
+        if name in tables:
+            far += 2 * (ranks - 1) / ranks * 4 * (p.numel() + len(p))
+            hops += 2 * 2 * (ranks - 1)
+            continue
+        gathers = 2 if grad_accum == 1 and name.split(".")[0] in ("prelude", "core", "coda") else 1
+        own = -(-len(p) // shards) * (p.numel() // len(p))  # elements of a shard, filled up
+        near += own * (shards - 1) * ((2 if id(p) in halved else 4) * gathers + 4)
+        far += 2 * (replicas - 1) / replicas * 4 * own
+        if name in matrices:
+            near += (p.ndim == 2) * 2 * width * p.numel() / ranks * (shards - 1) / shards
+            far += (replicas - 1) * width * p.numel() / ranks
+    hops += (shards - 1) * (groups * (3 if grad_accum == 1 else 2) + 2) + (replicas - 1) * (2 * groups + 1)
+    return near, far, hops + 2 * (ranks - 1)
+
+
+def paper_rows(model: nn.Module) -> list[dict]:
+    """Return a row for each of several layouts of ranks, under bf16."""
+    model.compute_dtype = torch.bfloat16
+    rows = []
+    for ranks, shards in ((8, 1), (8, 8), (64, 1), (64, 8), (64, 64), (1024, 8), (1024, 64)):
+        near, far, hops = expected(model, ranks // shards, shards, 4, 2)
+        if ranks <= 8:                    # all in one node
+            near, far = near + far, 0.0
+        elif shards > 8:
+            near, far = 0.0, near + far
+        seconds = near / NEAR + far / FAR + hops * LATENCY
+        rows.append({"ranks": ranks, "shards": shards, "GB near": near / 1e9, "GB far": far / 1e9, "messages": hops,
+                     "ms": 1e3 * seconds, "break-even, bytes/s of a rank": PAPER_STEP / seconds})
+    return rows
