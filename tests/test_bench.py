@@ -46,7 +46,8 @@ def test_a_step_of_the_benchmark_is_a_whole_one_and_leaves_the_model_as_it_was(m
 @pytest.mark.slow
 def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "bench.py", "--model", "tiny", "--device", "cpu", "--seq_len", "32",
-                           "--micro_batch", "16", "--out", "docs"], cwd=tmp_path, text=True, capture_output=True, timeout=600)
+                           "--micro_batch", "16", "--out", "docs"], cwd=tmp_path, text=True, capture_output=True,
+                           timeout=600)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "docs" / "bench-cpu.json").read_text())
     for table in ("ceilings", "headline", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths",

@@ -125,8 +125,8 @@ def words(generator: torch.Generator, rows: int, length: int = 96, n_names: int 
 
 def fit(config: SpiderConfig, task: Task, steps: int, seed: int, lr: float = 0.013, rows: int = 16,
         prepare: Callable[[Spider], None] = lambda model: None, halting_from: float = 0.125) -> Spider:
-    """Train a new model on so many steps of fresh cases, under train.py's optimizers and settings; halting comes in over
-    the first part `halting_from` of them."""
+    """Train a new model on so many steps of fresh cases, under train.py's optimizers and settings; halting comes in
+    over the first part `halting_from` of them."""
     flags = ["--model=tiny", "--schedule=wsd", f"--lr={lr}", f"--warmup_steps={steps // 8}", f"--seed={seed}",
              "--precision=fp32", "--moe_backend=grouped", "--recompute=nothing"]
     plan = train.settle(train.parse_args(flags, environ={}), torch.device("cpu"))
@@ -160,8 +160,8 @@ def watched(model: Spider):
 
 @torch.no_grad()
 def score(model: Spider, task: Task, rows: int = 256) -> dict:
-    """Return accuracy by depth of the case, loops until halting by depth, accuracy by bytes since the last cut; of cases
-    that no training saw. A depth with fewer than 50 cases is left out."""
+    """Return accuracy by depth of the case, loops until halting by depth, accuracy by bytes since the last cut; of
+    cases that no training saw. A depth with fewer than 50 cases is left out."""
     whole = task(torch.Generator().manual_seed(1 << 40), rows)
     ids, labels, depth = (part.flatten() for part in whole)
     model.eval()

@@ -1,4 +1,4 @@
-"""A GPU that is not there, for what is to be counted, checked or compiled for one.
+"""Stand in for a GPU that is not there, so that a step for one can be counted, checked or compiled.
 
 `stand_in(card)` gives this process one of CARDS, whose tensors are torch's fake ones: a device, a shape and strides,
 but no memory. Their backward passes need a library of its own, loaded before torch: `in_child` starts a process with it
@@ -36,7 +36,7 @@ class RehearsalError(SpiderError):
 
 @dataclass(frozen=True)
 class Card:
-    """What is known of a GPU: products in FLOP/s, memory in bytes and bytes/s."""
+    """The rates and sizes of a GPU: products in FLOP/s, memory in bytes and bytes/s."""
     name: str
     capability: tuple[int, int]
     bf16: float
@@ -64,7 +64,7 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a rehearsed step needs of train.py, which this package does not import."""
+    """The functions of train.py that a rehearsed step needs; this package does not import it."""
     settle: Callable[[list[str], torch.device], Plan]    # of flags
     build_model: Callable[..., nn.Module]
     accumulate: Callable
@@ -113,7 +113,7 @@ extern "C" void install() { impl::registerDeviceGuard(DeviceType::CUDA, new Guar
 
 
 def obstacle() -> str | None:
-    """Why what is counted here would not be true, and the remedy; None where it would."""
+    """Return why counts would not be true here, and the remedy; None where they would."""
     if torch.version.cuda is None:
         return (f"torch {torch.__version__} is built without CUDA, and takes some operations apart that a GPU does "
                 "whole; in an environment apart (no GPU needed): pip install torch==2.11.0 torchao==0.18.0 numpy loguru")
@@ -127,7 +127,7 @@ def no_compiler() -> str | None:
 
 
 def build_shim() -> Path:
-    """The stand-in for CUDA as a library, built once for each torch; seconds."""
+    """Build the stand-in for CUDA, once for each torch, which takes seconds; return the library's path."""
     torch_at, cache = Path(torch.__file__).parent, os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     command = [os.environ.get("CXX") or "g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_at}/include",
                f"-I{torch_at}/include/torch/csrc/api/include", f"-L{torch_at}/lib", f"-Wl,-rpath,{torch_at}/lib",
@@ -209,7 +209,7 @@ def fake_batch(plan: Plan, documents: int) -> Batch:
     return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
 
 
-CHILD ="""
+CHILD = """
 import ctypes, json, os, runpy, sys, warnings
 library, file, name, values = sys.argv[1:]
 library = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # before torch, which else finds its own CUDA first

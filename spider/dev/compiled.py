@@ -1,4 +1,4 @@
-"""What torch.compile makes of a training step, without a GPU: graphs, kernels, bytes, what is kept, code for the card.
+"""Compile a training step without a GPU: count graphs, kernels and bytes, and make the code for the card.
 
     python bench.py --rehearse h200 --compiled                                 # minutes; bf16
     python bench.py --rehearse h200 --compiled --flags="--precision fp8"       # other flags of train.py

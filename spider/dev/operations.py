@@ -34,12 +34,12 @@ FOREACH_TENSORS, FOREACH_NUMBERS = 36, 320 * 65536  # most that a kernel over a 
 
 
 def grouped_flops(a, b, *_, **__) -> float:
-    """Of a product of rows [P, D] by group, or of two such for a weight's gradient."""
+    """Count the FLOPs of a product of rows [P, D] by group, or of two such for a weight's gradient."""
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.dim() == 3 else 1)
 
 
 def attention_flops(q, cu_seqlens) -> float:
-    """Of both causal products of rows [N, H, width] in documents of one length."""
+    """Count the FLOPs of both causal products of rows [N, H, width] in documents of one length."""
     rows, heads, width = q.shape
     return 2 * 2 * rows * heads * width * rows / (len(cu_seqlens) - 1) / 2
 
@@ -55,7 +55,7 @@ OWN_FLOPS = {                             # what torch has no formula for
 class Operation:
     name: str
     phase: str                            # cast, forward, recomputation, backward, optimizer or rest
-    place: str                            # module, its numbers left out
+    module: str                           # name, its numbers left out
     shapes: str
     kernels: int
     flops: float
@@ -65,7 +65,7 @@ class Operation:
     writes: list[tuple[int, int]]
 
     def seconds(self, card: Card) -> float:
-        """The least that it takes on a card."""
+        """Return the least that it takes on a card."""
         if not self.kernels:
             return 0.0
         rate = ATTENTION * card.bf16 if self.rate == "attention" else getattr(card, self.rate, math.inf)
@@ -73,7 +73,7 @@ class Operation:
 
 
 def nbytes(t: Tensor) -> int:
-    """Of what a kernel reads of a tensor: where a dimension is expanded, its one row."""
+    """Count the bytes that a kernel reads of a tensor: of an expanded dimension one row."""
     return math.prod(size for size, stride in zip(t.shape, t.stride()) if stride) * t.element_size()
 
 
@@ -87,14 +87,15 @@ def shape_of(t: Tensor) -> str:
 
 
 class Trace(TorchDispatchMode):
-    """Every operation inside it, and where it came from. `segments`: what the host reads of the device."""
+    """Record every operation inside, and where it came from. `segments`: the number that the host reads of the
+    device."""
 
     def __init__(self, segments: int):
         super().__init__()
         self.operations: list[Operation] = []
         self.segments, self.phase, self.waits = segments, "rest", 0
         self.stack: list[str] = []        # names of the modules whose forward runs
-        self.place_of: dict[int, str] = {}  # of an autograd node, by its number
+        self.module_of: dict[int, str] = {}  # of an autograd node, by its number
         self.numbers: dict[int, int] = {}   # of a storage that lives
         self.fresh = count()
 
@@ -108,7 +109,7 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.phase == "forward":
             node = torch._C._autograd._get_sequence_nr() - 1  # made just before
-            self.place_of.setdefault(node, self.stack[-1] if self.stack else "")
+            self.module_of.setdefault(node, self.stack[-1] if self.stack else "")
         given, made = tensors((args, kwargs)), tensors(out)
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if view or name in NO_KERNEL or not any(t.is_cuda for t in given + made):
@@ -137,7 +138,7 @@ class Trace(TorchDispatchMode):
         if phase == "backward" and self.stack:
             phase = "recomputation"
         shapes = " ".join(shape_of(t) for t in given[:3])
-        return Operation(name, phase, self.place(), shapes, kernels, flops, self.bytes_of(name, given, written), rate,
+        return Operation(name, phase, self.module(), shapes, kernels, flops, self.bytes_of(name, given, written), rate,
                          [self.number(t) for t in given], [self.number(t) for t in written])
 
     def bytes_of(self, name, given, written) -> float:
@@ -149,15 +150,15 @@ class Trace(TorchDispatchMode):
         moved = sum(nbytes(t) for t in {id(t): t for t in given}.values()) + out
         return moved + 2 * out if name == "baddbmm" else moved  # what is added to is copied first
 
-    def place(self) -> str:
+    def module(self) -> str:
         name = self.stack[-1] if self.stack else ""
         if self.phase == "backward" and not self.stack:
             node = torch._C._current_autograd_node()
-            name = self.place_of.get(node._sequence_nr(), "") if node is not None else ""
+            name = self.module_of.get(node._sequence_nr(), "") if node is not None else ""
         return re.sub(r"\.\d+", "", name)
 
     def number(self, t: Tensor) -> tuple[int, int]:
-        """A tensor's storage, as a number that no other one had, and the bytes read or written of it."""
+        """Return a tensor's storage, as a number that no other one had, and the bytes read or written of it."""
         storage = t.untyped_storage()
         key = storage._cdata
         if key not in self.numbers:
@@ -171,8 +172,9 @@ BARRIERS = {"sort", "topk", "cumsum", "cummax", "searchsorted", "index_add", "in
 
 
 def fused_seconds(operations: list[Operation], card: Card) -> float:
-    """The least that the step takes if what stands between products were one kernel each time, that reads what was
-    there before and writes what is read after it: a compiler could do no better. Lists of tensors stay as they are."""
+    """Return the least that the step takes if what stands between products were one kernel each time, that reads what
+    was there before and writes what is read after it: a compiler could do no better. Lists of tensors stay as they
+    are."""
     last_read, total, region = {}, 0.0, []
     for i, operation in enumerate(operations):
         last_read.update((number, i) for number, _ in operation.reads)

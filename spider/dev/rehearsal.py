@@ -1,4 +1,4 @@
-"""A training step on a GPU that is not there: what it would launch, move, multiply and hold.
+"""Rehearse a training step on a GPU that is not there: count what it would launch, move, multiply and hold.
 
     python bench.py --rehearse h200                                            # the table; minutes, no GPU
     python bench.py --rehearse h200 --flags="--precision fp8 --grad_accum 4"   # one setting, by train.py's flags
@@ -28,7 +28,7 @@ from spider.training.sharding import Unsharded
 
 @dataclass
 class Step:
-    """What a step of some flags would cost."""
+    """A rehearsed step: its operations and its memory."""
     plan: Plan
     operations: list[Operation]
     peak: float                           # bytes alive at once, at most
@@ -89,7 +89,7 @@ def rehearse(card: Card, flags: list[str], trainer: Trainer) -> Step:
 
 
 def kinds(memory: dict[str, float], casts: float) -> dict[str, float]:
-    """MemTracker's kinds in words, without those that hold nothing; it takes what weights were cast to for
+    """Name MemTracker's kinds in words, without those that hold nothing; it takes what weights were cast to for
     activations."""
     casts = min(casts, memory["Activation"])
     named = {"activations": memory["Activation"] - casts, "parameters": memory["Parameter"],
@@ -100,7 +100,7 @@ def kinds(memory: dict[str, float], casts: float) -> dict[str, float]:
 
 @contextmanager
 def marked(model, optimizers, trace: Trace):
-    """Inside, the trace knows phases, and the modules whose forward runs."""
+    """Tell the trace the phase, and the modules whose forward runs."""
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module, _):
@@ -128,11 +128,11 @@ def marked(model, optimizers, trace: Trace):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is said of it
+# Tables
 
 
 def summary(card: Card, step: Step) -> dict:
-    """A step's figures in plain values: numbers, and rows of the largest operations and of places."""
+    """Return a step's figures in plain values: numbers, and rows of the largest operations and of modules."""
     def largest(key, count):
         seconds, kernels, moved, sums = Counter(), Counter(), Counter(), []
         for operation in step.operations:
@@ -153,7 +153,7 @@ def summary(card: Card, step: Step) -> dict:
         flops=sum(o.flops for o in step.operations),
         peak=step.peak, estimate=step.estimate, recompute=step.plan.machine.recompute, memory=step.memory,
         waits=step.waits, by_rate=largest(lambda o: (o.rate,), 5),
-        by_phase=largest(lambda o: (o.phase,), 9), by_place=largest(lambda o: (o.place, o.phase), 16),
+        by_phase=largest(lambda o: (o.phase,), 9), by_module=largest(lambda o: (o.module, o.phase), 16),
         by_operation=largest(lambda o: (o.name,), 16), by_shape=largest(lambda o: (o.name, o.phase, o.shapes), 16))
 
 
@@ -184,8 +184,9 @@ MISS = 1.5                                # times its bound, beyond which a figu
 
 
 def against_bounds(measured: list[dict], found: dict[str, dict]) -> tuple[list[dict], list[dict]]:
-    """Rows of measured figures beside the rehearsed ones, and those that miss theirs by more than MISS, worst first.
-    measured: rows with `step` and some of `ms`, `peak GB`, `kernels`, `host, ms`, whose bound is the GPU's own time."""
+    """Return rows of measured figures beside the rehearsed ones, and those that miss theirs by more than MISS, worst
+    first. measured: rows with `step` and some of `ms`, `peak GB`, `kernels`, `host, ms`, whose bound is the GPU's own
+    time."""
     rows = []
     for row in measured:
         if (one := found.get(row["step"])) is None:
@@ -199,7 +200,7 @@ def against_bounds(measured: list[dict], found: dict[str, dict]) -> tuple[list[d
 
 
 def row_of(card: Card, name: str, found: dict) -> dict:
-    """A line of the table."""
+    """Return a line of the table."""
     return {"step": name, "kernels": found["kernels"], "of a micro-step": found["kernels_of_a_micro_step"],
             "of the update": found["kernels_of_the_update"], "GPU, ms": found["seconds"] * 1e3,
             "bytes/s": found["bytes"] / found["seconds"], "ideally fused, ms": found["fused"] * 1e3,
@@ -209,7 +210,7 @@ def row_of(card: Card, name: str, found: dict) -> dict:
 
 
 def details(found: dict[str, dict]) -> dict[str, list[dict]]:
-    """Tables beside it: memory by kind of every step, and of the first where its time goes."""
+    """Return the tables beside it: memory by kind of every step, and of the first where its time goes."""
     kinds = dict.fromkeys(kind for one in found.values() for kind in one["memory"])
     memory = [{"at the peak, GB": kind} | {name: one["memory"].get(kind, 0) / 1e9 for name, one in found.items()}
               for kind in kinds]
@@ -222,4 +223,4 @@ def details(found: dict[str, dict]) -> dict[str, list[dict]]:
             f"{name}: by kind": rows("by_rate", "kind"),
             f"{name}: largest operations": rows("by_operation", "operation"),
             f"{name}: the same by shape": rows("by_shape", "operation", "phase", "operands"),
-            f"{name}: by module": rows("by_place", "module", "phase")}
+            f"{name}: by module": rows("by_module", "module", "phase")}

@@ -17,7 +17,7 @@ H200 = CARDS["h200"]
 
 
 def traced(function) -> list[Operation]:
-    """What a function does on fake tensors of a GPU."""
+    """Return what a function does on fake tensors of a GPU."""
     with FakeTensorMode(), Trace(7) as trace:
         function()
     return trace.operations
