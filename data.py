@@ -1,4 +1,4 @@
-"""Byte shards: what training reads, and the commands that make and check them.
+"""Make, check and show byte shards, which training reads.
 
     python data.py prepare books.txt web/ --out data      # .txt, .jsonl, .parquet, directories of them, or - for stdin
     python data.py prepare src/ --ext .py,.md --out code  # each file a document; --ext text: whatever is UTF-8
@@ -7,7 +7,7 @@
 
 A shard is a headerless file of little-endian uint16 ids (tokenizer.py says which); `metadata.json` beside the shards
 describes them. The shards of a split are read as one stream, in the order of their names. What sequence g of a run
-holds is a pure function of (seed, g): any step, rank or restart works it out by itself, in O(1) memory. Each source
+holds is a pure function of (seed, g): any step, rank or restart computes it by itself, in O(1) memory. Each source
 of a mixture is read to its end, in its own order, before it is read again.
 """
 
@@ -16,23 +16,21 @@ import hashlib
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
+from pathlib import Path
 
 from spider.console import ProgressBar, one_line, say, tolerate_closed_stdout
+from spider.data.inputs import FORMATS, Options, endings
 from spider.data.loader import Loader
+from spider.data.prepare import prepare
 from spider.data.shards import MIB, Stream, check_ids, find_shards, map_shard, mock_source, open_data, printable
 from spider.errors import DataError
 from spider.files import naming
-from spider.flags import Parser, integer, number, path_name, print_error, run_program
+from spider.flags import Parser, integer, path_name, print_error, real, run_program
 from tokenizer import PAD_ID
-
-# ---------------------------------------------------------------------------------------------------------------------
-# verify, show, and the command line
 
 
 def verify_shard(path: str, entry: dict | None, progress: ProgressBar) -> str | None:
-    """A shard's first fault, as a line."""
+    """Return a shard's first fault as a line, None where there is none."""
     try:
         stream, digest = Stream([map_shard(path, entry)]), hashlib.sha256()
         for start in range(0, len(stream), MIB):
@@ -47,78 +45,82 @@ def verify_shard(path: str, entry: dict | None, progress: ProgressBar) -> str | 
         return str(fault)
 
 
-def verify(args: argparse.Namespace) -> list[str]:
-    """The faults of a directory's shards, a line each, found on all cores."""
-    shards = find_shards(args.directory)
+def verify(directory: str) -> list[str]:
+    """Check a directory's shards on all cores; return their faults, a line each."""
+    shards = find_shards(directory)
     progress = ProgressBar("verify", sum(os.path.getsize(path) for path, _, _ in shards))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         faults = [line for line in pool.map(lambda shard: verify_shard(shard[0], shard[2], progress), shards) if line]
     unlisted = sum(entry is None for _, _, entry in shards)
     if not faults:
-        say(f"{args.directory}: {len(shards)} shards are sound"
+        say(f"{directory}: {len(shards)} shards are sound"
             + f", {unlisted} of them by their format alone: no metadata.json lists them" * (unlisted > 0))
     return faults
 
 
-def show(args: argparse.Namespace):
-    """Prints sequences of a run: number, epoch of its source, source, place of the first id; that id and the labels."""
-    if args.mock_data == (args.directory is not None):
-        raise DataError("show takes either the run's --data_dir or its --mock_data")
-    sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
-    loader = Loader(sources, args.seq_len, args.seed)
+def show(loader: Loader, names: list[str], first: int, count: int):
+    """Print sequences of a run: number, epoch of its source, source, file and byte offset of the first id; that id and
+    the labels."""
     with tolerate_closed_stdout():
-        for g in range(args.first, args.first + args.count):
-            (k,), (index,) = loader._deal(np.array([g]))
-            (start,), _ = loader._place(np.array([g]))
+        for g in range(first, first + count):
+            k, epoch, offset = loader.describe(g)
             (inputs,), (labels,) = loader.rows([g])
-            print(one_line(f"{g}: epoch {index // loader.windows[k]}, {sources[k].name}, {loader.stream.where(start)}"))
+            print(one_line(f"{g}: epoch {epoch}, {names[k]}, {offset}"))
             print("    " + printable([int(inputs[0]), *labels.masked_fill(labels < 0, PAD_ID).tolist()]))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    from spider.data.prepare import FORMATS, endings, prepare  # here: only this command takes it
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}")
-    command = commands.add_parser("prepare", help="make shards; the same command again goes on after a kill")
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command", metavar="{prepare,verify,show}")
+    command = commands.add_parser("prepare", help="make shards; the same command again resumes a killed one")
     command.add_argument("inputs", nargs="+", type=path_name, metavar="INPUT",
                          help="text, JSON-lines, parquet, directory, - (stdin)")
     command.add_argument("--ext", type=endings, metavar="ENDINGS", help="take the files that end so (.py,.md,.rst) or "
                          "whatever is UTF-8 (text), and no others, each as one document")
-    command.add_argument("--format", choices=FORMATS, help="what standard input is (txt)")  # all else has a name
+    command.add_argument("--format", choices=FORMATS, help="of standard input (txt)")  # all else has a name
     command.add_argument("--out", dest="directory", required=True, type=path_name, metavar="DIR",
                          help="where the shards go")
-    command.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
-    command.add_argument("--val_fraction", type=number, default=0.1,
-                         help="part that validates, 0 <= fraction < 1 (0.1)")
-    command.add_argument("--workers", type=integer(1, 1 << 10), default=os.cpu_count(), help="processes (one per core)")
-    command.add_argument("--unit_mb", type=number, default=64,
+    command.add_argument("--field", default="text", metavar="NAME",
+                         help="JSON field or parquet column with the text (text)")
+    command.add_argument("--val_fraction", type=real(0, 1, open_high=True), default=0.1, metavar="FRACTION",
+                         help="fraction of each text, or of the documents, that validates (0.1)")
+    command.add_argument("--workers", type=integer(1, 1 << 10), default=os.cpu_count(), metavar="N",
+                         help="processes (one per core)")
+    command.add_argument("--unit_mb", type=real(0, 1e6, open_low=True), default=64, metavar="MB",
                          help="MB of input per unit of work and shard (64)")
-    command.set_defaults(run=prepare)
     command = commands.add_parser("verify", help="check shards against metadata.json, or else their format")
     command.add_argument("directory", type=path_name, metavar="DIR")
-    command.set_defaults(run=verify)
     command = commands.add_parser("show", help="print what a run read: sequences by their number in its order")
     command.add_argument("directory", nargs="?", type=path_name, metavar="SPEC",
                          help="the run's --data_dir: a directory or a mixture")
     command.add_argument("--mock_data", action="store_true", help="the synthetic data in place of SPEC")
-    command.add_argument("--seq_len", type=integer(1), default=2048, help="the run's (2048)")
-    command.add_argument("--seed", type=integer(0), default=0, help="the run's (0)")
+    command.add_argument("--seq_len", type=integer(1), default=2048, metavar="BYTES", help="the run's (2048)")
+    command.add_argument("--seed", type=integer(0), default=0, metavar="N", help="the run's (0)")
     command.add_argument("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence (0)")
     command.add_argument("--count", type=integer(1), default=1, metavar="N", help="sequences to print (1)")
-    command.set_defaults(run=show)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with a line on stderr for each fault; 130 when interrupted."""
-    def run() -> int:
+    def command() -> int:
         args = parse_args(argv)
         with naming(args.directory):
-            faults = args.run(args) or []
+            if args.command == "prepare":
+                unit_bytes = max(1, int(args.unit_mb * 1e6))
+                prepare(args.inputs, Path(args.directory), args.workers,
+                        Options(args.field, args.val_fraction, unit_bytes, args.ext, args.format))
+            elif args.command == "show":
+                if args.mock_data == (args.directory is not None):
+                    raise DataError("show takes either the run's --data_dir or its --mock_data")
+                sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
+                names = [source.name for source in sources]
+                show(Loader(sources, args.seq_len, args.seed), names, args.first, args.count)
+            faults = verify(args.directory) if args.command == "verify" else []
         for fault in faults:
             print_error("data.py", f"error: {fault}")
         return 2 if faults else 0
-    return run_program(run, "data.py", interrupted="error: interrupted; the same command again resumes")
+    return run_program(command, "data.py", interrupted="error: interrupted; the same command again resumes")
 
 
 if __name__ == "__main__":

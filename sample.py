@@ -41,7 +41,7 @@ from loguru import logger
 from torch import Tensor
 
 from spider import console, errors, files
-from spider.data import loader, prepare, shards
+from spider.data import loader, readers, shards
 from spider.errors import CheckpointError, UsageError
 from spider.export.directory import write_export
 from spider.flags import BadValue, Flag, Parser, integer, path_name, real
@@ -330,7 +330,7 @@ def measure(args: argparse.Namespace, device: torch.device):
         if not files.is_replaceable(Path(args.json)):
             raise UsageError(f"--json: {args.json}: no regular file: name another")
     for file in args.eval:
-        texts[file] = shards.open_data(file) if os.path.isdir(file) else prepare.read_stream(file, args.field)
+        texts[file] = shards.open_data(file) if os.path.isdir(file) else readers.read_stream(file, args.field)
         if isinstance(texts[file], list):
             shards.check(texts[file])
     bf16 = args.precision == "bf16" or args.precision == "auto" and multiplies_bf16(device)

@@ -1,7 +1,7 @@
-"""Bytes are the tokens: ids 0-255 are raw bytes, and a few ids above them mark what bytes cannot say.
+"""Encode and decode bytes, which are the tokens: ids 0-255 are raw bytes, a few ids above them are markers.
 
     0-255     raw bytes, most often of UTF-8 text
-    256       PAD, fills a row behind its last byte; never a target
+    256       PAD, fills a row after its last byte; never a target
     257       BOS, begins a document
     258       EOS, ends a document
     259-271   boundary and loop sentinels: reserved, nothing here writes them
@@ -28,10 +28,10 @@ IMG_NEWLINE = 3
 
 
 def encode(text: str) -> list[int]:
-    """A text as one document: BOS, its UTF-8 bytes, EOS. A lone surrogate raises UnicodeEncodeError."""
+    """Encode a text as one document: BOS, its UTF-8 bytes, EOS. A lone surrogate raises UnicodeEncodeError."""
     return [BOS_ID, *text.encode("utf-8"), EOS_ID]
 
 
 def decode(ids: Iterable[int]) -> str:
-    """The text of ids: those above 255 are dropped, and bytes that are not UTF-8 become U+FFFD."""
+    """Decode ids: those above 255 are dropped, and bytes that are not UTF-8 become U+FFFD."""
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

@@ -1,6 +1,9 @@
-"""Reading and writing files: no kill leaves half of one, no link is written through, no pipe is waited for.
+"""Read and write files: atomic replacement, no writing through a link, no waiting for a pipe.
 
-Faults of data are DataErrors, which name the file; what is said of them is one printable line, whatever the name holds.
+naming, open_plain, walk, each_once   reading what others made; its faults are DataErrors that name the file
+is_count                              a test of a value that was read
+open_own, durable, put_in_place       writing, atomically and durably
+locked                                one process at a time in a directory
 """
 
 import errno
@@ -34,7 +37,7 @@ def naming(path):
 
 
 class Counted(io.FileIO):
-    """A file that calls `report` with the number of bytes that were read, each time."""
+    """A file that calls `report` with the number of bytes of each read."""
 
     def __init__(self, path: str | Path, report: Callable):
         def opener(name, flags: int) -> int:
@@ -49,20 +52,20 @@ class Counted(io.FileIO):
 
 
 def open_plain(path: str | Path, report: Callable = lambda count: None) -> IO[bytes]:
-    """A file to read; DataError at a pipe, a socket or a device, of which the opening alone may take for ever."""
+    """Open a file to read; DataError at a pipe, a socket or a device, which may block for ever at opening alone."""
     with naming(path):
         mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # whose opening says so
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # which open() refuses
         kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
         raise DataError(f"{path}: a {kind}, no file: delete it, or put what comes out of it into a file")
     return io.BufferedReader(Counted(path, report), 1 << 17)
 
 
 def walk(directory: str, own: str | Path = "") -> tuple[list[str], list[str], list[str]]:
-    """Paths of what is in and below a directory, links followed, `own` left out; what is hidden; what is seen already.
+    """List the paths in and below a directory, links followed, `own` left out; those hidden; those seen already.
 
-    A folder is looked into once, at its own place before links to it, so that loops end. Names that begin with a dot
-    are passed over: they are hidden. DataError at a folder that cannot be looked into.
+    A folder is listed once, at its own path before links to it, so that loops end. Names that begin with a dot are
+    hidden and skipped. DataError at a folder that cannot be listed.
     """
     def refuse(fault: OSError):
         raise fault
@@ -88,7 +91,7 @@ def walk(directory: str, own: str | Path = "") -> tuple[list[str], list[str], li
 
 
 def identity(path: str | Path) -> tuple[int, int] | str:
-    """Device and inode, the same for every path to a file; the path where there is nothing."""
+    """Return device and inode, the same for every path to a file; the path where there is nothing."""
     try:
         status = os.stat(path)
         return status.st_dev, status.st_ino
@@ -97,15 +100,15 @@ def identity(path: str | Path) -> tuple[int, int] | str:
 
 
 def holds(link: str) -> bool:
-    """Whether a link leads to a folder that the link is in, at whatever depth."""
+    """Tell whether a link leads to a folder that the link is in, at whatever depth."""
     target = os.path.realpath(link)
     return os.path.commonpath([target, os.path.realpath(os.path.dirname(link))]) == target
 
 
 def each_once(directory: str, names: Sequence[str], first: Container[str] = ()) -> tuple[list[str], list[str]]:
-    """Names in a directory without those of a file that has another one, and the paths of those.
+    """Return the names in a directory, one for each file, and the paths of the other names.
 
-    What is left of several names is one that is in `first`, else one that is no link, else the first in their order.
+    Of several names the one kept is in `first`, else no link, else the first in their order.
     """
     kept, paths = {}, {name: os.path.join(directory, name) for name in names}
     for name in sorted(names, key=lambda name: (name not in first, os.path.islink(paths[name]))):
@@ -115,9 +118,9 @@ def each_once(directory: str, names: Sequence[str], first: Container[str] = ()) 
 
 
 def note_again(where: str, paths: Sequence[str]):
-    """Names what walk and each_once passed over since it is read under another name."""
+    """Note the paths that walk and each_once skipped since they are read under another name."""
     if paths:
-        note(f"{where}: passed over {', '.join(paths[:3])}" + f" and {len(paths) - 3} more" * (len(paths) > 3)
+        note(f"{where}: skipped {', '.join(paths[:3])}" + f" and {len(paths) - 3} more" * (len(paths) > 3)
              + ": link loops, or other names of what is read anyway")
 
 
@@ -131,7 +134,7 @@ def is_count(value) -> bool:
 
 
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
-    """A file to write, never what a link leads to: "w" makes one in place of what has the name, "a" refuses a link."""
+    """Open a file to write, never through a link: "w" replaces whatever has the name, "a" refuses a link."""
     if "w" in mode:
         path.unlink(missing_ok=True)
     return open(path, mode.replace("w", "x"), buffering,
@@ -140,13 +143,13 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
 
 @contextmanager
 def locked(directory: Path, busy: Exception, warn: Callable = note):
-    """Inside, no other process works in a directory, or `busy` is raised; a lock that dies with the process."""
+    """Lock a directory against other processes, or raise `busy`; the lock dies with the process."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.exists(directory) or not os.path.samefile(descriptor, directory):
-                raise busy                # who had the lock has deleted the directory
+                raise busy                # its last holder has deleted the directory
         except BlockingIOError:
             raise busy from None
         except OSError as fault:          # some network file systems
@@ -157,7 +160,7 @@ def locked(directory: Path, busy: Exception, warn: Callable = note):
 
 
 def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
-    """Gives a written temporary file its name; from then on no kill or power cut loses it or leaves half of it."""
+    """Give a written temporary file its name; from then on no kill or power cut loses it or leaves half of it."""
     file.flush()
     os.fsync(file.fileno())
     if before_rename is not None:
@@ -167,7 +170,7 @@ def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
 
 
 def sync(path: Path):
-    """Has a file, or a directory's names, on the disk."""
+    """Flush a file, or a directory's names, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -182,7 +185,7 @@ def is_replaceable(path: Path) -> bool:
 
 @contextmanager
 def durable(path: Path, mode: str = "w", before_rename: Callable | None = None) -> Iterator[IO]:
-    """A file that replaces the one of its name once it is whole and on the disk; an exception leaves that one alone.
+    """Write a file that replaces the one of its name once it is whole and on the disk; an exception leaves that alone.
 
     Yields the open temporary file, `.NAME.tmp` beside it; `before_rename` is called when that one is on the disk.
     """

@@ -322,7 +322,8 @@ def config_text(groups: Mapping[str, Sequence[Flag]], values: Mapping[str, objec
     for heading, flags in groups.items():
         lines = [f"{flag.name} = {toml(values[flag.name])}" for flag in flags
                  if values.get(flag.name) is not None and flag.name != "config"]
-        sections += ["\n".join((f"[{heading}]" if heading.isidentifier() else f"[{toml(heading)}]", *lines))] * bool(lines)
+        name = heading if heading.isidentifier() else toml(heading)
+        sections += ["\n".join((f"[{name}]", *lines))] * bool(lines)
     return "\n\n".join(sections) + "\n"
 
 

@@ -120,7 +120,7 @@ def test_the_cut_into_files_does_not_change_what_is_read():
     shards = Stream([Shard(f"{i}", part) for i, part in enumerate(np.split(ids, [1, 2, 300, 333, 999]))])
     loaders = [Loader([Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)]
     assert all(torch.equal(*pair) for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders)))
-    assert shards.where(300) == "3: byte offset 0" and shards.part(298, 400).part(1, 9).where(0) == "2: byte offset 594"
+    assert shards.where(300) == "3: byte offset 0" and shards.slice(298, 400).slice(1, 9).where(0) == "2: byte offset 594"
 
 
 def test_sources_have_their_exact_shares_in_every_block_and_their_own_epochs():

@@ -307,9 +307,9 @@ def test_a_mixed_folder_says_what_is_passed_over_and_how_many(mixed, tmp_path, c
     (mixed / "sub" / "again.txt").symlink_to(mixed / "a.txt")
     assert prepare(mixed, "--out", tmp_path / "o") == 0
     again, line, _ = capsys.readouterr().err.splitlines()
-    assert again == (f"prepare: {mixed}: passed over {mixed}/sub/again.txt: link loops, or other names of what is read "
+    assert again == (f"prepare: {mixed}: skipped {mixed}/sub/again.txt: link loops, or other names of what is read "
                      "anyway")
-    assert line.startswith(f"prepare: {mixed}: passed over 3 .md ({mixed}/b.md, ...), 2 hidden ({mixed}/.git, ...), 1 ")
+    assert line.startswith(f"prepare: {mixed}: skipped 3 .md ({mixed}/b.md, ...), 2 hidden ({mixed}/.git, ...), 1 ")
     assert line.count(" 1 ") == 6 and ", ...; --ext takes other kinds" in line and r".\x07" in line
     assert prepare(mixed / "a.txt", "--out", tmp_path / "p") == 0 and "passed" not in capsys.readouterr().err
 

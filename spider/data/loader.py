@@ -1,4 +1,8 @@
-"""The order of the data: which sequences a step reads, as a pure function of seed and step."""
+"""Deal the data out to the steps of a run, as a pure function of seed and step, and cut validation rows.
+
+Loader            the training sequences in their global order
+validation_rows   the rows that every evaluation of a run reads; validation_sets: the same by source
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -12,7 +16,7 @@ from tokenizer import PAD_ID, VOCAB_SIZE
 
 BLOCK = 10_000                # sequences in which the sources of a mixture have their exact shares
 
-AHEAD = 4096                  # sequences whose places are worked out at a time: numpy's calls cost more than their work
+AHEAD = 4096                  # sequences whose spans are computed at a time: numpy's calls cost more than their work
 
 # Constants of SplitMix64; numpy takes its own scalars in half the time.
 ADD, MUL_1, MUL_2, BITS_27, BITS_30, BITS_31, BITS_32 = map(
@@ -20,7 +24,7 @@ ADD, MUL_1, MUL_2, BITS_27, BITS_30, BITS_31, BITS_32 = map(
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """uint64 -> uint64, the step of SplitMix64: a bijection in which every input bit reaches every output bit."""
+    """Take the step of SplitMix64, uint64 -> uint64: a bijection in which every input bit reaches every output bit."""
     x = x + ADD
     x = (x ^ (x >> BITS_30)) * MUL_1
     x = (x ^ (x >> BITS_27)) * MUL_2
@@ -28,7 +32,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def key(seed: int, *parts) -> np.ndarray:
-    """uint64 hash of a seed and of numbers or arrays of numbers, none below 0; at least one-dimensional."""
+    """Hash a seed and numbers or arrays of numbers, none below 0, to uint64; at least one-dimensional."""
     x = mix(np.array([seed % 2 ** 64], np.uint64))
     for part in parts:
         x = mix(x ^ np.asarray(part).astype(np.uint64))
@@ -36,10 +40,10 @@ def key(seed: int, *parts) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
-    """Where keyed bijections of [0, n), n < 2**52, take the indices [m] under keys [m]; n [m] or a number; int64 [m].
+    """Map indices [m] by keyed bijections of [0, n), n < 2**52, under keys [m]; n [m] or a number; int64 [m].
 
-    A Feistel network of four rounds on two digits to a base just above sqrt(n). A value of n or more is taken through
-    again (cycle walking), which with this base is seldom needed.
+    A Feistel network of four rounds on two digits to a base just above sqrt(n). A value of n or more is mapped again
+    (cycle walking), which with this base is seldom needed.
     """
     n = np.asarray(n)
     base = np.sqrt(n).astype(np.uint64) + np.uint64(1)
@@ -56,7 +60,7 @@ def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndar
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that sum to total, in proportion to the weights (largest remainder, ties to the first)."""
+    """Return whole numbers that sum to total, in proportion to weights (largest remainder, ties to the first)."""
     exact = [weight / sum(weights) * total for weight in weights]
     out = [int(x) for x in exact]
     for k in sorted(range(len(out)), key=lambda k: out[k] - exact[k])[:total - sum(out)]:
@@ -76,7 +80,7 @@ def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np
 
 
 class Loader:
-    """The training sequences of a run, numbered from 0 in one global order that ranks and micro-steps share out.
+    """Read the training sequences of a run, numbered from 0 in one global order that ranks and micro-steps share.
 
     Each epoch of a source covers every one of its targets (every id but the first) exactly once, cut anew into windows
     of up to seq_len, in another order. Blocks of 10,000 sequences hold the sources in exact proportion to the weights,
@@ -90,7 +94,7 @@ class Loader:
         self.windows = -(-self.targets // seq_len)                                    # in an epoch
         self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
         self.share, self.deal = self.counts / BLOCK, partial(deal, seed, tuple(self.counts.tolist()))
-        self.ahead_from, self.ahead = 0, self._place(np.arange(0))  # places of sequences worked out together
+        self.ahead_from, self.ahead = 0, self._spans(np.arange(0))  # spans of sequences computed together
         for source, targets, count in zip(sources, self.targets, self.counts):
             if targets < seq_len:
                 raise DataError(f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
@@ -99,7 +103,7 @@ class Loader:
                 raise DataError(f"{source.name}: weight {source.weight:g} is not one sequence in {BLOCK:,}: raise it")
 
     def micro_batch(self, first: int, micro_step: int, micro_batch: int, rank: int = 0, ranks: int = 1):
-        """One rank's (input_ids, labels, g) of a micro-step; g int64 [micro_batch] numbers the sequences.
+        """Return a rank's (input_ids, labels, g) of a micro-step; g int64 [micro_batch] numbers the sequences.
 
         `first` sequences were consumed before this optimizer step, whose sequences are the same on any number of ranks.
         """
@@ -107,14 +111,21 @@ class Loader:
         begin = first + (micro_step * ranks + rank) * micro_batch - self.ahead_from
         if not 0 <= begin <= len(self.ahead[0]) - micro_batch:
             self.ahead_from, begin = begin + self.ahead_from, 0
-            self.ahead = self._place(self.ahead_from + np.arange(max(micro_batch, AHEAD)))
-        places = (part[begin:begin + micro_batch] for part in self.ahead)
+            self.ahead = self._spans(self.ahead_from + np.arange(max(micro_batch, AHEAD)))
+        spans = (bounds[begin:begin + micro_batch] for bounds in self.ahead)
         g = self.ahead_from + begin + np.arange(micro_batch)
-        return *cut_rows(self.stream, *places, self.seq_len), torch.from_numpy(g)
+        return *cut_rows(self.stream, *spans, self.seq_len), torch.from_numpy(g)
 
     def rows(self, g: np.ndarray):
-        """Sequences g [n]: (input_ids, labels), int64 [n, seq_len]; labels are shifted, -100 does not count."""
-        return cut_rows(self.stream, *self._place(np.asarray(g)), self.seq_len)
+        """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]; labels are shifted, those of -100
+        do not count."""
+        return cut_rows(self.stream, *self._spans(np.asarray(g)), self.seq_len)
+
+    def describe(self, g: int) -> tuple[int, int, str]:
+        """Return sequence g's number of source, that source's epoch, and the file and byte offset where it begins."""
+        (k,), (index,) = self._deal(np.array([g]))
+        (start,), _ = self._spans(np.array([g]))
+        return int(k), int(index // self.windows[k]), self.stream.where(start)
 
     def epochs(self, g: int) -> np.ndarray:
         """Count the passes over each source that were completed before sequence g; int64 [sources]."""
@@ -127,22 +138,23 @@ class Loader:
         return int(self.counts @ self.epochs(g)) // BLOCK
 
     def _deal(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source number of sequences g, and their index in that source's own endless sequence."""
+        """Return the source number of sequences g, and their index in that source's own endless sequence."""
         block, slot = np.divmod(g, BLOCK)
         source, index = np.empty_like(g), np.empty_like(g)
         for number in np.unique(block).tolist():
             here = block == number
-            owner, rank = (part[slot[here]] for part in self.deal(number))
+            owner, rank = (dealt[slot[here]] for dealt in self.deal(number))
             source[here], index[here] = owner, number * self.counts[owner] + rank
         return source, index
 
-    def _place(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Start and stop of sequences g in the joined stream: inputs are ids start .. stop - 1, labels one further."""
+    def _spans(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return start and stop of sequences g in the joined stream: inputs are ids start .. stop - 1, labels one
+        further."""
         source, index = self._deal(g)
         targets, windows = self.targets[source], self.windows[source]
         epoch, position = np.divmod(index, windows)
         keys = key(self.seed, 1 + source, epoch)
-        # Where windows do not fit evenly, each epoch's first one has another length, which moves the cuts behind it.
+        # Where windows do not fit evenly, each epoch's first one has another length, which moves the cuts after it.
         rest = targets % self.seq_len
         head = np.where(rest == 0, self.seq_len, rest + (mix(keys) >> 32).astype(np.int64) % (self.seq_len - rest))
         stop = head + permute(position, windows, keys) * self.seq_len
@@ -151,13 +163,13 @@ class Loader:
 
 
 def join(streams: Sequence[Stream]) -> tuple[Stream, np.ndarray]:
-    """Streams as one, and where each begins in it, int64 [len(streams)]."""
+    """Return streams as one, and where each begins in it, int64 [len(streams)]."""
     offsets = np.array([0, *accumulate(map(len, streams))][:-1])
     return Stream([shard for stream in streams for shard in stream.shards]), offsets
 
 
 def cut_rows(stream: Stream, start: np.ndarray, stop: np.ndarray, seq_len: int):
-    """(input_ids, labels), int64 [n, seq_len], of windows start .. stop [n], both ends included, of a stream.
+    """Return (input_ids, labels), int64 [n, seq_len], of windows start .. stop [n] of a stream, both ends included.
 
     A window of fewer than seq_len targets is filled up with PAD, its labels with -100, as is every label that is PAD.
     """
@@ -188,12 +200,12 @@ def cut_rows(stream: Stream, start: np.ndarray, stop: np.ndarray, seq_len: int):
 
 
 def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
-    """The first eval_tokens validation targets, shared out by weight: (input_ids, labels), int64 [n, seq_len].
+    """Return the first eval_tokens validation targets, shared out by weight: (input_ids, labels), int64 [n, seq_len].
 
-    A source with fewer targets than its share gives what it has. DataError where there is not one target.
+    The rows of a source lie together, in the order of the sources; one with fewer targets than its share gives what it
+    has. DataError where there is not one target.
     """
-    wanted = shares([source.weight for source in sources], eval_tokens)
-    counts = [min(count, len(source.val) - 1) for source, count in zip(sources, wanted)]
+    counts = validation_targets(sources, eval_tokens)
     stream, offsets = join([source.val for source in sources])
     spans = [(offset + a, offset + min(a + seq_len, count)) for offset, count in zip(offsets.tolist(), counts)
              for a in range(0, count, seq_len)]
@@ -201,3 +213,21 @@ def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
         raise DataError(f"{', '.join(source.name for source in sources)}: no byte to validate on; prepare more data, "
                         "raise --eval_tokens, or switch evaluation off with --eval_every 0")
     return cut_rows(stream, *np.array(spans).T, seq_len)
+
+
+def validation_sets(sources: Sequence[Source], seq_len: int, eval_tokens: int) -> dict:
+    """Return validation_rows by name of source: views of its rows, which in this order make up the whole. A source
+    without a target is left out. DataError where there is not one target."""
+    rows, start, sets = validation_rows(sources, seq_len, eval_tokens), 0, {}
+    for source, count in zip(sources, validation_targets(sources, eval_tokens)):
+        stop = start + -(-max(0, count) // seq_len)
+        if stop > start:
+            sets[source.name] = tuple(half[start:stop] for half in rows)
+        start = stop
+    return sets
+
+
+def validation_targets(sources: Sequence[Source], eval_tokens: int) -> list[int]:
+    """Return how many targets each source validates with; below 1 where it has none."""
+    wanted = shares([source.weight for source in sources], eval_tokens)
+    return [min(count, len(source.val) - 1) for source, count in zip(sources, wanted)]

@@ -1,4 +1,10 @@
-"""Byte shards: find, map and check them."""
+"""Find, map and check byte shards.
+
+Shard, Stream, Source   a mapped file, several as one sequence of ids, and a directory's with its weight
+open_data               the sources of --data_dir; mock_source: those of --mock_data
+check, check_ids        refuse ids that no byte has
+read_metadata           what `prepare` recorded of a directory
+"""
 
 import json
 import math
@@ -27,18 +33,18 @@ CHECK_ALL = 2048 * MIB        # up to here, `check` looks at all of the data
 HELD_OUT = 10_000_000         # most ids held out where no shard is for validation
 RECORD_LIMIT = 256 * MIB      # longest metadata.json or prepare.jsonl that is read: a million shards
 VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)
-RECORDS = "metadata.json", "prepare.jsonl"  # what `prepare` says of its shards, done and under way
+RECORDS = "metadata.json", "prepare.jsonl"  # the records that `prepare` writes, when done and while it works
 
 
 class Shard(NamedTuple):
-    """Ids of a file, or a part of them that begins at id `first` of the file."""
+    """Ids of a file, or a slice of them that begins at id `first` of the file."""
     path: str
     ids: np.ndarray           # uint16
     first: int = 0
     stamp: tuple | None = None  # file_stamp when it was mapped; None: there is no file
 
     def check_unchanged(self):
-        """DataError where the file is no longer the one mapped: ids beyond its end would kill the process."""
+        """Raise DataError where the file is no longer the one mapped: ids beyond its end would kill the process."""
         if self.stamp is None:
             return
         try:
@@ -48,12 +54,12 @@ class Shard(NamedTuple):
         if now != self.stamp:
             what = (f"now: {now}" if isinstance(now, str) else "replaced or altered" if now[1] == self.stamp[1] else
                     f"it ends at byte offset {now[1]}, not {self.stamp[1]}")
-            raise DataError(f"{self.path}: changed during the run ({what}); shards must stay as they are: put it back "
-                            "and give the same command again, it goes on")
+            raise DataError(f"{self.path}: changed during the run ({what}); shards must stay as they are: put it "
+                            "back and give the same command again, which resumes")
 
 
 def file_stamp(file: str | int) -> tuple[int, int, int]:
-    """(inode, size, time of change in ns) of a path or descriptor: another file, or another content, has another."""
+    """Return (inode, size, time of change in ns) of a path or descriptor; it differs where file or content differ."""
     status = os.stat(file)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -70,20 +76,20 @@ class Stream:
         return self.starts[-1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids start .. stop - 1, uint16; a view where one shard holds them all."""
+        """Return ids start .. stop - 1, uint16; a view where one shard holds them all."""
         i = bisect_right(self.starts, start) - 1
         if stop <= self.starts[i + 1]:
             return self.shards[i].ids[start - self.starts[i]:stop - self.starts[i]]
-        return np.concatenate([shard.ids for shard in self.part(start, stop).shards])
+        return np.concatenate([shard.ids for shard in self.slice(start, stop).shards])
 
-    def part(self, start: int, stop: int) -> "Stream":
-        """The stream of ids start .. stop - 1."""
+    def slice(self, start: int, stop: int) -> "Stream":
+        """Return the stream of ids start .. stop - 1."""
         cuts = [(shard, max(0, start - begin), min(len(shard.ids), stop - begin))
                 for shard, begin in zip(self.shards, self.starts)]
         return Stream([shard._replace(ids=shard.ids[a:b], first=shard.first + a) for shard, a, b in cuts if a < b])
 
     def where(self, index: int) -> str:
-        """File and byte offset of an id."""
+        """Return the file and byte offset of an id."""
         i = bisect_right(self.starts, index) - 1
         return f"{self.shards[i].path}: byte offset {2 * (self.shards[i].first + index - self.starts[i])}"
 
@@ -98,7 +104,7 @@ class Source:
 
 
 def open_data(spec: str) -> list[Source]:
-    """The sources of a directory, or of a mixture such as web:0.7,code:0.3 (weights above 0, of any sum)."""
+    """Open a directory, or a mixture such as web:0.7,code:0.3 (weights above 0, of any sum)."""
     if ":" not in spec or os.path.isdir(spec):
         return [open_source(spec, 1.0)]
     names, _, weights = zip(*(part.rpartition(":") for part in spec.split(",")))
@@ -115,7 +121,7 @@ def open_data(spec: str) -> list[Source]:
 
 
 def open_source(directory: str, weight: float) -> Source:
-    """Maps a directory's shards; where none is for validation, the last 1% of the ids are held out for it."""
+    """Map a directory's shards; where none is for validation, the last 1% of the ids are held out for it."""
     low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
     shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
@@ -124,15 +130,15 @@ def open_source(directory: str, weight: float) -> Source:
         raise DataError(f"{directory}: every shard in it is for validation, none for training")
     if not len(val):
         cut = len(train) - min(len(train) // 100, HELD_OUT)
-        train, val = train.part(0, cut), train.part(cut, len(train))
+        train, val = train.slice(0, cut), train.slice(cut, len(train))
     return Source(directory, weight, train, val)
 
 
 def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
-    """(path, split, entry in metadata.json) of the .bin files in and below a directory, sorted by relative name.
+    """List (path, split, entry in metadata.json) of the .bin files in and below a directory, by relative name.
 
     Without an entry, a name or a folder such as val, val_00, valid or validation-1 makes the split "val", else "train".
-    A file that several paths lead to is there once; what is passed over, link loops as well, is said in one line.
+    A file that several paths lead to is listed once; what is skipped, link loops as well, is noted in one line.
     """
     advice = f"make shards by `python data.py prepare INPUT --out {directory}`"
     if not os.path.isdir(directory):
@@ -154,11 +160,11 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
 
 
 def read_metadata(folder: str | Path) -> dict:
-    """metadata.json of a folder; empty where there is none, or somebody else's, which does not list shards as ours."""
+    """Read metadata.json of a folder; empty where there is none, or another program's, which lists no such shards."""
     path, journal = (Path(folder, name) for name in RECORDS)
     if not os.path.lexists(path):
         if journal.exists():
-            raise DataError(f"{folder}: `prepare` was cut short here; give the same command again, it goes on")
+            raise DataError(f"{folder}: `prepare` was cut short here; give the same command again, which resumes")
         return {}
     try:
         metadata = json.loads(read_record(path))
@@ -173,13 +179,13 @@ def read_metadata(folder: str | Path) -> dict:
 
 
 def is_entry(entry) -> bool:
-    """Whether a JSON value describes a shard, as far as training relies on it."""
+    """Tell whether a JSON value describes a shard, as far as training relies on it."""
     return (isinstance(entry, dict) and entry.get("split") in ("train", "val") and is_count(entry.get("ids"))
             and type(entry.get("name")) is type(entry.get("sha256")) is str)
 
 
 def read_record(path: Path) -> bytes:
-    """What one of RECORDS holds; DataError where it is longer than any that `prepare` writes."""
+    """Read one of RECORDS; DataError where it is longer than any that `prepare` writes."""
     with naming(path), open_plain(path) as file:
         content = file.read(RECORD_LIMIT + 1)
     if len(content) > RECORD_LIMIT:
@@ -188,7 +194,7 @@ def read_record(path: Path) -> bytes:
 
 
 def map_shard(path: str, entry: dict | None) -> Shard:
-    """A memory-mapped file; its ids are a plain uint16 array, since slices of np.memmap are slow."""
+    """Map a file; its ids are a plain uint16 array, since slices of np.memmap are slow."""
     with naming(path), open_plain(path) as file:
         stamp = _, size, _ = file_stamp(file.fileno())
         if size == 0:
@@ -202,7 +208,7 @@ def map_shard(path: str, entry: dict | None) -> Shard:
 
 
 def check_ids(stream: Stream, start: int, stop: int):
-    """Raises DataError at the first of the ids start .. stop - 1 that is above 271."""
+    """Raise DataError at the first of the ids start .. stop - 1 that is above 271."""
     for begin in range(start, stop, MIB):  # pieces that stay in the cache
         stream.shards[bisect_right(stream.starts, begin) - 1].check_unchanged()
         piece = stream.read(begin, min(begin + MIB, stop))
@@ -212,9 +218,9 @@ def check_ids(stream: Stream, start: int, stop: int):
 
 
 def check(sources: Sequence[Source]):
-    """Raises DataError at an id above 271: looks at all of up to 2 GiB, else at the first and last MiB of every shard.
+    """Raise DataError at an id above 271: check all of up to 2 GiB, else the first and last MiB of every shard.
 
-    What is not looked at here is when it is read: every batch checks its own ids.
+    Training checks the rest as it reads: every batch checks its own ids.
     """
     streams = [stream for source in sources for stream in (source.train, source.val)]
     reach = MIB // 2 if sum(2 * len(stream) for stream in streams) > CHECK_ALL else CHECK_ALL
@@ -225,7 +231,7 @@ def check(sources: Sequence[Source]):
 
 
 def mock_source(seed: int) -> Source:
-    """About 1 MB of made-up sentences, which a model learns within a few steps, and 70 kB to validate; no file."""
+    """Make up about 1 MB of sentences, which a model learns within a few steps, and 70 kB to validate; no file."""
     rng = random.Random(seed)
     words = ["".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(rng.choice((1, 2, 2, 3))))
              for _ in range(20)]
@@ -242,7 +248,7 @@ def mock_source(seed: int) -> Source:
 
 
 def printable(ids: Iterable[int]) -> str:
-    r"""Ids for a terminal: printable text as it is, other bytes as \n, \x07 or \\, other ids as \<BOS> or \<259>."""
+    r"""Write ids for a terminal: printable text as it is, other bytes as \n, \x07 or \\, ids as \<BOS> or \<259>."""
     names, out = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}, []
     for is_byte, run in groupby(ids, lambda i: i < 256):
         if is_byte:
