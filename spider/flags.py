@@ -272,7 +272,7 @@ def read_config(name: str, groups: Mapping[str, Sequence[Flag]]) -> dict:
     UsageError, which names the file, at an unknown name or section and at a bad value.
     """
     def refuse(fault: str):
-        raise UsageError(f"--config: {name}: {fault}")
+        raise UsageError(one_line(f"--config: {name}: {fault}"))
     try:                                  # here: no other command line needs it
         import tomllib
     except ModuleNotFoundError:           # Python 3.10

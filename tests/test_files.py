@@ -9,7 +9,8 @@ import pytest
 
 from conftest import contents, prepare
 from spider import files
-from spider.data.prepare import ShardWriter, spool
+from spider.data.inputs import spool
+from spider.data.prepare import ShardWriter
 from spider.training.metrics import Metrics
 
 
