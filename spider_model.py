@@ -36,7 +36,7 @@ from spider.model.boundaries import boundary_loss, learned_boundaries, respect_s
 from spider.model.cache import Cache
 from spider.model.casting import Linear, WideLinear, cast_experts, cast_weights_once, wide
 from spider.model.compilation import compile_layers
-from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, SpiderConfig  # noqa: F401  importable from here
+from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, SpiderConfig  # noqa: F401
 from spider.model.core_pass import CorePass, CoreStats, LayerCaches, LayerState
 from spider.model.costs import flops_per_byte
 from spider.model.decoding import DecodingState, check_ids, decoding_state, generate_batch, step
@@ -118,8 +118,8 @@ class RecurrentBlock(nn.Module):
         y, routing = self.moe(rms_norm(x), decided)
         return x + y, routing, (latent, read)
 
-    def in_one_graph(self, x: Tensor, packing: Packing, recalled: Recalled | None, active: ActiveRows, state: LayerState,
-                     recompute: bool) -> tuple[Tensor | None, ...]:
+    def in_one_graph(self, x: Tensor, packing: Packing, recalled: Recalled | None, active: ActiveRows,
+                     state: LayerState, recompute: bool) -> tuple[Tensor | None, ...]:
         """Compute the same in the form that torch.compile takes for one graph, forward and backward: the results in a
         flat tuple. Recomputation is then a part of the backward graph, fused with it, and keeps the routing."""
         def run(x):
@@ -307,8 +307,8 @@ class Spider(nn.Module):
     """The model; see the head of the file for what it is made of.
 
     For one's own ideas (docs/guide/trying-an-idea.md) a subclass names other classes of layers, or overrides a method:
-    block_class(config, attention_class), core_block_class(config, has_engram, attention_class), attention_class(config),
-    and `extra_losses`."""
+    block_class(config, attention_class), core_block_class(config, has_engram, attention_class),
+    attention_class(config), and `extra_losses`."""
 
     attention_class: type[nn.Module] = MLA
     block_class: type[nn.Module] = Block
@@ -486,7 +486,7 @@ class Spider(nn.Module):
     # Training
 
     def cast_weights_once(self):
-        """Inside, weights keep one cast for all passes of an optimizer step, see casting.cast_weights_once."""
+        """Keep one cast of weights, inside, for all passes of an optimizer step, see casting.cast_weights_once."""
         return cast_weights_once(self)
 
     def zero_grad(self, set_to_none: bool = True):
@@ -510,8 +510,8 @@ class Spider(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: Tensor):
-        """Move each expert's bias towards balance, once per optimizer step, by the tokens [L, E] that it received in all
-        loops, micro-steps and ranks."""
+        """Move each expert's bias towards balance, once per optimizer step, by the tokens [L, E] that it received in
+        all loops, micro-steps and ranks."""
         for layer, tokens in zip(() if self.core is None else self.core.layers, tokens_per_expert):
             layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
 

@@ -34,9 +34,9 @@ class BackendError(SpiderError, RuntimeError):
 
 def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype, say: Callable = lambda line: None,
                     agree: Callable = bool, compiled: bool = False) -> str:
-    """`auto` becomes `tile` where TileKernels pass a check on this GPU, else `grouped`, as it does where layers are
-    compiled, which tile's operations would keep the core from; a `tile` that fails is an error. config has
-    hidden_size, n_routed_experts and n_experts_per_tok; dtype is that of the products.
+    """Resolve a backend: `auto` becomes `tile` where TileKernels pass a check on this GPU, else `grouped`, as it does
+    where layers are compiled, which tile's operations would keep the core from; a `tile` that fails is an error. config
+    has hidden_size, n_routed_experts and n_experts_per_tok; dtype is that of the products.
 
     `say` gets a line where `auto` does without TileKernels on a GPU, and one where torch's grouped product is slow;
     `agree` says, given whether this rank can, whether all can."""
@@ -57,8 +57,8 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
 
 
 def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a grouped product is one kernel that needs no look at the group sizes: in torch's GroupedBlas.cpp bf16 on
-    compute capability 9.x and 10.x; elsewhere it reads them back and calls mm for each group."""
+    """Return whether a grouped product is one kernel that needs no look at the group sizes: in torch's GroupedBlas.cpp
+    bf16 on compute capability 9.x and 10.x; elsewhere it reads them back and calls mm for each group."""
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
@@ -71,8 +71,8 @@ def describe(device: torch.device) -> str:
 
 
 def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | None:
-    """Why TileKernels cannot serve this model on this device, and the remedy; None if they can. Compiles the kernels
-    that training will call: seconds for each the first time, then they come from tilelang's cache."""
+    """Return why TileKernels cannot serve this model on this device, and the remedy; None if they can. Compiles the
+    kernels that training will call: seconds for each the first time, then they come from tilelang's cache."""
     too_old = "TileKernels needs a GPU from Hopper on (sm_90 or above)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < TILE_CAPABILITY:
         return too_old
@@ -110,14 +110,14 @@ def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | Non
 
 
 def first_error(fault: Exception) -> str:
-    """What a fault says, in a line: of a compiler's output, which stands behind a whole source, the first error."""
+    """Describe a fault in a line: of a compiler's output, which stands behind a whole source, the first error."""
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()] or [""]
     line = next((line for line in lines if re.search(r"(error|fatal)\s*: *\S", line)), lines[0])
     return f"{type(fault).__name__}: {line[:200]}".removesuffix(": ")
 
 
 def find_disagreement(ops, device: torch.device, config, dtype: torch.dtype) -> str | None:
-    """The first of six operations that differs from the plain one, on tokens with ties, weights of zero, and slots
+    """Name the first of six operations that differs from the plain one, on tokens with ties, weights of zero, and slots
     without an expert; enough tokens for several of a GPU's processors. Numbers are such that all sums are exact."""
     plain, generator = TORCH_OPERATIONS, torch.Generator().manual_seed(0)
     tokens, experts, k = 1000, config.n_routed_experts, config.n_experts_per_tok
@@ -155,7 +155,7 @@ def find_disagreement(ops, device: torch.device, config, dtype: torch.dtype) -> 
 # smaller index, weights of zero stay zero, -1 is skipped.
 
 def operations(backend: str):
-    """The module of TileKernels for `tile`, the plain-torch equivalents for the others."""
+    """Return the module of TileKernels for `tile`, the plain-torch equivalents for the others."""
     if backend == "tile":
         import tile_kernels.moe
         return tile_kernels.moe
@@ -172,37 +172,38 @@ def _normalize_weight(weights):
 
 
 def _aux_fi(topk_idx, num_experts, num_aux_topk):
-    chosen = topk_idx.flatten() + 1  # -1, no expert, counts in the first place, which is dropped
+    chosen = topk_idx.flatten() + 1  # -1, no expert, counts in the first count, which is dropped
     count = torch.zeros(num_experts + 1, device=chosen.device)
     count.index_add_(0, chosen, torch.ones(len(chosen), device=chosen.device))
     return count[1:] * (num_experts / (len(topk_idx) * num_aux_topk))
 
 
 def _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment):
-    """Where rows lie, by counting: no sort, no look at the data. -> of each slot its row, int64 [N, k], -1 for a slot
+    """Assign rows by counting: no sort, no look at the data. -> of each slot its row, int64 [N, k], -1 for a slot
     of no expert; of each row its slot, [P], -1 where nothing lies; expert_end and aligned counts, [E]."""
     slots, device = topk_idx.numel(), topk_idx.device
     chosen = torch.arange(num_experts, device=device)[:, None] == topk_idx.flatten()         # [E, slots]
     rank = chosen.cumsum(1)               # of a slot among those of its expert, from 1 on
     aligned = (rank[:, -1] + (alignment - 1)) // alignment * alignment
     end = aligned.cumsum(0)
-    place = rank.add_((end - aligned)[:, None]).mul_(chosen).sum(0)                          # from 1 on
-    slot = place.new_full((1 + num_expanded_tokens,), -1).scatter_(0, place, torch.arange(slots, device=device))[1:]
-    return (place - 1).view(topk_idx.shape), slot, end, aligned
+    row = rank.add_((end - aligned)[:, None]).mul_(chosen).sum(0)                          # from 1 on
+    slot = row.new_full((1 + num_expanded_tokens,), -1).scatter_(0, row, torch.arange(slots, device=device))[1:]
+    return (row - 1).view(topk_idx.shape), slot, end, aligned
 
 
 def _get_fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment):
-    """-> pos_to_expert [P], pos_to_token [P], pos_to_token_topk [P] (-1 where nothing lies), token_topk_to_pos [N, k],
-    expert_start, expert_end, num_tokens_per_expert [E], all int32 and aligned; like the original's, the last is []."""
-    place, slot, end, aligned = _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment)
+    """Return pos_to_expert [P], pos_to_token [P], pos_to_token_topk [P] (-1 where nothing lies), token_topk_to_pos [N,
+    k], expert_start, expert_end, num_tokens_per_expert [E], all int32 and aligned; like the original's, the last is
+    []."""
+    row, slot, end, aligned = _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment)
     expert = torch.where(slot < 0, -1, topk_idx.flatten()[slot])
-    mapping = expert, slot.div(topk_idx.shape[1], rounding_mode="floor"), slot, place, end - aligned, end, aligned
+    mapping = expert, slot.div(topk_idx.shape[1], rounding_mode="floor"), slot, row, end - aligned, end, aligned
     return *(t.int() for t in mapping), []
 
 
 def _expand_to_fused(x, token_topk_to_pos, pos_to_expert):
     tokens, k = token_topk_to_pos.shape
-    source = torch.full((len(pos_to_expert) + 1,), tokens, dtype=torch.int64, device=x.device)  # -1 is its last place
+    source = torch.full((len(pos_to_expert) + 1,), tokens, dtype=torch.int64, device=x.device)  # -1 is its last row
     source[token_topk_to_pos.flatten()] = torch.arange(tokens * k, device=x.device) // k
     return F.pad(x, (0, 0, 0, 1)).index_select(0, source[:-1])
 
@@ -241,7 +242,7 @@ class ExpertRows(NamedTuple):
 
 
 def assign_rows(topk_idx: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
-    """Sorts the slots [N, k] by expert; the reference, `loop`, has no use for that."""
+    """Sort the slots [N, k] by expert; the reference, `loop`, has no use for that."""
     if backend == "loop":
         return None
     bound = row_bound(topk_idx.numel(), n_experts)
@@ -254,12 +255,12 @@ def assign_rows(topk_idx: Tensor, n_experts: int, backend: str) -> ExpertRows | 
 
 
 def _expand(x, row, source, tile):
-    """Tokens [N, D] copied to their rows [P, D]; rows that only fill up hold anything finite: they weigh nothing."""
+    """Copy tokens [N, D] to their rows [P, D]; rows that only fill up hold anything finite: they weigh nothing."""
     return operations("tile").expand_to_fused(x.contiguous(), row, source) if tile else x.index_select(0, source)
 
 
 def _reduce(rows, row, tile):
-    """Rows [P, D] summed to their tokens [N, D]; rows of no token are never read."""
+    """Sum rows [P, D] to their tokens [N, D]; rows of no token are never read."""
     rows = rows.detach().contiguous()
     return operations("tile").reduce_fused(rows, None, row) if tile else F.embedding_bag(row, rows, mode="sum")
 
@@ -318,8 +319,8 @@ class Routing(NamedTuple):
 
 def route(score: Tensor, expert_bias: Tensor, k: int, backend: str, topk_idx: Tensor | None = None
           ) -> tuple[Tensor, Tensor]:
-    """Softmax over the scores [N, E]; selection by probability + expert_bias [E], weights from the probabilities alone:
-    topk_idx [N, k] int64 and topk_weights [N, k] fp32, each row of which sums to 1.
+    """Choose experts by a softmax over the scores [N, E]; selection by probability + expert_bias [E], weights from the
+    probabilities alone: topk_idx [N, k] int64 and topk_weights [N, k] fp32, each row of which sums to 1.
 
     A given topk_idx, the decision of an earlier pass, is kept whatever the scores say now (recomputation).
     """
@@ -334,8 +335,8 @@ def route(score: Tensor, expert_bias: Tensor, k: int, backend: str, topk_idx: Te
 
 
 def balance(score: Tensor, topk_idx: Tensor, share: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """What V decisions cost, together: scores [V, N, E], topk_idx [V, N, k], share [V, N], each token's part in the
-    means, 0 for a row that only fills up.
+    """Compute what V decisions cost, together: scores [V, N, E], topk_idx [V, N, k], share [V, N], each token's part in
+    the means, 0 for a row that only fills up.
 
     Returns sums over V of aux_loss, sum_e f_e P_e, with P_e the mean probability and f_e an expert's tokens relative to
     an even share: 1 when balanced; and of z_loss, the mean squared log-partition of the scores; and f [V, E]."""
@@ -359,7 +360,7 @@ def balance(score: Tensor, topk_idx: Tensor, share: Tensor, backend: str) -> tup
 
 
 def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
-    """rows [P, D] sorted by expert, each times its expert's weights [E, D, F]; expert_end [E] int32 -> [P, F].
+    """Multiply rows [P, D], sorted by expert, each by its expert's weights [E, D, F]; expert_end [E] int32 -> [P, F].
 
     Rows behind the last expert's, and their gradients, come out uninitialised: nothing may sum over them."""
     product = {torch.bfloat16: F.grouped_mm, torch.float64: _multiply_in_turn}.get(rows.dtype, _uncompiled_grouped_mm)
@@ -367,7 +368,7 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
 
 
 def _multiply_in_turn(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """grouped_mm in float64, which torch's has not: one product after the other, for what is to be exact."""
+    """Do grouped_mm in float64, which torch's has not: one product after the other, for what is to be exact."""
     *groups, tail = rows.tensor_split(offs.tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, weights)] + [tail @ torch.zeros_like(weights[0])])
 
@@ -376,7 +377,7 @@ _uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # torch.compile a
 
 
 def fp8_grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
-    """The same with operands rounded to FP8 (e4m3), a power-of-two scale for each row and each weight column.
+    """Do the same with operands rounded to FP8 (e4m3), a power-of-two scale for each row and each weight column.
 
     torchao's kernels on a GPU (16 rows aligned, column-major weights); elsewhere a plain emulation, for tests."""
     if not rows.is_cuda:
@@ -403,7 +404,7 @@ class _EmulatedFP8(torch.autograd.Function):
 
 
 def _round_fp8(x: Tensor, dim: int) -> Tensor:
-    """x rounded to e4m3 under a power-of-two scale for each slice along `dim`, in its own type again."""
+    """Round x to e4m3 under a power-of-two scale for each slice along `dim`, in its own type again."""
     largest = x.float().abs().amax(dim, keepdim=True).clamp_min(1e-12)
     scale = torch.exp2((448 / largest).log2().floor())
     return ((x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
@@ -412,13 +413,13 @@ def _round_fp8(x: Tensor, dim: int) -> Tensor:
 def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tensor, w_up: Tensor | None,
                 w_down: Tensor, backend: str, product: Callable = grouped_product,
                 expert_rows: ExpertRows | None = None) -> Tensor:
-    """Weighted sum of each token's experts: y[n] = sum_j topk_weights[n, j] * SwiGLU_e(x[n]), e = topk_idx[n, j].
+    """Return the weighted sum of each token's experts: y[n] = sum_j topk_weights[n, j] * SwiGLU_e(x[n]), e =
+    topk_idx[n, j].
 
     x [N, D]; topk_idx [N, k] int64, -1 for none; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D],
     of x's type. w_up is None where w_gate holds both side by side, [E, D, 2F]: `grouped` and `tile` then need not join
-    them. product is one of the two above; expert_rows, where known, `assign_rows` of topk_idx. Returns y [N, D]. Differentiable in
-    x, topk_weights and the three weights.
-    """
+    them. product is one of the two above; expert_rows, where known, `assign_rows` of topk_idx. Returns y [N, D].
+    Differentiable in x, topk_weights and the three weights. """
     if len(x) == 1 and not (x.is_cuda or torch.is_grad_enabled()):
         return _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down)
     if backend == "loop":
@@ -444,7 +445,8 @@ def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
 
 
 def _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down):
-    """A token alone, as decoding brings it to a CPU: nothing is sorted, experts' weights are read where they lie."""
+    """Compute a token alone, as decoding brings it to a CPU: nothing is sorted, experts' weights are read where they
+    lie."""
     y = torch.zeros_like(x)
     for expert, weight in zip(topk_idx[0].tolist(), topk_weights.to(x.dtype).unbind(1)):
         if expert < 0:
@@ -455,14 +457,14 @@ def _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down):
 
 
 def _multiply_group(product, rows, weight):
-    """One expert's rows [n, D] times its weight [D, F] by a grouped product, filled up to its alignment."""
+    """Multiply one expert's rows [n, D] by its weight [D, F] by a grouped product, filled up to its alignment."""
     padded = F.pad(rows, (0, 0, 0, -len(rows) % ALIGNMENT))
     end = torch.full((1,), len(padded), dtype=torch.int32, device=rows.device)
     return product(padded, weight[None], end)[:len(rows)]
 
 
 def row_bound(slots: int, experts: int) -> int:
-    """P: it holds for any routing of so many slots; into fewer rows TileKernels would write out of bounds."""
+    """Return P, which holds for any routing of so many slots; into fewer rows TileKernels would write out of bounds."""
     return (slots + (ALIGNMENT - 1) * experts) // ALIGNMENT * ALIGNMENT
 
 

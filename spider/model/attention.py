@@ -28,7 +28,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def turn_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    """x turned by its rows' angles, or back by them (`way` -1)."""
+    """Turn x by its rows' angles, or back by them (`way` -1)."""
     part = x.view(len(x), heads, -1)[:, :, -cos.shape[2]:]
     turned = part.roll(cos.shape[2] // 2, -1)
     part.mul_(cos).addcmul_(turned, sin, value=way)
@@ -36,27 +36,27 @@ def turn_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, way: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """Causal attention inside each document by one kernel: q, k, v [rows, H, head_dim] -> [rows, H * head_dim]."""
+    """Attend causally inside each document by one kernel: q, k, v [rows, H, head_dim] -> [rows, H * head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
     cu, longest = packing.cu_seqlens, packing.longest
     return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
 
 
 def attend_filled(qkv: Tensor, packing: Packing) -> Tensor:
-    """The same by products of documents that are filled up: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
+    """Do the same by products of documents that are filled up: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
     sizes = [documents * length for documents, length in packing.buckets]
-    if packing.slot is not None:
-        qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.slot, qkv)
+    if packing.padded_row is not None:
+        qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.padded_row, qkv)
     parts = qkv.split(sizes) if len(sizes) > 1 else [qkv]
     parts = [_attend_padded(part.unflatten(0, bucket), packing.window).flatten(0, 1)
              for part, bucket in zip(parts, packing.buckets)]
     out = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return out if packing.slot is None else out.index_select(0, packing.slot)
+    return out if packing.padded_row is None else out.index_select(0, packing.padded_row)
 
 
 def _attend_padded(qkv: Tensor, window: int) -> Tensor:
-    """The same for qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H * head_dim]; behind a document's last
-    row nothing looks. Under a window, blocks of as many rows look at themselves and at the block before."""
+    """Do the same for qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H * head_dim]; behind a document's
+    last row nothing looks. Under a window, blocks of as many rows look at themselves and at the block before."""
     documents, longest = qkv.shape[:2]
     if not 0 < window < longest:
         return _attend_block(*qkv.unbind(3), longest)
@@ -68,8 +68,8 @@ def _attend_padded(qkv: Tensor, window: int) -> Tensor:
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """The last n of m rows look at up to `window` rows: q [B, n, H, head_dim], k, v [B, m, H, head_dim] -> [B, n, H *
-    head_dim]."""
+    """Let the last n of m rows look at up to `window` rows: q [B, n, H, head_dim], k, v [B, m, H, head_dim] -> [B, n, H
+    * head_dim]."""
     batch, n, heads, width = q.shape
     m = k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -103,7 +103,7 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor, packing: Packing, active: ActiveRows, latent: Tensor | None = None,
                 cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """x [n, D] of the rows that are active -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
+        """Attend for the active rows x [n, D] -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
         given ones, of the loop before, stay for the others. A cache holds earlier latents, normed and rotated."""
         c = self.config
         latent = active.merge(latent, self.kv_a_proj(x))
@@ -127,8 +127,8 @@ class MLA(nn.Module):
         return self.o_proj(active.pick(out)), latent
 
     def absorbed(self, q: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
-        """The same attention over latents alone, [rows, H * v_head_dim]: keys and values are never made of them, since
-        q (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times that of c."""
+        """Do the same attention over latents alone, [rows, H * v_head_dim]: keys and values are never made of them,
+        since q (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times that of c."""
         c = self.config
         weight = weight_of(self.kv_b_proj, c_kv.dtype).view(c.n_heads, -1, c.kv_lora_rank)   # [H, nope + v, c_kv]
         w_uk, w_uv = weight.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=1)

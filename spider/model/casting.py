@@ -1,9 +1,8 @@
 """Cast weights for products, once a product or once for all passes of an optimizer step.
 
 Parameters are fp32, or what they were given as; products run in Spider.compute_dtype. Linear and WideLinear cast where
-they multiply; `cast_weights_once` has every module with a `cast_weight(dtype)` (these, MoE, FP8's Linears) keep its cast
-in `cast`; `cast_experts` is the cast of stacked expert weights.
-"""
+they multiply; `cast_weights_once` has every module with a `cast_weight(dtype)` (these, MoE, FP8's Linears) keep its
+cast in `cast`; `cast_experts` is the cast of stacked expert weights. """
 
 from contextlib import contextmanager
 
@@ -67,18 +66,18 @@ class _Wide(torch.autograd.Function):
 
 
 def halves(x: Tensor, dim: int) -> Tensor:
-    """x in fp32 as a sum of two numbers in bf16, side by side along `dim`."""
+    """Split x in fp32 into a sum of two numbers in bf16, side by side along `dim`."""
     high = x.to(torch.bfloat16)
     return torch.cat((high, (x - high).to(torch.bfloat16)), dim=dim)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in bf16, summed up and given in fp32."""
+    """Multiply a @ b in bf16, summed and returned in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """A Linear's weight in the type of a product: its cast, where there is one."""
+    """Return a Linear's weight in the type of a product: its cast, where there is one."""
     for weight in (linear.cast, linear.weight):
         if weight is not None and weight.dtype == dtype:
             return weight
@@ -97,7 +96,7 @@ def cast_experts(weights: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, joi
 
 @contextmanager
 def cast_weights_once(model: nn.Module):
-    """Inside, weights keep one cast to `compute_dtype`, and one gradient before it is cast back, for all loops,
+    """Keep, inside, one cast of weights to `compute_dtype`, and one gradient before it is cast back, for all loops,
     recomputations and micro-steps. Weights must not change meanwhile: it spans an optimizer step's passes."""
     modules = [module for module in model.modules() if hasattr(module, "cast_weight")]
     try:
@@ -110,5 +109,5 @@ def cast_weights_once(model: nn.Module):
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in at least fp32."""
+    """Return x in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -8,8 +8,8 @@ from torch import nn
 
 def compile_layers(model: nn.Module, **settings) -> str | None:
     """Compile the layers of a Spider for passes with gradients: evaluation and decoding, whose shapes differ, go
-    without. Numbers of segments and documents are dynamic sizes; settings go to torch.compile. Of each layer the function
-    that its class names in `in_one_graph` is compiled, not the module, whose hooks are those of FSDP.
+    without. Numbers of segments and documents are dynamic sizes; settings go to torch.compile. Of each layer the
+    function that its class names in `in_one_graph` is compiled, not the module, whose hooks are those of FSDP.
 
     Returns why the core's layers are left out, or None: what would break their graph leaves nothing of it."""
     obstacle, of_core = None, [] if model.core is None else list(model.core.layers)

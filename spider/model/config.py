@@ -109,7 +109,7 @@ class SpiderConfig:
 
     @property
     def bytes_per_segment(self) -> float:
-        """About how many there will be: in the middle of the boundary loss's band, or as the other rules cut English
+        """Estimate bytes per segment: in the middle of the boundary loss's band, or as the other rules cut English
         prose (words: Python about 9, Chinese 3)."""
         least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
         return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
@@ -117,23 +117,24 @@ class SpiderConfig:
 
     @property
     def longest_order(self) -> int:
-        """Bytes that anything looks back on to find what it recalls."""
+        """Count the bytes that any memory looks back on."""
         return max((2, WORD_BYTES * bool(self.engram_match_words))
                    + self.engram_orders + self.engram_byte_orders + self.engram_match_orders)
 
     @property
     def match_contexts(self) -> int:
-        """Contexts that are looked for in the document."""
+        """Count the contexts of the match memory."""
         return len(self.engram_match_orders) + len(self.engram_match_words)
 
     @property
     def scores_core(self) -> bool:
-        """Whether training counts the core's own prediction of the next byte."""
+        """Return whether training scores the core's own prediction of the next byte."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
-        """`tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M); ValueError for any other name."""
+        """Return `tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M); ValueError for any other
+        name."""
         if name not in PRESETS:
             raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
@@ -141,7 +142,7 @@ class SpiderConfig:
 
 @cache
 def primes_below(limit: int, count: int) -> tuple[int, ...]:
-    """The `count` largest primes not above `limit`, descending; all of them where there are fewer."""
+    """Return the `count` largest primes not above `limit`, descending; all of them where there are fewer."""
     found = []
     for n in range(limit, 1, -1):
         if len(found) == count:

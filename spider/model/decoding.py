@@ -57,7 +57,8 @@ class DecodingState:
 
 
 def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str = "T"):
-    """Raise ValueError unless ids are int64 [rows, length], where a number must be met and a letter is any from 1 on."""
+    """Raise ValueError unless ids are int64 [rows, length], where a number must be met and a letter is any from 1
+    on."""
     sizes = list(ids.shape)
     if ids.dtype != torch.int64 or len(sizes) != 2 or any(
             size != wanted if isinstance(wanted, int) else size < 1 for size, wanted in zip(sizes, (rows, length))):

@@ -1,9 +1,8 @@
-"""What is remembered and not computed: tables of hashed n-grams, and what a document says of itself.
+"""Lookup memories: Engram tables of hashed n-grams, at segment rate and at byte rate.
 
-Engram (arXiv 2601.07372) recalls, of the last bytes, rows that training wrote: at segment rate before core layers, at byte
-rate (BLT, arXiv 2412.09871) before prelude and head. The match memory (the match model of PAQ, Mahoney 2005) looks up
-what followed in the document where the last bytes stood before. Shapes as in spider_model.py.
-"""
+Engram (arXiv 2601.07372) recalls, of the last bytes, rows that training wrote: at segment rate before core layers, at
+byte rate (BLT, arXiv 2412.09871) before prelude and head. The match memory (the match model of PAQ, Mahoney 2005) looks
+up what followed in the document where the last bytes stood before. Shapes as in spider_model.py. """
 
 import warnings
 from functools import cache
@@ -46,23 +45,23 @@ class EngramTable(nn.Module):
         self.forget()
 
     def init_hash(self, seed: int):
-        """Multipliers from `seed`, primes and offsets from the sizes."""
+        """Make multipliers from `seed`, primes and offsets from the sizes."""
         init_multiplier(self.multiplier, seed)
         prime = torch.tensor(self.primes).view(self.prime.shape)
         self.prime.copy_(prime)
         self.offset.copy_(F.pad(prime.flatten().cumsum(0), (1, -1)).view(prime.shape))
 
     def addresses(self, shifted: Tensor) -> Tensor:
-        """shifted [at least max(orders), rows] -> rows of `weight` int64 [rows, orders * heads]."""
+        """Hash shifted [at least max(orders), rows] -> rows of `weight` int64 [rows, orders * heads]."""
         key = torch.stack(gram_keys(shifted, self.multiplier, self.orders), dim=1)           # [rows, orders]
         return (key[:, :, None].remainder(self.prime) + self.offset).flatten(1)
 
     def forward(self, shifted: Tensor) -> Tensor:
-        """-> [rows, orders * heads, dim]; its gradient goes to `gather`, weight.grad stays None."""
+        """Look up [rows, orders * heads, dim]; its gradient goes to `gather`, weight.grad stays None."""
         return _Lookup.apply(self.weight, self.addresses(shifted), self)
 
     def gather(self, row: Tensor, grad: Tensor):
-        """Keeps what the optimizer needs of lookups: their rows [n], gradients [n, dim] and mean squares of these.
+        """Keep what the optimizer needs of lookups: their rows [n], gradients [n, dim] and mean squares of these.
 
         They are listed as they come and, once more than half as many as the table has rows, summed by row: a step's
         memory is bounded by the table's, whatever the number of lookups and micro-steps. Merging equal rows before
@@ -76,7 +75,7 @@ class EngramTable(nn.Module):
             self.sum_up()
 
     def sum_up(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums by row all that was gathered: every row of the table, its gradients and mean squares."""
+        """Sum by row all that was gathered: every row of the table, its gradients and mean squares."""
         if self.sums is None:
             rows = len(self.weight)
             zeros = torch.zeros_like(wide(self.weight))
@@ -88,7 +87,7 @@ class EngramTable(nn.Module):
         return self.sums
 
     def gathered(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Rows [n], gradients [n, dim] and mean squares [n] since `forget`; a row may come several times."""
+        """Return rows [n], gradients [n, dim] and mean squares [n] since `forget`; a row may come several times."""
         return self.lookups + [self.sums] * (self.sums is not None)
 
     def forget(self):
@@ -100,12 +99,12 @@ unclaimed: WeakSet[EngramTable] = WeakSet()  # tables that have gathered gradien
 
 @cache
 def watch_optimizers() -> RemovableHandle:
-    """From the first call on every optimizer's step is looked at."""
+    """Look at every optimizer's step from the first call on."""
     return register_optimizer_step_post_hook(warn_of_unclaimed)
 
 
-def warn_of_unclaimed(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
-    """Warns of an optimizer, once in a process, that it leaves Engram tables as they are."""
+def warn_of_unclaimed(optimizer: torch.optim.Optimizer, *_):
+    """Warn of an optimizer, once in a process, that it leaves Engram tables as they are."""
     if not unclaimed:
         return
     weights = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -148,11 +147,11 @@ class SegmentEngram(nn.Module):
 
     @classmethod
     def taps(cls, config: "SpiderConfig") -> list[int]:
-        """How many segments back the convolution looks, beside the segment itself."""
+        """Return how many segments back the convolution looks, beside the segment itself."""
         return [tap * len(config.engram_orders) for tap in range(1, cls.kernel_size)]
 
     def recall(self, shifted: Tensor, position: Tensor, dtype: torch.dtype) -> "Recalled":
-        """What all loops share, of segments at `position` [N] that end with the bytes `shifted` [K, N]."""
+        """Compute what all loops share, of segments at `position` [N] that end with the bytes `shifted` [K, N]."""
         memory = self.table(shifted).flatten(1).to(dtype)
         key, value = rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
         wide = torch.promote_types(dtype, torch.float32)
@@ -164,7 +163,7 @@ class SegmentEngram(nn.Module):
         return Recalled(key, value, power, row, taps)
 
     def taps_of(self, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """What each tap weighs of value, [N, taps, D], and the segments where it lies, [N * taps]."""
+        """Return what each tap weighs of value, [N, taps, D], and the segments where it lies, [N * taps]."""
         back = torch.arange(self.kernel_size, device=value.device) * len(self.table.orders)
         there = position[:, None] >= back                                                    # [N, taps]
         row = (torch.arange(len(value), device=value.device)[:, None] - back).clamp_min(0)
@@ -173,8 +172,8 @@ class SegmentEngram(nn.Module):
 
     def forward(self, h: Tensor, recalled: "Recalled", active: ActiveRows, before: Tensor | None,
                 cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """h [n, D] of the rows that are active -> the same, and what the convolution reads; `before`: the loop before's,
-        which stays for the others.
+        """Add the memory to the active rows h [n, D] -> the same, and what the convolution reads; `before`: the loop
+        before's, which stays for the others.
 
         Between loops nothing but gates changes. The convolution reads the normed u = gate * value, which is value times
         a number for each segment: these, [N, 1], times what each tap weighs of value. A cache holds what it read of
@@ -192,12 +191,12 @@ class SegmentEngram(nn.Module):
         return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), read
 
     def gate(self, h: Tensor, key: Tensor) -> Tensor:
-        """How far states h [n, D] let in what their keys [n, D] stand for: [n, 1] in (0, 1), at least fp32."""
+        """Return how far states h [n, D] let in what their keys [n, D] stand for: [n, 1] in (0, 1), at least fp32."""
         match = _Match.apply(h, key)
         return torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())
 
     def convolve(self, read: Tensor, cache: Cache) -> Tensor:
-        """Depthwise causal convolution over the segments of a document, of steps' rows [N, D] -> [N, D]."""
+        """Convolve causally and depthwise over the segments of a document, of steps' rows [N, D] -> [N, D]."""
         first, *weights = self.conv_weight.to(read.dtype)
         out = read * first
         for weight, x in zip(weights, cache.put_and_look_back(read)):
@@ -249,7 +248,8 @@ class ByteEngram(nn.Module):
         self.gate = Linear(config.hidden_size, len(orders) + matches) if gated else None
 
     def forward(self, x: Tensor, shifted: Tensor, matched: Tensor | None) -> Tensor:
-        """x [M, D], shifted [K, M], matched [M, match contexts], see MatchMemory -> what is added to x, [M, D]."""
+        """Recall for x [M, D], shifted [K, M], matched [M, match contexts], see MatchMemory -> what is added to x, [M,
+        D]."""
         rows = [self.table(shifted)] if self.table is not None else []                       # of [M, orders, dim]
         if matched is not None:
             first = torch.arange(len(self.followed), device=x.device) * self.followed.shape[1]

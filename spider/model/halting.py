@@ -21,13 +21,13 @@ class Halting:
         """Begin a pass. share [N]: 1 / segments, 0 for rows that fill up; leave: halted rows leave the products; ends:
         no later segment will read these, so the pass ends once all have halted."""
         self.threshold, self.leave, self.ends, self.active = threshold, leave, ends, ALL_ROWS
-        self.share, self.remaining = share, torch.ones_like(share)  # [n] of active rows: 1 - weights; both 0 once halted
+        self.share, self.remaining = share, torch.ones_like(share)  # [n] of active rows: 1 - weights; 0 once halted
         self.output: Tensor | None = None                           # [N, D]
         self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
 
     def add(self, h: Tensor, p: Tensor, last: bool) -> Tensor:
-        """Take the states after a loop, h [n, D], and their halting probabilities p [n]; return the states that the next
-        loop computes, none after the last."""
+        """Take the states after a loop, h [n, D], and their halting probabilities p [n]; return the states that the
+        next loop computes, none after the last."""
         stays = self.share > 0                                      # the others have halted in the loop before
         stops = torch.ones_like(stays) if last else 1 - self.remaining + p >= self.threshold
         weight = torch.where(stops, self.remaining, p)

@@ -29,6 +29,7 @@ class UninitializedTensors:
         return {name: tensor for name, tensor in tensors if not (tensor.is_meta or tensor.is_inference())}
 
     def names(self) -> list[str]:
+        """Return the names of tensors that nobody has written yet."""
         tensors = self._tensors()
         unwritten = {name: tensor is tensors.get(name) and tensor._version == version
                      for name, (tensor, version) in self.before.items()}
@@ -36,7 +37,7 @@ class UninitializedTensors:
             tensor.is_floating_point() and bool(tensor.isnan().any()))]
 
     def reset(self):
-        """Has the module that holds it initialize it, or the next one around that has a reset_parameters."""
+        """Call reset_parameters of the modules that hold such tensors, or of the next ones around that have it."""
         holders = []
         for name in self.names():
             path = name.split(".")[:-1]
@@ -62,7 +63,7 @@ def init_weights(model: nn.Module):
         lora_down, lora_up                  N(0, 1 / fan_in), 0
         core.out_proj, core.place_proj      0: at the start the core adds nothing to the bytes
         null_segment, conv_weight           0
-        Engram tables, followed             0; their hash constants from the table's place in the model
+        Engram tables, followed             0; their hash constants from the table's order in the model
         expert_bias                         0
         modules that a subclass adds        their reset_parameters, drawn behind all of these
 

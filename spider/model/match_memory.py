@@ -27,16 +27,16 @@ class MatchMemory(nn.Module):
         init_multiplier(self.multiplier, seed)
 
     def forward(self, ids: Tensor, shifted: Tensor, document: Tensor) -> Tensor:
-        """ids [M], shifted [all that contexts read, M], document [M], ascending -> what was found, int64 [M, contexts],
-        orders first."""
-        key, place = self.keys(shifted).sort(dim=1, stable=True)
-        document = document[place]
+        """Look up every byte's contexts: ids [M], shifted [all that contexts read, M], document [M], ascending -> what
+        was found, int64 [M, contexts], orders first."""
+        key, row = self.keys(shifted).sort(dim=1, stable=True)
+        document = document[row]
         again = (key[:, 1:] == key[:, :-1]) & (document[:, 1:] == document[:, :-1])
-        last = torch.full_like(place, -1).scatter_(1, place[:, 1:], torch.where(again, place[:, :-1], -1))
+        last = torch.full_like(row, -1).scatter_(1, row[:, 1:], torch.where(again, row[:, :-1], -1))
         return self.found(ids.expand_as(last), last, last).T
 
     def keys(self, shifted: Tensor) -> Tensor:
-        """A number for the bytes of each context, [contexts, M]."""
+        """Hash the bytes of each context, [contexts, M]."""
         orders, lengths = self.orders, tuple(range(1, WORD_BYTES)) if self.words else ()
         keys = gram_keys(shifted + 1, self.multiplier, orders + lengths)  # a byte of 0 makes a context longer, too
         if self.words:
@@ -46,10 +46,10 @@ class MatchMemory(nn.Module):
         return torch.stack(keys)
 
     def step(self, ids: Tensor, shifted: Tensor, position: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of the next bytes of documents that go on: ids [rows, n], shifted [longest, rows * n], position
-        [rows, n]; held int64 [1 + 2 * contexts, rows, places]: of the documents so far the bytes, the keys of their
-        contexts, and where these stood before. Returns what was found, [rows * n, contexts], and `held` with these
-        bytes, which doubles as it fills up."""
+        """Look up the contexts of the next bytes of documents that continue: ids [rows, n], shifted [longest, rows *
+        n], position [rows, n]; held int64 [1 + 2 * contexts, rows, slots]: of the documents so far the bytes, the keys
+        of their contexts, and where these stood before. Returns what was found, [rows * n, contexts], and `held` with
+        these bytes, which doubles as it fills up."""
         if (need := int(position[:, -1].max()) + 1) > held.shape[2]:                         # host synchronisation
             held = F.pad(held, (0, 2 * need - held.shape[2]))
         keys = self.keys(shifted).view(-1, *ids.shape)
@@ -63,10 +63,10 @@ class MatchMemory(nn.Module):
         return self.found(held[:1].expand(len(last), -1, -1), held[count:], last).flatten(1).T, held
 
     def found(self, ids: Tensor, before: Tensor, last: Tensor) -> Tensor:
-        """For n-grams that stood at `last` [..., m] before (-1: nowhere) what followed there, [..., m]. ids and
-        `before`, [..., places]: the bytes of places, and where their n-grams stood before."""
-        def at(x, place):
-            return x.gather(-1, place.clamp(0, x.shape[-1] - 1))
+        """Return for n-grams that stood at `last` [..., m] before (-1: nowhere) what followed there, [..., m]. ids and
+        `before`, [..., slots]: the bytes of slots, and where their n-grams stood before."""
+        def at(x, slot):
+            return x.gather(-1, slot.clamp(0, x.shape[-1] - 1))
         second = torch.where(last < 0, -1, at(before, last))
         byte, agree = at(ids, last + 1), at(ids, last + 1) == at(ids, second + 1)
         kind = torch.where(second < 0, 0, torch.where(agree, 256, 512))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def byte_noise(seed: int | Tensor | None, sequences: int, length: int, device: torch.device) -> Tensor:
-    """A random number for each byte, int64 [sequences, length]; row i is a function of seed + i alone.
+    """Return a random number for each byte, int64 [sequences, length]; row i is a function of seed + i alone.
 
     Without a seed they come from torch's default generator."""
     if seed is None:
@@ -15,7 +15,7 @@ def byte_noise(seed: int | Tensor | None, sequences: int, length: int, device: t
 
 
 def splitmix(start: Tensor | int, index: Tensor) -> Tensor:
-    """The numbers, int64, at `index` of those that splitmix64 makes from `start`."""
+    """Return the numbers, int64, at `index` of those that splitmix64 makes from `start`."""
     z = start + index * (0x9E3779B97F4A7C15 - (1 << 64))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -23,13 +23,13 @@ def splitmix(start: Tensor | int, index: Tensor) -> Tensor:
 
 
 def uniform(number: Tensor) -> Tensor:
-    """fp32 in (0, 1) of random int64."""
+    """Turn random int64 into fp32 in (0, 1)."""
     return (((number >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
 
 
 def dropped(x: Tensor, rate: float, noise: Tensor | None, site: int) -> Tensor:
-    """Dropout: x [n, D] with a part `rate` of its numbers 0 and the others larger by as much. Which ones is a function
-    of the row's noise, int64 [n], another one at each site. Without noise x as it is."""
+    """Apply dropout: x [n, D] with a part `rate` of its numbers 0 and the others larger by as much. Which ones is a
+    function of the row's noise, int64 [n], another one at each site. Without noise x as it is."""
     if noise is None or not rate:
         return x
     salt = splitmix(site, torch.arange(1, x.shape[1] + 1, device=x.device)).int()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def inverse_rms_of(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), [..., 1], at least in fp32."""
+    """Return 1 / sqrt(mean(x^2) + eps), [..., 1], at least in fp32."""
     dtype = x.dtype if x.dtype.itemsize > 2 else torch.float32
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     return torch.addcmul(EPS[eps], length, length, value=1 / x.shape[-1]).rsqrt_()
@@ -32,7 +32,7 @@ class _RMSNormCPU(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension; no weights, the Linear that follows has them."""
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension; no weights, the Linear that follows has them."""
     if x.is_cuda:
         return F.rms_norm(x, x.shape[-1:], eps=eps)
     return _RMSNormCPU.apply(x, eps) if torch.is_grad_enabled() else (x * inverse_rms_of(x, eps)).to(x.dtype)

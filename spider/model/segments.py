@@ -20,9 +20,9 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
 
 def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
                  open_segment: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same before the division: sums [N + documents, D], weights [N + documents, 1] and segment_cu_seqlens. Behind
-    the finished segments stands what each document has open_segment; so it comes in again, [documents, D] and [documents, 1],
-    where the document goes on."""
+    """Do the same before the division: sums [N + documents, D], weights [N + documents, 1] and segment_cu_seqlens.
+    Behind the finished segments stands what each document has open_segment; so it comes in again, [documents, D] and
+    [documents, 1], where the document goes on."""
     document, finished = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
     segments = int(segment_cu_seqlens[-1])                                                   # host synchronisation
@@ -79,8 +79,8 @@ def segment_offsets(b: Tensor, start: Tensor, count: int, open_bytes: Tensor | i
     """Count how far bytes lie behind the last boundary of their document, at most `count` - 1: 0 at the boundary, int64
     [M].
 
-    start [M]: the first byte of each one's document; open_bytes [M]: when decoding, the bytes that earlier steps brought
-    behind their last boundary."""
+    start [M]: the first byte of each one's document; open_bytes [M]: when decoding, the bytes that earlier steps
+    brought behind their last boundary."""
     row = torch.arange(len(b), device=b.device)
     last = torch.where(b.detach() > 0, row, -1).cummax(0).values
     return (row - torch.where(last < start, start - 1 - open_bytes, last)).clamp_max(count - 1)

@@ -39,7 +39,7 @@ def as_on_a_gpu(monkeypatch):
 
     def without_buckets(*args):
         packing = build(*args)
-        packing.buckets = packing.slot = None
+        packing.buckets = packing.padded_row = None
         return packing
     monkeypatch.setattr(Packing, "build", without_buckets)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)

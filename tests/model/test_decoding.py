@@ -258,7 +258,7 @@ def newest_loop_alone(self, x, original=Cache.put):
 def no_later_loop(self, x):
     """A halted segment leaves nothing to the loops that it did not take."""
     held = self.held[self.layer, self.loop]
-    held.flatten(0, 1).index_copy_(0, self.place, x)
+    held.flatten(0, 1).index_copy_(0, self.slot, x)
     return held
 
 
