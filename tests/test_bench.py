@@ -50,8 +50,8 @@ def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
                            timeout=600)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "docs" / "bench-cpu.json").read_text())
-    for table in ("ceilings", "headline", "precisions", "backends", "experts alone", "bytes per segment", "sequence lengths",
-                  "loops", "core", "parts", "segments", "decoding", "traffic, on paper"):
+    for table in ("ceilings", "headline", "precisions", "backends", "experts alone", "bytes per segment",
+                  "sequence lengths", "loops", "core", "parts", "segments", "decoding", "traffic, on paper"):
         assert f"### {table}" in done.stdout and figures[table], table
     slow, fast = figures["bytes per segment"][0], figures["bytes per segment"][-1]
     assert slow["bytes/segment"] == 1 and fast["bytes/segment"] > 3

@@ -116,7 +116,8 @@ def obstacle() -> str | None:
     """Return why counts would not be true here, and the remedy; None where they would."""
     if torch.version.cuda is None:
         return (f"torch {torch.__version__} is built without CUDA, and takes some operations apart that a GPU does "
-                "whole; in an environment apart (no GPU needed): pip install torch==2.11.0 torchao==0.18.0 numpy loguru")
+                "whole; in an environment apart (no GPU needed): pip install torch==2.11.0 torchao==0.18.0 "
+                "numpy loguru")
     return no_compiler()
 
 
