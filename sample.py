@@ -53,7 +53,7 @@ from spider.training.checkpoint import (best_checkpoint, check_classes, find_che
 from spider.training.checkpoint_files import is_sharded
 from spider.training.convert import convert
 from spider.training.export_reading import is_export
-from spider.training.machine import keep_freed_memory, multiplies_bf16, resolve_device, start_log, wants_memory
+from spider.training.machine import keep_freed_memory, multiplies_bf16, resolve_device, start_log, is_out_of_memory
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 from train import EVAL_BYTES, FLAGS, RECIPES, cross_entropy, evaluate
@@ -475,7 +475,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"sample.py: error: {console.one_line(fault)}", file=sys.stderr)
             return 2
     except (MemoryError, RuntimeError) as fault:
-        if not wants_memory(fault):
+        if not is_out_of_memory(fault):
             raise
         remedy = "lower --batch or --seq_len" if args.eval else "it takes a machine with more of it" if (
             args.show or args.export) else f"lower --samples (now {args.samples}) or --bytes"

@@ -149,17 +149,17 @@ ALTERNATIVES = (("target_tokens", "target_flops", "target_param_data_ratio"), ("
 
 
 def measured_rate(config: SpiderConfig, steps: float) -> float:
-    """The peak rate of a horizon of so many optimizer steps, as measured on tiny (docs/results/learning.md)."""
+    """Return the peak rate for a horizon of so many optimizer steps, as measured on tiny (docs/results/learning.md)."""
     return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
 def brief_warmup(config: SpiderConfig, steps: float) -> int:
-    """Steps of warm-up in a horizon of so many: few of a short one (docs/results/learning.md)."""
+    """Return the warm-up steps for a horizon of so many steps: few of a short one (docs/results/learning.md)."""
     return int(min(40, steps / 25))
 
 
 def ten_evaluations(config: SpiderConfig, steps: float) -> int:
-    """Steps between evaluations, ten in a horizon of so many. On all that validates of tinyshakespeare one takes as
+    """Return the steps between evaluations, ten per horizon. On the validation part of tinyshakespeare one takes as
     long as 8 steps of tiny: ten add 3% to the recipe's 2,930 steps, and 31% to one pass, 245."""
     return max(1, math.ceil(steps / 10))
 
@@ -215,8 +215,8 @@ from spider.training.dry_run import (epochs_over, expected_rate, horizon_warning
                                      print_tables, print_verdict, segment_lengths, segment_warnings)
 from spider.training.fp8 import convert_to_fp8, describe_fp8
 from spider.training.machine import (keep_freed_memory, multiplies_bf16, resolve_compile, resolve_device,
-                                     resolve_precision, start_log, wants_memory)
-from spider.training.memory import (beside_tensors, check_memory, checkpoint_size, choose_recompute, describe_memory,
+                                     resolve_precision, start_log, is_out_of_memory)
+from spider.training.memory import (memory_beside_tensors, check_memory, checkpoint_size, choose_recompute, describe_memory,
                                     estimate_memory)
 from spider.training.optim import Optimizers
 from spider.training.progress import RunProgress
@@ -237,10 +237,9 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
            open_sources: Callable[[], Sequence[Source]] = list, model_class: type[Spider] = Spider) -> Plan:
     """Decide everything about a run that parsed flags leave open.
 
-    state, origin: the checkpoint that it resumes, and its path. open_sources: opens the data, whose segments are measured;
-    called once all flags have been checked. UsageError for flags that contradict one another or that this machine cannot
-    follow, CheckpointError where the checkpoint holds another model.
-    """
+    state, origin: the checkpoint that it resumes, and its path. open_sources: opens the data, whose segments are
+    measured; called once all flags have been checked. UsageError for flags that contradict one another or that this
+    machine cannot follow, CheckpointError where the checkpoint holds another model. """
     world = World() if world is None else world
     compiles, why_compile = resolve_compile(args.compile, device)
     precision, why_precision = resolve_precision(args.precision, device, compiles)
@@ -281,7 +280,7 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
                 bytes_per_segment=mean_length(config, sources, lengths),
                 checkpoint_size=checkpoint_size(model, optimizer))
     recompute, memory = world.on_rank0(lambda: choose_recompute(
-        args.recompute, lambda recompute: beside_tensors(plan, device, world) | estimate_memory(
+        args.recompute, lambda recompute: memory_beside_tensors(plan, device, world) | estimate_memory(
             model, plan, device, recompute, world), machine.memory_of(device, world)))
     plan = replace(plan, machine=replace(plan.machine, recompute=recompute), memory=memory,
                    flags=values | dict(recompute=recompute))
@@ -306,8 +305,8 @@ def resolve_config(values: dict, recipe: str, base: SpiderConfig | None = None) 
 
 
 def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path, model_class: type[Spider]) -> SpiderConfig:
-    """Return the config of the checkpoint that a run resumes, in which --set may change what has no shape; CheckpointError
-    where --model or --set ask for other shapes than its weights have."""
+    """Return the config of the checkpoint that a run resumes, in which --set may change what has no shape;
+    CheckpointError where --model or --set ask for other shapes than its weights have."""
     there = SpiderConfig(**state["cfg"])
     config = resolve_config(values, recipe, replace(there, vocab_size=tokenizer.VOCAB_SIZE))
     if state["cfg"].get("vocab_size") != config.vocab_size:
@@ -386,8 +385,8 @@ def explain(plan: Plan, args, why: list[str]) -> list[str]:
 # Pure functions of the step
 
 def lr_factor(step: int, horizon: int, schedule: Schedule) -> float:
-    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then --schedule down to the
-    floor."""
+    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then --schedule down to
+    the floor."""
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     done = min(1.0, (step - schedule.warmup_steps) / max(1, horizon - schedule.warmup_steps))
@@ -399,8 +398,9 @@ def lr_factor(step: int, horizon: int, schedule: Schedule) -> float:
 
 
 def empties_tables(plan: Plan, loader: Loader, first: int) -> bool:
-    """Decide whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it will
-    be read: a run would end with tables that know next to nothing, which costs more than rows that hold answers."""
+    """Decide whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it
+    will be read: a run would end with tables that know next to nothing, which costs more than rows that hold
+    answers."""
     left = epochs_over(loader, plan.schedule.target_tokens - first * plan.batch.seq_len)
     return plan.schedule.engram_reset and float(loader.share @ left) >= 0.5
 
@@ -452,7 +452,8 @@ def build_model(plan: Plan, device: torch.device, world: World | None = None,
 
 
 def warm_up(model: Spider, batch: BatchShape, n_loops: int, device: torch.device):
-    """Run two passes on dummy bytes, which compile kernels; no weight, random state, buffer or data position changes."""
+    """Run two passes on dummy bytes, which compile kernels; no weight, random state, buffer or data position
+    changes."""
     ids = (torch.arange(batch.micro_batch * batch.seq_len, device=device) % 251).view(batch.micro_batch, batch.seq_len)
     with model.cast_weights_once():
         for noise_seed in range(2):
@@ -571,8 +572,8 @@ EVAL_BYTES = 8192                         # least bytes to evaluate at a time
 @torch.no_grad()
 def cross_entropy(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, device,
                   world: World | None = None) -> tuple[float, int, float]:
-    """Return mean nats of the labels that count, their number, and bytes per segment, over batches of (ids, labels), each
-    [n, T] int64, of `size` ids together, shared out to ranks. The model returns to the mode that it was in."""
+    """Return mean nats of the labels that count, their number, and bytes per segment, over batches of (ids, labels),
+    each [n, T] int64, of `size` ids together, shared out to ranks. The model returns to the mode that it was in."""
     world = World() if world is None else world
     progress = console.ProgressBar("evaluates", size) if sys.stderr.isatty() and world.is_rank0 else None
     sums, training = torch.zeros(4, device=device, dtype=torch.float64), model.training
@@ -638,8 +639,8 @@ TIMED = 2.0                               # seconds of steps that a dry run time
 
 
 def time_steps(plan: Plan, world: World, loader: Loader | None, model_class: type[Spider] = Spider) -> float:
-    """Return the bytes/s of whole steps of a model of its own, as they are in the middle of a run: its data, learning rate
-    and dropout. Nothing is written. Where there is no data yet, made-up sentences serve."""
+    """Return the bytes/s of whole steps of a model of its own, as they are in the middle of a run: its data, learning
+    rate and dropout. Nothing is written. Where there is no data yet, made-up sentences serve."""
     seed, schedule = plan.schedule.seed, plan.schedule
     loader = Loader([mock_source(seed)], plan.batch.seq_len, seed) if loader is None else loader
     model = build_model(plan, world.device, model_class=model_class)
@@ -716,8 +717,8 @@ def open_sources(args) -> list[Source]:
 
 
 def start_run(args, closing: ExitStack, world: World, model_class: type[Spider]):
-    """Find the checkpoint to resume and settle the plan; return the run's directory, the checkpoint's state, the plan and
-    the data."""
+    """Find the checkpoint to resume and settle the plan; return the run's directory, the checkpoint's state, the plan
+    and the data."""
     home = state = plan = None
     device, tolerated = set_up(args, closing, world), bool(args.dry_run and not args.resume)
     sources = cache(partial(open_sources, args))
@@ -798,7 +799,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
 
     # -----------------------------------------------------------------------------------------------------------------
     # The loop
-    while stopping.goes_on(progress):
+    while stopping.continues(progress):
         if progress.owed is None:         # else a run before this one did the step, and owes what follows it
             if (spike := train_step(run, stopping)) is None:
                 break
@@ -859,7 +860,7 @@ def how_to_resume(out: OutputPlan) -> str:
 
 def out_of_memory(fault: Exception, args) -> str | None:
     """Return one line of advice where an error is for want of memory, else None."""
-    if not wants_memory(fault):
+    if not is_out_of_memory(fault):
         return None
     asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
     return ("out of memory" + (f", {asked[1]} were asked for" if asked else "")

@@ -139,7 +139,7 @@ def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_pat
     total = float(re.search(r"about (\S+) GB", line)[1])
     assert total == pytest.approx(sum(said.values()), abs=0.05)
     sure = total - sum(size for name, size in said.items() if "at most" in name)
-    assert {"this process before them", "copy for checkpoints", "parameters"} <= said.keys()
+    assert {"process before the first step", "copy for checkpoints", "parameters"} <= said.keys()
     assert 0.6 * peak < sure and peak < 1.1 * total
 
 

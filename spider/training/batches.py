@@ -21,7 +21,7 @@ from spider.training.ranks import World
 
 @dataclass
 class Batch:
-    """One micro-step's sequences; what only the host can count cheaply is counted there, before they travel."""
+    """The sequences of a micro-step, with the counts that are cheap on the host alone, made before they are copied."""
     ids: Tensor                           # [B, T] int64
     labels: Tensor                        # [B, T] int64, -100 where nothing counts
     noise_seed: int                       # of the first row's segments and dropout
@@ -31,7 +31,7 @@ class Batch:
 
     @classmethod
     def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> "Batch":
-        """A batch on the host."""
+        """Make a batch on the host."""
         return cls(ids, labels, noise_seed, document_cu_seqlens(ids), int((labels != -100).sum()),
                    int((ids != tokenizer.PAD_ID).sum()))
 
@@ -52,7 +52,7 @@ def batches_of(loader: Loader, shape: BatchShape, seed: int, world: World, step:
 
 
 class Feed:
-    """This rank's micro-batches, step after step; a thread works out those of a step during the one before it.
+    """This rank's micro-batches, step after step; a thread prefetches those of the next step.
 
     The thread is a daemon: where a disk holds it up, a signal and the end of the process do not wait for it.
     """
@@ -69,7 +69,7 @@ class Feed:
         closing.callback(self.close)
 
     def take(self) -> tuple[list[Batch], int, int]:
-        """The next step's batches, the targets in those of all ranks, and the epoch that it begins in; the batches of
+        """Return the next step's batches, the targets in those of all ranks, and the epoch that it begins in; the batches of
         the step after it are begun. What keeps one rank from its batches is met by all."""
         targets = self.world.targets_of_step()
         (batches, epoch), self.next = self.next, None
@@ -77,7 +77,7 @@ class Feed:
         return batches, targets, epoch
 
     def own_targets(self) -> tuple[int, BaseException | None]:
-        """This rank's targets in the next step, or what keeps it from its batches; waits for them."""
+        """Wait for the next step's batches; return this rank's targets in them, or the error that kept them away."""
         if self.next is None:
             self.next = self.fetched.get()
         if isinstance(self.next, BaseException):

@@ -32,8 +32,8 @@ LONG_SEGMENT = 64                         # bytes: the core, which runs once a s
 
 
 def segment_lengths(model: nn.Module, sources: Sequence[Source], seq_len: int, seed: int) -> dict[str, float]:
-    """Bytes per segment that the model's rule makes of each source's training data, by its name; of none where cuts are
-    learned, or there is no core."""
+    """Measure the bytes per segment that the model's rule makes of each source's training data, by its name; of none
+    where cuts are learned, or there is no core."""
     c, lengths = model.config, {}
     for source in sources if model.core is not None and c.boundaries != "learned" else ():
         loader, rows = Loader([source], seq_len, seed), max(1, AT_ONCE // seq_len)
@@ -49,12 +49,12 @@ def segment_lengths(model: nn.Module, sources: Sequence[Source], seq_len: int, s
 
 
 def mean_length(c: SpiderConfig, sources: Sequence[Source], lengths: dict[str, float]) -> float:
-    """Bytes per segment of all sources together; the config's where none was measured."""
+    """Return the bytes per segment of all sources together; the config's estimate where none was measured."""
     return 1 / sum(s.weight / lengths[s.name] for s in sources) if lengths else c.bytes_per_segment
 
 
 def segment_warnings(c: SpiderConfig, lengths: dict[str, float], seq_len: int) -> list[str]:
-    """A line for each of `lengths`, bytes per segment by what has them, at which the core is next to idle."""
+    """Return a warning for each of `lengths`, bytes per segment by name, at which the core is next to idle."""
     remedy = " or ".join(rule for rule in ("every_third", "learned") if rule != c.boundaries)
     return [f"{name}: a segment has {length:,.0f} bytes on average, and the core, which runs once a segment, next to "
             f"nothing to do: --set boundaries={remedy} in place of {c.boundaries}"
@@ -76,8 +76,9 @@ def rate_of_run(directory: str, step: int) -> float | None:
 
 
 def expected_rate(plan: Plan, device: torch.device, bound: float, time_steps: Callable) -> tuple[str, float, str]:
-    """Return the rate of a run in bytes/s, behind it where that comes from, and before it "at least" where the run takes
-    longer than it says: of a run in --ckpt_dir, else of `time_steps`, else the `bound` that the machine's products set."""
+    """Return the rate of a run in bytes/s, behind it where that comes from, and before it "at least" where the run
+    takes longer than it says: of a run in --ckpt_dir, else of `time_steps`, else the `bound` that the machine's
+    products set."""
     step, directory = plan.batch.bytes, plan.output.ckpt_dir
     if (rate := rate_of_run(directory, step)) is not None:
         return "", rate, f"measured by the run in {directory}"
@@ -92,7 +93,7 @@ def expected_rate(plan: Plan, device: torch.device, bound: float, time_steps: Ca
 
 
 def lasting(seconds: float) -> str:
-    """A duration for people."""
+    """Format a duration for people."""
     for unit, length in (("years", 365.25 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1)):
         if seconds >= 2 * length or unit == "seconds":
             count = seconds / length
@@ -103,7 +104,7 @@ MOST_EPOCHS = 20                          # of a horizon, before it is a warning
 
 
 def epochs_over(loader: Loader, target_tokens: int) -> np.ndarray:
-    """Times that a horizon in bytes reads each source of the data."""
+    """Return how many times a horizon in bytes reads each source of the data."""
     return target_tokens * loader.share / loader.targets
 
 
@@ -146,7 +147,8 @@ def print_verdict(plan: Plan, there: float) -> bool:
 
 def print_outlook(plan: Plan, loader: Loader | None, sources: Sequence[Source], expected: tuple[str, float, str],
                   warnings: list[str]):
-    """Print steps, passes over the data and the time of a run at the rate `expected`, what its data is, and warnings."""
+    """Print steps, passes over the data and the time of a run at the rate `expected`, what its data is, and
+    warnings."""
     at_least, rate, origin = expected
     step, steps = plan.batch.bytes, plan.schedule.max_steps or plan.horizon  # from the start
     passes = "" if loader is None else f"{epochs_over(loader, steps * step).max():.3g} times over the data, "

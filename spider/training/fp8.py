@@ -11,7 +11,7 @@ from spider.training.machine import quiet
 
 
 def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
-    """Swaps the model's Linears for torchao's Float8Linear, tensorwise, in place; parameters stay the same objects.
+    """Swap the model's Linears for torchao's Float8Linear, tensorwise, in place; parameters stay the same objects.
 
     Weights are cast once per optimizer step (Spider.cast_weights_once), and evaluation multiplies without FP8.
     torchao's own axiswise recipe clashes with recomputation. `experts`: the stacked weights of the experts as well.
@@ -58,7 +58,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
 
 
 def describe_fp8(model: nn.Module, experts: bool) -> str:
-    """One line: how many Linears FP8 converts, and what it leaves and why. Ask before the conversion."""
+    """Describe in one line how many Linears FP8 converts, what it leaves and why. Call it before the conversion."""
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
     count = sum(takes_fp8(module, name) for name, module in linears)

@@ -30,8 +30,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def obstacle_to_compile(device: torch.device) -> str | None:
-    """What keeps torch.compile from working here, with the remedy, or None: it compiles a small function, runs it and
-    its gradient and compares, seconds where nothing is cached."""
+    """Return what keeps torch.compile from working here, with the remedy, or None. Compiles a small function, runs it
+    and its gradient and compares, seconds where nothing is cached."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed; run: pip install triton"
     x = torch.linspace(-2, 2, 64, device=device).view(8, 8).requires_grad_()
@@ -52,7 +52,8 @@ def small_function(x: Tensor) -> Tensor:
 
 
 def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
-    """Whether layers are compiled, and of `auto` why; what was asked for is checked."""
+    """Decide whether layers are compiled; return it and, for `auto`, why. UsageError where it was asked for and
+    fails."""
     if name == "off" or name == "auto" and device.type == "cpu":
         return False, "on a CPU it takes minutes before the first step" * (name == "auto")
     obstacle = obstacle_to_compile(device)
@@ -62,8 +63,8 @@ def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
 
 
 def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[str, str]:
-    """The precision, and of `auto` why: the fastest that the hardware has, FP8 only with compiled layers, since its
-    casts are many small kernels (docs/results/performance.md). A named one is checked."""
+    """Decide the precision; return it and, for `auto`, why: the fastest of the hardware, FP8 only with compiled layers:
+    its casts are many small kernels (docs/results/performance.md). A named one is checked."""
     on_gpu = device.type == "cuda"
     fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
     if name == "fp8" and on_gpu and not fp8:
@@ -80,7 +81,8 @@ def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[
 
 
 def keep_freed_memory():
-    """Has glibc keep what tensors free for the next ones: handed back, it is faulted in again page by page."""
+    """Let glibc keep the memory that tensors free: returned to the kernel, it would be faulted in again page by
+    page."""
     trim_threshold, top_pad, mmap_max = -1, -2, -4
     with suppress(OSError, AttributeError):  # another C library: nothing to set
         libc = ctypes.CDLL("libc.so.6")
@@ -89,32 +91,33 @@ def keep_freed_memory():
 
 
 def start_log(level: str = "INFO"):
-    """Log lines go to stderr: the time and a printable line, whatever a file's name, a checkpoint or a model put in."""
+    """Send log lines to stderr, with the time, each printable and one line whatever a file name or checkpoint puts
+    in."""
     logger.configure(handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}", level=level)],
                      patcher=lambda record: record.update(message=console.one_line(record["message"])))
 
 
 def memory_of(device: torch.device, world: World | None = None) -> float:
-    """Bytes of the GPU, or of the machine; of a `world` whose ranks share it, those of each."""
+    """Return the bytes of memory of the GPU, or of the machine; of a machine that ranks share, those of each."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 if world is None else world.local_ranks)
 
 
 def proc_bytes(file: str, field: str) -> float | None:
-    """What a file of /proc says in kB; None where there is none."""
+    """Return a field of a file in /proc, in bytes; None where there is none."""
     found = re.search(rf"{field}:\s*(\d+) kB", Path(file).read_text()) if Path(file).exists() else None
     return 1024 * int(found[1]) if found else None
 
 
 def process_memory(field: str) -> float:
-    """Bytes of this process: VmRSS, what it has now, or VmHWM, the most it had."""
+    """Return the bytes of this process: VmRSS, resident now, or VmHWM, the peak."""
     own = proc_bytes("/proc/self/status", field)  # getrusage's maximum begins with that of the process that started it
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if own is None else own
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes of the device's memory, or of the machine's, that nobody uses."""
+    """Return the free bytes of the GPU, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = proc_bytes("/proc/meminfo", "MemAvailable")
@@ -122,13 +125,13 @@ def free_memory(device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Most memory used so far, GB: of the GPU where there is one, else of the process."""
+    """Return the peak memory so far in GB: of the GPU where there is one, else of the process."""
     return (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_memory("VmHWM")) / 1e9
 
 
 @lru_cache
 def product_rate(device: torch.device) -> float:
-    """FLOP/s of a bf16 product here, the best of three; of an fp32 one on a CPU that has no others."""
+    """Measure the FLOP/s of a bf16 matrix product, the best of three; of an fp32 one on a CPU without bf16."""
     n, best = 8192 if device.type == "cuda" else 1024, math.inf
     dtype = torch.bfloat16 if multiplies_bf16(device) else torch.float32
     x = torch.empty(n, n, device=device).normal_(generator=torch.Generator(device).manual_seed(0)).to(dtype)
@@ -141,13 +144,13 @@ def product_rate(device: torch.device) -> float:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the hardware has bf16 products; a CPU without them takes a hundred times as long as in fp32."""
+    """Return True where the hardware multiplies bf16; a CPU that does not takes a hundred times as long as in fp32."""
     return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
 
 
 @contextmanager
 def quiet():
-    """Inside, libraries that are imported do not tell which of their own parts they lack."""
+    """Silence warnings and logs inside, of libraries that report which of their optional parts are missing."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -157,6 +160,6 @@ def quiet():
         logging.disable(logging.NOTSET)
 
 
-def wants_memory(fault: Exception) -> bool:
-    """Whether an error is for want of memory, of the host or of a GPU."""
+def is_out_of_memory(fault: Exception) -> bool:
+    """Return True where an error means that memory ran out, of the host or of a GPU."""
     return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)

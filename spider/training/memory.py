@@ -1,9 +1,8 @@
-"""What a run would take, before it takes it: memory by purpose, disk, a rate, days; --dry_run prints it.
+"""Estimate the memory of a training step by purpose, and choose what is recomputed so that it fits.
 
 Memory is counted, not tried: what each part of the model keeps for its backward pass. docs/results/performance.md
-holds it against what a rehearsed step has alive (rehearsal.py): they agree within 10%. What a process takes beside its
-tensors is added where they share the machine's memory. Of a rate see train.time_steps.
-"""
+holds it against what a rehearsed step has alive (spider/dev/rehearsal.py): they agree within 10%. What a process takes
+beside its tensors is added where they share the machine's memory. The rate comes from train.time_steps. """
 
 import math
 
@@ -24,17 +23,20 @@ from spider.training.ranks import World
 
 
 def attention_kept(c: SpiderConfig) -> int:
-    """Numbers a row that attention keeps for its backward pass: low ranks and their norms, q, k, v and the result."""
+    """Return the numbers per row that attention keeps for its backward pass: low ranks and their norms, q, k, v and the
+    result."""
     return 2 * (c.q_lora_rank + c.kv_lora_rank) + c.qk_rope_head_dim + 4 * c.n_heads * c.v_head_dim
 
 
 def block_kept(c: SpiderConfig, size: int) -> float:
-    """Bytes a row that a byte layer keeps: input and norm of both parts, attention, and gate, up, their product."""
+    """Return the bytes per row that a byte layer keeps: input and norm of both parts, attention, and gate, up, their
+    product."""
     return size * (4 * c.hidden_size + attention_kept(c) + 4 * c.intermediate_size) + 4 * (c.n_heads + 4)
 
 
 def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
-    """Bytes a segment that a core layer keeps in a loop: as a byte layer, the router's choice, experts, memory."""
+    """Return the bytes per segment that a core layer keeps in a loop: as a byte layer, the router's choice, experts,
+    memory."""
     experts = c.n_experts_per_tok * bool(c.n_routed_experts) * (c.hidden_size + 5 * c.moe_intermediate_size)
     shared = 4 * c.n_shared_experts * c.moe_intermediate_size
     width = (4 + 2 * has_engram) * c.hidden_size
@@ -42,8 +44,8 @@ def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
 
 
 def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
-    """Bytes a row that the rest at byte rate keeps: byte memories, boundaries, head, whole numbers; and of it what
-    stands behind the byte layers, which is gone when they go backward."""
+    """Return the bytes per row that the rest at byte rate keeps: byte memories, boundaries, head, whole numbers; and of
+    it what stands behind the byte layers, which is gone when they go backward."""
     width = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
     head = (1 + c.scores_core) * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
     written = size * 2 * (width + c.hidden_size) * (width > 0)
@@ -54,8 +56,8 @@ def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
 
 def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, rate: float,
                 dropout: bool) -> float:
-    """Bytes alive when a forward pass has ended, or as the first layer that is recomputed goes backward, of segments of
-    `rate` bytes; dropout keeps which numbers it dropped, at two places of bytes and two of segments."""
+    """Return the bytes alive when a forward pass has ended, or as the first layer that is recomputed goes backward, of
+    segments of `rate` bytes; dropout keeps which numbers it dropped, at two places of bytes and two of segments."""
     layers, fixed = c.n_prelude_layers + c.n_coda_layers, byte_rate_kept(c, size)
     total, block = rows * (fixed[0] + 2 * dropout * c.hidden_size), rows * block_kept(c, size)
     if recompute == "all" and layers:
@@ -84,7 +86,7 @@ def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: in
 
 
 def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
-    """Bytes of all parameters, of the optimizer's state of those that are no tables, and of that of tables."""
+    """Return the bytes of all parameters, of the dense optimizer state, and of the state of Engram tables."""
     tables = [m for m in model.modules() if isinstance(m, EngramTable)]
     total = sum(p.numel() for p in model.parameters())
     dense = total - sum(m.weight.numel() for m in tables)
@@ -95,7 +97,8 @@ def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
 
 def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recompute: str,
                     world: World | None = None) -> dict[str, float]:
-    """Return the bytes by purpose that tensors take at once in a step of one rank, if `recompute` is what is recomputed.
+    """Return the bytes by purpose that tensors take at once in a step of one rank, if `recompute` is what is
+    recomputed.
 
     Where attention has no kernel for documents (on a CPU, and in fp32), they are filled up to at most twice their rows:
     how far is up to the data, so the bound is counted, apart."""
@@ -143,11 +146,11 @@ KERNELS = 1e9                             # bytes: oneDNN keeps 1,024 kernels tw
                                           # for each learning rate in Muon's; with the holes that malloc leaves between
 
 
-def beside_tensors(plan: Plan, device: torch.device, world: World) -> dict[str, float]:
-    """Bytes by purpose that a rank takes of the device's memory beside a step's tensors."""
+def memory_beside_tensors(plan: Plan, device: torch.device, world: World) -> dict[str, float]:
+    """Return the bytes by purpose that a rank takes of the device's memory beside a step's tensors."""
     if device.type != "cpu":
         return {}
-    return {"this process before them": process_memory("VmRSS"),
+    return {"process before the first step": process_memory("VmRSS"),
             "copy for checkpoints": plan.checkpoint_size / world.local_ranks,
             "kernels of products, at most": KERNELS * multiplies_bf16(device)}
 
@@ -156,8 +159,8 @@ FITS = 0.9                                # of the memory: the rest is for the c
 
 
 def choose_recompute(asked: str, estimate, there: float) -> tuple[str, dict[str, float]]:
-    """What is recomputed, and its memory: what is asked for; for `auto` the least that fits into `there` bytes by
-    `estimate`, or all where nothing does."""
+    """Choose what is recomputed; return it and its memory: what is asked for; for `auto` the least that fits into
+    `there` bytes by `estimate`, or all where nothing does."""
     for recompute in RECOMPUTE if asked == "auto" else (asked,):
         memory = estimate(recompute)
         if sum(memory.values()) <= FITS * there:
@@ -166,7 +169,7 @@ def choose_recompute(asked: str, estimate, there: float) -> tuple[str, dict[str,
 
 
 def describe_memory(memory: dict[str, float], there: float) -> str:
-    """One line: what a run takes of `there` bytes, and for what."""
+    """Describe in one line what a run takes of `there` bytes, and for what."""
     needed = sum(memory.values())
     verdict = "NOT ENOUGH" if needed > there else "enough"
     return (f"memory: about {needed / 1e9:.3g} GB of {there / 1e9:.3g}, {verdict}: "
@@ -174,8 +177,8 @@ def describe_memory(memory: dict[str, float], there: float) -> str:
 
 
 def check_memory(needed: float, device: torch.device, world: World):
-    """TooLarge where a CPU's memory is sure not to suffice for `needed` bytes by each rank that is here: the kernel
-    would kill the run without a word."""
+    """Raise TooLarge where a CPU's memory is sure not to suffice for `needed` bytes by each rank that is here: the
+    kernel would kill the run without a word."""
     if device.type == "cpu" and needed > 1.25 * memory_of(device, world):
         raise TooLarge(f"--micro_batch: a run takes about {needed * world.local_ranks / 1e9:.0f} GB, this machine has "
                        f"{memory_of(device) / 1e9:.0f}: lower it, and raise --grad_accum as much; or lower --seq_len "
@@ -183,5 +186,5 @@ def check_memory(needed: float, device: torch.device, world: World):
 
 
 def checkpoint_size(model: nn.Module, optimizer: str) -> float:
-    """Bytes of a checkpoint."""
+    """Return the bytes of a checkpoint."""
     return sum(state_size(model, optimizer))

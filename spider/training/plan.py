@@ -54,8 +54,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer of the dense weights by name, and the numbers of all optimizers: `lr` for all but the Engram tables,
-    AdamW's betas, Muon's momentum, the largest norm of the gradient (0: no clipping)."""
+    """The optimizer of the dense weights by name, and the numbers of all optimizers: `lr` for all but the Engram
+    tables, AdamW's betas, Muon's momentum, the largest norm of the gradient (0: no clipping)."""
     optimizer: str = "muon"
     lr: float = 3e-4
     engram_lr: float = 0.25

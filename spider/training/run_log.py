@@ -11,7 +11,7 @@ from spider.training.progress import RunProgress
 
 
 def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:
-    """The step's numbers for people; `remaining` in seconds."""
+    """Format a step's numbers for the log; `remaining` in seconds."""
     bpb = metrics["loss"] / math.log(2)
     return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {bpb:.4f} | "
             f"lr {metrics['lr']:.2e} | norm {metrics['grad_norm']:.3f} | {metrics['tok_per_sec']:,.0f} bytes/s | "

@@ -1,4 +1,4 @@
-"""How a run is left: signals, and every way out of the loop."""
+"""Shutdown: signals, and every way out of the training loop."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from spider import errors
 from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped
 from spider.training.checkpoint_writer import CheckpointWriter
 from spider.training.heartbeat import is_lost_peer
-from spider.training.machine import wants_memory
+from spider.training.machine import is_out_of_memory
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
 
@@ -21,7 +21,7 @@ REPEATED = 5.0                            # s in which a second signal of one ki
 
 
 class StopSignals:
-    """Lets SIGTERM and SIGINT end a run in order; a second one ends the process at once.
+    """Let SIGTERM and SIGINT end a run in order; a second one ends the process at once.
 
     A signal sets `asked`. Where `seconds` is a number it also raises Stopped, so many seconds later. To a rank of
     several, torchrun may repeat what a terminal or Slurm sent to all: within REPEATED seconds it is the same signal.
@@ -45,7 +45,7 @@ class StopSignals:
 
     @contextmanager
     def patience(self, seconds: float):
-        """Inside, a signal raises Stopped after so many seconds; one that came before, once the body has begun."""
+        """Raise Stopped inside, so many seconds after a signal; for one that came before, once the body has begun."""
         self.seconds = seconds
         try:
             if self.asked:                # raised here, it would leave the context without a body to skip
@@ -75,7 +75,7 @@ class StopSignals:
 
 
 class Stopping:
-    """Every way out of the loop, decided in one place: signal, bad data, want of memory, divergence, the end.
+    """Decide when the training loop ends: signal, bad data, out of memory, divergence, patience, the last step.
 
     What cuts work short is noted where it happens and acted upon only as `agreed` tells. One process decides alone;
     several know of each other's signals by the sums of each step and of each round of an evaluation, and one that
@@ -99,7 +99,7 @@ class Stopping:
 
     @contextmanager
     def droppable(self, seconds: float):
-        """Inside is work that counts only when it is done; a signal, so many seconds later, cuts it short, as bad data
+        """Run work that counts only when it is done; a signal, so many seconds later, cuts it short, as bad data
         and want of memory do."""
         try:
             with self.stop.patience(seconds) if self.world.ranks == 1 else nullcontext():
@@ -109,25 +109,26 @@ class Stopping:
         except (errors.DataError, LeftByPeer, MemoryError, RuntimeError) as fault:
             ends_work = not isinstance(fault, (errors.DataError, LeftByPeer))
             saves = self.world.ranks == 1 or not self.writer.in_parts  # of whose checkpoints others write their parts
-            if ends_work and not ((wants_memory(fault) or is_lost_peer(fault)) and saves and self.world.continue_alone()):
+            if ends_work and not ((is_out_of_memory(fault) or is_lost_peer(fault)) and saves and self.world.continue_alone()):
                 raise
             self.cut_short, self.fault = True, fault
 
     @contextmanager
     def pause(self, works: int):
-        """The same at once, for so many evaluations or samples, whose time `seconds_left` goes by."""
+        """Run so many evaluations or samples in the same way, cut short at once; their time enters `seconds_left`."""
         began = time.perf_counter()
         with self.droppable(0):
             yield
         self.pauses, self.paused = self.pauses + works, self.paused + time.perf_counter() - began
 
     def agreed(self) -> int:
-        """0: go on; 1: leave after this step; 2: work was cut short, leave now. The same on every rank."""
+        """Return 0 to continue, 1 to stop after this step, 2 to stop now, since work was cut short; alike on every
+        rank."""
         return 2 if self.cut_short else 1 if self.asked else 0
 
     @property
     def asked(self) -> signal.Signals | None:
-        """The signal that any rank was sent, as far as all know of it."""
+        """Return the signal that any rank was sent, once all ranks know of it."""
         return next((number for number in STOPS if self.world.any_voted(number.name)), None)
 
     def _check_signals(self):
@@ -135,15 +136,16 @@ class Stopping:
             raise Stopped
 
     def retry_is_due(self) -> bool:
-        """Whether a checkpoint that could not be written is to be tried again."""
+        """Return True where a checkpoint that could not be written is to be tried again."""
         return self.world.any_voted("retry")
 
     def drops(self) -> bool:
-        """Whether work was cut short, of which nothing may come then."""
+        """Return True where work was cut short, whose results are dropped then."""
         return self.agreed() == 2
 
-    def goes_on(self, progress: RunProgress) -> bool:
-        """Whether there is a step to do, or the line of one to write; Diverged where the last ones were in vain."""
+    def continues(self, progress: RunProgress) -> bool:
+        """Return True where there is a step to do, or the line of one to write; Diverged where the last ones were in
+        vain."""
         if progress.skipped >= self.max_skipped and progress.step > self.start:
             raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
                            f"saved since: go on with a lower --lr or more --warmup_steps, from the newest checkpoint "
@@ -152,12 +154,12 @@ class Stopping:
         return not (self.agreed() or progress.is_out_of_patience(self.patience)) and progress.written < self.last_step
 
     def seconds_left(self, step: int, pauses: int) -> float:
-        """Until the end, at the pace so far: steps, and so many pauses to evaluate or sample."""
+        """Estimate the seconds until the end at the pace so far: steps, and so many pauses to evaluate or sample."""
         pace = (time.perf_counter() - self.began - self.paused) / (step - self.start)
         return min((self.last_step - step) * pace + pauses * self.paused / max(1, self.pauses), 1e9)
 
     def report(self, progress: RunProgress, how_to_go_on: str):
-        """Raises what made the run leave, now that all is saved that can be; says so where it was the end."""
+        """Raise what stopped the run, now that all is saved that can be; log a line where it was the end."""
         if self.fault:
             raise self.fault
         if not self.writer.holds(progress.step):

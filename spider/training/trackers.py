@@ -12,7 +12,7 @@ from spider.training.progress import RunProgress
 
 
 def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunProgress, closing: ExitStack):
-    """The wandb run that --run names, or None; a checkpoint of the same name says which one to go on with."""
+    """Start the wandb run that --run names, or return None; a checkpoint of the same name says which one to resume."""
     if not name:
         return None
     before = progress.wandb if progress.wandb and progress.wandb["name"] == name else {}
@@ -27,7 +27,7 @@ def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunP
 
 
 def start_profiler(device: torch.device, directory: Path, closing: ExitStack):
-    """torch's profiler over steps 3 to 5 of this process; leaves trace.json for chrome://tracing or Perfetto."""
+    """Start torch's profiler over steps 3 to 5 of this process; leaves trace.json for chrome://tracing or Perfetto."""
     from torch.profiler import ProfilerActivity, profile, schedule
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
 
