@@ -52,11 +52,12 @@ from spider.training.checkpoint import (best_checkpoint, check_classes, find_che
                                         with_whole_tensors)
 from spider.training.checkpoint_files import is_sharded
 from spider.training.convert import convert
+from spider.training.evaluation import EVAL_BYTES, cross_entropy, evaluate
 from spider.training.export_reading import is_export
-from spider.training.machine import keep_freed_memory, multiplies_bf16, resolve_device, start_log, is_out_of_memory
+from spider.training.machine import is_out_of_memory, keep_freed_memory, multiplies_bf16, resolve_device, start_log
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
-from train import EVAL_BYTES, FLAGS, RECIPES, cross_entropy, evaluate
+from train import FLAGS, RECIPES
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
@@ -307,8 +308,9 @@ def score(model: Spider, file: str, text: shards.Stream | list[shards.Source], s
 
     DataError where there is no byte to predict, FloatingPointError where a loss is no finite number."""
     if isinstance(text, list):
-        rows = loader.validation_rows(text, seq_len, eval_tokens)
-        count, bits = int((rows[1] != -100).sum()), evaluate(model, rows, batch, n_loops, device)["val_bpb"]
+        sets = loader.validation_sets(text, seq_len, eval_tokens)
+        count = sum(int((labels != -100).sum()) for _, labels in sets.values())
+        bits = evaluate(model, sets, batch, n_loops, device)["val_bpb"]
     else:
         batches, size = windows(text, min(seq_len, max(2, len(text) - 1)), batch) if len(text) > 1 else ((), 0)
         nats, count, rate = cross_entropy(model, batches, size, n_loops, device)

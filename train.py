@@ -8,14 +8,12 @@ The same command again resumes from the newest checkpoint in --ckpt_dir. Everyth
 step), so that an interrupted run ends like an undisturbed one. `python train.py --help` lists the flags.
 """
 
-import json
 import math
 import os
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
@@ -23,10 +21,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from spider.errors import UsageError
-from spider.flags import Flag, in_words, integer, nonempty, one_of, parse_flags, path_name, real, run_program
+from spider.flags import Flag, config_text, integer, nonempty, one_of, parse_flags, path_name, real, run_program
 from spider.model.config import BACKENDS, MAX_LOOPS, PRESETS, RECOMPUTE, SpiderConfig
 from spider.training.plan import (OPTIMIZERS, BatchShape, MachinePlan, OptimizerSettings, OutputPlan, Plan, Schedule,
-                                  apply_settings, pick, step_seed)
+                                  apply_settings, describe, explain, pick, step_seed)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags by heading of --help; each may be set in a section of that name of a --config file. Defaults are those of `1b`,
@@ -49,7 +47,8 @@ GROUPS = {
              "learning rate stays at its lowest", metavar="STEPS"),
         Flag("resume", None, path_name, "checkpoint to resume from; without it the newest good one in --ckpt_dir",
              metavar="CHECKPOINT"),
-        Flag("dry_run", False, None, "print what would be trained, its memory and cost, check the data, and stop"),
+        Flag("dry_run", "off", one_of("off", "on", "config"), "on, or alone: print what would be trained, its memory "
+             "and cost, check the data, and stop; config: print a file for --config", alone="on"),
         Flag("config", None, path_name, "TOML file with values of flags, in sections named as these headings; flags "
              "and environment variables replace them", metavar="FILE"),
     ),
@@ -78,8 +77,8 @@ GROUPS = {
         Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon (AdamW for the rest)"),
         Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's steps have "
              "AdamW's size)", "LR", metavar="RATE"),
-        Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE), "learning rate of the Engram tables: the size of a row's first "
-             "step", metavar="RATE"),
+        Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE),
+             "learning rate of the Engram tables: the size of a row's first step", metavar="RATE"),
         Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as an epoch begins"),
         Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear "
              "decay"),
@@ -87,7 +86,8 @@ GROUPS = {
         Flag("wsd_decay_fraction", 0.2, real(0, 1), "fraction of the horizon in which wsd decays", metavar="FRACTION"),
         Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a fraction of the peak",
              metavar="FRACTION"),
-        Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE), "of matrices; never of vectors and Engram tables"),
+        Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE),
+             "of matrices; never of vectors and Engram tables"),
         Flag("dropout", 0.0, real(0, 0.9), "of the core's input and output, a fifth as much of the bytes before and "
              "after it; grows over ten epochs, from 0 in the first", metavar="RATE"),
         Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's first decay"),
@@ -201,7 +201,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import tokenizer
 from spider import console
-from spider.data.loader import Loader, validation_rows
+from spider.data.loader import Loader, validation_sets
 from spider.data.shards import Source, check, mock_source, open_data
 from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, WorldError
 from spider.model.engram import EngramTable
@@ -213,19 +213,20 @@ from spider.training.checkpoint_contents import run_state
 from spider.training.curves import write_curves
 from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook,
                                      print_tables, print_verdict, segment_lengths, segment_warnings)
+from spider.training.evaluation import EVAL_BYTES, evaluate, print_sample
 from spider.training.fp8 import convert_to_fp8, describe_fp8
-from spider.training.machine import (keep_freed_memory, multiplies_bf16, resolve_compile, resolve_device,
-                                     resolve_precision, start_log, is_out_of_memory)
-from spider.training.memory import (memory_beside_tensors, check_memory, checkpoint_size, choose_recompute, describe_memory,
-                                    estimate_memory)
+from spider.training.machine import (is_out_of_memory, keep_freed_memory, multiplies_bf16, out_of_memory_advice,
+                                     resolve_compile, resolve_device, resolve_precision, start_log)
+from spider.training.memory import (check_memory, checkpoint_size, choose_recompute, describe_memory, estimate_memory,
+                                    memory_beside_tensors)
 from spider.training.optim import Optimizers
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
 from spider.training.run_directory import RunDirectory
 from spider.training.run_identity import RunIdentity, check_same_model
-from spider.training.run_log import odd_step_line, progress_line
+from spider.training.run_log import log_lines, odd_step_line, progress_line
 from spider.training.sharding import shard_model, sharding_of
-from spider.training.stopping import Stopping, StopSignals
+from spider.training.stopping import Stopping, StopSignals, tell_torchrun
 from spider.training.trackers import start_profiler, start_wandb
 from spider_model import Spider, SpiderOutput
 from tile_moe import BackendError, multiplies_at_once, resolve_backend
@@ -233,8 +234,9 @@ from tile_moe import BackendError, multiplies_at_once, resolve_backend
 # ---------------------------------------------------------------------------------------------------------------------
 # The plan of a run: flag, then environment, then --config, then recipe, then what suits the device
 
-def settle(args, device: torch.device, world: World | None = None, state: dict | None = None, origin: Path | None = None,
-           open_sources: Callable[[], Sequence[Source]] = list, model_class: type[Spider] = Spider) -> Plan:
+def settle(args, device: torch.device, world: World | None = None, state: dict | None = None,
+           origin: Path | None = None, open_sources: Callable[[], Sequence[Source]] = list,
+           model_class: type[Spider] = Spider) -> Plan:
     """Decide everything about a run that parsed flags leave open.
 
     state, origin: the checkpoint that it resumes, and its path. open_sources: opens the data, whose segments are
@@ -248,8 +250,8 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
     recipe = (recipe or suits) if args.model == "auto" else args.model
     values = {flag.name: getattr(args, flag.name) for flag in FLAGS}
     values |= {name: value for name, value in RECIPES[recipe].items() if name not in args.given}
-    config = resolve_config(values, recipe) if state is None else config_of_checkpoint(values, recipe, state, origin,
-                                                                                       model_class)
+    config = (resolve_config(values, recipe) if state is None else
+              config_of_checkpoint(values, recipe, state, origin, model_class))
     if state is not None and "n_loops" not in args.given:
         values["n_loops"] = state.get("n_loops", config.n_loops)
     with torch.device("meta"):
@@ -262,8 +264,8 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
     for name in ("keep_best", "patience"):
         if values[name] and not values["eval_every"]:
             raise UsageError(f"--{name}: it goes by the validation loss, and --eval_every 0 evaluates nothing")
-    if values["engram_reset"] and not any(isinstance(module, EngramTable) for module in model.modules()):
-        if "engram_reset" in args.given:
+    if not any(isinstance(module, EngramTable) for module in model.modules()):
+        if values["engram_reset"] and "engram_reset" in args.given:
             raise UsageError("--engram_reset: this model has no Engram tables")
         values["engram_reset"] = False    # the recipe's
     remarks = []
@@ -286,7 +288,11 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
                    flags=values | dict(recompute=recompute))
     why = [f"precision {precision}: {why_precision}"] * bool(why_precision)
     why += [f"layers {'not ' * (not compiles)}compiled: {why_compile}"] * bool(why_compile)
-    return replace(plan, remarks=(*describe(plan, args, model, device, world), *remarks, *explain(plan, args, why)))
+    hardware = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    layout = f"{world.ranks} ranks, {world.replicas} replicas of {world.shards} shards" * (world.ranks > 1)
+    choices = describe(plan, vars(args), sum(p.numel() for p in model.parameters()), f"{device}, {hardware}", layout)
+    why = explain(plan, RECIPES[recipe], args.given, args.environment, why)
+    return replace(plan, remarks=(*choices, *remarks, *why))
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device):
@@ -298,17 +304,17 @@ def check_fp8_experts(asked: bool, precision: str, device: torch.device):
                          "multiply in bf16")
 
 
-def resolve_config(values: dict, recipe: str, base: SpiderConfig | None = None) -> SpiderConfig:
-    """Apply --set to a config; without a `base`, to the recipe's preset with --n_loops."""
-    base = replace(SpiderConfig.preset(recipe), n_loops=values["n_loops"]) if base is None else base
-    return apply_settings(base, values["set"])
+def resolve_config(values: dict, recipe: str) -> SpiderConfig:
+    """Return the recipe's preset with --n_loops and --set."""
+    return apply_settings(replace(SpiderConfig.preset(recipe), n_loops=values["n_loops"]), values["set"])
 
 
-def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path, model_class: type[Spider]) -> SpiderConfig:
+def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path,
+                         model_class: type[Spider]) -> SpiderConfig:
     """Return the config of the checkpoint that a run resumes, in which --set may change what has no shape;
     CheckpointError where --model or --set ask for other shapes than its weights have."""
     there = SpiderConfig(**state["cfg"])
-    config = resolve_config(values, recipe, replace(there, vocab_size=tokenizer.VOCAB_SIZE))
+    config = apply_settings(replace(there, vocab_size=tokenizer.VOCAB_SIZE), values["set"])
     if state["cfg"].get("vocab_size") != config.vocab_size:
         raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
                               f"{config.vocab_size}")
@@ -325,8 +331,8 @@ def resolve_batch(values: dict, given: set[str], ranks: int) -> BatchShape:
         return replace(shape, grad_accum=micro_steps)
     if asked % at_once:
         raise UsageError(f"--global_batch: {asked:,} bytes are not a multiple of the {at_once:,} that "
-                         f"{ranks} rank{'s' * (ranks > 1)} of {shape.micro_batch} x {shape.seq_len} take at once: lower "
-                         f"--micro_batch, or change --global_batch")
+                         f"{ranks} rank{'s' * (ranks > 1)} of {shape.micro_batch} x {shape.seq_len} take at once: "
+                         f"lower --micro_batch, or change --global_batch")
     if "grad_accum" in given and micro_steps * at_once != asked:
         raise UsageError(f"--grad_accum: {micro_steps} makes {micro_steps * at_once:,} bytes a step on {ranks} "
                          f"rank{'s' * (ranks > 1)}, --global_batch is {asked:,}: give one of the two")
@@ -352,33 +358,6 @@ def resolve_horizon(values: dict, given: set[str], model: Spider) -> int:
     if horizon >= 1 << 62:
         raise UsageError(f"--{given[0]}: a horizon of {horizon:.0e} bytes: at most {1 << 62:.0e}")
     return horizon
-
-
-def describe(plan: Plan, args, model: Spider, device: torch.device, world: World) -> list[str]:
-    """Return a line for each choice; those that `auto` made are marked."""
-    preset = replace(SpiderConfig.preset(plan.recipe), n_loops=plan.config.n_loops)
-    name = plan.recipe if plan.config == preset else f"{plan.recipe}, changed"
-    parameters = sum(p.numel() for p in model.parameters())
-    threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    lines = [(f"model {name}, {parameters / 1e6:.1f}M parameters, {plan.n_loops} loops", args.model),
-             (f"device {device}, {threads}", args.device), (f"precision {plan.machine.precision}", args.precision),
-             (f"experts {plan.machine.moe_backend}", args.moe_backend),
-             (f"optimizer {plan.optimizer.optimizer}", args.optimizer),
-             (f"recompute {plan.machine.recompute}", args.recompute)]
-    if world.ranks > 1:
-        lines.append((f"{world.ranks} ranks, {world.replicas} replicas of {world.shards} shards", ""))
-    return [line + " (auto)" * (asked == "auto") for line, asked in lines]
-
-
-def explain(plan: Plan, args, why: list[str]) -> list[str]:
-    """Return the lines that say why `auto` chose so, what the recipe and what the environment gave."""
-    taken = [f"--{name} {in_words(plan.flags[name])}" for name, value in RECIPES[plan.recipe].items()
-             if name not in args.given
-             and (callable(value) or value == plan.flags[name])]  # else a checkpoint's, or another horizon's
-    nothing = "nothing is taken from it" if RECIPES[plan.recipe] else "every default of --help"
-    return ([f"chosen by auto: {'; '.join(why)}"] * bool(why)
-            + [f"recipe of {plan.recipe}: {' '.join(taken) or nothing}"]
-            + [f"from the environment: {' '.join(args.environment)}"] * bool(args.environment))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -492,7 +471,8 @@ def train_step(run: Run, stopping: Stopping) -> bool | None:
         return None
     factor = lr_factor(progress.step, run.horizon, plan.schedule)
     run.optimizers.set_lr(plan.schedule.lr, factor)
-    numbers = update(model, run.optimizers, sums, tokens, sum(batch.real for batch in batches), plan.optimizer.grad_clip,
+    real = sum(batch.real for batch in batches)
+    numbers = update(model, run.optimizers, sums, tokens, real, plan.optimizer.grad_clip,
                      empty_tables=epoch > progress.epoch and empties_tables(plan, run.loader, first))
     rate = plan.batch.bytes / (time.perf_counter() - step_start)
     cost = flops_per_byte(model, round(max(1.0, numbers["bytes_per_segment"]), 1), loops, plan.batch.seq_len)
@@ -564,75 +544,6 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], token
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Evaluation and samples
-
-EVAL_BYTES = 8192                         # least bytes to evaluate at a time
-
-
-@torch.no_grad()
-def cross_entropy(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, device,
-                  world: World | None = None) -> tuple[float, int, float]:
-    """Return mean nats of the labels that count, their number, and bytes per segment, over batches of (ids, labels),
-    each [n, T] int64, of `size` ids together, shared out to ranks. The model returns to the mode that it was in."""
-    world = World() if world is None else world
-    progress = console.ProgressBar("evaluates", size) if sys.stderr.isatty() and world.is_rank0 else None
-    sums, training = torch.zeros(4, device=device, dtype=torch.float64), model.training
-    model.eval()
-    with model.cast_weights_once():
-        for batch, counts in world.distribute(batches):
-            ids, labels = (tensor.to(device) for tensor in batch)
-            out = model(ids, labels, n_loops=n_loops)
-            counted = (labels != -100).sum()
-            sums += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
-                                          (ids != tokenizer.PAD_ID).sum(), out.segments))
-            if progress:
-                progress.add(ids.numel() * world.ranks)
-    model.train(training)
-    nats, count, real, segments = world.sum(sums).tolist()
-    return nats / count if count else math.nan, int(count), real / max(1, segments)
-
-
-def evaluate(model: Spider, rows: tuple[Tensor, Tensor], micro_batch: int, n_loops: int, device,
-             world: World | None = None) -> dict:
-    """Return cross-entropy on validation rows (ids and labels [n, T]): nats and bits per byte, bytes per segment."""
-    logger.info(f"evaluates on {rows[0].numel():,} bytes")
-    batches = list(zip(*(tensor.split(micro_batch) for tensor in rows)))
-    loss, _, rate = cross_entropy(model, batches, rows[0].numel(), n_loops, device, world)
-    bpb = loss / math.log(2)
-    logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {bpb:.4f}, {rate:.2f} bytes per segment")
-    return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=rate)
-
-
-SAMPLE_START = 64                         # bytes of held-out text that a sample without prompt continues
-
-
-def print_sample(model: Spider, step: int, plan: Plan, held_out: Tensor | None):
-    """Log 200 bytes that the model writes; the generator is a function of (--seed, step).
-
-    They continue --sample_prompt, or the beginning of held-out text (ids), or a line's end: where a text file is one
-    document, BOS stands once in all of the data, and what follows it was never learned."""
-    if plan.output.sample_prompt:
-        prompt, start = [tokenizer.BOS_ID, *os.fsencode(plan.output.sample_prompt)], plan.output.sample_prompt
-    elif held_out is None:
-        prompt = start = "\n"
-        prompt = list(prompt.encode())
-    else:
-        prompt = held_out[:SAMPLE_START].tolist()
-        start = f"(held-out text) {tokenizer.decode(prompt)}"
-    logger.info("samples 200 bytes")
-    seed = step_seed(plan.schedule.seed, step, "sample")
-    generator = torch.Generator(model.embed_tokens.device).manual_seed(seed)
-    model.eval()
-    with torch.no_grad():
-        try:
-            text = tokenizer.decode(list(model.generate(prompt, 200, generator=generator, n_loops=plan.n_loops)))
-            logger.info(f"step {step} continues {start!r}: {text!r}")
-        except FloatingPointError as fault:
-            logger.warning(f"step {step} writes nothing: {fault}")
-    model.train()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The dry run
 
 TIMED = 2.0                               # seconds of steps that a dry run times, one at least
@@ -659,8 +570,15 @@ def time_steps(plan: Plan, world: World, loader: Loader | None, model_class: typ
     return plan.batch.bytes / float(np.median(times[1:] or times))  # the first one sets up
 
 
+NOT_IN_CONFIG = {"dry_run", "resume", "reset_steps", "global_batch", "target_flops", "target_param_data_ratio",
+                 "no_gradient_checkpointing"}  # of one run alone, or what another flag says by then
+
+
 def print_dry_run(plan: Plan, sources: Sequence[Source], world: World, model_class: type[Spider] = Spider) -> int:
     """Print what a run would take, the verdict first; return exit status 1 where memory or disk do not suffice."""
+    if plan.flags["dry_run"] == "config":
+        print(config_text(GROUPS, {name: plan.flags[name] for name in plan.flags.keys() - NOT_IN_CONFIG}), end="")
+        return 0
     with torch.device("meta"):
         model = model_class(plan.config)
     loader = Loader(sources, plan.batch.seq_len, plan.schedule.seed) if sources else None
@@ -709,7 +627,7 @@ def refusals(tolerated: bool, world: World):
 
 def open_sources(args) -> list[Source]:
     """Open and check the data; return nothing where a dry run names none and there is none yet."""
-    if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
+    if args.dry_run != "off" and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
         return []
     sources = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir)
     check(sources)
@@ -720,19 +638,29 @@ def start_run(args, closing: ExitStack, world: World, model_class: type[Spider])
     """Find the checkpoint to resume and settle the plan; return the run's directory, the checkpoint's state, the plan
     and the data."""
     home = state = plan = None
-    device, tolerated = set_up(args, closing, world), bool(args.dry_run and not args.resume)
+    start_log("INFO" if world.is_rank0 else "ERROR")
+    device, dry = set_up(args, closing, world), args.dry_run != "off"
     sources = cache(partial(open_sources, args))
-    with refusals(tolerated, world):
-        home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, args.dry_run, world,
+    with refusals(dry and not args.resume, world):
+        home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, dry, world,
                             args.mock_data, model_class)
         state = home.load()
     if state is not None:
-        with refusals(tolerated, world):
+        with refusals(dry and not args.resume, world):
             plan = settle(args, device, world, state, home.origin, sources, model_class)
-            if args.dry_run and world.is_rank0:
+            if args.dry_run == "on" and world.is_rank0:
                 print(console.one_line(home.start_line(state)))
     plan = settle(args, device, world, None, None, sources, model_class) if plan is None else plan
     return home, state, plan, sources()
+
+
+def log_start(plan: Plan, model: Spider, loader: Loader, horizon: int, last_step: int):
+    """Log how long the run is and what a step costs, and warn of a horizon or of segments that do not suit the data."""
+    cost = flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
+    logger.info(f"{plan.batch.bytes:,} bytes a step, {last_step:,} steps; {cost / 1e9:.2g} GFLOP per byte at "
+                f"{plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {plan.output.ckpt_dir}")
+    log_lines("WARNING", (*horizon_warnings(plan, loader, horizon, lr_factor),
+                          *segment_warnings(plan.config, plan.segment_lengths, plan.batch.seq_len)))
 
 
 def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World,
@@ -741,21 +669,17 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     run that comes to its end."""
     # -----------------------------------------------------------------------------------------------------------------
     # Device, ranks, checkpoint to resume, plan
-    start_log("INFO" if world.is_rank0 else "ERROR")
     home, state, plan, sources = start_run(args, closing, world, model_class)
     device, batch, out = world.device, plan.batch, plan.output
-    if args.dry_run:
+    if args.dry_run != "off":
         return print_dry_run(plan, sources, world, model_class) if world.is_rank0 else 0
-    for remark in plan.remarks:
-        logger.info(remark)
-    logger.info(describe_memory(plan.memory, machine.memory_of(device, world)))
+    log_lines("INFO", (*plan.remarks, describe_memory(plan.memory, machine.memory_of(device, world)), *map(str, sources)))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data
     loader = Loader(sources, batch.seq_len, plan.schedule.seed)
-    validation = validation_rows(sources, batch.seq_len, out.eval_tokens) if out.eval_every else None
+    validation = validation_sets(sources, batch.seq_len, out.eval_tokens) if out.eval_every else {}
     eval_rows = max(batch.micro_batch, EVAL_BYTES // batch.seq_len)  # without gradients there is room for more
-    logger.info(", ".join(f"{s.name}: {len(s.train):,} training and {len(s.val):,} validation ids" for s in sources))
     check_memory(sum(plan.memory.values()), device, world)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -771,26 +695,22 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     bytes_left = max(0, plan.schedule.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / batch.bytes)
     last_step, first_step = plan.schedule.max_steps or horizon, progress.step + 1
-    cost = flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, batch.seq_len)
-    logger.info(f"{batch.bytes:,} bytes a step, {last_step:,} steps; {cost / 1e9:.2g} GFLOP per byte at "
-                f"{plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {home.path}")
-    for warning in (*horizon_warnings(plan, loader, horizon, lr_factor),
-                    *segment_warnings(plan.config, plan.segment_lengths, batch.seq_len)):
-        logger.warning(warning)
+    log_start(plan, model, loader, horizon, last_step)
     metrics_file, writer = home.open(progress, last_step, out.keep_last, plan.checkpoint_size, out.sharded_checkpoints,
                                      out.keep_best)
-    tracker = start_wandb(out.run, plan.flags, progress, closing) if world.is_rank0 else None
-    profiler = start_profiler(device, home.path, closing) if out.profile and world.is_rank0 else None
+    tracker = profiler = None
+    if world.is_rank0:
+        tracker = start_wandb(out.run, plan.flags, progress, closing)
+        profiler = start_profiler(device, home.path, closing) if out.profile else None
+        closing.callback(lambda: write_curves(home.path, stop.asked))
     if progress.written >= last_step:
         logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
     elif (plan.machine.precision == "fp8" or plan.machine.compile) and not progress.is_out_of_patience(out.patience):
         warm_up(model, batch, plan.n_loops, device)
     feed = Feed(loader, batch, plan.schedule.seed, world, progress, closing)
     run = Run(plan, model, optimizers, loader, feed, progress, world, horizon)
-    optimizers.set_lr(plan.schedule.lr, lr_factor(max(0, progress.step - 1), horizon, plan.schedule))  # the checkpoint's
+    optimizers.set_lr(plan.schedule.lr, lr_factor(max(0, progress.step - 1), horizon, plan.schedule))  # as saved
     stopping = Stopping(stop, writer, progress.step, last_step, plan.optimizer.max_skipped, out.patience, world)
-    if world.is_rank0:
-        closing.callback(lambda: write_curves(home.path, stop.asked))
 
     def save():
         state = run_state(sharding_of(model).model_state(model), optimizers.state_dict(), model.config, progress,
@@ -803,9 +723,9 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         if progress.owed is None:         # else a run before this one did the step, and owes what follows it
             if (spike := train_step(run, stopping)) is None:
                 break
-            remaining = stopping.seconds_left(progress.step, out.pauses(progress.step, last_step))
             # Once in a while: a line of the log
             if progress.step % out.log_every == 0 or progress.step in (first_step, last_step):
+                remaining = stopping.seconds_left(progress.step, out.pauses(progress.step, last_step))
                 logger.info(progress_line(progress.owed, last_step, remaining, device))
             # Once in a while: a step to look at
             if progress.skipped or spike:
@@ -813,8 +733,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             # After the first step: only now are the lengths of learned segments known
             if progress.step == first_step and not plan.segment_lengths:
                 measured = {f"step {first_step}": progress.owed["bytes_per_segment"]}
-                for warning in segment_warnings(plan.config, measured, batch.seq_len):
-                    logger.warning(warning)
+                log_lines("WARNING", segment_warnings(plan.config, measured, batch.seq_len))
             if profiler:
                 profiler.step()
         metrics = progress.owed
@@ -826,7 +745,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
                 if evaluates:
                     metrics = metrics | evaluate(model, validation, eval_rows, plan.n_loops, device, world)
                 if samples and (whole := sharding_of(model).gather_model(model)) is not None:
-                    print_sample(whole, progress.step, plan, validation and validation[0][0])
+                    print_sample(whole, progress.step, plan, validation)
             if stopping.drops():
                 break
         if evaluates:
@@ -844,30 +763,13 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     # The end
     if not writer.holds(progress.step):
         save()
-    stopping.report(progress, how_to_resume(out))
+    stopping.report(progress, out.resume_hint)
     logger.info(f"next: python sample.py {shlex.quote(out.ckpt_dir)}")
     return 0
 
 
-def how_to_resume(out: OutputPlan) -> str:
-    """Say which command continues a run."""
-    origin = [f"--{name}" for name in ("resume", "reset_steps") if getattr(out, name)]
-    return "the same command" + f" without {' and '.join(origin)}" * bool(origin) + " resumes"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
-
-def out_of_memory(fault: Exception, args) -> str | None:
-    """Return one line of advice where an error is for want of memory, else None."""
-    if not is_out_of_memory(fault):
-        return None
-    asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
-    return ("out of memory" + (f", {asked[1]} were asked for" if asked else "")
-            + f": lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len (now "
-              f"{args.seq_len})"
-            + ", or take --recompute all" * (args.recompute != "all"))
-
 
 def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> int:
     """Run train.py with these arguments, with Spider or with a class of one's own (docs/guide/trying-an-idea.md).
@@ -898,24 +800,15 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
         except OSError as fault:
             line = f"error: {fault.filename}: {fault.strerror}"
         except (MemoryError, RuntimeError) as fault:
-            line = out_of_memory(fault, args)
-            if line is None:
+            if not is_out_of_memory(fault):
                 raise
-            line = f"error: {line}"
+            line = f"error: {out_of_memory_advice(fault, args.micro_batch, args.seq_len, args.recompute)}"
         stop.seconds = None
         with suppress(OSError):           # stderr may be gone
             if world.should_print(line, shared):
                 print(f"train.py: {console.one_line(line)}\n", end="", file=sys.stderr)  # of several ranks: one write
         tell_torchrun(f"train.py: {console.one_line(line)}")
     return status
-
-
-def tell_torchrun(line: str):
-    """Give torchrun the line that it is to report of this rank, which its own traceback would bury."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = dict(message=dict(message=line, extraInfo=dict(timestamp=int(time.time()))))
-        with suppress(OSError):
-            Path(path).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

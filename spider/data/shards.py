@@ -102,6 +102,9 @@ class Source:
     train: Stream
     val: Stream
 
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self.train):,} training and {len(self.val):,} validation ids"
+
 
 def open_data(spec: str) -> list[Source]:
     """Open a directory, or a mixture such as web:0.7,code:0.3 (weights above 0, of any sum)."""

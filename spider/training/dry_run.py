@@ -26,7 +26,6 @@ from spider.training.plan import Plan
 from spider.training.metrics import numbers_of
 from tokenizer import PAD_ID
 
-
 SAMPLED, AT_ONCE = 1 << 18, 1 << 14       # bytes of a source that its segments are measured on, and of them at a time
 LONG_SEGMENT = 64                         # bytes: the core, which runs once a segment, has little to say then
 

@@ -163,3 +163,11 @@ def quiet():
 def is_out_of_memory(fault: Exception) -> bool:
     """Return True where an error means that memory ran out, of the host or of a GPU."""
     return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)
+
+
+def out_of_memory_advice(fault: Exception, micro_batch: int, seq_len: int, recompute: str) -> str:
+    """Return one line of advice for an error of a training step that ran out of memory."""
+    asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
+    return ("out of memory" + (f", {asked[1]} were asked for" if asked else "")
+            + f": lower --micro_batch (now {micro_batch}) and raise --grad_accum as much, or lower --seq_len (now {seq_len})"
+            + ", or take --recompute all" * (recompute != "all"))

@@ -6,11 +6,11 @@ a recipe or a checkpoint decides is decided here. This module imports no torch.
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from spider.errors import UsageError
-from spider.flags import decimal
+from spider.flags import decimal, in_words
 from spider.model.config import SpiderConfig
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
@@ -97,6 +97,12 @@ class OutputPlan:
     run: str | None
     profile: bool
 
+    @property
+    def resume_hint(self) -> str:
+        """The words that say which command resumes the run."""
+        origin = [f"--{name}" for name in ("resume", "reset_steps") if getattr(self, name)]
+        return "the same command" + f" without {' and '.join(origin)}" * bool(origin) + " resumes"
+
     def pauses(self, step: int, last_step: int) -> int:
         """Evaluations and samples from a step on, its own and those of the end included."""
         return sum(last_step // every - (step - 1) // every + (last_step % every > 0)
@@ -135,6 +141,28 @@ class Plan:
 def pick(group: type, values: Mapping[str, object], **others):
     """Make a group of a plan from the values of flags by name; `others` replace them."""
     return group(**{f.name: others[f.name] if f.name in others else values[f.name] for f in fields(group)})
+
+
+def describe(plan: Plan, asked: Mapping[str, object], parameters: int, hardware: str, ranks: str) -> list[str]:
+    """Return a line for each choice; those that `auto` made are marked. asked: the flags as they were given."""
+    preset = replace(SpiderConfig.preset(plan.recipe), n_loops=plan.config.n_loops)
+    name = plan.recipe if plan.config == preset else f"{plan.recipe}, changed"
+    lines = {"model": f"model {name}, {parameters / 1e6:.1f}M parameters, {plan.n_loops} loops",
+             "device": f"device {hardware}", "precision": f"precision {plan.machine.precision}",
+             "moe_backend": f"experts {plan.machine.moe_backend}", "optimizer": f"optimizer {plan.optimizer.optimizer}",
+             "recompute": f"recompute {plan.machine.recompute}"}
+    return [line + " (auto)" * (asked[flag] == "auto") for flag, line in lines.items()] + [ranks] * bool(ranks)
+
+
+def explain(plan: Plan, recipe: Mapping[str, object], given: Collection[str], environment: Sequence[str],
+            why: Sequence[str]) -> list[str]:
+    """Return the lines that say why `auto` chose so, what the recipe and what the environment gave."""
+    taken = [f"--{name} {in_words(plan.flags[name])}" for name, value in recipe.items() if name not in given
+             and (callable(value) or value == plan.flags[name])]  # else a checkpoint's, or another horizon's
+    nothing = "nothing is taken from it" if recipe else "every default of --help"
+    return ([f"chosen by auto: {'; '.join(why)}"] * bool(why)
+            + [f"recipe of {plan.recipe}: {' '.join(taken) or nothing}"]
+            + [f"from the environment: {' '.join(environment)}"] * bool(environment))
 
 
 def apply_settings(config: SpiderConfig, text: str | None) -> SpiderConfig:

@@ -2,12 +2,20 @@
 
 import math
 import shlex
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
+from loguru import logger
 
 from spider.training.plan import Plan
 from spider.training.progress import RunProgress
+
+
+def log_lines(level: str, lines: Iterable[str]):
+    """Log each of some lines."""
+    for line in lines:
+        logger.log(level, line)
 
 
 def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:

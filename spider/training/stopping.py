@@ -1,10 +1,12 @@
 """Shutdown: signals, and every way out of the training loop."""
 
+import json
 import os
 import signal
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from loguru import logger
 
@@ -174,3 +176,11 @@ class Stopping:
                         f"the validation loss; a higher --patience, or 0, trains on")
         logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
                     f"{progress.best_loss:.4f}, {time.perf_counter() - self.began:.0f} s")
+
+
+def tell_torchrun(line: str):
+    """Give torchrun the line that it is to report of this rank, which its own traceback would bury."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = dict(message=dict(message=line, extraInfo=dict(timestamp=int(time.time()))))
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(report))
