@@ -11,9 +11,10 @@ import torch
 
 import spider_model
 import train
-from conftest import assert_same, awake, final_state, gradients, metrics, run, settled, small_config, text, train_step
+from conftest import (assert_same, awake, final_state, gradients, metrics, run, run_flags, settled, small_config, text,
+                      train_step)
 from spider import errors
-from spider.data.loader import Loader, validation_rows
+from spider.data.loader import Loader, validation_sets
 from spider.data.shards import Shard, Source, Stream, mock_source
 from spider.model.config import SpiderConfig
 from spider.model.layers import Block
@@ -84,8 +85,8 @@ def test_a_module_that_a_researcher_adds_trains_from_values_of_its_own(tmp_path,
     class Mixed(Block):
         """Each byte sees the three before it through a convolution, which the model knows nothing of."""
 
-        def __init__(self, config):
-            super().__init__(config)
+        def __init__(self, config, attention_class):
+            super().__init__(config, attention_class)
             self.conv = torch.nn.Conv1d(config.hidden_size, config.hidden_size, 4, padding=3, groups=config.hidden_size)
 
         def run(self, x, packing, cache=None):
@@ -97,7 +98,7 @@ def test_a_module_that_a_researcher_adds_trains_from_values_of_its_own(tmp_path,
             tensor.fill_(3e35 if tensor.is_floating_point() else 3)
         return self
     nn_to_empty = torch.nn.Module.to_empty
-    monkeypatch.setattr(spider_model, "Block", Mixed)
+    monkeypatch.setattr(spider_model.Spider, "block_class", Mixed)
     monkeypatch.setattr(torch.nn.Module, "to_empty", to_empty)
     directory = run(tmp_path, shards, "--precision", "fp32", "--dropout", "0", steps=30)
     assert metrics(directory)[-1]["loss"] < 3 < 5 < metrics(directory)[0]["loss"] < 6
@@ -155,7 +156,7 @@ def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_ru
 def test_evaluation_is_the_same_for_every_batch_size_and_changes_nothing():
     model = awake(small_config())
     source = mock_source(0)
-    rows = validation_rows([source], 32, 1000)
+    rows = validation_sets([source], 32, 1000)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
     results = [train.evaluate(model, rows, size, 2, torch.device("cpu")) for size in (1, 3, 32)]
@@ -163,6 +164,30 @@ def test_evaluation_is_the_same_for_every_batch_size_and_changes_nothing():
         assert other == pytest.approx(results[0], rel=1e-5)
     assert model.training and torch.equal(random_state, torch.get_rng_state())
     assert_same(before, dict(model.state_dict()))
+
+
+def test_a_mixture_is_validated_source_by_source_and_as_a_whole(tmp_path, shards, capsys):
+    """The second source is one byte again and again, which is soon predicted better."""
+    (tmp_path / "same").mkdir()
+    for name in ("train", "val"):
+        np.full(400, 65, "<u2").tofile(tmp_path / "same" / f"{name}-0.bin")
+    names = [str(shards), str(tmp_path / "same")]
+    directory = run(tmp_path, shards, "--data_dir", f"{names[0]}:1,{names[1]}:3", "--eval_tokens", "400", steps=4)
+    last = metrics(directory)[-1]
+    own = [last[f"val_bpb/{name}"] for name in names]
+    assert own[1] < own[0] and 400 * last["val_bpb"] == pytest.approx(100 * own[0] + 300 * own[1], rel=1e-3)
+    assert f", {names[1]} {own[1]:.4f}" in capsys.readouterr().err
+    assert not any("/" in name for line in metrics(run(tmp_path, shards, steps=1, ckpt="one")) for name in line)
+
+
+def test_the_dry_run_prints_a_config_file_that_makes_the_same_run(tmp_path, shards, capsys):
+    argv = run_flags(shards, tmp_path / "run", "--target_flops", "1e9", "--lr", "0.003", steps=2)
+    assert train.command_line([*argv, "--dry_run", "config"]) == 0
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    again = settled("--config", str(tmp_path / "run.toml"))
+    plan = settled(*argv)
+    for part in ("config", "batch", "schedule", "optimizer", "output", "machine"):
+        assert getattr(again, part) == getattr(plan, part), part
 
 
 def test_evaluating_sampling_and_saving_more_often_changes_no_weight(tmp_path, shards):
