@@ -1,7 +1,7 @@
 """Tensors of a training state that this process does not hold whole: sharded over ranks, or stored in files.
 
 `RemoteTensor` is the one notion of them: a shape, a dtype, `rows` and `gather`. Here are those of ranks, `ShardedRows`
-and the `Chunk` of them that a rank writes; checkpoint.py reads its files as another. `copy_to_host` copies a nested
+and the `Chunk` of them that a rank writes; sharded_reading.py has that of files. `copy_to_host` copies a nested
 state. """
 
 from dataclasses import dataclass, replace
