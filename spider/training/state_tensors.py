@@ -2,7 +2,8 @@
 
 `RemoteTensor` is the one notion of them: a shape, a dtype, `rows` and `gather`. Here are those of ranks, `ShardedRows`
 and the `Chunk` of them that a rank writes; sharded_reading.py has that of files. `copy_to_host` copies a nested
-state. """
+state.
+"""
 
 from dataclasses import dataclass, replace
 
