@@ -40,7 +40,8 @@ from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, Spider
 from spider.model.core_pass import CorePass, CoreStats, LayerCaches, LayerState
 from spider.model.costs import flops_per_byte
 from spider.model.decoding import DecodingState, check_ids, decoding_state, generate_batch, step
-from spider.model.engram import ByteEngram, EngramTable, Recalled, SegmentEngram
+from spider.model.engram import ByteEngram, Recalled, SegmentEngram
+from spider.model.engram_table import EngramTable
 from spider.model.halting import Halting
 from spider.model.initialization import init_weights
 from spider.model.layers import Block, SwiGLU

@@ -419,7 +419,8 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
     x [N, D]; topk_idx [N, k] int64, -1 for none; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D],
     of x's type. w_up is None where w_gate holds both side by side, [E, D, 2F]: `grouped` and `tile` then need not join
     them. product is one of the two above; expert_rows, where known, `assign_rows` of topk_idx. Returns y [N, D].
-    Differentiable in x, topk_weights and the three weights. """
+    Differentiable in x, topk_weights and the three weights.
+    """
     if len(x) == 1 and not (x.is_cuda or torch.is_grad_enabled()):
         return _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down)
     if backend == "loop":

@@ -204,7 +204,7 @@ from spider import console
 from spider.data.loader import Loader, validation_sets
 from spider.data.shards import Source, check, mock_source, open_data
 from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, WorldError
-from spider.model.engram import EngramTable
+from spider.model.engram_table import EngramTable
 from spider.model.foreign import foreign_classes
 from spider.model.parameters import ENGRAM_TABLES, kinds_of
 from spider.training import machine

@@ -23,7 +23,7 @@ import train
 from spider.dev import absent_gpu
 from spider.model.casting import wide
 from spider.model.config import SpiderConfig
-from spider.model.engram import EngramTable
+from spider.model.engram_table import EngramTable
 from spider.model.match_memory import MatchMemory
 from spider.training import curves
 from spider.training.checkpoint import find_checkpoints

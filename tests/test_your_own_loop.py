@@ -8,7 +8,7 @@ import torch
 
 import sample
 from conftest import ROOT
-from spider.model.engram import EngramTable
+from spider.model.engram_table import EngramTable
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "your-own-loop.md").read_text(), re.DOTALL)
 SIZES, SMALLER = (f"steps, rows, length, peak = {numbers}\n" for numbers in ("200, 4, 512, 0.01", "12, 2, 128, 0.02"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from spider.model.engram import EngramTable
+from spider.model.engram_table import EngramTable
 from spider.training.checkpoint_contents import is_number
 from spider.training.metrics import numbers_of
 from spider.version import commit

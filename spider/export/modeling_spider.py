@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from spider.model.config import SpiderConfig
 from spider.model.decoding import DecodingState, check_ids
-from spider.model.engram import EngramTable
+from spider.model.engram_table import EngramTable
 from spider.model.packing import document_cu_seqlens
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE

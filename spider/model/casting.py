@@ -2,13 +2,17 @@
 
 Parameters are fp32, or what they were given as; products run in Spider.compute_dtype. Linear and WideLinear cast where
 they multiply; `cast_weights_once` has every module with a `cast_weight(dtype)` (these, MoE, FP8's Linears) keep its
-cast in `cast`; `cast_experts` is the cast of stacked expert weights. """
+cast in `cast`; `cast_experts` is the cast of stacked expert weights.
+Under FSDP `cast_hook` casts a group's weights once they are gathered, and `gather_in_bf16` has them travel as bf16.
+"""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
 class Linear(nn.Linear):
@@ -111,3 +115,47 @@ def cast_weights_once(model: nn.Module):
 def wide(x: Tensor) -> Tensor:
     """Return x in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def gather_in_bf16(model: nn.Module, params: set[int]):
+    """Replace parameters, given by id, by the tensors whose rows FSDP gathers in bf16."""
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) in params:
+                setattr(module, name, nn.Parameter(Bf16Gathered(p.detach())))
+
+
+class Bf16Gathered(Tensor):
+    """Rows of a weight that all products take as bf16: ranks send them so, half the bytes of fp32, and have the weight
+    whole in fp32 again, with the values of its cast. FSDP calls the two hooks of a tensor that has them."""
+
+    @staticmethod
+    def __new__(cls, rows: Tensor):
+        return Tensor._make_wrapper_subclass(cls, rows.size(), strides=rows.stride(), dtype=rows.dtype,
+                                             storage_offset=rows.storage_offset(), device=rows.device)
+
+    def __init__(self, rows: Tensor):
+        self.rows = rows
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, inputs=(), kwargs=None):
+        inputs, kwargs = tree_map_only(cls, lambda wrapped: wrapped.rows, (inputs, kwargs or {}))
+        return tree_map_only(Tensor, cls, function(*inputs, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.rows.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        (rows,) = gathered
+        full = rows.to(param_dtype) if out is None else out.data.copy_(rows)
+        rows.untyped_storage().resize_(0)  # FSDP would keep it as long as the weight, and makes room for it anew
+        return full, (full,)
+
+
+def cast_hook(model: nn.Module, modules: list[nn.Module]) -> Callable:
+    """Return a hook that casts the weights of a group once they are gathered, inside its forward: a cast from before
+    would be of shards, and of one made elsewhere the gradient would come too late, and be lost without a word."""
+    def cast(*_):
+        for module in modules:
+            module.cast_weight(model.compute_dtype)
+    return cast

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from spider.model.attention import MLA
 from spider.model.casting import Linear
-from spider.model.engram import ByteEngram, EngramTable, SegmentEngram
+from spider.model.engram import ByteEngram, SegmentEngram
+from spider.model.engram_table import EngramTable
 from spider.model.layers import SwiGLU
 from spider.model.match_memory import MatchMemory
 

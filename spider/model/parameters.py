@@ -3,7 +3,8 @@
 KINDS is read from top to bottom, the first row that fits a parameter decides. A row fits by the class that holds the
 parameter, by its name there, and by a word on its path. A researcher's parameter falls through to the last rows:
 weights of Linears are Muon's and FP8's, all else is AdamW's and fp32. `kinds_of(model)` names the kind of every
-parameter. """
+parameter.
+"""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -11,7 +11,7 @@ from torch import nn
 
 from spider.errors import TooLarge
 from spider.model.config import RECOMPUTE, SpiderConfig
-from spider.model.engram import EngramTable
+from spider.model.engram_table import EngramTable
 from spider.model.packing import round_up
 from spider.model.parameters import matrices_of, takes_fp8
 from spider.training.machine import memory_of, multiplies_bf16, process_memory

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spider.errors import CheckpointError
-from spider.model.engram import EngramTable
+from spider.model.engram_table import EngramTable
 from spider.model.parameters import matrices_of
 from spider.training.adamw_8bit import adamw_8bit
 from spider.training.muon import Muon

@@ -9,8 +9,8 @@ import torch
 
 import train
 from conftest import awake, small_config, text, train_step
-from spider.model import engram
-from spider.model.engram import EngramTable
+from spider.model import engram_table
+from spider.model.engram_table import EngramTable
 from spider.model.parameters import matrices_of
 from spider.training.batches import Batch
 from spider.training.muon import Muon, orthogonalize
@@ -203,7 +203,7 @@ def test_what_tables_gathered_ends_with_the_step_whichever_way_it_ends():
 def unwarned(monkeypatch):
     """As in a process that has warned of nothing."""
     monkeypatch.setattr(EngramTable, "warned", False)
-    engram.unclaimed.clear()
+    engram_table.unclaimed.clear()
 
 
 def step_of(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:
