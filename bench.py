@@ -83,8 +83,8 @@ def flags_of(flags: dict) -> list[str]:
 
 
 def settle(flags: list[str], device: torch.device, world: World | None = None) -> Plan:
-    """Settle the plan of flags alone, without the environment."""
-    return train.settle(train.parse_args(flags, environ={}), device, world)
+    """Settle the plan of flags alone, without the environment; without a `world`, of one process."""
+    return train.settle(train.parse_args(flags, environ={}), device, World({}) if world is None else world)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
