@@ -110,8 +110,9 @@ class Stopping:
             self.cut_short = True
         except (errors.DataError, LeftByPeer, MemoryError, RuntimeError) as fault:
             ends_work = not isinstance(fault, (errors.DataError, LeftByPeer))
-            saves = self.world.ranks == 1 or not self.writer.in_parts  # of whose checkpoints others write their parts
-            if ends_work and not ((is_out_of_memory(fault) or is_lost_peer(fault)) and saves and self.world.continue_alone()):
+            saves = self.world.ranks == 1 or not self.writer.sharded  # others write their rows of those
+            ends_run = is_out_of_memory(fault) or is_lost_peer(fault)
+            if ends_work and not (ends_run and saves and self.world.continue_alone()):
                 raise
             self.cut_short, self.fault = True, fault
 
