@@ -283,7 +283,7 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
                 checkpoint_size=checkpoint_size(model, optimizer))
     recompute, memory = world.on_rank0(lambda: choose_recompute(
         args.recompute, lambda recompute: memory_beside_tensors(plan, device, world) | estimate_memory(
-            model, plan, device, recompute, world), machine.memory_of(device, world)))
+            model, plan, device, recompute, world), machine.memory_of(device, world.local_ranks)))
     plan = replace(plan, machine=replace(plan.machine, recompute=recompute), memory=memory,
                    flags=values | dict(recompute=recompute))
     why = [f"precision {precision}: {why_precision}"] * bool(why_precision)
@@ -582,7 +582,7 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World, model_cla
     with torch.device("meta"):
         model = model_class(plan.config)
     loader = Loader(sources, plan.batch.seq_len, plan.schedule.seed) if sources else None
-    enough = print_verdict(plan, machine.memory_of(world.device, world))
+    enough = print_verdict(plan, machine.memory_of(world.device, world.local_ranks))
     peak = machine.product_rate(world.device) * world.ranks * (2 if plan.machine.precision == "fp8" else 1)
     bound = peak / model.flops_per_byte(plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
     rate = expected_rate(plan, world.device, bound, lambda: time_steps(plan, world, loader, model_class))
@@ -673,7 +673,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     device, batch, out = world.device, plan.batch, plan.output
     if args.dry_run != "off":
         return print_dry_run(plan, sources, world, model_class) if world.is_rank0 else 0
-    log_lines("INFO", (*plan.remarks, describe_memory(plan.memory, machine.memory_of(device, world)), *map(str, sources)))
+    log_lines("INFO", (*plan.remarks, describe_memory(plan.memory, machine.memory_of(device, world.local_ranks)),
+                       *map(str, sources)))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data

@@ -138,3 +138,8 @@ def halved_weights(model: nn.Module) -> list[nn.Parameter]:
     linears = [m.weight for name, m in model.named_modules() if type(m) is Linear and takes_fp8(m, name)]
     kinds = kinds_of(model)
     return linears + [p for name, p in model.named_parameters() if kinds[name].precision is Precision.BF16]
+
+
+def moe_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that route to experts, which have a `backend` and, under FP8, `fp8`."""
+    return [module for module in model.modules() if any(base.__name__ == "MoE" for base in type(module).__mro__)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from spider.model.casting import Linear
-from spider.model.parameters import NEVER_FP8, takes_fp8
+from spider.model.parameters import NEVER_FP8, moe_layers, takes_fp8
 from spider.training.machine import quiet
 
 
@@ -53,8 +53,8 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
     for module in model.modules():
         if isinstance(module, Float8Linear):
             module.__class__ = FP8Linear
-        elif hasattr(module, "backend"):
-            module.fp8 = experts
+    for module in moe_layers(model):
+        module.fp8 = experts
 
 
 def describe_fp8(model: nn.Module, experts: bool) -> str:

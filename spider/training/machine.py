@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from spider import console
 from spider.errors import UsageError
-from spider.training.ranks import World
 
 
 def resolve_device(name: str) -> torch.device:
@@ -97,11 +96,11 @@ def start_log(level: str = "INFO"):
                      patcher=lambda record: record.update(message=console.one_line(record["message"])))
 
 
-def memory_of(device: torch.device, world: World | None = None) -> float:
+def memory_of(device: torch.device, local_ranks: int = 1) -> float:
     """Return the bytes of memory of the GPU, or of the machine; of a machine that ranks share, those of each."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 if world is None else world.local_ranks)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_ranks
 
 
 def proc_bytes(file: str, field: str) -> float | None:

@@ -132,7 +132,7 @@ def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recomput
     memory = {"parameters": 4 * total, "gradients": gradients, "gathered for tables": gathered,
               "optimizer": state + sums, "weights cast": casts, "activations": kept,
               "documents filled up, at most": filled}
-    if world is not None and world.ranks > 1:  # see World.shard_model; tables, and their gradients' sums, are whole
+    if world is not None and world.ranks > 1:  # see shard_model; tables, and their gradients' sums, are whole
         whole, shards = batch.grad_accum > 1 or world.shards == 1, world.shards
         memory |= {"parameters": 4 * (total - dense) + 4 * dense / shards, "optimizer": state / shards + sums,
                    "gathered for tables": 4 * (total - dense),
@@ -179,7 +179,7 @@ def describe_memory(memory: dict[str, float], there: float) -> str:
 def check_memory(needed: float, device: torch.device, world: World):
     """Raise TooLarge where a CPU's memory is sure not to suffice for `needed` bytes by each rank that is here: the
     kernel would kill the run without a word."""
-    if device.type == "cpu" and needed > 1.25 * memory_of(device, world):
+    if device.type == "cpu" and needed > 1.25 * memory_of(device, world.local_ranks):
         raise TooLarge(f"--micro_batch: a run takes about {needed * world.local_ranks / 1e9:.0f} GB, this machine has "
                        f"{memory_of(device) / 1e9:.0f}: lower it, and raise --grad_accum as much; or lower --seq_len "
                        f"or --model")

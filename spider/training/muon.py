@@ -3,11 +3,12 @@
 `Muon` is the optimizer, `orthogonalize` its Newton-Schulz iteration.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from spider.training.machine import multiplies_bf16
-from spider.training.sharded_muon import MatrixAssignment
 
 
 class Muon(torch.optim.Optimizer):
@@ -17,13 +18,13 @@ class Muon(torch.optim.Optimizer):
     The step has the size of AdamW's, 0.2 * sqrt(max(r, c)) times an orthogonal matrix (Moonlight, arXiv 2502.16982).
     That size does not fade with the momentum, so what had no gradient stays as it is, weights and momentum: a parameter
     without one, and in a stack each matrix of gradient zero (an idle expert, the adapter of a loop that did not run).
-    `assignment`: of several ranks, which rank orthogonalizes which matrix.
+    `assignment`: of several ranks, which one orthogonalizes which matrix (sharded_muon.MatrixAssignment).
     """
 
     batch_elements = 1 << 26              # most elements stacked at a time
 
     def __init__(self, params, lr: float, momentum: float, weight_decay: float,
-                 assignment: MatrixAssignment | None = None):
+                 assignment: Callable | None = None):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.assignment = assignment
 

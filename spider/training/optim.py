@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from spider.errors import CheckpointError
 from spider.model.engram_table import EngramTable
 from spider.model.parameters import matrices_of
-from spider.training.adamw_8bit import adamw_8bit
+from spider.training.adamw_8bit import BLOCK, adamw_8bit
 from spider.training.muon import Muon
 from spider.training.plan import OPTIMIZERS, OptimizerSettings
 from spider.training.sharded_muon import MatrixAssignment
-from spider.training.sharding import BLOCK, Sharded, sharding_of
+from spider.training.sharding import sharding_of
 
 
 class Optimizers:
@@ -41,18 +41,26 @@ class Optimizers:
         self.dense = matrices + rest      # what clipping sees; a row's step does not depend on its gradient's size
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if name == "muon":
-            sharded = isinstance(self.sharding, Sharded) and matrices
             self.by_name["muon"] = Muon(matrices, settings.lr, settings.momentum, settings.weight_decay,
-                                        MatrixAssignment(self.sharding, matrices) if sharded else None)
+                                        self._assign(matrices))
         else:
             adam[0]["params"] += matrices
         of_adam = dict(lr=settings.lr, betas=(settings.beta1, settings.beta2))
         if name == "adamw8bit":
-            self.by_name["adamw8bit"] = adamw_8bit(adam, of_adam, self.sharding)
+            self.by_name["adamw8bit"] = adamw_8bit(adam, of_adam, self.sharding.params)
         else:
             self.by_name["adamw"] = torch.optim.AdamW(adam, fused=True, **of_adam)
         if tables:
             self.by_name["engram"] = RowwiseAdagrad(tables, settings.engram_lr)
+
+    def _assign(self, matrices: list[Tensor]) -> MatrixAssignment | None:
+        """Assign matrices to ranks; None where this process has them whole."""
+        by_local = {id(param.local): param for param in self.sharding.params}
+        if not by_local or not matrices:
+            return None
+        sharded = [by_local[id(p)] for p in matrices]
+        return MatrixAssignment(self.sharding.world, [param.shape for param in sharded],
+                                [param.bounds for param in sharded])
 
     def set_lr(self, peak: float, factor: float):
         """Set the schedule's factor of the peak for all but the tables, whose accumulators anneal them row by row."""

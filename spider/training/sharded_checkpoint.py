@@ -1,9 +1,11 @@
-"""Write a sharded checkpoint (--sharded_checkpoints): every rank its rows, by torch.distributed.checkpoint.
+"""Write a sharded checkpoint (--sharded_checkpoints): every rank its rows, by torch.distributed.checkpoint (`save`).
 
-spider-step{N}/ holds `__{rank}_0.distcp`, what each rank wrote; `.metadata`, a pickle, by which that library and all
-that builds on it read them; and state.pt, a sealed checkpoint of plain values alone, with the SHA-256 of the other
-files and the place of every tensor's rows in them. That one is what sharded_reading.py reads. The directory gets its
-name when all of it is on the disk: before that, it is not there.
+The directory spider-step{N}/ holds
+- `__{rank}_0.distcp`, the rows that a rank wrote,
+- `.metadata`, a pickle, by which that library and all that build on it read them,
+- state.pt, a sealed checkpoint of plain values alone, with the SHA-256 of the other files, and for every tensor the
+  files and offsets of its rows. This is what sharded_reading.py reads.
+It gets its name when all of it is on the disk: before that, it is not there.
 """
 
 import os
@@ -30,13 +32,13 @@ from spider.training.heartbeat import in_background
 from spider.training.ranks import World
 from spider.training.state_tensors import Chunk
 
-# One process without a group is what it says it takes for granted.
+# One process without a group is what it warns that it assumes.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save(path: Path, state: dict, before_rename: Callable, world: World):
-    """Writes a state whose tensors are Chunks; every rank of the world calls it, `before_rename` is the first one's.
-    OSError on all ranks, and nothing at `path`, where one of them cannot write."""
+    """Write a state whose tensors are Chunks. Every rank calls it; `before_rename` is called on rank 0, before the
+    directory gets its name. OSError on all ranks, and nothing at `path`, where one of them cannot write."""
     temporary, group = path.with_name(f".{path.name}.tmp"), world.background_group()
     chunks = {".".join(map(str, keys)): (keys, value) for keys, value, _ in walk(state) if isinstance(value, Chunk)}
     writer = Writer(temporary, world)
@@ -65,26 +67,26 @@ def save(path: Path, state: dict, before_rename: Callable, world: World):
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """Has each rank write the Chunks that it was given, and the library only number the pieces."""
+    """Plan that each rank writes the Chunks that it was given; the library only numbers them."""
 
     def __init__(self):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item_of(name, chunk) for name, (_, chunk) in self.state_dict.items()
+        self.plan = SavePlan([write_item(name, chunk) for name, (_, chunk) in self.state_dict.items()
                               if chunk.local is not None])
         return self.plan
 
     def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(plans)
-        nested = {name: tuple(map(str, place)) for name, (place, _) in self.state_dict.items()}
+        nested = {name: tuple(map(str, keys)) for name, (keys, _) in self.state_dict.items()}
         return plans, replace(metadata, planner_data=nested)  # by which others make nested dicts of it again
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor:
         return self.state_dict[item.index.fqn][1].local
 
 
-def item_of(name: str, chunk: Chunk) -> WriteItem:
+def write_item(name: str, chunk: Chunk) -> WriteItem:
     offsets = torch.Size([chunk.first, *[0] * (len(chunk.shape) - 1)][:len(chunk.shape)])
     stored = ChunkStorageMetadata(offsets, chunk.local.shape)
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(
@@ -92,19 +94,19 @@ def item_of(name: str, chunk: Chunk) -> WriteItem:
 
 
 class Writer(dcp.FileSystemWriter):
-    """The library's, with the SHA-256 of each file. It waits for a rank that is slow to write outside the library's
-    collectives, which have the limit of ranks that are lost: `write_data` returns when all have written, and `finish`
-    leaves the rest to `table_and_sums`."""
+    """The library's writer, with the SHA-256 of each file. It waits for slow ranks outside the library's collectives,
+    whose timeout is for ranks that are lost: `write_data` returns when all have written, and `finish` leaves the rest
+    to `table_and_sums`."""
 
     def __init__(self, directory: Path, world: World):
         super().__init__(directory, per_thread_copy_ahead=0)  # the copies are in host memory already
         self.fs, self.world = Files(), world
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan                       # the library makes the directory here, which the first rank has yet to remove
+        return plan                       # the library makes the directory here, which rank 0 has yet to remove
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        remove(self.path)                 # by the first rank, before any goes on, and all learn of it if it fails
+        remove(self.path)                 # by rank 0, before any rank writes, and all learn of it if it fails
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Planner) -> Future:
@@ -125,7 +127,8 @@ class Writer(dcp.FileSystemWriter):
         self.written = metadata, results
 
     def table_and_sums(self) -> tuple[dict[str, dict], dict[str, str]]:
-        """Write the metadata, on the first rank, when all have written; the pieces of every tensor, and the sums."""
+        """On rank 0, when all have written, write the metadata; return the chunks of every tensor, and the SHA-256
+        sums."""
         metadata, results = self.written
         sums = {name: sha256 for result in results for name, sha256 in result.pop().items()}
         super().finish(metadata, results)
@@ -148,7 +151,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 class Files(FileSystem):
-    """Files whose SHA-256 is worked out while they are written."""
+    """A file system that computes the SHA-256 of files while they are written."""
 
     def __init__(self):
         self.written: dict[str, HashingFile] = {}

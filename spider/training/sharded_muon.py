@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spider.training.sharding import Sharded
+from spider.training.ranks import World
 
 MOST_TOGETHER = 1 << 26                   # elements of matrices that are worked on at a time
 
@@ -27,16 +27,14 @@ class MatrixAssignment:
     """An assignment of whole matrices to ranks. Those cut in rows are sent to their owner and back, those of a stack
     stay on the shard that has them, and replicas exchange their results. Every rank makes the same plan by itself."""
 
-    def __init__(self, sharding: Sharded, params: list[nn.Parameter]):
-        self.world = world = sharding.world
-        by_local = {id(param.local): param for param in sharding.params}
-        sharded = [by_local[id(p)] for p in params]
-        loads, matrices, found = [0] * world.ranks, [], []
-        for i, param in enumerate(sharded):
-            counts = [b - a for a, b in zip(param.bounds, param.bounds[1:])]
-            rows, columns = param.shape[-2:]
+    def __init__(self, world: World, shapes: list[tuple[int, ...]], bounds: list[list[int]]):
+        """shapes: of the parameters; bounds: of each the first row of every shard, and behind the last one."""
+        self.world, loads, matrices, found = world, [0] * world.ranks, [], []
+        for i, (shape, ends) in enumerate(zip(shapes, bounds)):
+            counts = [b - a for a, b in zip(ends, ends[1:])]
+            rows, columns = shape[-2:]
             cost = rows * columns * min(rows, columns)
-            if len(param.shape) == 2:
+            if len(shape) == 2:
                 found.append((cost, i, None, counts, columns, range(world.ranks)))
             else:
                 found += [(cost, i, j, [rows * (k == s) for k in range(world.shards)], columns,
@@ -46,7 +44,7 @@ class MatrixAssignment:
             loads[owner] += cost
             matrices.append(AssignedMatrix(i, index, counts, columns, owner // world.shards, owner % world.shards))
         self.matrices, self.balance = matrices, max(loads) * world.ranks / max(1, sum(loads))
-        self.sizes = [max(param.shape[-2:]) for param in sharded]                            # longer side of a matrix
+        self.sizes = [max(shape[-2:]) for shape in shapes]                                   # longer side of a matrix
 
     def __call__(self, local: list[Tensor], work: Callable) -> list[Tensor]:
         """Apply `work`, [n, r, c] -> [n, r, c], to whole matrices. `local`: this rank's rows of matrices or of stacks

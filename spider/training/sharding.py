@@ -22,10 +22,10 @@ from spider.errors import WorldError
 from spider.model import parameters
 from spider.model.casting import Bf16Gathered, cast_hook, gather_in_bf16
 from spider.model.engram_table import EngramTable
+from spider.training.adamw_8bit import BLOCK
 from spider.training.ranks import World
 from spider.training.state_tensors import RemoteTensor, ShardedRows
 
-BLOCK = 256                               # elements for which 8-bit AdamW keeps one scale
 ROW_STATES = {"exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"}  # of optimizers, shaped like a parameter
 BLOCK_STATES = {"absmax1", "absmax2"}     # of 8-bit AdamW, one number per block
 
@@ -54,6 +54,7 @@ class ShardedParameter:
 class Unsharded:
     """A model that this process has whole, and trains alone."""
     ranks = 1
+    params: list[ShardedParameter] = []
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return by name what optimizers work on: of a sharded model this rank's rows of each parameter."""
@@ -70,7 +71,7 @@ class Unsharded:
         return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]), sums, tokens, real
 
     def all_reduce_tables(self, tables: Iterable[EngramTable]):
-        """Sum over ranks what tables have gathered."""
+        """Sum over ranks what Engram tables have gathered."""
 
     def gather_model(self, model: nn.Module) -> nn.Module | None:
         """Return the model with all of its weights on rank 0, to write samples; None on the other ranks."""
@@ -167,9 +168,8 @@ class Sharded(Unsharded):
             else:
                 module._parameters[name] = nn.Parameter(value.to(self.world.device))
         plain.compute_dtype = model.compute_dtype
-        for own, other in zip(plain.modules(), model.modules()):
-            if hasattr(own, "backend"):
-                own.backend = other.backend
+        for moe in parameters.moe_layers(model)[:1]:
+            plain.set_backend(moe.backend)
         return plain
 
     # -----------------------------------------------------------------------------------------------------------------
