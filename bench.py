@@ -436,7 +436,7 @@ def counted(b: Bench, shards: int, grad_accum: int, precision: str) -> dict:
 # A device that is not there
 
 
-TRAINER = absent_gpu.Trainer(settle, train.build_model, train.accumulate, train.update, Spider)
+TRAINER = absent_gpu.Trainer(settle, train.build_model, train.accumulate, train.update, Spider, Optimizers)
 
 
 def rehearsed_step(card: str, flags: list[str]) -> dict:

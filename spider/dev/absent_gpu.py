@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spider.errors import SpiderError
 from spider.model import packing
 from spider.training.batches import Batch
-from spider.training.optim import Optimizers
 from spider.training.plan import Plan
 
 
@@ -70,6 +69,7 @@ class Trainer:
     accumulate: Callable
     update: Callable
     model_class: type[nn.Module]
+    optimizers: Callable                  # of a model, a name and OptimizerSettings
 
 
 # Autograd asks a device for streams and guards, and a CUDA build has them from a driver. These say: one device, nothing
@@ -195,10 +195,10 @@ def absent(model_class: type[nn.Module]) -> type[nn.Module]:
     return Absent
 
 
-def build(trainer: Trainer, plan: Plan) -> tuple[nn.Module, Optimizers]:
+def build(trainer: Trainer, plan: Plan) -> tuple:
     """Return a plan's model and optimizers as train.py makes them, of fake tensors."""
     model = trainer.build_model(plan, torch.device("cuda"), model_class=absent(trainer.model_class))
-    optimizers = Optimizers(model, plan.optimizer.optimizer, plan.optimizer)
+    optimizers = trainer.optimizers(model, plan.optimizer.optimizer, plan.optimizer)
     optimizers.set_lr(plan.schedule.lr, 1.0)
     return model, optimizers
 

@@ -21,7 +21,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from spider.dev.absent_gpu import LEAST_FLAGS, Card, Trainer, build, fake_batch, fake_tensors, stand_in
 from spider.dev.operations import LAUNCH, Operation, Trace, fused_seconds, tensors
 from spider.training.memory import estimate_memory
-from spider.training.optim import Optimizers
 from spider.training.plan import Plan
 from spider.training.sharding import Unsharded
 
@@ -52,7 +51,7 @@ class Alone(Unsharded):
         self.tracker.reset_mod_stats()    # which are of one pass
 
 
-def fill_state(optimizers: Optimizers):
+def fill_state(optimizers):
     """Give optimizers the state that they have after a step."""
     for p in optimizers.dense:
         p.grad = torch.empty_like(p)
