@@ -44,7 +44,7 @@ from spider import console, errors, files
 from spider.data import loader, readers, shards
 from spider.errors import CheckpointError, UsageError
 from spider.export.directory import write_export
-from spider.flags import BadValue, Flag, Parser, integer, path_name, real
+from spider.flags import BadValue, Flag, Parser, in_words, integer, path_name, real
 from spider.inspect import page, reading
 from spider.model.config import MAX_LOOPS, SpiderConfig
 from spider.model.decoding import DecodingState
@@ -119,7 +119,7 @@ def flag_of(state: dict, name: str) -> int:
 def checked_flag(flag: Flag, value):
     """What a checkpoint's run had for a flag, as train.py takes it; CheckpointError where no run has it."""
     try:
-        taken = flag.parse(str(value)) if flag.parse else bool(value)
+        taken = flag.value(in_words(value))
         if taken != value:
             raise BadValue(str(value), f"a {type(taken).__name__}")
     except ValueError as fault:

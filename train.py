@@ -33,115 +33,102 @@ from spider.training.plan import (OPTIMIZERS, BatchShape, MachinePlan, Optimizer
 HIGHEST_RATE = 1000.0                     # beyond it nothing is learned, and steps overflow
 MOST_MICRO_STEPS = 1 << 16
 
-GROUPS = {
-    "basics": (
-        Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
-        Flag("data_dir", "data", path_name, "directory of .bin shards, or a mixture: web:0.7,code:0.3", "DATA_DIR",
-             metavar="DIR"),
-        Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
-        Flag("ckpt_dir", "checkpoints", path_name, "where checkpoints and metrics.jsonl go; its mock/ with --mock_data",
-             metavar="DIR"),
-        Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the horizon of the schedule",
-             "TARGET_TOKENS", metavar="BYTES"),
-        Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens, beyond which the "
-             "learning rate stays at its lowest", metavar="STEPS"),
-        Flag("resume", None, path_name, "checkpoint to resume from; without it the newest good one in --ckpt_dir",
-             metavar="CHECKPOINT"),
-        Flag("dry_run", "off", one_of("off", "on", "config"), "on, or alone: print what would be trained, its memory "
-             "and cost, check the data, and stop; config: print a file for --config", alone="on"),
-        Flag("config", None, path_name, "TOML file with values of flags, in sections named as these headings; flags "
-             "and environment variables replace them", metavar="FILE"),
-    ),
-    "model": (
-        Flag("set", None, str, "fields of SpiderConfig to change, e.g. lora_rank=0,engram_layers=0+1",
-             metavar="NAME=VALUE,..."),
-        Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
-        Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
-    ),
-    "batch": (
-        Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN", metavar="BYTES"),
-        Flag("micro_batch", 64, integer(1, 1 << 20), "sequences per device and micro-step; lower it for less memory",
-             "MICRO_BATCH"),
-        Flag("grad_accum", 1, integer(1, MOST_MICRO_STEPS), "micro-steps per optimizer step", "GRAD_ACCUM"),
-        Flag("global_batch", None, integer(1), "bytes per optimizer step on all ranks together, in place of "
-             "--grad_accum", metavar="BYTES"),
-        Flag("seed", 0, integer(0), "of weights, data order, segment noise, dropout and loop counts"),
-    ),
-    "horizon": (
-        Flag("target_flops", None, real(0, open_low=True), "training FLOPs, in place of --target_tokens",
-             metavar="FLOPS"),
-        Flag("target_param_data_ratio", None, real(0, open_low=True), "bytes per parameter, tables left out, in place "
-             "of --target_tokens", metavar="RATIO"),
-    ),
-    "optimizer": (
-        Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon (AdamW for the rest)"),
-        Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's steps have "
-             "AdamW's size)", "LR", metavar="RATE"),
-        Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE),
-             "learning rate of the Engram tables: the size of a row's first step", metavar="RATE"),
-        Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as an epoch begins"),
-        Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear "
-             "decay"),
-        Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up", metavar="STEPS"),
-        Flag("wsd_decay_fraction", 0.2, real(0, 1), "fraction of the horizon in which wsd decays", metavar="FRACTION"),
-        Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a fraction of the peak",
-             metavar="FRACTION"),
-        Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE),
-             "of matrices; never of vectors and Engram tables"),
-        Flag("dropout", 0.0, real(0, 0.9), "of the core's input and output, a fifth as much of the bytes before and "
-             "after it; grows over ten epochs, from 0 in the first", metavar="RATE"),
-        Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's first decay"),
-        Flag("beta2", OptimizerSettings.beta2, real(0, 1, open_high=True), "AdamW's second decay"),
-        Flag("momentum", OptimizerSettings.momentum, real(0, 1, open_high=True), "Muon's momentum"),
-        Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off", metavar="NORM"),
-        Flag("max_skipped", 10, integer(1), "stop after so many steps in a row that are not finite", metavar="STEPS"),
-    ),
-    "machine": (
-        Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
-        Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 where the hardware has it, fp8 "
-             "only where layers are compiled too"),
-        Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
-        Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: grouped with compiled layers, else tile where it "
-             "runs, else grouped; loop: reference"),
-        Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); alone: on; "
-             "auto: on a GPU, where it works", alone="on"),
-        Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "activation checkpointing: layers that the backward pass "
-             "computes again; auto: the fewest with which a step fits into the device's memory"),
-        Flag("no_gradient_checkpointing", False, None, "the same as --recompute nothing"),
-        Flag("shards", 1, integer(1, 1 << 16), "ranks that shard weights and optimizer state; the rest replicate them",
-             metavar="RANKS"),
-        Flag("rank_timeout", 300, real(0, 1e6, open_low=True), "seconds that ranks wait for one another, after the "
-             "first step; for a save as long as it takes", metavar="SECONDS"),
-        Flag("deterministic", False, None, "on a GPU: kernels that give the same bits every time, some slower"),
-    ),
-    "checkpoints": (
-        Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY", metavar="STEPS"),
-        Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
-        Flag("keep_best", False, None, "save whenever the validation loss is the lowest so far, and keep that "
-             "checkpoint beside the newest ones; sample.py DIR --best loads it"),
-        Flag("sharded_checkpoints", False, None, "write a directory to which every rank adds a file, where a single "
-             "file gets too large"),
-        Flag("reset_steps", False, None, "with --resume, load the weights alone: fresh optimizer, step 0, data from "
-             "the start"),
-    ),
-    "evaluation": (
-        Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none",
-             metavar="STEPS"),
-        Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones",
-             metavar="BYTES"),
-        Flag("patience", 0, integer(0), "end the run after so many evaluations in a row that did not lower the "
-             "validation loss; 0: never"),
-        Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none", metavar="STEPS"),
-        Flag("sample_prompt", None, str, "text that samples continue; without it held-out text, where there is "
-             "evaluation"),
-    ),
-    "logs": (
-        Flag("log_every", 1, integer(1), "optimizer steps between lines of the log; metrics.jsonl has every step",
-             metavar="STEPS"),
-        Flag("run", None, nonempty("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
-        Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
-    ),
-}
+GROUPS = {"basics": (
+    Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
+    Flag("data_dir", "data", path_name, "directory of .bin shards, or a mixture: web:0.7,code:0.3",
+         "DATA_DIR", metavar="DIR"),
+    Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
+    Flag("ckpt_dir", "checkpoints", path_name, "where checkpoints and metrics.jsonl go; its mock/ with --mock_data",
+         metavar="DIR"),
+    Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the horizon of the schedule",
+         "TARGET_TOKENS", metavar="BYTES"),
+    Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens, beyond which the "
+         "learning rate stays at its lowest", metavar="STEPS"),
+    Flag("resume", None, path_name, "checkpoint to resume from; without it the newest good one in --ckpt_dir",
+         metavar="CHECKPOINT"),
+    Flag("dry_run", "off", one_of("off", "on", "config"), "on, or alone: print what would be trained, its memory and "
+         "cost, check the data, and stop; config: print a file for --config", alone="on"),
+    Flag("config", None, path_name, "TOML file with values of flags, in sections named as these headings; flags and "
+         "environment variables replace them", metavar="FILE"),
+), "model": (
+    Flag("set", None, str, "fields of SpiderConfig to change, e.g. lora_rank=0,engram_layers=0+1",
+         metavar="NAME=VALUE,..."),
+    Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
+    Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
+), "batch": (
+    Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN", metavar="BYTES"),
+    Flag("micro_batch", 64, integer(1, 1 << 20), "sequences per device and micro-step; lower it for less memory",
+         "MICRO_BATCH"),
+    Flag("grad_accum", 1, integer(1, MOST_MICRO_STEPS), "micro-steps per optimizer step", "GRAD_ACCUM"),
+    Flag("global_batch", None, integer(1), "bytes per optimizer step on all ranks together, in place of --grad_accum",
+         metavar="BYTES"),
+    Flag("seed", 0, integer(0), "of weights, data order, segment noise, dropout and loop counts"),
+), "horizon": (
+    Flag("target_flops", None, real(0, open_low=True), "training FLOPs, in place of --target_tokens", metavar="FLOPS"),
+    Flag("target_param_data_ratio", None, real(0, open_low=True), "bytes per parameter, tables left out, in place of "
+         "--target_tokens", metavar="RATIO"),
+), "optimizer": (
+    Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon (AdamW for the rest)"),
+    Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's steps have "
+         "AdamW's size)", "LR", metavar="RATE"),
+    Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE), "learning rate of the Engram tables: the "
+         "size of a row's first step", metavar="RATE"),
+    Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as an epoch begins"),
+    Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear decay"),
+    Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up", metavar="STEPS"),
+    Flag("wsd_decay_fraction", 0.2, real(0, 1), "fraction of the horizon in which wsd decays", metavar="FRACTION"),
+    Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a fraction of the peak",
+         metavar="FRACTION"),
+    Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE), "of matrices; never of vectors and "
+         "Engram tables"),
+    Flag("dropout", 0.0, real(0, 0.9), "of the core's input and output, a fifth as much of the bytes before and after "
+         "it; grows over ten epochs, from 0 in the first", metavar="RATE"),
+    Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's first decay"),
+    Flag("beta2", OptimizerSettings.beta2, real(0, 1, open_high=True), "AdamW's second decay"),
+    Flag("momentum", OptimizerSettings.momentum, real(0, 1, open_high=True), "Muon's momentum"),
+    Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off", metavar="NORM"),
+    Flag("max_skipped", 10, integer(1), "stop after so many steps in a row that are not finite", metavar="STEPS"),
+), "machine": (
+    Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
+    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 where the hardware has it, fp8 only "
+         "where layers are compiled too"),
+    Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
+    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: grouped with compiled layers, else tile where it "
+         "runs, else grouped; loop: reference"),
+    Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); alone: on; auto: on "
+         "a GPU, where it works", alone="on"),
+    Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "activation checkpointing: layers that the backward pass "
+         "computes again; auto: the fewest with which a step fits into the device's memory"),
+    Flag("no_gradient_checkpointing", False, None, "the same as --recompute nothing"),
+    Flag("shards", 1, integer(1, 1 << 16), "ranks that shard weights and optimizer state; the rest replicate them",
+         metavar="RANKS"),
+    Flag("rank_timeout", 300.0, real(0, 1e6, open_low=True), "seconds that ranks wait for one another, after the first "
+         "step; for a save as long as it takes", metavar="SECONDS"),
+    Flag("deterministic", False, None, "on a GPU: kernels that give the same bits every time, some slower"),
+), "checkpoints": (
+    Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY", metavar="STEPS"),
+    Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
+    Flag("keep_best", False, None, "save whenever the validation loss is the lowest so far, and keep that checkpoint "
+         "beside the newest ones; sample.py DIR --best loads it"),
+    Flag("sharded_checkpoints", False, None, "write a directory to which every rank adds a file, where a single file "
+         "gets too large"),
+    Flag("reset_steps", False, None, "with --resume, load the weights alone: fresh optimizer, step 0, data from the "
+         "start"),
+), "evaluation": (
+    Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none",
+         metavar="STEPS"),
+    Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones",
+         metavar="BYTES"),
+    Flag("patience", 0, integer(0), "end the run after so many evaluations in a row that did not lower the validation "
+         "loss; 0: never"),
+    Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none", metavar="STEPS"),
+    Flag("sample_prompt", None, str, "text that samples continue; without it held-out text, where there is evaluation"),
+), "logs": (
+    Flag("log_every", 1, integer(1), "optimizer steps between lines of the log; metrics.jsonl has every step",
+         metavar="STEPS"),
+    Flag("run", None, nonempty("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
+    Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
+)}
 FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
 # Flags of which one in the command line or environment replaces the others in a --config file.
 ALTERNATIVES = (("target_tokens", "target_flops", "target_param_data_ratio"), ("grad_accum", "global_batch"),

@@ -78,7 +78,7 @@ def real(low: float, high: float = math.inf, open_low: bool = False, open_high: 
             raise BadValue(text, f"a number {'above' if open_low else 'of at least'} {low:g}" + (
                 "" if high == math.inf else f" and {'below' if open_high else 'at most'} {high:g}"))
         return value
-    parse.metavar = "X"
+    parse.metavar = "NUMBER"
     return parse
 
 
@@ -310,7 +310,7 @@ def config_word(value, flag: Flag) -> str:
     """Write a TOML value as the text of a flag."""
     if type(value) is bool and "on" in flag.choices:
         return in_words(value)
-    if type(value) is str and flag.parse is not None or type(value) in (int, float):
+    if type(value) in (str, int, float) and flag.parse is not None:
         return str(value)
     wanted = "true or false" if flag.parse is None else "a number or a text in quotes"
     raise BadValue(value, wanted)

@@ -34,7 +34,7 @@ def snapshot(directory: Path) -> dict[Path, object]:
 
 
 def complaint(capsys, *argv) -> str:
-    """What data.py says against a command line; fails unless that is one line on stderr, and the status 2."""
+    """Return the complaint of data.py about a command line; fail unless it is one line on stderr, and the status 2."""
     status = data.main([*map(str, argv)])
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if not line.startswith(PROGRESS)]
@@ -75,7 +75,7 @@ def device(path):
 
 @pytest.fixture
 def no_waiting():
-    """What waits for ever fails."""
+    """Fail where something waits for ever."""
     def fail(*_):
         raise TimeoutError("waits")
     before = signal.signal(signal.SIGALRM, fail)

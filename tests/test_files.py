@@ -1,4 +1,4 @@
-"""What is written is whole, under its own name and nowhere else."""
+"""Files are written whole, under their own names and nowhere else."""
 
 import io
 import os

@@ -1,25 +1,188 @@
 """Flags of every command line: values, bad values, random command lines."""
 
+import os
 import random
+import subprocess
+import sys
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import bench
 import data
 import sample
 import train
-from bad_data import TEXTS, complaint, snapshot, text  # noqa: F401
-from conftest import run_flags
+from bad_data import TEXTS, complaint, snapshot, text
+from conftest import ROOT, run_flags
 from spider import errors
 from spider.data.shards import open_data
 from spider.errors import UsageError
+from spider.flags import (SYNONYMS, Flag, config_text, integer, nonempty, one_of, parse_flags, path_name, real,
+                          run_program, suggest)
 from spider.model.config import SpiderConfig
 from spider.training import curves
 from spider.training.plan import apply_settings
 from spider.training.ranks import World
 from train import FLAGS, parse_args
+
+
+GROUPS = {"first": (Flag("name", None, nonempty("a name"), "text"), Flag("config", None, path_name, "file")),
+          "second one": (Flag("lr", 3e-4, real(0, 1), "rate", "LR"), Flag("steps", 10, integer(1), "count"),
+                         Flag("loud", False, None, "switch"), Flag("mode", "auto", one_of("auto", "on"), "choice"),
+                         Flag("flops", None, real(0), "in place of steps"))}
+
+
+def values_of(*argv, environ=(), **options):
+    return parse_flags(GROUPS, [*map(str, argv)], dict(environ), prog="x.py", doc="", **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --config
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text: str | bytes):
+        path = tmp_path / "a.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+    return write
+
+
+def test_a_flag_beats_the_environment_that_the_file_and_that_the_default(config):
+    path = config('name = "b"\n["second one"]\nlr = 0.5\nsteps = 2e2\nloud = true\n')
+    found = values_of("--config", path)
+    assert (found.name, found.lr, found.steps, found.loud, found.mode) == ("b", 0.5, 200, True, "auto")
+    assert found.given == {"config", "name", "lr", "steps", "loud"} and found.environment == []
+    found = values_of("--config", path, "--loud", "off", environ=dict(LR="0.25"))
+    assert (found.lr, found.loud, found.steps) == (0.25, False, 200) and found.environment == ["LR=0.25"]
+    assert values_of("--config", path, "--lr", 1, environ=dict(LR="0.25")).lr == 1
+
+
+def test_an_alternative_on_the_command_line_replaces_what_the_file_has(config):
+    path, both = config('["second one"]\nsteps = 5\n'), [("steps", "flops")]
+    assert values_of("--config", path, "--flops", 7, alternatives=both).given == {"config", "flops"}
+    assert values_of("--config", path, "--flops", 7).given == {"config", "flops", "steps"}
+
+
+@pytest.mark.parametrize("text, fault", (
+    ("lrr = 1", "there is no flag lrr; did you mean lr?"), ("max_lr = 1", "there is no flag max_lr; did you mean lr?"),
+    ("[secondone]\nlr = 1", "there is no section [secondone]; did you mean second one?"), ("[x]", "no section [x]"),
+    ("[first]\nlr = 1", "lr belongs in section [second one], not [first]"), ("lr = 2", "lr: '2' is not a number of at"),
+    ('lr = 1\n["second one"]\nlr = 1', "lr is set twice"), ("lr = [1]", "lr: [1] is not a number or a text"),
+    ("lr = nan", "lr: 'nan' is not a number"), ("lr = true", "lr: True is not"), ("steps = 1.5", "a whole number"),
+    ('loud = "on"', "loud: 'on' is not true or false"),
+    ("loud = 1", "loud: 1 is not true or false"), ("mode = false", "mode: 'off'"),
+    ("name = ''", "name: '' is not a name"), ("lr = 2026-01-01", "lr: datetime"), ("lr", "not TOML"),
+    (b"\xff", "not TOML"),
+    ("a = " + "[" * 5000, "not TOML"), ("lr = 1\nlr = 1", "not TOML"), ('config = "a"', "there is no flag config")))
+def test_what_a_file_has_wrong_is_one_line_with_its_name(config, text, fault):
+    path = config(text)
+    with pytest.raises(UsageError) as raised:
+        values_of("--config", path)
+    line = str(raised.value)
+    assert line.startswith(f"--config: {path}: ") and fault in line and line.isprintable()
+
+
+@pytest.mark.parametrize("name", ("gone.toml", "", "folder"))
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match="^--config: "):
+        values_of("--config", tmp_path / name if name else "")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), st.floats(0, 1), st.integers(1, 1 << 61),
+       st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_file_that_was_written_reads_back_to_the_bit(name, lr, steps, loud):
+    wanted = dict(name=name, lr=lr, steps=steps, loud=loud, mode="on", flops=None)
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_text(config_text(GROUPS, wanted), encoding="utf-8")
+        found = values_of("--config", file.name)
+    assert {key: getattr(found, key) for key in wanted} == wanted and found.given == {*wanted, "config"} - {"flops"}
+
+
+def test_the_file_that_a_dry_run_prints_settles_to_the_same_plan(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--mock_data", "--model", "tiny", "--target_flops", "1e12", "--set", "lora_rank=0", "--dry_run", "config"]
+    assert train.command_line([*argv, "--seed", "5", "--global_batch", "16384"]) == 0
+    first = capsys.readouterr().out
+    Path("run.toml").write_text(first)
+    assert train.command_line(["--config", "run.toml", "--dry_run", "config"]) == 0
+    assert capsys.readouterr().out == first and sorted(os.listdir()) == ["run.toml"]
+    assert 'set = "lora_rank=0"' in first and "grad_accum = 4" in first and "seed = 5" in first
+    assert train.command_line(["--config", "run.toml", "--global_batch", "8192", "--dry_run", "config"]) == 0
+    assert "grad_accum = 2" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Help and suggestions
+
+
+def test_help_is_answered_before_torch_is_imported(tmp_path):
+    done = subprocess.run([sys.executable, "-X", "importtime", ROOT / "train.py", "--help"], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=60)
+    assert done.returncode == 0 and "| torch" not in done.stderr and "numpy" not in done.stderr
+    headings = [line[:-1] for line in done.stdout.splitlines() if line.endswith(":") and line[0].isalpha()]
+    assert headings == ["options", *train.GROUPS] and " X " not in done.stdout
+
+
+@pytest.mark.parametrize("word, meant", (
+    ("--learning_rate", "--lr"), ("--max-steps", "--max_steps"), ("--batch_size", "--micro_batch"),
+    ("--Seq_Len", "--seq_len"), ("--seq", "--seq_len"), ("--warmup=5", "--warmup_steps"), ("--block_size", "--seq_len"),
+    ("--output_dir", "--ckpt_dir"),
+    ("--optimzer", "--optimizer"), ("--save_every", "--ckpt_every"), ("--gradient_checkpointing", "--recompute")))
+def test_a_flag_that_is_spelled_or_called_otherwise_is_suggested(word, meant):
+    with pytest.raises(UsageError, match=f"arguments: {word}.*; did you mean {meant}\\? See train.py --help$"):
+        parse_args([word, "5"], environ={})
+
+
+def test_nothing_is_suggested_for_what_resembles_nothing():
+    with pytest.raises(UsageError, match="^unrecognized arguments: --zzz; see train.py --help$"):
+        parse_args(["--zzz"], environ={})
+
+
+def test_every_synonym_leads_to_one_flag():
+    words = [word for name, words in SYNONYMS.items() if name != "out" for word in words.split()]
+    flags = {flag.name for flag in FLAGS}
+    assert not {*words} & flags, "a flag's own name"
+    for name, words in SYNONYMS.items():
+        for word in words.split() if name in flags else ():
+            assert name in suggest(f"--{word}", [f"--{flag}" for flag in flags]), (word, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The frame of a program
+
+
+@pytest.mark.parametrize("fault, status, line", (
+    (UsageError("no\nsuch"), 2, "error: no\\nsuch"), (errors.DataError("a: bad"), 2, "error: a: bad"),
+    (FileNotFoundError(2, "No such file", "x"), 2, "error: x: No such file"), (KeyboardInterrupt(), 130, "stopped"),
+    (RuntimeError("out of it"), 2, "error: out of memory: lower x"), (FloatingPointError("inf"), 2, "error: inf")))
+def test_an_expected_error_is_one_line_and_a_status(capsys, fault, status, line):
+    def fail():
+        raise fault
+    advice = {"out of it": ": lower x"}
+    assert status == run_program(fail, "x.py", interrupted="stopped",
+                                 out_of_memory=lambda fault: advice.get(str(fault)))
+    assert capsys.readouterr() == ("", f"x.py: {line}\n")
+
+
+def test_an_error_that_nobody_expects_keeps_its_traceback():
+    def fail():
+        raise RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect"):
+        run_program(fail, "x.py")
+    assert run_program(lambda: None, "x.py") == 0 and run_program(lambda: 3, "x.py") == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad values, thousands of them
 
 
 def test_any_value_of_any_flag_or_variable_of_training_is_taken_or_named():

@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel):
 
 @pytest.mark.skipif("upward" in KNOWN, reason="tests/test_house.py names modules that import scripts")
 def test_every_module_of_the_wheel_can_be_imported_beside_the_tokenizer_alone(wheel, tmp_path):
-    """In a directory that has neither a checkout nor another script. The adapter is for an export; see its docstring."""
+    """In a directory that has neither a checkout nor another script. The adapter is made for an export."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (tmp_path / "beside").mkdir()
     shutil.copy(ROOT / "tokenizer.py", tmp_path / "beside")

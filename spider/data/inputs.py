@@ -43,7 +43,7 @@ class Input(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How inputs are read; with them they make the fingerprint of a run."""
+    """The way to read inputs; with these they make the fingerprint of a run."""
     field: str
     val_fraction: float
     unit_bytes: int

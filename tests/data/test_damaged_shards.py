@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import data
-from bad_data import a_socket, complaint, device, no_waiting, nodes, pipe, prepared, quick_disk, snapshot  # noqa: F401
+from bad_data import no_waiting, prepared, quick_disk  # noqa: F401
+from bad_data import a_socket, complaint, device, nodes, pipe, snapshot
 from fuzzing import JUNK, mutated
 from spider import errors
 from spider.console import one_line

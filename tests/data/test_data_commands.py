@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import data
-from bad_data import TEXTS, complaint, prepared, quick_disk, snapshot, text, write_shard  # noqa: F401
+from bad_data import prepared, quick_disk  # noqa: F401
+from bad_data import TEXTS, complaint, snapshot, text, write_shard
 from conftest import ROOT, prepare
 from spider.data.loader import Loader
 from spider.data.shards import mock_source, open_data

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import data
-from bad_data import KILLED, a_socket, complaint, device, documents, joined, limit, mixed, no_waiting, pipe, quick_disk, snapshot  # noqa: F401
+from bad_data import mixed, no_waiting, quick_disk  # noqa: F401
+from bad_data import KILLED, a_socket, complaint, device, documents, joined, limit, pipe, snapshot
 from conftest import ROOT, contents, prepare
 from spider import errors
 from spider.console import ProgressBar

@@ -1,7 +1,6 @@
 """The order of the sequences: each target once an epoch, mixtures in their shares, the same on any ranks."""
 
 import hashlib
-
 from operator import mul
 
 import numpy as np
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 
 from bad_data import source
 from spider import errors
-from spider.data.loader import BLOCK, Loader, key, permute, validation_rows
-from spider.data.loader import shares
+from spider.data.loader import BLOCK, Loader, key, permute, shares, validation_rows, validation_sets
 from tokenizer import PAD_ID
 
 
@@ -153,6 +151,20 @@ def test_validation_rows_are_the_first_targets_shared_by_weight():
     assert labels[labels != -100].tolist() == [*range(1, 50), *range(101, 106)]
     again = validation_rows([a, b], 7, 16)[1]            # the cut does not change the bytes
     assert again[again != -100].tolist() == [*range(1, 13), *range(101, 105)]
+
+
+def test_validation_sets_are_the_rows_of_each_source_and_together_all_of_them():
+    a, b, c, none = (source(range(9), val, name, weight) for name, val, weight in (
+        ("a", range(50), 3.0), ("b", range(100, 106), 1.0), ("c", range(200, 203), 1e-3), ("none", [], 1.0)))
+    for sources in ([a], [a, b], [b, none, a], [c, a], [a, none]):
+        for seq_len, tokens in ((4, 16), (7, 16), (4, 1000), (5, 1)):
+            rows, sets = (read(sources, seq_len, tokens) for read in (validation_rows, validation_sets))
+            assert all(torch.equal(torch.cat(halves), half) for halves, half in zip(zip(*sets.values()), rows))
+            assert [*sets] == [s.name for s in sources if s.name in sets] and "none" not in sets
+            for s in sources:
+                labels = sets[s.name][1] if s.name in sets else torch.empty(0)
+                assert {*labels[labels != -100].tolist()} <= {*(s.val.read(0, len(s.val)).tolist() if len(s.val) else ())}
+    assert all(map(torch.equal, validation_sets([a], 4, 10)["a"], validation_rows([a], 4, 10)))
 
 
 @pytest.mark.parametrize("val, tokens", [([], 10), ([1], 10), ([1, 2], 0)])

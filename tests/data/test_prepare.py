@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import data
-from bad_data import KILLED, LINE, PROGRESS, complaint, documents, joined, limit, mixed, nodes, quick_disk, snapshot  # noqa: F401
+from bad_data import mixed, quick_disk  # noqa: F401
+from bad_data import KILLED, LINE, PROGRESS, complaint, documents, joined, limit, nodes, snapshot
 from conftest import ROOT, SHARED, contents, prepare
 from fuzzing import JUNK, mutated
 from spider.data import prepare as preparing
@@ -35,7 +36,7 @@ def test_a_worker_starts_without_torch():
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.skipif(
-    not SHAKESPEARE.exists(), reason="../shared/data/tinyshakespeare.txt is not there"))])
+    not SHAKESPEARE.exists(), reason=f"{SHAKESPEARE} is not there"))])
 def test_tinyshakespeare_is_split_as_everyone_splits_it(tmp_path, real):
     """Or any text of its length: by bytes, wherever characters and lines end."""
     text = SHAKESPEARE.read_bytes() if real else random.Random(0).randbytes(1_115_394)

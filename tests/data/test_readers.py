@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import data
-from bad_data import LINE, PROGRESS, complaint, documents, joined, limit, quick_disk, snapshot, text  # noqa: F401
+from bad_data import quick_disk  # noqa: F401
+from bad_data import LINE, PROGRESS, complaint, documents, joined, limit, snapshot, text
 from conftest import ROOT, measured, prepare
 from fuzzing import JUNK, mutated
 from spider.data.inputs import Input, Options

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from bad_data import TEXTS, complaint, quick_disk, snapshot, stream, text, write_shard  # noqa: F401
+from bad_data import quick_disk  # noqa: F401
+from bad_data import TEXTS, complaint, snapshot, stream, text, write_shard
 from spider import errors
 from spider.console import one_line
 from spider.data import shards
@@ -27,7 +28,8 @@ def test_the_cut_into_files_does_not_change_what_is_read():
     shards = Stream([Shard(f"{i}", part) for i, part in enumerate(np.split(ids, [1, 2, 300, 333, 999]))])
     loaders = [Loader([Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)]
     assert all(torch.equal(*pair) for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders)))
-    assert shards.where(300) == "3: byte offset 0" and shards.slice(298, 400).slice(1, 9).where(0) == "2: byte offset 594"
+    assert shards.where(300) == "3: byte offset 0"
+    assert shards.slice(298, 400).slice(1, 9).where(0) == "2: byte offset 594"
 
 
 def test_mock_data_are_documents_easy_to_learn_and_a_function_of_the_seed():
