@@ -163,7 +163,8 @@ def test_validation_sets_are_the_rows_of_each_source_and_together_all_of_them():
             assert [*sets] == [s.name for s in sources if s.name in sets] and "none" not in sets
             for s in sources:
                 labels = sets[s.name][1] if s.name in sets else torch.empty(0)
-                assert {*labels[labels != -100].tolist()} <= {*(s.val.read(0, len(s.val)).tolist() if len(s.val) else ())}
+                known = s.val.read(0, len(s.val)).tolist() if len(s.val) else ()
+                assert {*labels[labels != -100].tolist()} <= {*known}
     assert all(map(torch.equal, validation_sets([a], 4, 10)["a"], validation_rows([a], 4, 10)))
 
 
