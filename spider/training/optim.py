@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spider.errors import CheckpointError
 from spider.model.engram_table import EngramTable
-from spider.model.parameters import matrices_of
+from spider.model.parameters import Optimizer, kinds_of
 from spider.training.adamw_8bit import BLOCK, adamw_8bit
 from spider.training.muon import Muon
 from spider.training.plan import OPTIMIZERS, OptimizerSettings
@@ -32,12 +32,14 @@ class Optimizers:
         self.sharding = sharding_of(model)
         self.tables = tables = [m for m in model.modules() if isinstance(m, EngramTable)]
         params = self.sharding.parameters(model)
-        names = matrices_of(model)
-        matrices = [p for key, p in params.items() if key in names]
-        taken = {id(p) for p in [table.weight for table in tables] + matrices}
-        rest = [p for p in params.values() if id(p) not in taken]
-        adam = [dict(params=[p for p in rest if p.ndim >= 2], weight_decay=settings.weight_decay),
-                dict(params=[p for p in rest if p.ndim < 2], weight_decay=0.0)]
+        kinds = kinds_of(model)
+        matrices, rest, of_tables = ([key for key, kind in kinds.items() if kind.optimizer is optimizer]
+                                     for optimizer in (Optimizer.MUON, Optimizer.ADAMW, Optimizer.ADAGRAD))
+        assert len(of_tables) == len(tables) and len(params) == len(matrices) + len(rest) + len(tables)
+        decays = [key for key in rest if kinds[key].decay and params[key].ndim >= 2]
+        adam = [dict(params=[params[key] for key in decays], weight_decay=settings.weight_decay),
+                dict(params=[params[key] for key in rest if key not in {*decays}], weight_decay=0.0)]
+        matrices, rest = ([params[key] for key in keys] for keys in (matrices, rest))
         self.dense = matrices + rest      # what clipping sees; a row's step does not depend on its gradient's size
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if name == "muon":
