@@ -10,18 +10,18 @@ step), so that an interrupted run ends like an undisturbed one. `python train.py
 
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
 from spider.errors import UsageError
-from spider.flags import Flag, config_text, integer, nonempty, one_of, parse_flags, path_name, real, run_program
+from spider.flags import (Flag, config_text, error_line, integer, nonempty, one_of, parse_flags, path_name, real,
+                          run_program)
 from spider.model.config import BACKENDS, MAX_LOOPS, PRESETS, RECOMPUTE, SpiderConfig
 from spider.training.plan import (OPTIMIZERS, BatchShape, MachinePlan, OptimizerSettings, OutputPlan, Plan, Schedule,
                                   apply_settings, describe, explain, pick, step_seed)
@@ -190,7 +190,7 @@ import tokenizer
 from spider import console
 from spider.data.loader import Loader, validation_sets
 from spider.data.shards import Source, check, mock_source, open_data
-from spider.errors import CheckpointError, DataError, Diverged, LeftByPeer, Stopped, TooLarge, WorldError
+from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped
 from spider.model.engram_table import EngramTable
 from spider.model.foreign import foreign_classes
 from spider.model.parameters import ENGRAM_TABLES, kinds_of
@@ -202,8 +202,8 @@ from spider.training.dry_run import (epochs_over, expected_rate, horizon_warning
                                      print_tables, print_verdict, segment_lengths, segment_warnings)
 from spider.training.evaluation import EVAL_BYTES, evaluate, print_sample
 from spider.training.fp8 import convert_to_fp8, describe_fp8
-from spider.training.machine import (is_out_of_memory, keep_freed_memory, multiplies_bf16, out_of_memory_advice,
-                                     resolve_compile, resolve_device, resolve_precision, start_log)
+from spider.training.machine import (keep_freed_memory, multiplies_bf16, out_of_memory_advice, resolve_compile,
+                                     resolve_device, resolve_precision, start_log)
 from spider.training.memory import (check_memory, checkpoint_size, choose_recompute, describe_memory, estimate_memory,
                                     memory_beside_tensors)
 from spider.training.optim import Optimizers
@@ -216,7 +216,7 @@ from spider.training.sharding import shard_model, sharding_of
 from spider.training.stopping import Stopping, StopSignals, tell_torchrun
 from spider.training.trackers import start_profiler, start_wandb
 from spider_model import Spider, SpiderOutput
-from tile_moe import BackendError, multiplies_at_once, resolve_backend
+from tile_moe import multiplies_at_once, resolve_backend
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The plan of a run: flag, then environment, then --config, then recipe, then what suits the device
@@ -387,6 +387,7 @@ def loops_of_step(schedule: Schedule, step: int) -> int:
 
 HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (docs/results/mechanisms.md)
 DROPOUT_EPOCHS = 10                       # until --dropout is all there: text is memorised little by little
+STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -441,6 +442,7 @@ class Run:
     progress: RunProgress
     world: World
     horizon: int                          # steps until --target_tokens, as many bytes as they are worth now
+    flops_per_byte: Callable              # the model's, cached: it takes milliseconds
 
 
 def train_step(run: Run, stopping: Stopping) -> bool | None:
@@ -462,21 +464,12 @@ def train_step(run: Run, stopping: Stopping) -> bool | None:
     numbers = update(model, run.optimizers, sums, tokens, real, plan.optimizer.grad_clip,
                      empty_tables=epoch > progress.epoch and empties_tables(plan, run.loader, first))
     rate = plan.batch.bytes / (time.perf_counter() - step_start)
-    cost = flops_per_byte(model, round(max(1.0, numbers["bytes_per_segment"]), 1), loops, plan.batch.seq_len)
+    cost = run.flops_per_byte(round(max(1.0, numbers["bytes_per_segment"]), 1), loops, plan.batch.seq_len)
     device = run.world.device
     numbers |= dict(lr=plan.schedule.lr * factor, tok_per_sec=rate,
                     bf16_mfu=rate * cost / (machine.product_rate(device) * run.world.ranks),
                     memory=machine.peak_memory(device), time=time.time())
     return progress.record(numbers, (first + plan.batch.sequences) * plan.batch.seq_len, epoch)
-
-
-STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
-
-
-@lru_cache
-def flops_per_byte(model: Spider, rate: float, n_loops: int, seq_len: int) -> float:
-    """Return the model's count, which takes milliseconds."""
-    return model.flops_per_byte(rate, n_loops, seq_len)
 
 
 def accumulate(model: Spider, batches: list[Batch], n_loops: int,
@@ -643,7 +636,7 @@ def start_run(args, closing: ExitStack, world: World, model_class: type[Spider])
 
 def log_start(plan: Plan, model: Spider, loader: Loader, horizon: int, last_step: int):
     """Log how long the run is and what a step costs, and warn of a horizon or of segments that do not suit the data."""
-    cost = flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
+    cost = model.flops_per_byte(plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
     logger.info(f"{plan.batch.bytes:,} bytes a step, {last_step:,} steps; {cost / 1e9:.2g} GFLOP per byte at "
                 f"{plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {plan.output.ckpt_dir}")
     log_lines("WARNING", (*horizon_warnings(plan, loader, horizon, lr_factor),
@@ -664,14 +657,11 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
                        *map(str, sources)))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Data
+    # Data, model and optimizers; these as the checkpoint has them
     loader = Loader(sources, batch.seq_len, plan.schedule.seed)
     validation = validation_sets(sources, batch.seq_len, out.eval_tokens) if out.eval_every else {}
     eval_rows = max(batch.micro_batch, EVAL_BYTES // batch.seq_len)  # without gradients there is room for more
     check_memory(sum(plan.memory.values()), device, world)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Model and optimizers, both as the checkpoint has them
     model = build_model(plan, device, world, model_class)
     optimizers = Optimizers(model, plan.optimizer.optimizer, plan.optimizer)
     identity = RunIdentity.of(plan.recipe, plan.flags)
@@ -684,8 +674,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     horizon = progress.step + math.ceil(bytes_left / batch.bytes)
     last_step, first_step = plan.schedule.max_steps or horizon, progress.step + 1
     log_start(plan, model, loader, horizon, last_step)
-    metrics_file, writer = home.open(progress, last_step, out.keep_last, plan.checkpoint_size, out.sharded_checkpoints,
-                                     out.keep_best)
+    metrics_file, writer = home.open(progress, last_step, out, plan.checkpoint_size)
     tracker = profiler = None
     if world.is_rank0:
         tracker = start_wandb(out.run, plan.flags, progress, closing)
@@ -696,7 +685,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     elif (plan.machine.precision == "fp8" or plan.machine.compile) and not progress.is_out_of_patience(out.patience):
         warm_up(model, batch, plan.n_loops, device)
     feed = Feed(loader, batch, plan.schedule.seed, world, progress, closing)
-    run = Run(plan, model, optimizers, loader, feed, progress, world, horizon)
+    run = Run(plan, model, optimizers, loader, feed, progress, world, horizon, cache(model.flops_per_byte))
     optimizers.set_lr(plan.schedule.lr, lr_factor(max(0, progress.step - 1), horizon, plan.schedule))  # as saved
     stopping = Stopping(stop, writer, progress.step, last_step, plan.optimizer.max_skipped, out.patience, world)
 
@@ -752,7 +741,6 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     if not writer.holds(progress.step):
         save()
     stopping.report(progress, out.resume_hint)
-    logger.info(f"next: python sample.py {shlex.quote(out.ckpt_dir)}")
     return 0
 
 
@@ -777,20 +765,16 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
         except BrokenPipeError:           # of `--dry_run | head`: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        except (UsageError, TooLarge, CheckpointError, DataError, BackendError, WorldError) as fault:
-            line = f"error: {fault}"
         except LeftByPeer:
             return status
         except Diverged as fault:
             status, line, shared = 1, f"error: {fault}", True
         except Stopped as where:
             status, line, shared = 128 + stop.asked, f"{stop.asked.name}: {where}", world.steps > 0
-        except OSError as fault:
-            line = f"error: {fault.filename}: {fault.strerror}"
-        except (MemoryError, RuntimeError) as fault:
-            if not is_out_of_memory(fault):
+        except Exception as fault:
+            line = error_line(fault, lambda fault: out_of_memory_advice(fault, args))
+            if line is None:
                 raise
-            line = f"error: {out_of_memory_advice(fault, args.micro_batch, args.seq_len, args.recompute)}"
         stop.seconds = None
         with suppress(OSError):           # stderr may be gone
             if world.should_print(line, shared):

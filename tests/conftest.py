@@ -59,8 +59,8 @@ def processes():
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_slow():
-    """Runs draw no curves.png, and dry runs time no step: both take longer than the rest of them. tests/training/test_curves.py
-    and tests/test_cost.py have them do it."""
+    """Runs draw no curves.png, and dry runs time no step: both take longer than the rest of them.
+    tests/training/test_curves.py and tests/test_cost.py have them do it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "draw_curves", lambda *_: None)
         patch.setattr(train, "time_steps", lambda *_: 1000.0)

@@ -69,8 +69,8 @@ class Feed:
         closing.callback(self.close)
 
     def take(self) -> tuple[list[Batch], int, int]:
-        """Return the next step's batches, the targets in those of all ranks, and the epoch that it begins in; the batches of
-        the step after it are begun. What keeps one rank from its batches is met by all."""
+        """Return the next step's batches, the targets in those of all ranks, and the epoch that it begins in; the
+        batches of the step after it are begun. What keeps one rank from its batches is met by all."""
         targets = self.world.targets_of_step()
         (batches, epoch), self.next = self.next, None
         self.wanted.put(True)

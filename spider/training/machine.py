@@ -164,9 +164,12 @@ def is_out_of_memory(fault: Exception) -> bool:
     return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)
 
 
-def out_of_memory_advice(fault: Exception, micro_batch: int, seq_len: int, recompute: str) -> str:
-    """Return one line of advice for an error of a training step that ran out of memory."""
+def out_of_memory_advice(fault: Exception, given) -> str | None:
+    """Return the advice for an error of a training step that ran out of memory, None for any other error. given: what
+    has the values of --micro_batch, --seq_len and --recompute."""
+    if not is_out_of_memory(fault):
+        return None
     asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
-    return ("out of memory" + (f", {asked[1]} were asked for" if asked else "")
-            + f": lower --micro_batch (now {micro_batch}) and raise --grad_accum as much, or lower --seq_len (now {seq_len})"
-            + ", or take --recompute all" * (recompute != "all"))
+    return ((f", {asked[1]} were asked for" if asked else "")
+            + f": lower --micro_batch (now {given.micro_batch}) and raise --grad_accum as much, or lower --seq_len (now "
+              f"{given.seq_len})" + ", or take --recompute all" * (given.recompute != "all"))

@@ -20,6 +20,7 @@ from spider.training.checkpoint_files import (checkpoint_paths, existing_parent,
                                               set_aside)
 from spider.training.checkpoint_writer import CheckpointWriter
 from spider.training.metrics import Metrics
+from spider.training.plan import OutputPlan
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
 from spider.training.retention import SavedCheckpoint
@@ -143,16 +144,17 @@ class RunDirectory:
             progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // loader.seq_len))  # of other data
         return progress
 
-    def open(self, progress: RunProgress, last_step: int, keep_last: int, size: float, sharded: bool = False,
-             keep_best: bool = False) -> tuple[Metrics, CheckpointWriter]:
+    def open(self, progress: RunProgress, last_step: int, out: OutputPlan,
+             size: float) -> tuple[Metrics, CheckpointWriter]:
         """Make the directory, if need be; its metrics.jsonl, up to where the run stands, and its writer.
 
         CheckpointError where checkpoints of `size` bytes do not fit: two, or one where it replaces the oldest.
         """
         past_end = progress.withdraw_end_evaluation(last_step)
         self.metrics = SimpleNamespace(write=lambda numbers: None, sync=None)  # of ranks that write nothing
-        saved = self.world.on_rank0(lambda: self._make(progress, past_end, keep_last + keep_best, size))
-        writer = CheckpointWriter(self.path, saved, keep_last, progress.written, self.world, sharded, keep_best)
+        saved = self.world.on_rank0(lambda: self._make(progress, past_end, out.keep_last + out.keep_best, size))
+        writer = CheckpointWriter(self.path, saved, out.keep_last, progress.written, self.world,
+                                  out.sharded_checkpoints, out.keep_best)
         return self.metrics, self.closing.enter_context(writer)
 
     def _make(self, progress: RunProgress, past_end: bool, keep: int, size: float) -> list[SavedCheckpoint]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import threading
 import time
@@ -177,6 +178,7 @@ class Stopping:
                         f"the validation loss; a higher --patience, or 0, trains on")
         logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
                     f"{progress.best_loss:.4f}, {time.perf_counter() - self.began:.0f} s")
+        logger.info(f"next: python sample.py {shlex.quote(str(self.writer.directory))}")
 
 
 def tell_torchrun(line: str):
