@@ -102,7 +102,8 @@ def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
 
 def train_step(model: Spider, optimizers, batches: list, n_loops: int, grad_clip: float = 1.0) -> dict:
     """A whole optimizer step; returns its statistics."""
-    return update(model, optimizers, *accumulate(model, batches, n_loops), sum(batch.real for batch in batches), grad_clip)
+    real = sum(batch.real for batch in batches)
+    return update(model, optimizers, *accumulate(model, batches, n_loops), real, grad_clip)
 
 
 def gradients(model: Spider) -> dict:

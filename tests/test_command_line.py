@@ -189,7 +189,8 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
 
 def test_the_line_of_the_recipe_says_what_the_run_has_of_it(tmp_path, capsys):
     def taken(*flags):
-        assert train.command_line(["--mock_data", "--dry_run", "--model", "tiny", "--ckpt_dir", str(tmp_path), *flags]) == 0
+        base = ["--mock_data", "--dry_run", "--model", "tiny", "--ckpt_dir", str(tmp_path)]
+        assert train.command_line([*base, *flags]) == 0
         return re.search("^recipe of tiny: (.*)", capsys.readouterr().out, re.MULTILINE)[1]
     assert "--target_tokens 12000000 --lr 0.00476 --warmup_steps 40 --dropout 0.5 --engram_reset on" in taken()
     assert taken("--target_flops", "1e12").split()[6:10] == ["--lr", "0.02", "--warmup_steps", "2"]
@@ -249,11 +250,13 @@ def test_wandb_is_used_only_with_a_run_name_and_works_offline(tmp_path):
     base = ("--mock_data", "--max_steps", "2", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0")
     assert command(*base, "--ckpt_dir", "a", cwd=tmp_path).returncode == 0
     assert not (tmp_path / "wandb").exists()
-    done = command(*base, "--ckpt_dir", "b", "--run", "smoke", cwd=tmp_path, WANDB_MODE="offline", WANDB__SERVICE_WAIT="300")
+    done = command(*base, "--ckpt_dir", "b", "--run", "smoke", cwd=tmp_path, WANDB_MODE="offline",
+                   WANDB__SERVICE_WAIT="300")
     assert done.returncode == 0, done.stderr
     for flags in (("--run", "smoke", "--max_steps", "3"), ("--run", "other", "--max_steps", "4"),
                   ("--run", "other", "--max_steps", "5", "--resume", str(tmp_path / "b" / "spider-step3.pt"))):
-        done = command(*base, "--ckpt_dir", "b", *flags, cwd=tmp_path, WANDB_MODE="offline", WANDB__SERVICE_WAIT="300")
+        done = command(*base, "--ckpt_dir", "b", *flags, cwd=tmp_path, WANDB_MODE="offline",
+                   WANDB__SERVICE_WAIT="300")
         assert done.returncode == 0, done.stderr
     smoke, again, other, back = sorted((tmp_path / "wandb").glob("offline-run-*"), key=os.path.getmtime)
     names = [path.name.rpartition("-")[2] for path in (smoke, again, other, back)]
@@ -369,7 +372,8 @@ def test_torchrun_is_told_the_line_that_ended_a_rank(tmp_path, monkeypatch, caps
 
 
 def test_a_finished_run_names_its_curves_and_the_next_command(tmp_path, capsys):
-    argv = ["--mock_data", "--max_steps", "1", "--seq_len", "64", "--device", "cpu", "--ckpt_dir", str(tmp_path / "run")]
+    argv = ["--mock_data", "--max_steps", "1", "--seq_len", "64", "--device", "cpu",
+            "--ckpt_dir", str(tmp_path / "run")]
     assert train.command_line(argv) == 0
     done, after, curves = [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()[-3:]]
     assert done.startswith("done: step 1") and after == f"next: python sample.py {tmp_path / 'run'}"

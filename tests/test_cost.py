@@ -56,8 +56,8 @@ class Live(TorchDispatchMode):
                                    ("--recompute", "nothing", "--grad_accum", "2")), ids=("least", "less", "more"))
 def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_documents(lengths, flags, precision):
     """Halves are the worst case, if one row is whole: all of them are filled up to its length."""
-    plan = settled("--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--n_loops", "2", "--precision", precision,
-                   *flags)
+    plan = settled("--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--n_loops", "2", "--precision",
+                   precision, *flags)
     model = train.build_model(plan, torch.device("cpu"))
     said = estimate_memory(model, plan, torch.device("cpu"), plan.machine.recompute)
     ids = text(8, 256)
@@ -112,7 +112,8 @@ def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, s
     assert any("memory: about" in line and "NOT ENOUGH" in line for line in err)
 
 
-@pytest.mark.parametrize("lines", ("[" * 200_000, '{"step": 2, "tok_per_sec": 0, "bytes_seen": 128}', '{"step": 2}', "3",
+@pytest.mark.parametrize("lines", ("[" * 200_000, '{"step": 2, "tok_per_sec": 0, "bytes_seen": 128}', '{"step": 2}',
+                                   "3",
                                    '{"step": 2, "tok_per_sec": 1e-320, "bytes_seen": 128}',
                                    '{"tok_per_sec": 9, "bytes_seen": 128}',
                                    '{"step": 2, "tok_per_sec": 9, "bytes_seen": 7}'))
@@ -151,7 +152,8 @@ def test_what_dropout_drops_is_counted_a_byte_a_number():
 
 def test_the_estimate_is_worked_out_once(tmp_path, shards, monkeypatch):
     estimate, calls = estimate_memory, []
-    monkeypatch.setattr(train, "estimate_memory", lambda *args, **options: calls.append(1) or estimate(*args, **options))
+    monkeypatch.setattr(train, "estimate_memory", lambda *given, **options: calls.append(1) or estimate(
+        *given, **options))
     run(tmp_path, shards, "--recompute", "core", steps=1)
     assert calls == [1]
 

@@ -146,7 +146,8 @@ def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_ru
     state = {path: path.read_bytes() for path in directory.glob("*.pt")}
     capsys.readouterr()
     argv = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", "40", "--device", "cpu",
-            "--ckpt_dir", str(directory), "--lr", "1000", "--warmup_steps", "0", "--grad_clip", "0", "--eval_every", "0", "--max_skipped", "3"]
+            "--ckpt_dir", str(directory), "--lr", "1000", "--warmup_steps", "0", "--grad_clip", "0", "--eval_every", "0",
+            "--max_skipped", "3"]
     assert train.command_line(argv) == 1
     assert "lower --lr" in capsys.readouterr().err.splitlines()[-1]
     assert all(path.read_bytes() == data for path, data in state.items())
@@ -401,7 +402,8 @@ def test_tables_are_not_emptied_where_less_than_half_a_pass_is_left():
         starts = [epoch for epoch in (1, 2, 3) if epoch < passes and
                   train.empties_tables(plan, loader, epoch * int(loader.windows[0]))]
         assert starts == emptied
-    assert not train.empties_tables(settled("--engram_reset", "off", "--target_tokens", str(9 * targets)), loader, int(loader.windows[0]))
+    plan = settled("--engram_reset", "off", "--target_tokens", str(9 * targets))
+    assert not train.empties_tables(plan, loader, int(loader.windows[0]))
 
 
 def test_tables_of_a_mixture_are_emptied_as_a_pass_over_it_begins_and_for_a_small_part_of_it_not_more_often():

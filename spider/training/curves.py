@@ -131,7 +131,8 @@ def draw_curves(out: Path, runs: dict[str, list[dict]]):
         figure.savefig(file, dpi=90, format="png")
 
 
-def draw_panel(axes, runs: dict[str, list[dict]], axis: tuple[str, float, str], panel: Panel) -> list[tuple[str, Points]]:
+def draw_panel(axes, runs: dict[str, list[dict]], axis: tuple[str, float, str],
+               panel: Panel) -> list[tuple[str, Points]]:
     """Draw a panel's curves, one colour a run; return colour and points of each run."""
     drawn = []
     for number, lines in enumerate(runs.values()):

@@ -114,18 +114,18 @@ def horizon_warnings(plan: Plan, loader: Loader | None, horizon: int, lr_factor:
     target = schedule.target_tokens
     epochs = 0.0 if loader is None else epochs_over(loader, target).max()
     if epochs > MOST_EPOCHS:
-        warnings.append(f"--target_tokens {target:,} reads the data {epochs:,.0f} times over, which learns it by heart: "
-                        f"at most {int(target * MOST_EPOCHS / epochs):,}, or more data")
+        warnings.append(f"--target_tokens {target:,} reads the data {epochs:,.0f} times over, which learns it by "
+                        f"heart: at most {int(target * MOST_EPOCHS / epochs):,}, or more data")
     factor = lr_factor(max_steps - 1, horizon, schedule)
     high = max_steps - 1 < schedule.warmup_steps or factor > 2 * schedule.min_lr_fraction
     if 0 < max_steps < horizon and high:
         warnings.append(f"--max_steps {max_steps:,} ends the run at {factor:.0%} of the peak rate, which falls over "
-                        f"{horizon:,} steps: --target_tokens {max_steps * target // horizon} in its place would end at a "
-                        f"better loss")
+                        f"{horizon:,} steps: --target_tokens {max_steps * target // horizon} in its place would end "
+                        f"at a better loss")
     if max_steps > horizon:
-        warnings.append(f"--max_steps {max_steps:,}: steps {horizon + 1:,} to {max_steps:,} lie beyond the horizon, at a "
-                        f"rate of {schedule.lr * factor:.3g}: --target_tokens {max_steps * plan.batch.bytes} spreads the "
-                        f"schedule over all of them")
+        warnings.append(f"--max_steps {max_steps:,}: steps {horizon + 1:,} to {max_steps:,} lie beyond the horizon, at "
+                        f"a rate of {schedule.lr * factor:.3g}: --target_tokens {max_steps * plan.batch.bytes} spreads "
+                        f"the schedule over all of them")
     return warnings
 
 
@@ -154,7 +154,8 @@ def print_outlook(plan: Plan, loader: Loader | None, sources: Sequence[Source], 
     print(one_line(f"run: {steps:,} steps of {step:,} bytes, {passes}{at_least}{lasting(steps * step / rate)} of "
                    f"training at {rate:,.0f} bytes/s ({origin})"))
     if not sources:
-        print(one_line(f"data: {plan.data_dir!r} does not exist yet: python data.py prepare INPUT --out {plan.data_dir}"))
+        print(one_line(f"data: {plan.data_dir!r} does not exist yet: python data.py prepare INPUT --out "
+                       f"{plan.data_dir}"))
     for source in sources:
         print(one_line(f"data: {source.name} (weight {source.weight:.3g}): {len(source.train):,} training ids, "
                        f"{len(source.val):,} for validation; ids checked"))

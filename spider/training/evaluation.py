@@ -56,8 +56,8 @@ def evaluate(model: nn.Module, sets: Mapping[str, tuple[Tensor, Tensor]], micro_
     """Return cross-entropy on validation rows (ids and labels [n, T]) by source: nats and bits per byte and bytes per
     segment of all of them together, and of several sources the bits per byte of each, as val_bpb/NAME."""
     logger.info(f"evaluates on {sum(ids.numel() for ids, _ in sets.values()):,} bytes")
-    sums = {name: sum_losses(model, list(zip(*(tensor.split(micro_batch) for tensor in rows))), rows[0].numel(), n_loops,
-                             device, world) for name, rows in sets.items()}
+    sums = {name: sum_losses(model, list(zip(*(tensor.split(micro_batch) for tensor in rows))), rows[0].numel(),
+                             n_loops, device, world) for name, rows in sets.items()}
     loss, _, rate = means([sum(column) for column in zip(*sums.values())])
     by_source = {name: means(own)[0] / math.log(2) for name, own in sums.items()} if len(sums) > 1 else {}
     logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {loss / math.log(2):.4f}, {rate:.2f} bytes per segment"

@@ -171,5 +171,5 @@ def out_of_memory_advice(fault: Exception, given) -> str | None:
         return None
     asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
     return ((f", {asked[1]} were asked for" if asked else "")
-            + f": lower --micro_batch (now {given.micro_batch}) and raise --grad_accum as much, or lower --seq_len (now "
-              f"{given.seq_len})" + ", or take --recompute all" * (given.recompute != "all"))
+            + f": lower --micro_batch (now {given.micro_batch}) and raise --grad_accum as much, or lower --seq_len "
+              f"(now {given.seq_len})" + ", or take --recompute all" * (given.recompute != "all"))

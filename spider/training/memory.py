@@ -126,7 +126,8 @@ def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recomput
     gathered = 0.0
     for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
         lookups = table.prime.numel() * rows / (rate if name.startswith("core") else 1)
-        gathered += min(batch.grad_accum * lookups, 1.5 * len(table.weight) + lookups) * (4 * table.weight.shape[1] + 12)
+        rows_held = min(batch.grad_accum * lookups, 1.5 * len(table.weight) + lookups)
+        gathered += rows_held * (4 * table.weight.shape[1] + 12)
     # of one micro-step gradients come as activations go; of several they are there before
     gradients = 4 * dense if batch.grad_accum > 1 else max(0.0, 4 * dense - kept)
     memory = {"parameters": 4 * total, "gradients": gradients, "gathered for tables": gathered,

@@ -174,8 +174,8 @@ class Stopping:
             raise Stopped(f"stopped after step {progress.step}, all of it is in {self.writer.directory}; "
                           f"{how_to_go_on}")
         if progress.is_out_of_patience(self.patience):
-            logger.info(f"ended by --patience {self.patience}: the last {progress.unimproved} evaluations did not lower "
-                        f"the validation loss; a higher --patience, or 0, trains on")
+            logger.info(f"ended by --patience {self.patience}: the last {progress.unimproved} evaluations did not "
+                        f"lower the validation loss; a higher --patience, or 0, trains on")
         logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, best validation loss "
                     f"{progress.best_loss:.4f}, {time.perf_counter() - self.began:.0f} s")
         logger.info(f"next: python sample.py {shlex.quote(str(self.writer.directory))}")

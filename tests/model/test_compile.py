@@ -192,7 +192,8 @@ def test_what_keeps_a_small_function_from_compiling_is_one_line(monkeypatch):
     def broken(function):
         raise RuntimeError("no compiler\nand much more")
     monkeypatch.setattr("torch.compile", broken)
-    assert machine.obstacle_to_compile(torch.device("cpu")).startswith("torch.compile fails here (no compiler); it needs")
+    obstacle = machine.obstacle_to_compile(torch.device("cpu"))
+    assert obstacle.startswith("torch.compile fails here (no compiler); it needs")
     monkeypatch.setattr("torch.compile", lambda function: lambda x: 2 * function(x))
     assert "fails here" in machine.obstacle_to_compile(torch.device("cpu"))
     monkeypatch.setattr("torch.compile", lambda function: function)
@@ -220,7 +221,8 @@ def test_compiled_layers_learn_on_a_gpu_what_they_learn_without(precision):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         plan = settled("--compile", "off", "--precision", precision)
-        plan = replace(plan, machine=replace(plan.machine, compile=compiled == "on"), config=(small_config(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, n_heads=4,
+        plan = replace(plan, machine=replace(plan.machine, compile=compiled == "on"), config=(small_config(
+                                        hidden_size=256, intermediate_size=512, moe_intermediate_size=128, n_heads=4,
                                         q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
                                         v_head_dim=64)))
         model = train.build_model(plan, device)

@@ -114,7 +114,7 @@ def test_the_core_runs_only_when_a_segment_ends_and_for_as_many_loops_as_it_take
     row[row == ord(" ")] = ord("x")
     row[0, [9, 20, 21]] = ord(" ")
     model.core.layers[0].register_forward_pre_hook(lambda module, args: visits.append((t, len(args[0]))))
-    model.core.halt = lambda h: h.new_full((len(h),), 0.6)  # everything halts in its second loop, and is computed in a third
+    model.core.halt = lambda h: h.new_full((len(h),), 0.6)  # all halts in its second loop, and is computed in a third
     state = model.decoding_state(n_loops=LOOPS)
     for t in range(40):
         model.step(row[:, t:t + 1], state)
@@ -210,7 +210,8 @@ def test_several_samples_of_one_prompt_are_written_together_and_end_apart():
     state = model.decoding_state()
     logits = model.step(torch.tensor([[BOS_ID, 65]]), state)[:, -1]
     one, four = state.copy(), state.copy([0] * 4)
-    columns = list(zip(*model.generate_batch(logits.expand(4, -1), four, 60, generator=torch.Generator().manual_seed(1))))
+    generator = torch.Generator().manual_seed(1)
+    columns = list(zip(*model.generate_batch(logits.expand(4, -1), four, 60, generator=generator)))
     lengths = [sum(byte is not None for byte in column) for column in columns]
     assert len(set(columns)) == 4 and len(set(lengths)) > 1
     for column, length in zip(columns, lengths):

@@ -180,8 +180,8 @@ def test_what_a_model_cannot_be_given_is_named_with_what_it_takes():
         list(model.generate([], 3))
 
 
-@pytest.mark.parametrize("cut", ("engram_input", "engram_output", "matches", "segment engram", "prelude", "core", "coda", "lora",
-                                 "injection", "halting", "experts", "shared", "attention", "loop_embedding", "null"))
+@pytest.mark.parametrize("cut", ("engram_input", "engram_output", "matches", "segment engram", "prelude", "core", "coda",
+                                 "lora", "injection", "halting", "experts", "shared", "attention", "loop_embedding", "null"))
 def test_every_component_changes_the_loss_when_it_is_cut_out(cut):
     model = awake(small_config())
     ids, labels = text(4, 64, seed=8), text(4, 64, seed=9)

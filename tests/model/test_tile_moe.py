@@ -217,7 +217,7 @@ def test_a_row_of_nan_scores_gives_nan_where_it_belongs_and_indices_that_exist(b
     aux_loss, *_ = tile_moe.balance(score[None], topk_idx[None], torch.full((1, N), 1 / N), backend)
     assert ((topk_idx >= 0) & (topk_idx < E)).all()
     y = moe_forward(x, topk_idx, topk_weights, *weights, backend)
-    spoiled = {*y.isnan().any(1).nonzero().flatten().tolist()}  # where a score is infinite, its expert may not be chosen
+    spoiled = {*y.isnan().any(1).nonzero().flatten().tolist()}  # of an infinite score the expert may not be chosen
     assert 4 in spoiled and spoiled <= {4, 9} and aux_loss.isnan()
     (y.sum() + aux_loss).backward()
     assert score.grad[4].isnan().all()

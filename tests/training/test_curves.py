@@ -104,7 +104,8 @@ def test_labels_are_drawn_as_they_are_and_none_is_left_out(tmp_path, monkeypatch
         real(self, *args, **kwargs)
     monkeypatch.setattr(figure.Figure, "savefig", save)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2, "val_bpb": 1}\n{"step": 2, "loss": 1}\n')
-    labels = ["$\\frac$", "$$", "$x^{$", "$x$", "_hidden", "_", "%s {}", "\\", "a\nb\x1b[2J", "\udcff\u202e", "漢🕸", " "]
+    labels = ["$\\frac$", "$$", "$x^{$", "$x$", "_hidden", "_", "%s {}", "\\",
+              "a\nb\x1b[2J", "\udcff\u202e", "漢🕸", " "]
     assert curves.main([str(tmp_path / "o.png"), *(f"{label}={tmp_path}" for label in labels)]) == 0
     assert drawn["texts"][:1] + drawn["texts"][2:] == [*labels[:8], "a\\nb\\x1b[2J", "\\udcff\\u202e", "漢🕸", " "]
     assert drawn["texts"][1] == "validation" and capsys.readouterr().err == "" and not recwarn.list
