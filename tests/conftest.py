@@ -1,4 +1,4 @@
-"""What several test files share: a small model with every component awake, bytes for it, and whole small runs."""
+"""Shared by test files: a small model with every component awake, bytes for it, and whole small runs."""
 
 import json
 import multiprocessing

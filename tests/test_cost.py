@@ -1,4 +1,4 @@
-"""What a run would take: memory, the layers that are recomputed for it, a rate."""
+"""Estimates of a run: memory, the layers that are recomputed for it, a rate."""
 
 import json
 import math

@@ -70,7 +70,7 @@ def tokenizer(exported):
 
 
 def continuation(model, ids: list[int], n: int = 12, **settings) -> list[int]:
-    """What generate() writes after one prompt, the likeliest bytes unless told otherwise."""
+    """Return what generate() writes after one prompt, the likeliest bytes unless told otherwise."""
     written = model.generate(torch.tensor([ids]), max_new_tokens=n, **(dict(do_sample=False) | settings))
     return written[0, len(ids):].tolist()
 
@@ -251,7 +251,8 @@ def test_a_lower_precision_is_that_of_products_alone(exported, model, spider):
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float64"))
 @pytest.mark.parametrize("how", ("loaded", "cast"))
 def test_a_model_of_any_precision_tells_learns_and_writes(exported, model, dtype, how):
-    """What is loaded in a type keeps its parameters; half(), bfloat16() and to() cast them, and products with them."""
+    """A model that is loaded in a type keeps its parameters; half(), bfloat16() and to() cast them, and products with
+    them."""
     dtype, ids = getattr(torch, dtype), text(2, 30)
     other = loaded(exported, dtype=dtype) if how == "loaded" else loaded(exported).to(dtype)
     assert {p.dtype for p in other.parameters()} == {dtype if how == "cast" else torch.float32}

@@ -38,7 +38,7 @@ class SpiderHFConfig(PreTrainedConfig):
 
 
 class SpiderCache:
-    """What the model knows of what each row has read, in the place of a cache of keys and values; steps change it."""
+    """The decoding state of each row, in the place of a cache of keys and values; steps change it."""
     is_compileable = False
 
     def __init__(self, state: DecodingState):
@@ -99,7 +99,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: SpiderCache | None = None,
                                       attention_mask: Tensor | None = None, use_cache: bool | None = None,
                                       n_loops: int | None = None, **_) -> dict:
-        """What the next step reads: of input_ids [B, T] those that the cache has not seen."""
+        """Return the inputs of the next step: of input_ids [B, T] those that the cache has not seen."""
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         return dict(input_ids=input_ids[:, seen:], attention_mask=attention_mask, past_key_values=past_key_values,
                     use_cache=use_cache, n_loops=n_loops)

@@ -23,7 +23,7 @@ BITS = (0.5, 1, 2, 3, 4, 6, 8)            # where the next of eight shades of su
 
 
 class Record:
-    """What a model did with a text while this was entered, by forward hooks: nothing in the model knows of it.
+    """Records what a model does with a text while this is entered, by forward hooks: nothing in the model knows of it.
 
     It goes with Spider.step on one row. Segments are numbered through the text, BOS's bytes included."""
 

@@ -1,4 +1,4 @@
-"""What goes into one forward pass of the recurrent core, and what it reports: CorePass, CoreStats, states of layers."""
+"""The inputs of one forward pass of the recurrent core, and what it reports: CorePass, CoreStats, states of layers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,7 @@ LayerCaches = tuple[Cache | None, Cache | None]    # the same of earlier steps, 
 
 
 class CoreStats(NamedTuple):              # a tuple: FSDP finds the tensors that carry gradients in those
-    """What a pass through the core reports beside its output. Losses are means over layer visits or segments."""
+    """The report of a pass through the core, beside its output. Losses are means over layer visits or segments."""
     aux_loss: Tensor                      # f_e * P_e balance loss
     z_loss: Tensor                        # router z-loss
     ponder: Tensor                        # ACT's loops + remainder, per segment

@@ -95,7 +95,7 @@ class SegmentEngram(nn.Module):
 
 
 class Recalled(NamedTuple):
-    """What a segment Engram recalls, for all loops."""
+    """The lookups of a segment Engram, shared by all loops."""
     key: Tensor                           # [N, D], normed
     value: Tensor                         # [N, D]
     power: Tensor                         # [N, 1], mean square of value, at least fp32

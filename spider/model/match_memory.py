@@ -9,7 +9,7 @@ from spider.model.ngrams import gram_keys, init_multiplier, word_ends
 
 
 class MatchMemory(nn.Module):
-    """What a document says of itself: for each order n, the byte that followed where its last n bytes stood the last
+    """A lookup in the document itself: for each order n, the byte that followed where its last n bytes stood the last
     time before, and whether the same one had followed the time before that. `words` are such contexts too: for each n
     of them the bytes behind the one that ended the n-th last word, at most WORD_BYTES - 1 of them. A match model, as
     compressors have it, without parameters: a small transformer takes long to learn that it could look.

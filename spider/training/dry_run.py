@@ -1,4 +1,4 @@
-"""What a run would take, printed before it takes it."""
+"""Estimate a run before it starts: bytes per segment, rate, duration; --dry_run prints it."""
 
 import dataclasses
 import shutil

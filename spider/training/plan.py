@@ -37,7 +37,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What changes over a run: learning rate, dropout, loops; the horizon that they are functions of."""
+    """The schedule of a run: learning rate, dropout, loops; the horizon that they are functions of."""
     target_tokens: int
     max_steps: int
     schedule: str
@@ -69,7 +69,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """What the hardware does: precision, routing backend, compilation, activation checkpointing, shards."""
+    """The use of the hardware: precision, routing backend, compilation, activation checkpointing, shards."""
     precision: str = "fp32"
     fp8_experts: bool = False
     moe_backend: str = "grouped"
@@ -80,7 +80,8 @@ class MachinePlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """What a run starts from, and what it writes: checkpoints, evaluations, samples, trackers."""
+    """The inputs and outputs of a run: the checkpoint that it starts from, checkpoints, evaluations, samples,
+    trackers."""
     ckpt_dir: str
     ckpt_every: int
     keep_last: int

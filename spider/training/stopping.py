@@ -74,7 +74,7 @@ class StopSignals:
 
     def _time_is_up(self, *_):
         if self.seconds is not None:
-            raise Stopped("stopped before the first step; the same command goes on")
+            raise Stopped("stopped before the first step; the same command resumes")
 
 
 class Stopping:
@@ -152,7 +152,7 @@ class Stopping:
         vain."""
         if progress.skipped >= self.max_skipped and progress.step > self.start:
             raise Diverged(f"{progress.skipped} steps in a row had a loss or gradient that is not finite; nothing was "
-                           f"saved since: go on with a lower --lr or more --warmup_steps, from the newest checkpoint "
+                           f"saved since: resume with a lower --lr or more --warmup_steps, from the newest checkpoint "
                            f"or, if its weights were ruined already, by --resume from one before it"
                            + "".join(f", {one.path}" for one in self.writer.saved[-2:-1]))
         return not (self.agreed() or progress.is_out_of_patience(self.patience)) and progress.written < self.last_step

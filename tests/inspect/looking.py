@@ -26,7 +26,7 @@ def text_of(length: int) -> bytes:
 
 
 def show(model, text: bytes, tmp_path, capsys, lines=()) -> tuple[str, str]:
-    """What show prints and the page that it writes, with these lines in metrics.jsonl."""
+    """Return what show prints and the page that it writes, with these lines in metrics.jsonl."""
     (tmp_path / "text").write_bytes(text)
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     page.show(model, 3, str(tmp_path / "text"), tmp_path, None)

@@ -1,4 +1,4 @@
-"""What is recorded while a text is read is what the model computes."""
+"""The record of a text that was read has what the model computes."""
 
 import io
 import math

@@ -276,7 +276,7 @@ def mean_without_earlier_bytes(h, b, cu_seqlens, open_segment=None, original=seg
 
 
 def matches_of_earlier_documents(self, ids, shifted, position, held, original=MatchMemory.step):
-    """What another document, or nobody yet, wrote at places to come is found as well."""
+    """Find also what another document, or nobody yet, wrote at slots to come."""
     out = original(self, ids, shifted, torch.full_like(position, held.shape[2] - 1), held)
     return out[0], original(self, ids, shifted, position, held)[1]
 

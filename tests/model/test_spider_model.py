@@ -1,4 +1,4 @@
-"""What always holds of the model; each check is also seen failing on a planted fault."""
+"""Invariants of the model; each check is also seen failing on a planted fault."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_what_the_core_alone_says_is_scored_with_its_weight_and_teaches_the_core
 
 
 def handed_back(model, ids):
-    """What bytes receive of the core, [M, D]."""
+    """Return the rows that bytes receive of the core, [M, D]."""
     received, original = [], model.unpool
     model.unpool = lambda *given: received.append(original(*given)) or received[-1]
     model(ids, noise_seed=0)
@@ -180,8 +180,9 @@ def test_what_a_model_cannot_be_given_is_named_with_what_it_takes():
         list(model.generate([], 3))
 
 
-@pytest.mark.parametrize("cut", ("engram_input", "engram_output", "matches", "segment engram", "prelude", "core", "coda",
-                                 "lora", "injection", "halting", "experts", "shared", "attention", "loop_embedding", "null"))
+@pytest.mark.parametrize("cut", ("engram_input", "engram_output", "matches", "segment engram", "prelude", "core",
+                                 "coda", "lora", "injection", "halting", "experts", "shared", "attention",
+                                 "loop_embedding", "null"))
 def test_every_component_changes_the_loss_when_it_is_cut_out(cut):
     model = awake(small_config())
     ids, labels = text(4, 64, seed=8), text(4, 64, seed=9)

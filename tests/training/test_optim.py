@@ -207,7 +207,7 @@ def unwarned(monkeypatch):
 
 
 def step_of(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:
-    """What a step of a loop of one's own, with two passes, says."""
+    """Return the warnings of a step of a loop of one's own, with two passes."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for seed in range(2):

@@ -213,7 +213,7 @@ def full_disk(writes):
 
 
 def slow_to_remove(seconds):
-    """What is removed goes away that much after it was looked at."""
+    """Files that are removed vanish that much after they were looked at."""
     def later(self, *args, original=Path.unlink, **kwargs):
         if self.name.startswith(".spider-step"):
             time.sleep(seconds)
@@ -325,7 +325,7 @@ def test_damage_to_any_one_file_is_noticed_and_the_one_before_taken(directory, n
 
 
 class Harm:
-    """What would leave a file when it is unpickled."""
+    """A class that would leave a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
