@@ -6,13 +6,13 @@
     head -c 2000 play.txt | python sample.py checkpoints/shakespeare --bytes 200
     python sample.py checkpoints/shakespeare --show play.txt    # what it makes of a text: segments, loops, surprise
     python sample.py checkpoints/shakespeare --best --prompt O  # its checkpoint of the lowest validation loss
-    python sample.py checkpoints/spider-step750 --convert a.pt  # a sharded checkpoint as one file, or the reverse
-    python sample.py checkpoints/shakespeare --export DIR       # for Hugging Face's libraries; see export.py
+    python sample.py checkpoints/spider-step750 --convert a.pt  # a sharded checkpoint as one file, or back
+    python sample.py checkpoints/shakespeare --export DIR       # for Hugging Face's libraries
     python sample.py checkpoints/a checkpoints/b --eval data held-out.txt --n_loops 1,2,4 --json figures.json
 
-Without --prompt the model goes on from standard input, byte for byte. In a terminal that is a dialogue: it goes on from
-each line that is typed, and knows all that was said and written before. An empty line lets it go on where it stopped, a
-backslash at a line's end takes in the line break and another line; Ctrl-C stops it, Ctrl-D ends.
+Without --prompt the model continues standard input, byte for byte. In a terminal that is a dialogue: it continues each
+line that is typed, with all that was typed and written before in context. An empty line lets it continue where it
+stopped, a backslash at a line's end adds the line break and another line; Ctrl-C stops it, Ctrl-D ends the dialogue.
 
 What the model writes is printed as text, whole characters as they come: control characters as escapes such as \\x1b,
 bytes that are not UTF-8 as U+FFFD, into files and pipes too. --raw prints its bytes as they are.
@@ -33,6 +33,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +49,9 @@ from spider.flags import BadValue, Flag, Parser, in_words, integer, path_name, r
 from spider.inspect import page, reading
 from spider.model.config import MAX_LOOPS, SpiderConfig
 from spider.model.decoding import DecodingState
-from spider.training.checkpoint import (best_checkpoint, check_classes, find_checkpoints, load_checkpoint,
-                                        with_whole_tensors)
+from spider.model.foreign import foreign_classes
+from spider.training.checkpoint import (best_checkpoint, check_classes, check_weights, find_checkpoints,
+                                        load_checkpoint, with_whole_tensors)
 from spider.training.checkpoint_files import is_sharded
 from spider.training.convert import convert
 from spider.training.evaluation import EVAL_BYTES, cross_entropy, evaluate
@@ -63,25 +65,28 @@ from train import FLAGS, RECIPES
 # Checkpoints
 
 
-def path_of(name: str) -> tuple[Path, bool]:
-    """Return the path of a checkpoint, or of the newest good one in a directory, and whether it was found so;
-    UsageError where there is none."""
+def path_of(name: str, model_class: type[Spider] = Spider) -> tuple[Path, bool]:
+    """Return the path of a checkpoint, or of the newest good one of a directory, which is logged, and whether it was
+    found so; UsageError where there is none."""
     path, found = Path(name), None
     if not is_export(path) and not is_sharded(path) and (path.is_dir() or not path.exists()):
-        found = find_checkpoints(path, Spider)
+        found = find_checkpoints(path, model_class)
         if not found:
             raise UsageError(f"{name}: there is no checkpoint there that can be used; name another, or train first")
         path = found[-1].path
-        logger.info(f"{path}: the newest checkpoint there")
+        logger.info(f"{path}: the newest checkpoint in {name}, step {found[-1].step}")
     return path, bool(found)
 
 
-def read_checkpoint(name: str) -> tuple[Path, dict]:
-    """Read a checkpoint, or the newest good one in a directory, with its path; tensors stay in the file. UsageError,
-    CheckpointError where there is none."""
-    path, found = path_of(name)
-    state = load_checkpoint(path, Spider, sealed=not found, mapped=True)
-    check_classes(path, state, [])        # of Spider's own there is nothing to name
+def read_checkpoint(name: str, model_class: type[Spider] = Spider) -> tuple[Path, dict]:
+    """Read a checkpoint, or the newest good one of a directory: its path and content, tensors in the file. UsageError,
+    CheckpointError where there is none that was made with the model class."""
+    path, found = path_of(name, model_class)
+    state = load_checkpoint(path, sealed=not found, mapped=True)
+    config = SpiderConfig(**state["cfg"])
+    with torch.device("meta"):
+        check_classes(path, state, foreign_classes(model_class(config)))
+    check_weights(path, state, config, model_class)
     state["model_state_dict"] = with_whole_tensors(state["model_state_dict"])
     return path, state
 
@@ -95,14 +100,27 @@ def best_of(name: str) -> str:
     return str(best.path)
 
 
-def model_of(state: dict, device: torch.device, dtype: torch.dtype) -> Spider:
-    """The model of a checkpoint's content in evaluation mode, with products of a type."""
+def model_of(state: dict, device: torch.device, dtype: torch.dtype, model_class: type[Spider] = Spider) -> Spider:
+    """Build the model of a checkpoint's content in evaluation mode, with products of a type."""
     with torch.device("meta"):
-        model = Spider(SpiderConfig(**state["cfg"]))
+        model = model_class(SpiderConfig(**state["cfg"]))
     model.to_empty(device=device).init_weights()
     model.load_state_dict(state["model_state_dict"])
     model.compute_dtype = dtype
     return model.eval()
+
+
+def decoder_of(state: dict, device: torch.device, model_class: type[Spider] = Spider) -> Spider:
+    """Build the same in the precision that is fast a byte at a time: bf16 on a GPU, fp32 on a CPU, where one row takes
+    several times as long in bf16."""
+    bf16 = device.type == "cuda" and multiplies_bf16(device)
+    return model_of(state, device, torch.bfloat16 if bf16 else torch.float32, model_class)
+
+
+def load_model(name: str, device: torch.device, model_class: type[Spider] = Spider) -> tuple[Spider, int]:
+    """Load the model of a checkpoint to decode with, and the loops that it was trained with."""
+    state = read_checkpoint(name, model_class)[1]
+    return decoder_of(state, device, model_class), trained_loops(state)
 
 
 def trained_loops(state: dict) -> int:
@@ -110,14 +128,14 @@ def trained_loops(state: dict) -> int:
 
 
 def flag_of(state: dict, name: str) -> int:
-    """What the run that wrote a checkpoint had for a flag, or its recipe has, where the checkpoint does not say."""
+    """Return the value that a checkpoint's run had for a flag, or its recipe's where the checkpoint has none."""
     flag = next(flag for flag in FLAGS if flag.name == name)
     value = RECIPES[state.get("recipe", "1b")].get(name, flag.default)
     return checked_flag(flag, state.get("flags", {}).get(name, value))
 
 
 def checked_flag(flag: Flag, value):
-    """What a checkpoint's run had for a flag, as train.py takes it; CheckpointError where no run has it."""
+    """Parse the value of a checkpoint's run for a flag, as train.py does; CheckpointError where no run has it."""
     try:
         taken = flag.value(in_words(value))
         if taken != value:
@@ -127,44 +145,47 @@ def checked_flag(flag: Flag, value):
     return taken
 
 
-def hand_over(path: Path, state: dict, directory: str):
-    """--export: the model, and the flags of its run once each is one that train.py takes."""
+def export(path: Path, state: dict, directory: str):
+    """--export: write the model, with the flags of its run once each is one that train.py takes."""
     known, flags = {flag.name: flag for flag in FLAGS}, state.get("flags", {})
     checked_flags = {name: checked_flag(known[name], value) for name, value in flags.items() if name in known}
     write_export(path, state | dict(flags=flags | checked_flags) if flags else state, directory, Spider)
 
 
-def load_model(name: str, device: torch.device) -> tuple[Spider, int]:
-    """A checkpoint's model in the precision that is fast a byte at a time, bf16 on a GPU, fp32 on a CPU; and the loops
-    that it was trained with."""
-    state = read_checkpoint(name)[1]
-    bf16 = device.type == "cuda" and multiplies_bf16(device)  # on a CPU one row takes several times as long in bf16
-    return model_of(state, device, torch.bfloat16 if bf16 else torch.float32), trained_loops(state)
+def one_checkpoint(names: list[str]) -> str:
+    """Return the only checkpoint that was named; UsageError for several."""
+    if len(names) > 1:
+        raise UsageError(f"{names[1]}: only --eval takes several checkpoints")
+    return names[0]
 
 
-def only_one(args: argparse.Namespace) -> str:
-    if len(args.checkpoint) > 1:
-        raise UsageError(f"{args.checkpoint[1]}: only --eval takes several checkpoints")
-    return args.checkpoint[0]
-
-
-def load_one(args: argparse.Namespace, device: torch.device) -> tuple[Spider, int]:
-    """The model of the only checkpoint named, and the loops to run it with."""
-    name = only_one(args)
-    if args.n_loops and len(args.n_loops) > 1:
+def one_number(n_loops: list[int] | None, trained: int) -> int:
+    """Return the loops to run: the only number of --n_loops, or those of the training; UsageError for several."""
+    if n_loops and len(n_loops) > 1:
         raise UsageError("--n_loops: only --eval takes several numbers")
-    model, n_loops = load_model(name, device)
-    return model, n_loops if args.n_loops is None else args.n_loops[0]
+    return trained if n_loops is None else n_loops[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Talking
 
 
-def prompt_of(args: argparse.Namespace) -> bytes | None:
-    """What is to be gone on from: the bytes that were given, also where they are not UTF-8; None: a dialogue."""
-    if args.prompt is not None:
-        return os.fsencode(args.prompt)
+@dataclass(frozen=True)
+class Sampling:
+    """How texts are drawn and printed; see the flags of these names."""
+    bytes: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    samples: int
+    seed: int
+    raw: bool
+
+
+def bytes_to_continue(prompt: str | None) -> bytes | None:
+    """Return the bytes of --prompt, or of standard input, also where they are not UTF-8; None: a dialogue."""
+    if prompt is not None:
+        return os.fsencode(prompt)
     if sys.stdin is None:                 # closed
         return b""
     if os.isatty(0):
@@ -174,77 +195,79 @@ def prompt_of(args: argparse.Namespace) -> bytes | None:
 
 
 def beginning(prompt: bytes) -> list[int]:
-    """Ids of a prompt; of none a line's end: BOS stands once in a text that is one document."""
+    """Return the ids of a prompt; of an empty one a line's end, since BOS stands once in a document."""
     return [BOS_ID, *prompt] if prompt else list(b"\n")
 
 
 def read(model: Spider, state: DecodingState, ids: list[int]) -> Tensor:
-    """Has the state's one row read ids; the logits of what comes next, [1, vocab_size]."""
+    """Feed ids to the one row of a state; return the logits of what comes next, [1, vocab_size]."""
     with model.cast_weights_once():
         return model.step(torch.tensor([ids], device=model.embed_tokens.device), state)[:, -1]
 
 
-def write(parts: Iterable[bytes], raw: bool):
-    """Bytes to standard output as they come: as they are, or as text in which only line breaks and tabs are obeyed."""
+def write(pieces: Iterable[bytes], raw: bool):
+    """Print bytes as they come: as they are, or as text in which only line breaks and tabs are obeyed."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        for part in parts:
+        for piece in pieces:
             if raw:
-                sys.stdout.buffer.write(part)
+                sys.stdout.buffer.write(piece)
             else:
-                print(*(c if c in "\n\t" else console.one_line(c) for c in decoder.decode(part)), sep="", end="")
+                print(*(c if c in "\n\t" else console.one_line(c) for c in decoder.decode(piece)), sep="", end="")
             sys.stdout.flush()
     finally:
         print(decoder.decode(b"", final=True), flush=True)
 
 
-def complete(model: Spider, state: DecodingState, prompt: bytes, go_on: Callable, args: argparse.Namespace):
-    """Writes --samples texts that go on from a prompt, drawn together: the first as it comes, the others behind it."""
-    logits, texts = read(model, state, beginning(prompt)), [bytearray() for _ in range(args.samples)]
+def complete(model: Spider, state: DecodingState, prompt: bytes, generate: Callable, sampling: Sampling):
+    """Print texts that continue a prompt, drawn together: the first as it comes, the others after it."""
+    count = sampling.samples
+    logits, texts = read(model, state, beginning(prompt)), [bytearray() for _ in range(count)]
 
     def first() -> Iterator[bytes]:
         yield prompt
-        rows = state if args.samples == 1 else state.copy([0] * args.samples)
-        for column in go_on(logits.expand(args.samples, -1), rows):
+        rows = state if count == 1 else state.copy([0] * count)
+        for column in generate(logits.expand(count, -1), rows):
             for text, byte in zip(texts, column):
                 text += bytes([byte] if byte is not None else ())
             yield bytes(column[:1] if column[0] is not None else ())
     for number, text in enumerate(texts, 1):
-        if args.samples > 1:
-            print(f"--- {number} of {args.samples}", flush=True)
-        write(first() if number == 1 else [prompt, bytes(text)], args.raw)
+        if count > 1:
+            print(f"--- {number} of {count}", flush=True)
+        write(first() if number == 1 else [prompt, bytes(text)], sampling.raw)
 
 
-def converse(model: Spider, state: DecodingState, go_on: Callable, args: argparse.Namespace):
-    """A dialogue: lines from the terminal and what the model writes behind them, one text that the state goes on with.
-    What is said begins on a line of its own; behind the model's EOS it begins a document."""
+def converse(model: Spider, state: DecodingState, generate: Callable, sampling: Sampling):
+    """Hold a dialogue: lines from the terminal and what the model writes after them are one text for the state.
+    What is typed begins on a line of its own; after the model's EOS it begins a document."""
     with suppress(ImportError):
         import readline  # noqa: F401     # lines can be edited then
     sys.stdin.reconfigure(errors="surrogateescape")
     unread = None                         # what the state has yet to read of the turn before
-    while (said := ask()) is not None:
-        said = os.fsencode(said)
+    while (typed := ask()) is not None:
+        typed = os.fsencode(typed)
         if unread is None:
-            ids = beginning(said)
+            ids = beginning(typed)
         else:
-            ids = unread + list(b"\n" if said and unread not in ([EOS_ID, BOS_ID], [ord("\n")]) else b"") + list(said)
+            in_line = typed and unread not in ([EOS_ID, BOS_ID], [ord("\n")])
+            ids = unread + list(b"\n" if in_line else b"") + list(typed)
         logits, written = read(model, state, ids), []
 
         def turn() -> Iterator[bytes]:
-            for byte, in go_on(logits, state):
+            for byte, in generate(logits, state):
                 written.append(byte)
                 yield bytes([byte])
                 if asked:
                     return
         with interrupts_that_wait() as asked:
-            write(turn(), args.raw)
-        ended = len(written) < args.bytes and not asked
+            write(turn(), sampling.raw)
+        ended = len(written) < sampling.bytes and not asked
         unread = [EOS_ID, BOS_ID] if ended else written[-1:]
 
 
 def ask() -> str | None:
-    """The lines of a turn, without the last one's break; None at the end of input."""
+    """Read the lines of a turn, without the last one's break; None at the end of input."""
     try:
         text = input("> ")
         while text.endswith("\\"):
@@ -259,7 +282,7 @@ def ask() -> str | None:
 
 @contextmanager
 def interrupts_that_wait() -> Iterator[list]:
-    """Inside, Ctrl-C only fills the list: a state of which half is a byte ahead would be of no use."""
+    """Let Ctrl-C inside only fill the list: a state of which half is a byte ahead would be of no use."""
     asked = []
     before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
     try:
@@ -268,20 +291,26 @@ def interrupts_that_wait() -> Iterator[list]:
         signal.signal(signal.SIGINT, before)
 
 
-def talk(args: argparse.Namespace, device: torch.device):
-    prompt = prompt_of(args)
-    if prompt is None and args.samples > 1:
+def talk(name: str, n_loops: list[int] | None, prompt: str | None, sampling: Sampling, device: torch.device):
+    """Continue a prompt, or hold a dialogue where there is none and both ends are a terminal."""
+    text = bytes_to_continue(prompt)
+    if text is None and sampling.samples > 1:
         raise UsageError("--samples: a dialogue has one voice; give a --prompt")
-    model, n_loops = load_one(args, device)
-    state, generator = model.decoding_state(n_loops=n_loops), torch.Generator(device)
-    generator.manual_seed(args.seed)
+    path, content = read_checkpoint(name)
+    loops = one_number(n_loops, trained_loops(content))
+    model, generator = decoder_of(content, device), torch.Generator(device)
+    state = model.decoding_state(n_loops=loops)
+    generator.manual_seed(sampling.seed)
 
-    def go_on(logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
-        return model.generate_batch(logits, state, args.bytes, args.temperature, args.top_k, args.top_p, generator)
-    if prompt is None:
-        converse(model, state, go_on, args)
+    def generate(logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
+        return model.generate_batch(logits, state, sampling.bytes, sampling.temperature, sampling.top_k, sampling.top_p,
+                                    generator)
+    if text is None:
+        print(console.one_line(f"{path}, step {content.get('step', 0)}. Type a line for it to continue, an empty one "
+                               f"for more. Ctrl-C stops it, Ctrl-D ends."))
+        converse(model, state, generate, sampling)
     else:
-        complete(model, state, prompt, go_on, args)
+        complete(model, state, text, generate, sampling)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,8 +318,8 @@ def talk(args: argparse.Namespace, device: torch.device):
 
 
 def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
-    """Batches (ids, labels) [n, seq_len] in which every byte of a stream but the first id is a label once, and the
-    number of ids in all of them. Windows overlap by half, and what lies in two counts in the first."""
+    """Cut a stream into batches (ids, labels) [n, seq_len] in which every byte but the first id is a label once; return
+    them and the number of ids in all. Windows overlap by half, and what lies in two counts in the first."""
     last, stride = len(stream) - 1, max(1, seq_len // 2)
     starts = np.arange(0, max(1, last - seq_len + stride), stride)
 
@@ -304,7 +333,7 @@ def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[t
 
 def score(model: Spider, file: str, text: shards.Stream | list[shards.Source], seq_len: int, eval_tokens: int,
           batch: int, n_loops: int, device: torch.device) -> tuple[int, float]:
-    """Bytes that were predicted and bits for each; of a prepared directory's sources, the trainer's own figure.
+    """Return how many bytes were predicted and the bits for each; of prepared sources, the trainer's own figure.
 
     DataError where there is no byte to predict, FloatingPointError where a loss is no finite number."""
     if isinstance(text, list):
@@ -323,39 +352,50 @@ def score(model: Spider, file: str, text: shards.Stream | list[shards.Source], s
     return count, bits
 
 
-def measure(args: argparse.Namespace, device: torch.device):
-    """--eval: bits per byte of each text under each checkpoint and number of loops, as a table and as --json."""
-    texts, found = {}, []
-    if args.json:                         # known before minutes of work, not behind them
-        if not Path(args.json).parent.is_dir():
-            raise UsageError(f"--json: {args.json}: No such file or directory: make its directory first")
-        if not files.is_replaceable(Path(args.json)):
-            raise UsageError(f"--json: {args.json}: no regular file: name another")
-    for file in args.eval:
-        texts[file] = shards.open_data(file) if os.path.isdir(file) else readers.read_stream(file, args.field)
+def read_texts(names: list[str], field: str) -> dict[str, shards.Stream | list[shards.Source]]:
+    """Open texts by name: a directory of shards as sources, any other file as a stream."""
+    texts = {}
+    for file in names:
+        texts[file] = shards.open_data(file) if os.path.isdir(file) else readers.read_stream(file, field)
         if isinstance(texts[file], list):
             shards.check(texts[file])
-    bf16 = args.precision == "bf16" or args.precision == "auto" and multiplies_bf16(device)
+    return texts
+
+
+def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: int | None, batch: int | None,
+            precision: str, device: torch.device) -> list[dict]:
+    """Return the bits per byte of each text under each checkpoint and number of loops; None: as the run had it."""
+    found, bf16 = [], precision == "bf16" or precision == "auto" and multiplies_bf16(device)
     if device.type == "cpu":
         keep_freed_memory()
-    for name in args.checkpoint:
+    for name in names:
         path, state = read_checkpoint(name)
         model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32)
-        seq_len = args.seq_len or flag_of(state, "seq_len")
+        length = seq_len or flag_of(state, "seq_len")
         for file, text in texts.items():
-            for n_loops in args.n_loops or [trained_loops(state)]:
-                count, bits = score(model, file, text, seq_len, flag_of(state, "eval_tokens"),
-                                    args.batch or max(1, EVAL_BYTES // seq_len), n_loops, device)
-                found.append(dict(checkpoint=str(path), file=file, bytes=count, n_loops=n_loops, bits_per_byte=bits,
-                                  seq_len=seq_len, precision="bf16" if bf16 else "fp32"))
-    print_table(found)
-    if args.json:
-        with files.naming(args.json), files.durable(Path(args.json)) as out:
-            out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
+            for loops in n_loops or [trained_loops(state)]:
+                count, bits = score(model, file, text, length, flag_of(state, "eval_tokens"),
+                                    batch or max(1, EVAL_BYTES // length), loops, device)
+                found.append(dict(checkpoint=str(path), file=file, bytes=count, n_loops=loops, bits_per_byte=bits,
+                                  seq_len=length, precision="bf16" if bf16 else "fp32"))
+    return found
+
+
+def check_json(path: str):
+    """Raise UsageError where --json cannot be written: before minutes of work, not after them."""
+    if not Path(path).parent.is_dir():
+        raise UsageError(f"--json: {path}: No such file or directory: make its directory first")
+    if not files.is_replaceable(Path(path)):
+        raise UsageError(f"--json: {path}: no regular file: name another")
+
+
+def write_json(path: str, found: list[dict]):
+    with files.naming(path), files.durable(Path(path)) as out:
+        out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
 def print_table(found: list[dict]):
-    """Bits per byte, a line for each checkpoint and text, a column for each number of loops."""
+    """Print bits per byte, a line for each checkpoint and text, a column for each number of loops."""
     loops = list(dict.fromkeys(entry["n_loops"] for entry in found))
     lines = [["checkpoint", "file", "bytes", *(f"{n} loop{'s' * (n > 1)}" for n in loops)]]
     for checkpoint, file, count in dict.fromkeys(
@@ -376,11 +416,12 @@ def print_table(found: list[dict]):
 
 # What reads which flags. One that is given and would not be read is refused.
 READ_BY = {
-    "talking": {"n_loops", "device", "prompt", "bytes", "temperature", "top_k", "top_p", "samples", "seed", "raw"},
-    "--eval": {"n_loops", "device", "json", "field", "seq_len", "batch", "precision"},
-    "--show": {"n_loops", "device", "html"},
-    "--export": set(),
-    "--convert": set(),
+    "talking": {"best", "n_loops", "device", "prompt", "bytes", "temperature", "top_k", "top_p", "samples", "seed",
+                "raw"},
+    "--eval": {"best", "n_loops", "device", "json", "field", "seq_len", "batch", "precision"},
+    "--show": {"best", "n_loops", "device", "html"},
+    "--export": {"best"},
+    "--convert": {"best"},
 }
 
 
@@ -391,13 +432,13 @@ def each(parse: Callable) -> Callable:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="*", type=path_name, help="a file, or a directory (checkpoints)")
-    parser.add_argument("--best", action="store_true", help="of a directory not the newest checkpoint, but the one "
-                        "of the lowest validation loss (train.py --keep_best)")
+    parser.add_argument("--best", action="store_true", help="of a directory not the newest checkpoint, but the one of "
+                        "the lowest validation loss (train.py --keep_best)")
     parser.add_argument("--n_loops", type=each(integer(1, MAX_LOOPS)), metavar="N,...",
                         help="loops of the core (as trained); several for --eval")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     group = parser.add_argument_group("talking")
-    group.add_argument("--prompt", help="text to go on from; without it standard input, in a terminal a dialogue")
+    group.add_argument("--prompt", help="text to continue; without it standard input, in a terminal a dialogue")
     group.add_argument("--bytes", type=integer(1), default=500, help="most bytes to write (500)")
     group.add_argument("--temperature", type=real(0), default=0.8, help="0: always the likeliest byte (0.8)")
     group.add_argument("--top_k", type=integer(1), help="draw from the k likeliest bytes only")
@@ -405,7 +446,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                        help="draw from the likeliest bytes only that together have the probability p")
     group.add_argument("--samples", type=integer(1, 1 << 16), default=1, help="texts of one prompt (1)")
     group.add_argument("--seed", type=integer(0), default=0, help="of the draws (0)")
-    group.add_argument("--raw", action="store_true", help="print bytes as they are, though a terminal may obey")
+    group.add_argument("--raw", action="store_true", help="print bytes as they are, although a terminal may obey some")
     group = parser.add_argument_group("measuring")
     group.add_argument("--eval", nargs="+", type=path_name, metavar="FILE",
                        help="texts, or directories of shards; several CHECKPOINTs")
@@ -421,11 +462,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                        f"file, - (stdin) or the text itself; of it the first {reading.LONGEST} bytes")
     group.add_argument("--html", type=path_name, metavar="OUT",
                        help="where --show writes the page (look.html beside the checkpoint)")
-    group = parser.add_argument_group("handing over")
+    group = parser.add_argument_group("exporting")
     group.add_argument("--export", type=path_name, metavar="DIR",
                        help="write what Hugging Face's libraries load into a new directory")
-    group.add_argument("--convert", type=path_name, metavar="DST", help="write the checkpoint in its other form: "
-                       "DST.pt is one file, any other DST a sharded directory")
+    group.add_argument("--convert", type=path_name, metavar="DST",
+                       help="write the checkpoint in its other form: DST.pt is one "
+                       "file, any other DST a sharded directory")
     defaults = vars(parser.parse_args([]))
     args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))
     given = [name for name, value in vars(args).items() if value is not None]
@@ -438,7 +480,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def refuse_unread(given: Iterable[str]):
-    """UsageError for flags of which one would be passed over in silence."""
+    """Raise UsageError for flags of which one would be ignored in silence."""
     acts = [f"--{name}" for name in given if f"--{name}" in READ_BY] or ["talking"]
     if len(acts) > 1:
         raise UsageError(f"{' and '.join(acts)}: one at a time")
@@ -449,25 +491,35 @@ def refuse_unread(given: Iterable[str]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, also where nobody reads on; 2 with one line on stderr; 130 when interrupted."""
+    """Run one command; return its exit status: 0, also where nobody reads its output any more; 2 with one line on
+    stderr; 130 when interrupted."""
     start_log()
     try:
         args = parse_args(argv)
+        names = [best_of(name) for name in args.checkpoint] if args.best else args.checkpoint
         if args.convert is not None:
-            source = path_of(only_one(args))[0]
+            source = path_of(one_checkpoint(names))[0]
             step = convert(source, Path(args.convert))
             print(console.one_line(f"{args.convert}: step {step}, as {source} has it"))
             return 0
         if args.export is not None:
-            hand_over(*read_checkpoint(only_one(args)), args.export)
+            export(*read_checkpoint(one_checkpoint(names)), args.export)
             return 0
         device = resolve_device(args.device)
         if args.eval:
-            measure(args, device)
+            if args.json:
+                check_json(args.json)
+            texts = read_texts(args.eval, args.field)
+            found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, device)
+            print_table(found)
+            if args.json:
+                write_json(args.json, found)
         elif args.show is not None:
-            page.show(*load_one(args, device), args.show, Path(args.checkpoint[0]), args.html)
+            model, trained = load_model(name := one_checkpoint(names), device)
+            page.show(model, one_number(args.n_loops, trained), args.show, Path(name), args.html)
         else:
-            talk(args, device)
+            sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
+            talk(one_checkpoint(names), args.n_loops, args.prompt, sampling, device)
     except KeyboardInterrupt:
         return 130
     except (CheckpointError, UsageError, errors.DataError, FloatingPointError, OSError) as fault:

@@ -85,7 +85,9 @@ def test_a_directory_stands_for_its_newest_checkpoint_that_is_intact(trained, tm
     os.mkfifo(tmp_path / "spider-step2.pt")
     assert step_of(tmp_path) == [1]
     assert sample.main([str(tmp_path), "--prompt", "", "--bytes", "1"]) == 0
-    assert "step2.pt is not a checkpoint that can be read safely: it is no regular" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"{tmp_path / 'spider-step1.pt'}: the newest checkpoint in {tmp_path}, step 1\n" in err
+    assert "step2.pt is not a checkpoint that can be read safely: it is no regular" in err
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spider-step1.pt").rename(tmp_path / "checkpoints" / "spider-step1.pt")
     assert sample.main(["--prompt", "", "--bytes", "1"]) == 0
@@ -113,7 +115,7 @@ def test_text_is_streamed_as_whole_characters(trained, monkeypatch, capsysbinary
 
 
 def test_a_reader_that_leaves_ends_it_without_a_word_and_a_full_disk_is_a_line(trained):
-    argv = [sys.executable, ROOT / "sample.py", trained, "--bytes", "100000", "--prompt", "x" * 10]
+    argv = [sys.executable, ROOT / "sample.py", trained / "spider-step3.pt", "--bytes", "100000", "--prompt", "x" * 10]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1) == b"x"
     process.stdout.close()
@@ -140,6 +142,15 @@ def test_what_is_no_checkpoint_is_named_and_never_waited_for(trained, tmp_path, 
     assert "only --eval takes several numbers" in refusal(capsys, trained, "--n_loops", "1,2", "--prompt", "a")
     monkeypatch.chdir(tmp_path)
     assert "checkpoints: there is no checkpoint there" in refusal(capsys)
+
+
+def test_a_checkpoint_of_other_classes_is_refused_unless_its_class_is_given(trained, tmp_path, capsys):
+    class Other(Spider):
+        pass
+    name = f"{__name__}.{Other.__qualname__}"
+    torch.save(final_state(trained) | dict(classes=[name]), path := tmp_path / "spider-step3.pt")
+    assert f"was made with {name}" in refusal(capsys, path, "--prompt", "a")
+    assert type(sample.load_model(str(path), torch.device("cpu"), model_class=Other)[0]) is Other
 
 
 @pytest.mark.parametrize("value", (math.inf, -math.inf, math.nan))
@@ -216,7 +227,7 @@ def dialogue(monkeypatch, capsysbinary, model, turns: list[str], go_on=Spider.ge
     monkeypatch.setattr(builtins, "input", ask)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     sample.converse(model, model.decoding_state(), lambda logits, state: go_on(model, logits, state, 9, temperature=0),
-                    sample.parse_args(["--raw", "--bytes", "9"]))
+                    sample.Sampling(bytes=9, temperature=0, top_k=None, top_p=None, samples=1, seed=0, raw=True))
     return written[1:]
 
 
@@ -268,8 +279,8 @@ def test_a_terminal_is_a_dialogue_that_ctrl_c_ends_at_its_prompt(trained):
     def take_terminal():
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    process = subprocess.Popen([sys.executable, ROOT / "sample.py", trained, "--bytes", "5"], stdin=theirs,
-                               stdout=theirs, stderr=subprocess.PIPE, preexec_fn=take_terminal)
+    argv = [sys.executable, ROOT / "sample.py", trained / "spider-step3.pt", "--bytes", "5"]
+    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, preexec_fn=take_terminal)
     os.close(theirs)
 
     def until_asked() -> bytes:
@@ -277,7 +288,8 @@ def test_a_terminal_is_a_dialogue_that_ctrl_c_ends_at_its_prompt(trained):
         while not out.endswith(b"> "):
             out += os.read(ours, 100)
         return out
-    until_asked()
+    greeting = until_asked()
+    assert b"spider-step3.pt, step 3. " in greeting and b"Ctrl-D ends." in greeting
     os.write(ours, b"ab\n")
     assert until_asked().startswith(b"ab\r\n")
     while process.poll() is None:         # one that comes between the prompt and readline's waiting is not heard by it
@@ -293,7 +305,7 @@ def test_ctrl_c_ends_a_text_with_status_130(trained, monkeypatch, capsys):
         yield [97]
         raise KeyboardInterrupt
     monkeypatch.setattr(Spider, "generate_batch", go_on)
-    assert sample.main([str(trained), "--prompt", "x"]) == 130
+    assert sample.main([str(trained / "spider-step3.pt"), "--prompt", "x"]) == 130
     assert capsys.readouterr() == ("xa\n", "")
 
 
@@ -349,7 +361,7 @@ def test_a_flag_that_would_not_be_read_is_refused_and_nothing_is_done(trained, t
 
 def test_every_flag_is_read_by_something_and_its_default_is_no_flag_that_was_given():
     parsed = vars(sample.parse_args([]))
-    assert parsed.keys() - {"checkpoint", "eval", "show", "export"} == {
+    assert parsed.keys() - {"checkpoint", "eval", "show", "export", "convert"} == {
         name for flags in sample.READ_BY.values() for name in flags}
     assert parsed | dict(bytes=500, temperature=0.8, samples=1, seed=0, raw=False, field="text", device="auto",
                          precision="auto", prompt=None, checkpoint=["checkpoints"]) == parsed

@@ -51,7 +51,7 @@ def with_relative_imports(module: str) -> tuple[str, list[str]]:
                 raise ValueError(f"{path}:{node.lineno}: {line.strip()}: an exported module imports others of the "
                                  f"project by `from module import name` alone")
             short = name.rpartition(".")[2]
-            lines[node.lineno - 1] = re.sub(rf"\bfrom {re.escape(name)} import\b", f"from .{short} import", line,
-                                           count=1)
+            pattern = rf"\bfrom {re.escape(name)} import\b"
+            lines[node.lineno - 1] = re.sub(pattern, f"from .{short} import", line, count=1)
             imported[name] = None
     return "".join(lines), [*imported]

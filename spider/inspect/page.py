@@ -63,8 +63,9 @@ def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str
     c, record = model.config, shown.record
     memory = "last n bytes", "what training stored in the Engram tables behind these bytes"
     match = "last n, in the text", "what followed earlier in this text, where its last n bytes had stood before"
-    words = "word n, in the text", ("the same for all bytes behind the n-th last word's end: word 1 for the word that "
-                                    "is being read, word 2 for it and the word before it, behind the last but one")
+    words = "word n, in the text", (
+        "the same for all bytes behind the end of the n-th last word: word 1 for those of the word that is being read, "
+        "word 2 for it and the word before it, all that stands behind the last word but one")
     segment = "layer, loop", "what a layer of the core recalls from its Engram tables at a segment's end, in each loop"
     rows = [(f"last {n} byte{'s' * (n > 1)}", memory) for n in c.engram_byte_orders]
     rows += [(f"last {n}, in the text", match) for n in c.engram_match_orders]
