@@ -52,8 +52,13 @@ def test_every_module_of_the_wheel_can_be_imported_beside_the_tokenizer_alone(wh
 import importlib, sys
 sys.path[:0] = [{str(tmp_path / "site")!r}, {str(tmp_path / "beside")!r}]
 for name in {modules}:
-    module = importlib.import_module(name)
-    assert module.__file__.startswith(sys.path[0]), module.__file__
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as fault:  # an extra that is not installed
+        if fault.name.partition(".")[0] in {{"spider", *{sorted(SCRIPTS)}}}:
+            raise
+    else:
+        assert module.__file__.startswith(sys.path[0]), module.__file__
 """
     done = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path / "beside", capture_output=True, text=True,
                           timeout=120)
