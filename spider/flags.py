@@ -375,6 +375,10 @@ def run_program(main: Callable[[], int | None], prog: str, *, interrupted: str |
         status, line = 2, error_line(fault, out_of_memory)
         if line is None:
             raise
+    try:
+        sys.stdout.flush()
+    except OSError:                       # or what is left of the output would fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if line is not None:
         print_error(prog, line)
     return status

@@ -159,7 +159,7 @@ class Job:
             process.start()
 
     def end(self, limit=LIMIT) -> tuple[list[int], str]:
-        """Exit statuses and what was said; all ranks must have ended within the limit."""
+        """Return exit statuses and the log; all ranks must have ended within the limit."""
         deadline = time.monotonic() + limit
         for process in self.ranks:
             process.join(max(0, deadline - time.monotonic()))
@@ -168,9 +168,9 @@ class Job:
             process.kill()
         for reserved in self.reserved:
             reserved.close()
-        said = self.log.read_text()
-        assert not hung, f"ranks {hung} hung\n{said}"
-        return [process.exitcode for process in self.ranks], said
+        log = self.log.read_text()
+        assert not hung, f"ranks {hung} hung\n{log}"
+        return [process.exitcode for process in self.ranks], log
 
 
 def torchrun(argv, *more):
@@ -208,8 +208,8 @@ def steps_done(directory) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def last_lines(said: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("train.py:")]
+def last_lines(log: str) -> list[str]:
+    return [line for line in log.splitlines() if line.startswith("train.py:")]
 
 
 def runs_alone(argv):

@@ -23,9 +23,9 @@ def test_the_others_name_a_rank_that_was_killed_or_stands_still(tmp_path, shards
     job.ranks[1 - victim].join(LIMIT / 2)
     assert job.ranks[1 - victim].exitcode == 2
     job.ranks[victim].kill()
-    statuses, said = job.end()
-    (line,) = last_lines(said)
-    assert re.search(f"lost rank {victim} \\(.*process {job.ranks[victim].pid}\\)|lost rank 0 or its host", line), said
+    statuses, log = job.end()
+    (line,) = last_lines(log)
+    assert re.search(f"lost rank {victim} \\(.*process {job.ranks[victim].pid}\\)|lost rank 0 or its host", line), log
     assert final_state(tmp_path / "run")["step"] >= 2
 
 
@@ -33,8 +33,8 @@ def test_the_others_name_a_rank_that_was_killed_or_stands_still(tmp_path, shards
 def test_replicas_of_a_rank_that_was_killed_in_a_pass_save_every_step_that_was_done(tmp_path, shards, processes):
     """They name it, too, one of them seconds after the first rank, in which the store is."""
     argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "2", steps=100)
-    statuses, said = Job(processes, tmp_path, 3, argv, faults=[(die, 1, 3), (slow_to_name, 2, 3)]).end()
-    assert statuses == [2, -signal.SIGKILL, 2] and all("lost rank 1" in line for line in last_lines(said)), said
+    statuses, log = Job(processes, tmp_path, 3, argv, faults=[(die, 1, 3), (slow_to_name, 2, 3)]).end()
+    assert statuses == [2, -signal.SIGKILL, 2] and all("lost rank 1" in line for line in last_lines(log)), log
     assert final_state(tmp_path / "run")["step"] == len(metrics(tmp_path / "run")) == 3
 
 
@@ -42,9 +42,9 @@ def test_replicas_of_a_rank_that_was_killed_in_a_pass_save_every_step_that_was_d
 @pytest.mark.parametrize("victim", (0, 1))
 def test_a_mistake_in_the_code_of_one_rank_is_said_in_full_once(tmp_path, shards, processes, victim):
     argv = run_flags(shards, tmp_path / "run", steps=100)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(mistake, victim, 3)]).end()
-    assert statuses[victim] == 1 and statuses[1 - victim] == 2 and not last_lines(said), said
-    assert said.count("Traceback") == said.count("ValueError: a mistake in the code") == 1
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(mistake, victim, 3)]).end()
+    assert statuses[victim] == 1 and statuses[1 - victim] == 2 and not last_lines(log), log
+    assert log.count("Traceback") == log.count("ValueError: a mistake in the code") == 1
 
 
 @pytest.mark.slow
@@ -61,9 +61,9 @@ def test_a_rank_that_is_lost_while_another_waits_for_a_write_is_named(tmp_path, 
     job.ranks[1 - victim].join(120)
     assert job.ranks[1 - victim].exitcode == 2
     job.ranks[victim].kill()
-    _, said = job.end()
-    (line,) = last_lines(said)
-    assert f"lost rank {victim}" in line, said
+    _, log = job.end()
+    (line,) = last_lines(log)
+    assert f"lost rank {victim}" in line, log
     assert bool(find_checkpoints(tmp_path / "run")) == (seconds == 30)
 
 
@@ -73,6 +73,6 @@ def test_torchrun_starts_again_from_the_checkpoint_when_a_rank_was_killed(tmp_pa
     job = torchrun(run_flags(shards, directory, "--ckpt_every", "5", "--shards", "2", steps=400), "--max-restarts", "1")
     until(lambda: (directory / "spider-step5.pt").exists())
     os.kill(workers(directory)[1], signal.SIGKILL)
-    _, said = job.communicate(timeout=LIMIT)
-    assert job.returncode == 0, said
-    assert "resumes from" in said and [line["step"] for line in metrics(directory)] == list(range(1, 401))
+    _, log = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0, log
+    assert "resumes from" in log and [line["step"] for line in metrics(directory)] == list(range(1, 401))

@@ -80,18 +80,18 @@ class Launch:
                                        env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path})
 
     def end(self, limit: float = LIMIT) -> tuple[int, str]:
-        """Its status, and what it said."""
+        """Wait for its end; return its status and output."""
         try:
             status = self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.log.name} did not end in {limit} s\n{self.said()}")
-        return status, self.said()
+            pytest.fail(f"{self.log.name} did not end in {limit} s\n{self.output()}")
+        return status, self.output()
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def errors(self) -> list[str]:
-        return [line for line in self.said().splitlines() if line.startswith("train.py:")]
+        return [line for line in self.output().splitlines() if line.startswith("train.py:")]
 
 
 def plug_in(one: Host, other: Host):
@@ -144,7 +144,7 @@ def test_what_this_file_runs_is_what_readme_says():
                      r"--max-restarts 3 train.py --data_dir data --shards 2$", TWO_NODES)
 
 
-def place(directory: Path) -> Path:
+def prepare(directory: Path) -> Path:
     """A directory to start in as README does: with train.py, and data."""
     directory.mkdir()
     (directory / "train.py").symlink_to(ROOT / "train.py")
@@ -172,7 +172,7 @@ def until(condition, jobs: list[Launch], limit: float = LIMIT):
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline and all(job.process.poll() is None for job in jobs), "\n".join(
-            job.said() for job in jobs)
+            job.output() for job in jobs)
         time.sleep(0.02)
 
 
@@ -180,11 +180,11 @@ def until(condition, jobs: list[Launch], limit: float = LIMIT):
 def undisturbed(tmp_path_factory):
     """A run of two hosts to its end, by README's command."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    run = place(directory / "run")
+    run = prepare(directory / "run")
     with two_hosts(directory) as hosts:
         for one in launch(hosts, TWO_NODES, run):
-            status, said = one.end()
-            assert status == 0, said
+            status, log = one.end()
+            assert status == 0, log
     return run / "checkpoints"
 
 
@@ -194,11 +194,11 @@ def assert_as_undisturbed(run: Path, undisturbed: Path):
 
 
 def test_two_hosts_train_what_one_does_by_the_commands_of_readme(tmp_path, undisturbed):
-    run = place(tmp_path / "run")
+    run = prepare(tmp_path / "run")
     with two_hosts(tmp_path) as (host, _):
         (one,) = launch([host], ONE_NODE, run)
-        status, said = one.end()
-        assert status == 0 and "2 ranks, 1 replicas of 2 shards" in said, said
+        status, log = one.end()
+        assert status == 0 and "2 ranks, 1 replicas of 2 shards" in log, log
     first, second = metrics(run / "checkpoints"), metrics(undisturbed)
     assert [line["step"] for line in first] == [line["step"] for line in second] == list(range(1, STEPS + 1))
     for a, b in zip(first, second):
@@ -206,15 +206,15 @@ def test_two_hosts_train_what_one_does_by_the_commands_of_readme(tmp_path, undis
 
 
 def test_survivors_of_a_lost_network_name_who_is_gone_and_the_same_command_goes_on(tmp_path, undisturbed):
-    run, command = place(tmp_path / "run"), TWO_NODES.replace("--max-restarts 3", "")
+    run, command = prepare(tmp_path / "run"), TWO_NODES.replace("--max-restarts 3", "")
     with two_hosts(tmp_path) as hosts:
         jobs = launch(hosts, command, run)
         until(lambda: steps_done(run) >= 1, jobs)
         assert [len(host.ranks()) for host in hosts] == [2, 2]
         until(lambda: steps_done(run) >= 7, jobs)
         hosts[1].do("ip", "link", "set", "eth0", "down")
-        status, said = jobs[0].end(WITHIN)
-        assert status != 0 and "Traceback (most recent call last):\n  File \"train.py" not in said
+        status, log = jobs[0].end(WITHIN)
+        assert status != 0 and "Traceback (most recent call last):\n  File \"train.py" not in log
         (line,) = set(jobs[0].errors())
         assert re.search(r"lost rank 2 \(node1, process \d+\) and rank 3 \(node1, process \d+\): it ended, hangs "
                          "or cannot be reached", line)
@@ -225,14 +225,14 @@ def test_survivors_of_a_lost_network_name_who_is_gone_and_the_same_command_goes_
         hosts[1].stop_all()
         hosts[1].do("ip", "link", "set", "eth0", "up")
         for job in launch(hosts, command, run):
-            status, said = job.end()
-            assert status == 0, said
+            status, log = job.end()
+            assert status == 0, log
     assert_as_undisturbed(run, undisturbed)
 
 
 def test_a_host_that_died_is_waited_for_and_all_go_on_from_the_checkpoint(tmp_path, undisturbed):
     """By --max-restarts, without a word to the launch on the host that lives."""
-    run = place(tmp_path / "run")
+    run = prepare(tmp_path / "run")
     with two_hosts(tmp_path) as hosts, ExitStack() as closing:
         jobs = launch(hosts, TWO_NODES, run)
         until(lambda: steps_done(run) >= 7, jobs)
@@ -245,7 +245,7 @@ def test_a_host_that_died_is_waited_for_and_all_go_on_from_the_checkpoint(tmp_pa
         plug_in(hosts[0], again)
         jobs[1:] = launch([again], TWO_NODES, run)
         for job in jobs:
-            status, said = job.end()
-            assert status == 0, said
-        assert "lost rank 2 (node1" in jobs[0].errors()[0] and "resumes from" in jobs[0].said()
+            status, log = job.end()
+            assert status == 0, log
+        assert "lost rank 2 (node1" in jobs[0].errors()[0] and "resumes from" in jobs[0].output()
     assert_as_undisturbed(run, undisturbed)

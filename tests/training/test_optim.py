@@ -207,15 +207,15 @@ def unwarned(monkeypatch):
 
 
 def step_of(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:
-    """Return the warnings of a step of a loop of one's own, with two passes."""
-    with warnings.catch_warnings(record=True) as said:
+    """Run a step of a user's own loop, with two passes; return its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(2):
             ids = text(2, 32, seed)
             model(ids, ids).loss.backward()
         optimizer.step()
         zero_grad()
-    return [str(warning.message) for warning in said]
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("zeroes", ("optimizer", "model"))

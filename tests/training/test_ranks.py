@@ -60,10 +60,10 @@ def test_one_process_has_no_process_group_and_does_not_ask_anybody():
 @pytest.mark.slow
 def test_bad_data_seen_by_one_rank_is_said_once_and_all_that_was_done_is_saved(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", steps=100)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(bad_data, 1, 3)]).end()
-    assert statuses == [2, 2], said
-    assert last_lines(said) == ["train.py: error: bad.bin: byte offset 6: id 999 is above 271: damaged, or no shard"]
-    assert final_state(tmp_path / "run")["step"] == 3 and "Traceback" not in said
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(bad_data, 1, 3)]).end()
+    assert statuses == [2, 2], log
+    assert last_lines(log) == ["train.py: error: bad.bin: byte offset 6: id 999 is above 271: damaged, or no shard"]
+    assert final_state(tmp_path / "run")["step"] == 3 and "Traceback" not in log
 
 
 @pytest.mark.slow
@@ -72,9 +72,9 @@ def test_bad_data_seen_by_one_rank_is_said_once_and_all_that_was_done_is_saved(t
 def test_want_of_memory_on_one_rank_ends_all_with_its_line(tmp_path, shards, processes, victim, flags, saved):
     """The first rank saves what was done, where it has all of it."""
     argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "2", *flags, steps=100)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(memory, victim, 3)]).end()
-    assert statuses == [2, 2], said
-    assert len(last_lines(said)) == 1 and "out of memory" in said and "Traceback" not in said
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(memory, victim, 3)]).end()
+    assert statuses == [2, 2], log
+    assert len(last_lines(log)) == 1 and "out of memory" in log and "Traceback" not in log
     assert final_state(tmp_path / "run")["step"] == saved
 
 
@@ -82,9 +82,9 @@ def test_want_of_memory_on_one_rank_ends_all_with_its_line(tmp_path, shards, pro
 @pytest.mark.parametrize("victim", (0, 1))
 def test_a_signal_to_one_rank_before_the_first_step_ends_all(tmp_path, shards, processes, victim):
     argv = run_flags(shards, tmp_path / "run", steps=100)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(stop_early, victim, 0)]).end()
-    assert statuses[victim] == 143 and 0 not in statuses and "Traceback" not in said, said
-    (line,) = last_lines(said)
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(stop_early, victim, 0)]).end()
+    assert statuses[victim] == 143 and 0 not in statuses and "Traceback" not in log, log
+    (line,) = last_lines(log)
     assert "SIGTERM: stopped before the first step" in line
 
 
@@ -100,26 +100,26 @@ def test_a_signal_to_one_all_or_torchrun_saves_every_step_that_was_done(tmp_path
     assert len(pids) == 2
     for pid in {"one": pids[1:], "all": [*pids, job.pid], "torchrun": [job.pid]}[whom]:
         os.kill(pid, number)
-    _, said = job.communicate(timeout=LIMIT)
-    assert len(last_lines(said)) == 1 and f"{number.name}: stopped after step" in said, said
-    assert final_state(directory)["step"] == len(metrics(directory)) and "lost rank" not in said
+    _, log = job.communicate(timeout=LIMIT)
+    assert len(last_lines(log)) == 1 and f"{number.name}: stopped after step" in log, log
+    assert final_state(directory)["step"] == len(metrics(directory)) and "lost rank" not in log
     until(lambda: not workers(directory), 60)
 
 
 @pytest.mark.slow
 def test_a_full_disk_on_rank_0_stops_nobody_and_is_tried_again(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "3", steps=8)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 0, 3)]).end()
-    assert statuses == [0, 0], said
-    assert said.count("CHECKPOINT NOT SAVED") >= 1 and final_state(tmp_path / "run")["step"] == 8
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 0, 3)]).end()
+    assert statuses == [0, 0], log
+    assert log.count("CHECKPOINT NOT SAVED") >= 1 and final_state(tmp_path / "run")["step"] == 8
 
 
 @pytest.mark.slow
 def test_a_disk_that_stays_full_ends_all_with_a_line_that_says_what_is_left(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "3", steps=8)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 0, 100)]).end()
-    assert statuses == [2, 2] and not list((tmp_path / "run").glob("*.pt")), said
-    (line,) = set(last_lines(said))       # of both, should the store go with rank 0
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 0, 100)]).end()
+    assert statuses == [2, 2] and not list((tmp_path / "run").glob("*.pt")), log
+    (line,) = set(last_lines(log))       # of both, should the store go with rank 0
     assert "step 8 could not be saved" in line and "make room" in line
 
 
@@ -129,16 +129,16 @@ def test_a_write_may_take_longer_than_ranks_wait_for_a_lost_one(tmp_path, shards
     """In the middle, where the next save waits for it, and at the end."""
     argv = run_flags(shards, tmp_path / "run", *form, "--rank_timeout", "3", "--ckpt_every", "1", "--eval_every", "0",
                      steps=steps)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(slow_disk, victim, 4.5)]).end()
-    assert statuses == [0, 0], said
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(slow_disk, victim, 4.5)]).end()
+    assert statuses == [0, 0], log
     assert [one.step for one in find_checkpoints(tmp_path / "run")] == [*range(1, steps + 1)]
 
 
 @pytest.mark.slow
 def test_ranks_wait_for_one_that_starts_late(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", "--rank_timeout", "15", steps=2)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(late, 1, 20)]).end()
-    assert statuses == [0, 0], said
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(late, 1, 20)]).end()
+    assert statuses == [0, 0], log
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def test_a_second_job_in_the_same_directory_is_refused_once(tmp_path, shards, pr
     argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "2", steps=100_000)
     first = Job(processes, tmp_path, 2, argv)
     until(lambda: steps_done(tmp_path / "run") > 1)
-    statuses, said = Job(processes, tmp_path, 2, argv).end()
-    assert statuses == [2, 2] and len(set(last_lines(said))) == 1 and "another run works in" in said, said
+    statuses, log = Job(processes, tmp_path, 2, argv).end()
+    assert statuses == [2, 2] and len(set(last_lines(log))) == 1 and "another run works in" in log, log
     os.kill(first.ranks[1].pid, signal.SIGTERM)
-    statuses, said = first.end()
-    assert statuses == [143, 143] and len(last_lines(said)) == 1, said
+    statuses, log = first.end()
+    assert statuses == [143, 143] and len(last_lines(log)) == 1, log

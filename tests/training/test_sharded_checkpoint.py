@@ -79,10 +79,10 @@ def test_two_ranks_then_one_then_two_have_the_losses_of_one_that_writes_files(tm
         if ranks == 1:
             runs_alone(argv)
             continue
-        statuses, said = Job(processes, tmp_path, ranks, argv, faults=[(counts_memory, ANY, 0)]).end()
-        assert statuses == [0, 0] and said.count("saved ") == 1 + (steps == 4) and "not the same run" not in said, said
+        statuses, log = Job(processes, tmp_path, ranks, argv, faults=[(counts_memory, ANY, 0)]).end()
+        assert statuses == [0, 0] and log.count("saved ") == 1 + (steps == 4) and "not the same run" not in log, log
         if steps == 4:
-            whole, first, other = memory_taken(tmp_path / "parts", said)
+            whole, first, other = memory_taken(tmp_path / "parts", log)
             assert first + other == whole and other > 0.4 * whole
     assert names(tmp_path / "parts") == ["spider-step6", "spider-step8"]
     assert sorted(os.listdir(tmp_path / "parts" / "spider-step8")) == [
@@ -97,8 +97,8 @@ def test_sharded_a_state_is_that_of_the_file_to_the_bit(tmp_path, shards, proces
         for steps in (3, 6):
             argv = run_flags(shards, tmp_path / name, *form, "--global_batch", "768", "--shards", str(split),
                              steps=steps)
-            statuses, said = Job(processes, tmp_path, ranks, argv).end()
-            assert statuses == [0] * ranks, said
+            statuses, log = Job(processes, tmp_path, ranks, argv).end()
+            assert statuses == [0] * ranks, log
     assert_same(newest(tmp_path / "file"), newest(tmp_path / "parts"))
     assert metrics(tmp_path / "file") == metrics(tmp_path / "parts")
 
@@ -148,11 +148,11 @@ def counts_memory(_):
     checkpoint_writer.CheckpointWriter.save = counting
 
 
-def memory_taken(directory, said) -> tuple[int, int, int]:
+def memory_taken(directory, log) -> tuple[int, int, int]:
     """Bytes of the newest state, and of the copies of each rank at the first of two saves; none at the second."""
     whole = sum(value.nbytes for _, value, _ in walk(newest(directory)) if torch.is_tensor(value))
     (first, again), (other, other_again) = (
-        [int(line.split()[2]) for line in said.splitlines() if line.startswith(f"TAKEN {rank}")] for rank in (0, 1))
+        [int(line.split()[2]) for line in log.splitlines() if line.startswith(f"TAKEN {rank}")] for rank in (0, 1))
     assert again == other_again == 0
     return whole, first, other
 
@@ -160,9 +160,9 @@ def memory_taken(directory, said) -> tuple[int, int, int]:
 def test_for_one_file_the_first_rank_takes_memory_for_one_state_and_the_others_none(tmp_path, shards,
                                                                                     processes):
     argv = run_flags(shards, tmp_path / "run", "--ckpt_every", "1", "--shards", "2", steps=2)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(counts_memory, ANY, 0)]).end()
-    assert statuses == [0, 0], said
-    whole, first, other = memory_taken(tmp_path / "run", said)
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(counts_memory, ANY, 0)]).end()
+    assert statuses == [0, 0], log
+    whole, first, other = memory_taken(tmp_path / "run", log)
     assert (first, other) == (whole, 0)
 
 
@@ -213,7 +213,7 @@ def full_disk(writes):
 
 
 def slow_to_remove(seconds):
-    """Files that are removed vanish that much after they were looked at."""
+    """Delay each removal by so many seconds."""
     def later(self, *args, original=Path.unlink, **kwargs):
         if self.name.startswith(".spider-step"):
             time.sleep(seconds)
@@ -223,17 +223,17 @@ def slow_to_remove(seconds):
 
 def test_a_rank_that_is_ahead_does_not_make_what_the_first_one_removes(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", *SHARDED, "--ckpt_every", "1", "--shards", "2", steps=2)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(slow_to_remove, 0, 0.5)]).end()
-    assert statuses == [0, 0] and "NOT SAVED" not in said, said
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(slow_to_remove, 0, 0.5)]).end()
+    assert statuses == [0, 0] and "NOT SAVED" not in log, log
     assert names(tmp_path / "run") == ["spider-step1", "spider-step2"]
 
 
 def test_a_full_disk_on_one_rank_leaves_nothing_and_is_tried_again_by_all(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", *SHARDED, "--ckpt_every", "1", "--shards", "2", steps=3)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 1, 1)]).end()
-    assert statuses == [0, 0], said
-    lines = [line for line in said.splitlines() if "NOT SAVED" in line]
-    assert len(lines) == 1 and "Traceback" not in said, said
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(full_disk, 1, 1)]).end()
+    assert statuses == [0, 0], log
+    lines = [line for line in log.splitlines() if "NOT SAVED" in line]
+    assert len(lines) == 1 and "Traceback" not in log, log
     assert "spider-step1: rank 1: No space left on device" in lines[0]
     assert names(tmp_path / "run") == ["spider-step2", "spider-step3"]
 
@@ -253,11 +253,11 @@ def test_a_rank_lost_in_the_midst_of_a_save_ends_the_others_and_the_same_command
     job.ranks[1 - victim].join(120)
     assert job.ranks[1 - victim].exitcode == 2
     job.ranks[victim].kill()
-    _, said = job.end()
-    assert f"lost rank {victim}" in said, said
+    _, log = job.end()
+    assert f"lost rank {victim}" in log, log
     step = newest(tmp_path / "run")["step"]
-    statuses, said = Job(processes, tmp_path, 2, argv(step + 2)).end()
-    assert statuses == [0, 0] and newest(tmp_path / "run")["step"] == step + 2, said
+    statuses, log = Job(processes, tmp_path, 2, argv(step + 2)).end()
+    assert statuses == [0, 0] and newest(tmp_path / "run")["step"] == step + 2, log
     assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(1, step + 3)]
 
 
@@ -325,7 +325,7 @@ def test_damage_to_any_one_file_is_noticed_and_the_one_before_taken(directory, n
 
 
 class Harm:
-    """A class that would leave a file when it is unpickled."""
+    """Leave a file when unpickled."""
 
     def __init__(self, path):
         self.path = str(path)

@@ -26,10 +26,10 @@ def test_two_ranks_go_on_from_one_and_one_from_two_with_the_same_losses(tmp_path
             if ranks == 1:
                 runs_alone(argv)
             else:
-                statuses, said = Job(processes, tmp_path, ranks, argv).end()
-                assert statuses == [0, 0], said
-                assert said.count(f"step {steps}/{steps}") == 1 and "not the same run" not in said
-                assert said.count(f"step {steps} continues") == ("--sample_every" in argv)
+                statuses, log = Job(processes, tmp_path, ranks, argv).end()
+                assert statuses == [0, 0], log
+                assert log.count(f"step {steps}/{steps}") == 1 and "not the same run" not in log
+                assert log.count(f"step {steps} continues") == ("--sample_every" in argv)
         assert_same_losses(tmp_path / "alone", tmp_path / name)
         one, other = (final_state(tmp_path / part) for part in ("alone", name))
         assert one.keys() == other.keys() and one["flags"] == other["flags"]
@@ -48,22 +48,22 @@ def test_any_layout_gives_the_losses_of_one_rank_over_twenty_steps(tmp_path, sha
              "--global_batch", "768", "--eval_tokens", "96", "--no_gradient_checkpointing")
     runs_alone(run_flags(shards, tmp_path / "alone", *flags, steps=20))
     argv = run_flags(shards, tmp_path / "ranks", *flags, "--shards", str(split), steps=20)
-    statuses, said = Job(processes, tmp_path, ranks, argv).end()
+    statuses, log = Job(processes, tmp_path, ranks, argv).end()
     if optimizer == "adamw8bit" and split > 2:
-        assert statuses == [2] * ranks and "8-bit AdamW scales 256 numbers together" in said, said
+        assert statuses == [2] * ranks and "8-bit AdamW scales 256 numbers together" in log, log
         return
-    assert statuses == [0] * ranks, said
+    assert statuses == [0] * ranks, log
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks")
 
 
 def test_words_places_and_the_cores_own_loss_are_those_of_one_rank(tmp_path, shards, processes):
-    """Few steps: at the start next to nothing is handed back, and normed for the core's own loss its rounding grows."""
+    """Few steps: at the start next to nothing is unpooled, and normed for the core's own loss its rounding grows."""
     flags = ("--precision", "fp32", "--global_batch", "256",
              "--set", f"{SMALL},boundaries=words,places=3,core_loss_weight=0.2")
     runs_alone(run_flags(shards, tmp_path / "alone", *flags, steps=6))
-    statuses, said = Job(processes, tmp_path, 2, run_flags(shards, tmp_path / "ranks", *flags, "--shards", "2",
+    statuses, log = Job(processes, tmp_path, 2, run_flags(shards, tmp_path / "ranks", *flags, "--shards", "2",
                                                            steps=6)).end()
-    assert statuses == [0] * 2, said
+    assert statuses == [0] * 2, log
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks", 6)
 
 
@@ -77,8 +77,8 @@ def test_a_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(
     flags = ("--set", f"{SMALL},boundaries=whitespace", "--precision", "fp32", "--global_batch", "256")
     runs_alone(run_flags(directory, tmp_path / "alone", *flags, steps=20))
     argv = run_flags(directory, tmp_path / "ranks", *flags, "--shards", "2", steps=20)
-    statuses, said = Job(processes, tmp_path, 4, argv).end()
-    assert statuses == [0] * 4, said
+    statuses, log = Job(processes, tmp_path, 4, argv).end()
+    assert statuses == [0] * 4, log
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks")
 
 
@@ -89,8 +89,8 @@ def test_on_the_same_layout_a_stopped_run_goes_on_bit_for_bit(tmp_path, shards, 
              "--eval_every", "4" if steps > 2 else "0")
     argvs = [run_flags(shards, tmp_path / name, *flags, steps=end)
              for name, end in (("whole", steps), ("parts", steps // 2), ("parts", steps))]
-    statuses, said = Job(processes, tmp_path, ranks, *argvs).end()
-    assert statuses == [0] * ranks and said.count("resumes from") == 1, said
+    statuses, log = Job(processes, tmp_path, ranks, *argvs).end()
+    assert statuses == [0] * ranks and log.count("resumes from") == 1, log
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "parts")
     assert_same(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
 
@@ -100,25 +100,25 @@ def test_weights_gathered_in_bf16_give_the_bits_of_those_gathered_in_fp32(tmp_pa
     """With one micro-step, where they are gathered twice, and in evaluations; both ranks are told not to in one run."""
     flags = ("--precision", precision, "--shards", "2", "--micro_batch", "1", "--eval_every", "2")
     for name, faults in (("halved", ()), ("whole", ((whole_width, 0, 0), (whole_width, 1, 0)))):
-        statuses, said = Job(processes, tmp_path, 2, run_flags(shards, tmp_path / name, *flags, steps=3),
+        statuses, log = Job(processes, tmp_path, 2, run_flags(shards, tmp_path / name, *flags, steps=3),
                              faults=faults).end()
-        assert statuses == [0, 0], said
+        assert statuses == [0, 0], log
     assert metrics(tmp_path / "halved") == metrics(tmp_path / "whole")
     assert_same(final_state(tmp_path / "halved"), final_state(tmp_path / "whole"))
 
 
 def test_nan_on_one_rank_skips_the_step_on_all(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", "--shards", "2", steps=4)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(nan, 1, 2)]).end()
-    assert statuses == [0, 0], said
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(nan, 1, 2)]).end()
+    assert statuses == [0, 0], log
     assert [line["skipped"] for line in metrics(tmp_path / "run")] == [False, False, True, False]
-    assert said.count("step 3 skipped") == 1
+    assert log.count("step 3 skipped") == 1
 
 
 @pytest.mark.slow
 def test_replicas_that_drift_apart_are_an_error_that_names_the_tensor(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", "--engram_reset", "off", "--eval_every", "0", steps=200)
-    statuses, said = Job(processes, tmp_path, 2, argv, faults=[(drift, 1, 1)]).end()
-    assert statuses == [2, 2], said
-    (line,) = set(last_lines(said))       # of both, should the store go with rank 0, its host, before the other asks
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(drift, 1, 1)]).end()
+    assert statuses == [2, 2], log
+    (line,) = set(last_lines(log))       # of both, should the store go with rank 0, its host, before the other asks
     assert "engram_input.table.weight is no longer the same on all ranks" in line
