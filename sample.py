@@ -172,7 +172,7 @@ def one_number(n_loops: list[int] | None, trained: int) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How texts are drawn and printed; see the flags of these names."""
+    """Settings of drawing and printing texts; see the flags of these names."""
     bytes: int
     temperature: float
     top_k: int | None

@@ -146,8 +146,8 @@ def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_ru
     state = {path: path.read_bytes() for path in directory.glob("*.pt")}
     capsys.readouterr()
     argv = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", "40", "--device", "cpu",
-            "--ckpt_dir", str(directory), "--lr", "1000", "--warmup_steps", "0", "--grad_clip", "0", "--eval_every", "0",
-            "--max_skipped", "3"]
+            "--ckpt_dir", str(directory), "--lr", "1000", "--warmup_steps", "0", "--grad_clip", "0",
+            "--eval_every", "0", "--max_skipped", "3"]
     assert train.command_line(argv) == 1
     assert "lower --lr" in capsys.readouterr().err.splitlines()[-1]
     assert all(path.read_bytes() == data for path, data in state.items())

@@ -35,7 +35,7 @@ class Precision(Enum):
 
 
 class Read(Enum):
-    """How often the products of a byte's way to its logits read a parameter."""
+    """Counts of how often the products from a byte to its logits read a parameter."""
     BYTE = "once a byte"
     SEGMENT = "once a segment"
     LOOP = "in each loop of a segment"

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Traffic(TorchDispatchMode):
-    """A context that counts the collectives inside it, and the bytes that this rank sends by them, as rings send them: in
-    an all-reduce all of a message twice, but for 1 / ranks of it."""
+    """A context that counts the collectives inside it, and the bytes that this rank sends by them, as rings send them:
+    in an all-reduce all of a message twice, but for 1 / ranks of it."""
 
     def __init__(self):
         super().__init__()
