@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0; 2 with a line on stderr for each fault; 130 when interrupted."""
     def command() -> int:
         args = parse_args(argv)
-        with naming(args.directory):
+        with naming(args.directory or "standard output"):
             if args.command == "prepare":
                 unit_bytes = max(1, int(args.unit_mb * 1e6))
                 prepare(args.inputs, Path(args.directory), args.workers,

@@ -345,7 +345,7 @@ def error_line(fault: BaseException, out_of_memory: Callable[[Exception], str | 
                ) -> str | None:
     """Return an expected error as the line to show, and None for any other, of which a traceback tells more.
 
-    out_of_memory: gives the advice where an error is for want of memory, else None.
+    out_of_memory: returns what stands behind "out of memory" where an error is for want of it, else None.
     """
     if isinstance(fault, (SpiderError, FloatingPointError)):
         return f"error: {fault}"
