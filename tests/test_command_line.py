@@ -13,6 +13,7 @@ import pytest
 import train
 from conftest import ROOT, SMALL, contents, run, run_flags
 from spider.errors import UsageError
+from spider.flags import in_words
 from spider.model import config
 from spider.training import machine
 from spider.training.checkpoint import find_checkpoints
@@ -197,7 +198,7 @@ def test_the_line_of_the_recipe_says_what_the_run_has_of_it(tmp_path, capsys):
     assert "--engram_reset" not in taken("--set", "engram_layers=,engram_byte_orders=")
     assert "--n_loops" not in taken("--n_loops", "1")
     given = [word for name, value in train.RECIPES["tiny"].items()
-             for word in (f"--{name}", "5" if callable(value) else train.in_words(value))]
+             for word in (f"--{name}", "5" if callable(value) else in_words(value))]
     assert taken(*given) == "nothing is taken from it"
 
 
