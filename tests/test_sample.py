@@ -254,7 +254,7 @@ def test_ctrl_c_ends_a_turn_and_what_was_written_till_then_stays_said(monkeypatc
 
 @pytest.mark.slow
 def test_where_interrupts_are_ignored_as_in_a_background_job_the_tests_of_them_pass():
-    tests = ("tests/test_sample.py", "tests/test_prepare.py", "tests/training/test_interruption.py", "-k",
+    tests = ("tests/test_sample.py", "tests/data/test_inputs.py", "tests/training/test_interruption.py", "-k",
              "ctrl_c or finishes_the_step and None")
     done = subprocess.run([sys.executable, "-m", "pytest", "-qx", *tests], cwd=ROOT, text=True, capture_output=True,
                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
