@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from conftest import ROOT
-from test_house import ADAPTER, KNOWN, MODULES, SCRIPTS
+from test_house import ADAPTER, MODULES, SCRIPTS
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,6 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel):
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
-@pytest.mark.skipif("upward" in KNOWN, reason="tests/test_house.py names modules that import scripts")
 def test_every_module_of_the_wheel_can_be_imported_beside_the_tokenizer_alone(wheel, tmp_path):
     """In a directory that has neither a checkout nor another script. The adapter is made for an export."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
