@@ -78,7 +78,7 @@ def test_a_signal_before_the_first_step_leaves_at_once_and_writes_nothing(tmp_pa
     process.terminate()
     process.join()
     assert time.monotonic() - asked < 20 and process.exitcode == 128 + signal.SIGTERM
-    assert not list((tmp_path / "run").glob("*.pt")) and "goes on" in (tmp_path / "log").read_text().splitlines()[-1]
+    assert not list((tmp_path / "run").glob("*.pt")) and "resumes" in (tmp_path / "log").read_text().splitlines()[-1]
 
 
 def test_a_step_that_takes_too_long_is_dropped_at_a_signal_and_done_again(tmp_path, shards, processes):

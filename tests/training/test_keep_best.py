@@ -113,7 +113,7 @@ def test_a_validation_loss_that_is_no_number_is_neither_the_best_nor_saved_as_on
 
 def test_sample_py_takes_the_best_checkpoint_on_demand_and_says_which_it_took(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, *FLAGS, steps=9)
-    for flags, said in (((), "spider-step9.pt: the newest checkpoint there"),
+    for flags, said in (((), "spider-step9.pt: the newest checkpoint in "),
                         (("--best",), "spider-step4.pt: the checkpoint of the lowest validation loss there, 2.0000")):
         assert sample.main([str(directory), "--prompt", "a", "--bytes", "2", *flags]) == 0
         assert said in capsys.readouterr().err
