@@ -1,7 +1,8 @@
 """Draw the figures of learning.md from the runs of learning.jsonl, one line a run: python docs/results/learning.py
 
 A run has what distinguishes it (figure, arm, seed, and what is on its axes), its validation loss in nats per byte, its
-CPU seconds, its flags and its commit. Lines of the figure "time of a step" have CPU time relative to no core's instead.
+CPU seconds, its flags and its commit. Lines of the figure "time of a step" have CPU time relative to no core's instead,
+those of "evaluation windows" bits per byte, and those of "note" a text.
 """
 
 import json
