@@ -25,161 +25,34 @@ more, or all that its document has there: windows of that length move on by half
 """
 
 import argparse
-import codecs
 import json
-import math
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 import torch
-from loguru import logger
-from torch import Tensor
 
-from spider import console, errors, files
-from spider.data import loader, readers, shards
+from spider import files
+from spider.console import one_line, say
 from spider.errors import CheckpointError, UsageError
 from spider.export.directory import write_export
-from spider.flags import BadValue, Flag, Parser, in_words, integer, path_name, real
+from spider.flags import BadValue, Parser, integer, path_name, real, run_program
+from spider.inference.dialogue import Sampling, complete, converse, sampler
+from spider.inference.loading import (best_of, decoder_of, load_model, model_of, path_of, read_checkpoint,
+                                      trained_loops)
+from spider.inference.scoring import read_texts, score
 from spider.inspect import page, reading
-from spider.model.config import MAX_LOOPS, SpiderConfig
-from spider.model.decoding import DecodingState
-from spider.model.foreign import foreign_classes
-from spider.training.checkpoint import (best_checkpoint, check_classes, check_weights, find_checkpoints,
-                                        load_checkpoint, with_whole_tensors)
-from spider.training.checkpoint_files import is_sharded
+from spider.model.config import MAX_LOOPS
 from spider.training.convert import convert
-from spider.training.evaluation import EVAL_BYTES, cross_entropy, evaluate
-from spider.training.export_reading import is_export
-from spider.training.machine import is_out_of_memory, keep_freed_memory, multiplies_bf16, resolve_device, start_log
+from spider.training.evaluation import EVAL_BYTES
+from spider.training.machine import keep_freed_memory, memory_advice, multiplies_bf16, resolve_device, start_log
 from spider_model import Spider
-from tokenizer import BOS_ID, EOS_ID
 from train import FLAGS, RECIPES
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
-def path_of(name: str, model_class: type[Spider] = Spider) -> tuple[Path, bool]:
-    """Return the path of a checkpoint, or of the newest good one of a directory, which is logged, and whether it was
-    found so; UsageError where there is none."""
-    path, found = Path(name), None
-    if not is_export(path) and not is_sharded(path) and (path.is_dir() or not path.exists()):
-        found = find_checkpoints(path, model_class)
-        if not found:
-            raise UsageError(f"{name}: there is no checkpoint there that can be used; name another, or train first")
-        path = found[-1].path
-        logger.info(f"{path}: the newest checkpoint in {name}, step {found[-1].step}")
-    return path, bool(found)
-
-
-def read_checkpoint(name: str, model_class: type[Spider] = Spider) -> tuple[Path, dict]:
-    """Read a checkpoint, or the newest good one of a directory: its path and content, tensors in the file. UsageError,
-    CheckpointError where there is none that was made with the model class."""
-    path, found = path_of(name, model_class)
-    state = load_checkpoint(path, sealed=not found, mapped=True)
-    config = SpiderConfig(**state["cfg"])
-    with torch.device("meta"):
-        check_classes(path, state, foreign_classes(model_class(config)))
-    check_weights(path, state, config, model_class)
-    state["model_state_dict"] = with_whole_tensors(state["model_state_dict"])
-    return path, state
-
-
-def best_of(name: str) -> str:
-    """Return the path of the checkpoint with the lowest validation loss in a directory; UsageError where it is none."""
-    if not Path(name).is_dir() or is_sharded(Path(name)) or is_export(Path(name)):
-        raise UsageError(f"--best: {name} is no directory of checkpoints")
-    best = best_checkpoint(Path(name), Spider)
-    logger.info(f"{best.path}: the checkpoint of the lowest validation loss there, {best.val_loss:.4f} nats per byte")
-    return str(best.path)
-
-
-def model_of(state: dict, device: torch.device, dtype: torch.dtype, model_class: type[Spider] = Spider) -> Spider:
-    """Build the model of a checkpoint's content in evaluation mode, with products of a type."""
-    with torch.device("meta"):
-        model = model_class(SpiderConfig(**state["cfg"]))
-    model.to_empty(device=device).init_weights()
-    model.load_state_dict(state["model_state_dict"])
-    model.compute_dtype = dtype
-    return model.eval()
-
-
-def decoder_of(state: dict, device: torch.device, model_class: type[Spider] = Spider) -> Spider:
-    """Build the same in the precision that is fast a byte at a time: bf16 on a GPU, fp32 on a CPU, where one row takes
-    several times as long in bf16."""
-    bf16 = device.type == "cuda" and multiplies_bf16(device)
-    return model_of(state, device, torch.bfloat16 if bf16 else torch.float32, model_class)
-
-
-def load_model(name: str, device: torch.device, model_class: type[Spider] = Spider) -> tuple[Spider, int]:
-    """Load the model of a checkpoint to decode with, and the loops that it was trained with."""
-    state = read_checkpoint(name, model_class)[1]
-    return decoder_of(state, device, model_class), trained_loops(state)
-
-
-def trained_loops(state: dict) -> int:
-    return state.get("n_loops", SpiderConfig(**state["cfg"]).n_loops)
-
-
-def flag_of(state: dict, name: str) -> int:
-    """Return the value that a checkpoint's run had for a flag, or its recipe's where the checkpoint has none."""
-    flag = next(flag for flag in FLAGS if flag.name == name)
-    value = RECIPES[state.get("recipe", "1b")].get(name, flag.default)
-    return checked_flag(flag, state.get("flags", {}).get(name, value))
-
-
-def checked_flag(flag: Flag, value):
-    """Parse the value of a checkpoint's run for a flag, as train.py does; CheckpointError where no run has it."""
-    try:
-        taken = flag.value(in_words(value))
-        if taken != value:
-            raise BadValue(str(value), f"a {type(taken).__name__}")
-    except ValueError as fault:
-        raise CheckpointError(f"{flag.name} of the checkpoint's run: {fault}") from None
-    return taken
-
-
-def export(path: Path, state: dict, directory: str):
-    """--export: write the model, with the flags of its run once each is one that train.py takes."""
-    known, flags = {flag.name: flag for flag in FLAGS}, state.get("flags", {})
-    checked_flags = {name: checked_flag(known[name], value) for name, value in flags.items() if name in known}
-    write_export(path, state | dict(flags=flags | checked_flags) if flags else state, directory, Spider)
-
-
-def one_checkpoint(names: list[str]) -> str:
-    """Return the only checkpoint that was named; UsageError for several."""
-    if len(names) > 1:
-        raise UsageError(f"{names[1]}: only --eval takes several checkpoints")
-    return names[0]
-
-
-def one_number(n_loops: list[int] | None, trained: int) -> int:
-    """Return the loops to run: the only number of --n_loops, or those of the training; UsageError for several."""
-    if n_loops and len(n_loops) > 1:
-        raise UsageError("--n_loops: only --eval takes several numbers")
-    return trained if n_loops is None else n_loops[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Talking
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of drawing and printing texts; see the flags of these names."""
-    bytes: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    samples: int
-    seed: int
-    raw: bool
 
 
 def bytes_to_continue(prompt: str | None) -> bytes | None:
@@ -194,172 +67,44 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
         return stdin.read()
 
 
-def beginning(prompt: bytes) -> list[int]:
-    """Return the ids of a prompt; of an empty one a line's end, since BOS stands once in a document."""
-    return [BOS_ID, *prompt] if prompt else list(b"\n")
-
-
-def read(model: Spider, state: DecodingState, ids: list[int]) -> Tensor:
-    """Feed ids to the one row of a state; return the logits of what comes next, [1, vocab_size]."""
-    with model.cast_weights_once():
-        return model.step(torch.tensor([ids], device=model.embed_tokens.device), state)[:, -1]
-
-
-def write(pieces: Iterable[bytes], raw: bool):
-    """Print bytes as they come: as they are, or as text in which only line breaks and tabs are obeyed."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        for piece in pieces:
-            if raw:
-                sys.stdout.buffer.write(piece)
-            else:
-                print(*(c if c in "\n\t" else console.one_line(c) for c in decoder.decode(piece)), sep="", end="")
-            sys.stdout.flush()
-    finally:
-        print(decoder.decode(b"", final=True), flush=True)
-
-
-def complete(model: Spider, state: DecodingState, prompt: bytes, generate: Callable, sampling: Sampling):
-    """Print texts that continue a prompt, drawn together: the first as it comes, the others after it."""
-    count = sampling.samples
-    logits, texts = read(model, state, beginning(prompt)), [bytearray() for _ in range(count)]
-
-    def first() -> Iterator[bytes]:
-        yield prompt
-        rows = state if count == 1 else state.copy([0] * count)
-        for column in generate(logits.expand(count, -1), rows):
-            for text, byte in zip(texts, column):
-                text += bytes([byte] if byte is not None else ())
-            yield bytes(column[:1] if column[0] is not None else ())
-    for number, text in enumerate(texts, 1):
-        if count > 1:
-            print(f"--- {number} of {count}", flush=True)
-        write(first() if number == 1 else [prompt, bytes(text)], sampling.raw)
-
-
-def converse(model: Spider, state: DecodingState, generate: Callable, sampling: Sampling):
-    """Hold a dialogue: lines from the terminal and what the model writes after them are one text for the state.
-    What is typed begins on a line of its own; after the model's EOS it begins a document."""
-    with suppress(ImportError):
-        import readline  # noqa: F401     # lines can be edited then
-    sys.stdin.reconfigure(errors="surrogateescape")
-    unread = None                         # what the state has yet to read of the turn before
-    while (typed := ask()) is not None:
-        typed = os.fsencode(typed)
-        if unread is None:
-            ids = beginning(typed)
-        else:
-            in_line = typed and unread not in ([EOS_ID, BOS_ID], [ord("\n")])
-            ids = unread + list(b"\n" if in_line else b"") + list(typed)
-        logits, written = read(model, state, ids), []
-
-        def turn() -> Iterator[bytes]:
-            for byte, in generate(logits, state):
-                written.append(byte)
-                yield bytes([byte])
-                if asked:
-                    return
-        with interrupts_that_wait() as asked:
-            write(turn(), sampling.raw)
-        ended = len(written) < sampling.bytes and not asked
-        unread = [EOS_ID, BOS_ID] if ended else written[-1:]
-
-
-def ask() -> str | None:
-    """Read the lines of a turn, without the last one's break; None at the end of input."""
-    try:
-        text = input("> ")
-        while text.endswith("\\"):
-            text = text[:-1] + "\n" + input("  ")
-        return text
-    except EOFError:
-        print()
-    except KeyboardInterrupt:
-        print()
-        raise
-
-
-@contextmanager
-def interrupts_that_wait() -> Iterator[list]:
-    """Let Ctrl-C inside only fill the list: a state of which half is a byte ahead would be of no use."""
-    asked = []
-    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def talk(name: str, n_loops: list[int] | None, prompt: str | None, sampling: Sampling, device: torch.device):
+def talk(name: str, n_loops: int | None, prompt: str | None, sampling: Sampling, device: torch.device):
     """Continue a prompt, or hold a dialogue where there is none and both ends are a terminal."""
     text = bytes_to_continue(prompt)
     if text is None and sampling.samples > 1:
         raise UsageError("--samples: a dialogue has one voice; give a --prompt")
-    path, content = read_checkpoint(name)
-    loops = one_number(n_loops, trained_loops(content))
-    model, generator = decoder_of(content, device), torch.Generator(device)
-    state = model.decoding_state(n_loops=loops)
-    generator.manual_seed(sampling.seed)
-
-    def generate(logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
-        return model.generate_batch(logits, state, sampling.bytes, sampling.temperature, sampling.top_k, sampling.top_p,
-                                    generator)
+    path, content = read_checkpoint(name, Spider)
+    model = decoder_of(content, device, Spider)
+    state = model.decoding_state(n_loops=n_loops or trained_loops(content))
+    generate = sampler(model, sampling)
     if text is None:
-        print(console.one_line(f"{path}, step {content.get('step', 0)}. Type a line for it to continue, an empty one "
-                               f"for more. Ctrl-C stops it, Ctrl-D ends."))
+        print(one_line(f"{path}, step {content.get('step', 0)}. Type a line for it to continue, an empty one for more. "
+                       f"Ctrl-C stops it, Ctrl-D ends."))
         converse(model, state, generate, sampling)
     else:
         complete(model, state, text, generate, sampling)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Measuring
+# Measuring, exporting
 
 
-def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
-    """Cut a stream into batches (ids, labels) [n, seq_len] in which every byte but the first id is a label once; return
-    them and the number of ids in all. Windows overlap by half, and what lies in two counts in the first."""
-    last, stride = len(stream) - 1, max(1, seq_len // 2)
-    starts = np.arange(0, max(1, last - seq_len + stride), stride)
-
-    def batches():
-        for start in np.split(starts, range(batch, len(starts), batch)):
-            ids, labels = loader.cut_rows(stream, start, np.minimum(start + seq_len, last), seq_len)
-            labels[torch.from_numpy(start > 0), :seq_len - stride] = -100
-            yield ids, labels.masked_fill_(labels > 255, -100)
-    return batches(), len(starts) * seq_len
+def run_flag(state: dict, name: str):
+    """Return the value of a flag that a checkpoint's run had, or its recipe's where the checkpoint has none;
+    CheckpointError where train.py would not take it."""
+    flag = next(flag for flag in FLAGS if flag.name == name)
+    recipe = RECIPES[state.get("recipe", "1b")]
+    try:
+        return flag.check(state.get("flags", {}).get(name, recipe.get(name, flag.default)))
+    except BadValue as fault:
+        raise CheckpointError(f"{name} of the checkpoint's run: {fault}") from None
 
 
-def score(model: Spider, file: str, text: shards.Stream | list[shards.Source], seq_len: int, eval_tokens: int,
-          batch: int, n_loops: int, device: torch.device) -> tuple[int, float]:
-    """Return how many bytes were predicted and the bits for each; of prepared sources, the trainer's own figure.
-
-    DataError where there is no byte to predict, FloatingPointError where a loss is no finite number."""
-    if isinstance(text, list):
-        sets = loader.validation_sets(text, seq_len, eval_tokens)
-        count = sum(int((labels != -100).sum()) for _, labels in sets.values())
-        bits = evaluate(model, sets, batch, n_loops, device)["val_bpb"]
-    else:
-        batches, size = windows(text, min(seq_len, max(2, len(text) - 1)), batch) if len(text) > 1 else ((), 0)
-        nats, count, rate = cross_entropy(model, batches, size, n_loops, device)
-        bits = nats / math.log(2)
-        logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {n_loops}, {rate:.2f} bytes per segment")
-    if not count:
-        raise errors.DataError(f"{file}: no byte in there")
-    if not math.isfinite(bits):
-        raise FloatingPointError("the model's loss is not a finite number: its weights are ruined")
-    return count, bits
-
-
-def read_texts(names: list[str], field: str) -> dict[str, shards.Stream | list[shards.Source]]:
-    """Open texts by name: a directory of shards as sources, any other file as a stream."""
-    texts = {}
-    for file in names:
-        texts[file] = shards.open_data(file) if os.path.isdir(file) else readers.read_stream(file, field)
-        if isinstance(texts[file], list):
-            shards.check(texts[file])
-    return texts
+def export(path: Path, state: dict, directory: str):
+    """--export: write the model, with the flags of its run once each is one that train.py takes."""
+    if flags := state.get("flags"):
+        state = state | dict(flags=flags | {flag.name: run_flag(state, flag.name) for flag in FLAGS
+                                            if flag.name in flags})
+    write_export(path, state, directory, Spider)
 
 
 def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: int | None, batch: int | None,
@@ -369,29 +114,24 @@ def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: i
     if device.type == "cpu":
         keep_freed_memory()
     for name in names:
-        path, state = read_checkpoint(name)
-        model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32)
-        length = seq_len or flag_of(state, "seq_len")
+        path, state = read_checkpoint(name, Spider)
+        model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32, Spider)
+        length = seq_len or run_flag(state, "seq_len")
         for file, text in texts.items():
             for loops in n_loops or [trained_loops(state)]:
-                count, bits = score(model, file, text, length, flag_of(state, "eval_tokens"),
+                count, bits = score(model, file, text, length, run_flag(state, "eval_tokens"),
                                     batch or max(1, EVAL_BYTES // length), loops, device)
                 found.append(dict(checkpoint=str(path), file=file, bytes=count, n_loops=loops, bits_per_byte=bits,
                                   seq_len=length, precision="bf16" if bf16 else "fp32"))
     return found
 
 
-def check_json(path: str):
+def check_json(path: str | None):
     """Raise UsageError where --json cannot be written: before minutes of work, not after them."""
-    if not Path(path).parent.is_dir():
+    if path and not Path(path).parent.is_dir():
         raise UsageError(f"--json: {path}: No such file or directory: make its directory first")
-    if not files.is_replaceable(Path(path)):
+    if path and not files.is_replaceable(Path(path)):
         raise UsageError(f"--json: {path}: no regular file: name another")
-
-
-def write_json(path: str, found: list[dict]):
-    with files.naming(path), files.durable(Path(path)) as out:
-        out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
 def print_table(found: list[dict]):
@@ -402,13 +142,12 @@ def print_table(found: list[dict]):
             (entry["checkpoint"], entry["file"], entry["bytes"]) for entry in found):
         bits = {entry["n_loops"]: f"{entry['bits_per_byte']:.4f}" for entry in found
                 if (entry["checkpoint"], entry["file"]) == (checkpoint, file)}
-        lines.append([console.one_line(checkpoint), console.one_line(file), f"{count:,}",
+        lines.append([one_line(checkpoint), one_line(file), f"{count:,}",
                       *(bits.get(n, "") for n in loops)])
     widths = [max(map(len, column)) for column in zip(*lines)]
-    with console.tolerate_closed_stdout():
-        for line in lines:
-            print("  ".join(part.ljust(width) if i < 2 else part.rjust(width)
-                            for i, (part, width) in enumerate(zip(line, widths))))
+    for line in lines:
+        say("  ".join(part.ljust(width) if i < 2 else part.rjust(width)
+                      for i, (part, width) in enumerate(zip(line, widths))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -474,8 +213,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     refuse_unread(given)
     args = argparse.Namespace(**defaults | {name: getattr(args, name) for name in given})
     args.checkpoint = args.checkpoint or ["checkpoints"]
-    if args.best:
-        args.checkpoint = [best_of(name) for name in args.checkpoint]
+    if len(args.checkpoint) > 1 and not args.eval:
+        raise UsageError(f"{args.checkpoint[1]}: only --eval takes several checkpoints")
+    if args.n_loops and len(args.n_loops) > 1 and not args.eval:
+        raise UsageError("--n_loops: only --eval takes several numbers")
     return args
 
 
@@ -494,48 +235,34 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit status: 0, also where nobody reads its output any more; 2 with one line on
     stderr; 130 when interrupted."""
     start_log()
-    try:
+
+    def command():
         args = parse_args(argv)
-        names = [best_of(name) for name in args.checkpoint] if args.best else args.checkpoint
-        if args.convert is not None:
-            source = path_of(one_checkpoint(names))[0]
-            step = convert(source, Path(args.convert))
-            print(console.one_line(f"{args.convert}: step {step}, as {source} has it"))
-            return 0
-        if args.export is not None:
-            export(*read_checkpoint(one_checkpoint(names)), args.export)
-            return 0
-        device = resolve_device(args.device)
-        if args.eval:
-            if args.json:
+        names = [best_of(name, Spider) for name in args.checkpoint] if args.best else args.checkpoint
+        name, n_loops = names[0], args.n_loops and args.n_loops[0]
+        with memory_advice("lower --batch or --seq_len" if args.eval else "it takes a machine with more of it" if
+                           args.show or args.export else f"lower --samples (now {args.samples}) or --bytes"):
+            if args.convert is not None:
+                source = path_of(name, Spider)[0]
+                say(f"{args.convert}: step {convert(source, Path(args.convert))}, as {source} has it")
+            elif args.export is not None:
+                export(*read_checkpoint(name, Spider), args.export)
+            elif args.eval:
+                device = resolve_device(args.device)
                 check_json(args.json)
-            texts = read_texts(args.eval, args.field)
-            found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, device)
-            print_table(found)
-            if args.json:
-                write_json(args.json, found)
-        elif args.show is not None:
-            model, trained = load_model(name := one_checkpoint(names), device)
-            page.show(model, one_number(args.n_loops, trained), args.show, Path(name), args.html)
-        else:
-            sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
-            talk(one_checkpoint(names), args.n_loops, args.prompt, sampling, device)
-    except KeyboardInterrupt:
-        return 130
-    except (CheckpointError, UsageError, errors.DataError, FloatingPointError, OSError) as fault:
-        if isinstance(fault, OSError):    # of standard output: what is left to flush goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(fault, BrokenPipeError):
-            print(f"sample.py: error: {console.one_line(fault)}", file=sys.stderr)
-            return 2
-    except (MemoryError, RuntimeError) as fault:
-        if not is_out_of_memory(fault):
-            raise
-        remedy = "lower --batch or --seq_len" if args.eval else "it takes a machine with more of it" if (
-            args.show or args.export) else f"lower --samples (now {args.samples}) or --bytes"
-        print(f"sample.py: error: out of memory: {remedy}", file=sys.stderr)
-        return 2
-    return 0
+                texts = read_texts(args.eval, args.field)
+                found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, device)
+                print_table(found)
+                if args.json:
+                    with files.naming(args.json), files.durable(Path(args.json)) as out:
+                        out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
+            elif args.show is not None:
+                model, trained = load_model(name, resolve_device(args.device), Spider)
+                page.show(model, n_loops or trained, args.show, Path(name), args.html)
+            else:
+                sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
+                talk(name, n_loops, args.prompt, sampling, resolve_device(args.device))
+    return run_program(command, "sample.py")
 
 
 if __name__ == "__main__":

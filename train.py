@@ -202,7 +202,7 @@ from spider.training.dry_run import (epochs_over, expected_rate, horizon_warning
                                      print_tables, print_verdict, segment_lengths, segment_warnings)
 from spider.training.evaluation import EVAL_BYTES, evaluate, print_sample
 from spider.training.fp8 import convert_to_fp8, describe_fp8
-from spider.training.machine import (keep_freed_memory, multiplies_bf16, out_of_memory_advice, resolve_compile,
+from spider.training.machine import (keep_freed_memory, memory_advice, multiplies_bf16, resolve_compile,
                                      resolve_device, resolve_precision, start_log)
 from spider.training.memory import (check_memory, checkpoint_size, choose_recompute, describe_memory, estimate_memory,
                                     memory_beside_tensors)
@@ -747,6 +747,12 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
+def smaller_batch(args) -> str:
+    """Return the advice for a step that takes more memory than there is."""
+    return (f"lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len (now "
+            f"{args.seq_len})" + ", or take --recompute all" * (args.recompute != "all"))
+
+
 def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> int:
     """Run train.py with these arguments, with Spider or with a class of one's own (docs/guide/trying-an-idea.md).
 
@@ -756,7 +762,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
     with StopSignals(world) as stop:
         try:
             args = parse_args(argv)
-            with ExitStack() as closing:
+            with memory_advice(smaller_batch(args)), ExitStack() as closing:
                 closing.enter_context(world)
                 closing.callback(setattr, stop, "seconds", None)  # nothing interrupts what the world tells the others
                 done = main(args, stop, closing, world, model_class)
@@ -772,7 +778,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
         except Stopped as where:
             status, line, shared = 128 + stop.asked, f"{stop.asked.name}: {where}", world.steps > 0
         except Exception as fault:
-            line = error_line(fault, lambda fault: out_of_memory_advice(fault, args))
+            line = error_line(fault)
             if line is None:
                 raise
         stop.seconds = None

@@ -1,9 +1,11 @@
-"""Print to a terminal: lines, notes and progress bars, whatever characters are in a name."""
+"""Print to a terminal: lines, notes, bytes and progress bars, whatever characters are in them."""
 
+import codecs
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import contextmanager
 
 
@@ -31,6 +33,20 @@ def say(line: str):
 def note(line: str):
     """Print a line on stderr, of what is not a result."""
     print(one_line(line), file=sys.stderr)
+
+
+def print_bytes(pieces: Iterable[bytes], raw: bool):
+    """Print bytes as they come: as they are, or as text in which only line breaks and tabs are obeyed."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    try:
+        for piece in pieces:
+            if raw:
+                sys.stdout.buffer.write(piece)
+            else:
+                print(*(c if c in "\n\t" else one_line(c) for c in decoder.decode(piece)), sep="", end="")
+            sys.stdout.flush()
+    finally:
+        print(decoder.decode(b"", final=True), flush=True)
 
 
 class ProgressBar:

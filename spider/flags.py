@@ -43,6 +43,13 @@ class Flag:
     def value(self, text: str):
         return self.parse(text) if self.parse else on_or_off(text) == "on"
 
+    def check(self, value):
+        """Return a value that was recorded, as the flag would take it today; BadValue where it would not."""
+        taken = self.value(in_words(value))
+        if taken != value:
+            raise BadValue(str(value), f"a {type(taken).__name__}")
+        return taken
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parsers of values
@@ -341,23 +348,16 @@ def toml(value) -> str:
 # Programs
 
 
-def error_line(fault: BaseException, out_of_memory: Callable[[Exception], str | None] = lambda fault: None
-               ) -> str | None:
-    """Return an expected error as the line to show, and None for any other, of which a traceback tells more.
-
-    out_of_memory: returns what stands behind "out of memory" where an error is for want of it, else None.
-    """
+def error_line(fault: BaseException) -> str | None:
+    """Return an expected error as the line to show, and None for any other, of which a traceback tells more."""
     if isinstance(fault, (SpiderError, FloatingPointError)):
         return f"error: {fault}"
     if isinstance(fault, OSError):
         return f"error: {f'{fault.filename}: ' if fault.filename else ''}{fault.strerror or fault}"
-    if isinstance(fault, (MemoryError, RuntimeError)) and (advice := out_of_memory(fault)) is not None:
-        return f"error: out of memory{advice}"
     return None
 
 
-def run_program(main: Callable[[], int | None], prog: str, *, interrupted: str | None = None,
-                out_of_memory: Callable[[Exception], str | None] = lambda fault: None) -> int:
+def run_program(main: Callable[[], int | None], prog: str, *, interrupted: str | None = None) -> int:
     """Run a command and return its exit status: its own, or 2 with one line on stderr for an expected error, 130 where
     it was interrupted, with a line if `interrupted` has one, and 0 where nobody reads its output any more."""
     try:
@@ -372,7 +372,7 @@ def run_program(main: Callable[[], int | None], prog: str, *, interrupted: str |
     except KeyboardInterrupt:
         status, line = 130, interrupted
     except Exception as fault:
-        status, line = 2, error_line(fault, out_of_memory)
+        status, line = 2, error_line(fault)
         if line is None:
             raise
     try:

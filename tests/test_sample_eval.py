@@ -12,7 +12,9 @@ from test_sample import refusal, trained  # noqa: F401
 
 import sample
 from conftest import final_state, metrics
-from spider.data import prepare, shards
+from spider.data import prepare
+from spider.inference.loading import load_model
+from spider_model import Spider
 from tokenizer import BOS_ID
 
 
@@ -29,25 +31,9 @@ def test_a_prepared_directory_gives_the_figure_that_training_gave(trained, tmp_p
         assert found["checkpoint"] == str(trained / "spider-step3.pt") and found["file"] == str(trained.parent / "data")
 
 
-@pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
-@pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
-def test_windows_hold_every_byte_once_behind_half_a_window_or_all_that_there_is(seq_len, length):
-    stream = shards.Stream([shards.Shard("memory", np.array([BOS_ID, *range(length)], np.uint16))])
-    for batch in (1, 3, 1000):
-        batches, size = sample.windows(stream, seq_len, batch)
-        seen, ids_read = [], 0
-        for ids, labels in batches:
-            assert len(ids) <= batch
-            ids_read += ids.numel()
-            for row, place in (labels != -100).nonzero().tolist():
-                seen.append(byte := int(labels[row, place]))
-                assert ids[row, place] == (byte - 1 if byte else BOS_ID) and place >= min(byte, seq_len // 2)
-        assert sorted(seen) == list(range(length)) and ids_read == size
-
-
 def test_bits_are_those_of_the_bytes_alone_the_first_of_each_document_predicted_from_bos(trained, tmp_path):
     """Documents of each kind of file, within a window and longer than it; beside a sum by hand."""
-    texts, model = ("abc de\xe9", "f", "gh abcdef " * 5), sample.load_model(str(trained), torch.device("cpu"))[0]
+    texts, model = ("abc de\xe9", "f", "gh abcdef " * 5), load_model(str(trained), torch.device("cpu"), Spider)[0]
     bits, count = 0.0, 0
     for text in texts:
         ids = torch.tensor([[BOS_ID, *text.encode()]])

@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 
-import sample
 from conftest import ROOT
+from spider.inference.loading import load_model
 from spider.model.engram_table import EngramTable
+from spider_model import Spider
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "your-own-loop.md").read_text(), re.DOTALL)
 SIZES, SMALLER = (f"steps, rows, length, peak = {numbers}\n" for numbers in ("200, 4, 512, 0.01", "12, 2, 128, 0.02"))
@@ -35,5 +36,5 @@ def test_every_block_of_the_page_runs_and_moves_every_table(under_trainer, tmp_p
         tables = [module for module in model.modules() if isinstance(module, EngramTable)]
         assert len(tables) == 3 and all(table.weight.any() and not table.gathered() for table in tables)
     assert not models[-1].prelude[0].scale.any() and models[-1].prelude[0].conv.weight.any()
-    again, n_loops = sample.load_model("spider-step200.pt", torch.device("cpu"))
+    again, n_loops = load_model("spider-step200.pt", torch.device("cpu"), Spider)
     assert n_loops == 1 and again.state_dict().keys() == models[0].state_dict().keys()

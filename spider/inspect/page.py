@@ -108,7 +108,6 @@ def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: 
         raise errors.DataError(f"--html: {out} is no regular file: name another")
     shown = read(model, text, n_loops)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    sys.stdout.reconfigure(errors="backslashreplace")
     print("".join(in_terminal(shown, colour)), flush=True)
     content = write_page(shown, f"{checkpoint} reads {name}", model, read_metrics(directory / "metrics.jsonl"))
     try:

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 from loguru import logger
 
-from spider import console, errors, files
+from spider import console, files
+from spider.errors import DataError, UsageError
+from spider.flags import run_program
 from spider.training.machine import quiet
 from spider.training.metrics import numbers_of
 
@@ -185,25 +187,23 @@ def write_curves(directory: Path, signal: int | None):
 
 def main(argv: list[str]) -> int:
     """Draw the curves of runs in one picture. Exit status: 0; 2 with one line on stderr."""
-    if argv in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
-    out, *runs = argv or [""]
-    directories = {label: directory for label, _, directory in (run.partition("=") for run in runs)}
-    try:
+    def command():
+        if argv in (["-h"], ["--help"]):
+            return print(__doc__)
+        out, *runs = argv or [""]
+        directories = {label: directory for label, _, directory in (run.partition("=") for run in runs)}
         if not out or not runs or not all(map(all, directories.items())) or len(directories) < len(runs):
-            raise errors.UsageError("python -m spider.training.curves OUT.png LABEL=DIR ..., each LABEL once, each DIR "
-                                    "with a metrics.jsonl")
+            raise UsageError("python -m spider.training.curves OUT.png LABEL=DIR ..., each LABEL once, each DIR "
+                             "with a metrics.jsonl")
         found = {label: read_metrics(Path(directory) / "metrics.jsonl") for label, directory in directories.items()}
         if missing := [label for label, lines in found.items() if not lines]:
-            raise errors.DataError(f"{', '.join(missing)}: there are no lines in metrics.jsonl")
-        with quiet():                     # of signs that the font lacks
-            draw_curves(Path(out), found)
-    except (ImportError, errors.UsageError, errors.DataError, OSError) as fault:
-        remedy = ': pip install -e ".[bench]"' if isinstance(fault, ImportError) else ""
-        print(f"curves.py: error: {console.one_line(fault)}{remedy}", file=sys.stderr)
-        return 2
-    return 0
+            raise DataError(f"{', '.join(missing)}: there are no lines in metrics.jsonl")
+        try:
+            with quiet():                 # of signs that the font lacks
+                draw_curves(Path(out), found)
+        except ImportError as fault:
+            raise UsageError(f'{fault}: pip install -e ".[bench]"') from None
+    return run_program(command, "curves.py")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider import console
-from spider.errors import UsageError
+from spider.errors import TooLarge, UsageError
 
 
 def resolve_device(name: str) -> torch.device:
@@ -164,12 +164,13 @@ def is_out_of_memory(fault: Exception) -> bool:
     return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)
 
 
-def out_of_memory_advice(fault: Exception, given) -> str | None:
-    """Return the advice for an error of a training step that ran out of memory, None for any other error. given: what
-    has the values of --micro_batch, --seq_len and --recompute."""
-    if not is_out_of_memory(fault):
-        return None
-    asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
-    return ((f", {asked[1]} were asked for" if asked else "")
-            + f": lower --micro_batch (now {given.micro_batch}) and raise --grad_accum as much, or lower --seq_len "
-              f"(now {given.seq_len})" + ", or take --recompute all" * (given.recompute != "all"))
+@contextmanager
+def memory_advice(advice: str):
+    """Turn an error inside that means that memory ran out into TooLarge, with advice."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as fault:
+        if not is_out_of_memory(fault):
+            raise
+        asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
+        raise TooLarge(f"out of memory{f', {asked[1]} were asked for' if asked else ''}: {advice}") from fault

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sample
 from spider.export.flatten import flat_modules
+from spider.inference.loading import load_model
+from spider_model import Spider
 from train import command_line
 
 CPU = torch.device("cpu")
@@ -40,7 +42,7 @@ def exported(checkpoint, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def spider(checkpoint):
-    return sample.load_model(str(checkpoint), CPU)[0]
+    return load_model(str(checkpoint), CPU, Spider)[0]
 
 
 def loaded(directory, **settings):

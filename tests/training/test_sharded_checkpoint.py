@@ -20,12 +20,14 @@ import sample
 import train
 from conftest import assert_same, make_shards, metrics, run, run_flags
 from spider.errors import CheckpointError
+from spider.inference.loading import model_of, read_checkpoint
 from spider.training import (checkpoint_files, checkpoint_format, checkpoint_writer, sharded_checkpoint,
                              sharded_reading, state_tensors)
 from spider.training.checkpoint import find_checkpoints, load_checkpoint
 from spider.training.checkpoint_format import walk, write_archive
 from spider.training.ranks import World
 from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write
+from spider_model import Spider
 
 # As sharded_checkpoint.py has it outside pytest.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -54,10 +56,10 @@ def test_a_run_may_change_between_both_forms_and_ends_like_an_undisturbed_one(tm
     for source, target in ((parts / "spider-step7", tmp_path / "one.pt"), (tmp_path / "one.pt", tmp_path / "many")):
         assert sample.main([str(source), "--convert", str(target)]) == 0
         assert_same(load_checkpoint(target), newest(whole))
-    path, state = sample.read_checkpoint(str(parts))
-    assert path == parts / "spider-step7" and sample.read_checkpoint(str(path))[0] == path
+    path, state = read_checkpoint(str(parts), Spider)
+    assert path == parts / "spider-step7" and read_checkpoint(str(path), Spider)[0] == path
     assert sample.main([str(path), "--show", "abc def", "--n_loops", "1"]) == 0 and (parts / "look.html").is_file()
-    assert_same(dict(sample.model_of(state, torch.device("cpu"), torch.float32).state_dict()),
+    assert_same(dict(model_of(state, torch.device("cpu"), torch.float32, Spider).state_dict()),
                 newest(whole)["model_state_dict"])
 
 

@@ -1,0 +1,122 @@
+"""Continue texts and hold a dialogue: `complete` and `converse`, with draws as `Sampling` has them.
+
+Both feed a state, in which a byte costs the same however much stands before it, and print bytes as they are drawn.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spider.console import print_bytes
+from spider.model.decoding import DecodingState
+from tokenizer import BOS_ID, EOS_ID
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of drawing and printing texts; see the flags of these names."""
+    bytes: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    samples: int
+    seed: int
+    raw: bool
+
+
+def sampler(model: nn.Module, sampling: Sampling) -> Callable:
+    """Return generate(logits, state), which draws the bytes behind a state, a column of all rows at a time."""
+    generator = torch.Generator(model.embed_tokens.device).manual_seed(sampling.seed)
+
+    def generate(logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
+        return model.generate_batch(logits, state, sampling.bytes, sampling.temperature, sampling.top_k, sampling.top_p,
+                                    generator)
+    return generate
+
+
+def beginning(prompt: bytes) -> list[int]:
+    """Return the ids of a prompt; of an empty one a line's end, since BOS stands once in a document."""
+    return [BOS_ID, *prompt] if prompt else list(b"\n")
+
+
+def read(model: nn.Module, state: DecodingState, ids: list[int]) -> Tensor:
+    """Feed ids to the one row of a state; return the logits of what comes next, [1, vocab_size]."""
+    with model.cast_weights_once():
+        return model.step(torch.tensor([ids], device=model.embed_tokens.device), state)[:, -1]
+
+
+def complete(model: nn.Module, state: DecodingState, prompt: bytes, generate: Callable, sampling: Sampling):
+    """Print texts that continue a prompt, drawn together: the first as it comes, the others after it."""
+    count = sampling.samples
+    logits, texts = read(model, state, beginning(prompt)), [bytearray() for _ in range(count)]
+
+    def first() -> Iterator[bytes]:
+        yield prompt
+        rows = state if count == 1 else state.copy([0] * count)
+        for column in generate(logits.expand(count, -1), rows):
+            for text, byte in zip(texts, column):
+                text += bytes([byte] if byte is not None else ())
+            yield bytes(column[:1] if column[0] is not None else ())
+    for number, text in enumerate(texts, 1):
+        if count > 1:
+            print(f"--- {number} of {count}", flush=True)
+        print_bytes(first() if number == 1 else [prompt, bytes(text)], sampling.raw)
+
+
+def converse(model: nn.Module, state: DecodingState, generate: Callable, sampling: Sampling):
+    """Hold a dialogue: lines from the terminal and what the model writes after them are one text for the state.
+    What is typed begins on a line of its own; after the model's EOS it begins a document."""
+    with suppress(ImportError):
+        import readline  # noqa: F401     # lines can be edited then
+    sys.stdin.reconfigure(errors="surrogateescape")
+    unread = None                         # what the state has yet to read of the turn before
+    while (typed := ask()) is not None:
+        typed = os.fsencode(typed)
+        if unread is None:
+            ids = beginning(typed)
+        else:
+            in_line = typed and unread not in ([EOS_ID, BOS_ID], [ord("\n")])
+            ids = unread + list(b"\n" if in_line else b"") + list(typed)
+        logits, written = read(model, state, ids), []
+
+        def turn() -> Iterator[bytes]:
+            for byte, in generate(logits, state):
+                written.append(byte)
+                yield bytes([byte])
+                if asked:
+                    return
+        with interrupts_that_wait() as asked:
+            print_bytes(turn(), sampling.raw)
+        ended = len(written) < sampling.bytes and not asked
+        unread = [EOS_ID, BOS_ID] if ended else written[-1:]
+
+
+def ask() -> str | None:
+    """Read the lines of a turn, without the last one's break; None at the end of input."""
+    try:
+        text = input("> ")
+        while text.endswith("\\"):
+            text = text[:-1] + "\n" + input("  ")
+        return text
+    except EOFError:
+        print()
+    except KeyboardInterrupt:
+        print()
+        raise
+
+
+@contextmanager
+def interrupts_that_wait() -> Iterator[list]:
+    """Let Ctrl-C inside only fill the list: a state of which half is a byte ahead would be of no use."""
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
