@@ -68,8 +68,8 @@ def test_behind_the_end_of_a_document_a_dialogue_begins_another(monkeypatch, cap
 
 @pytest.mark.slow
 def test_where_interrupts_are_ignored_as_in_a_background_job_the_tests_of_them_pass():
-    tests = ("tests/inference/test_dialogue.py", "tests/data/test_inputs.py", "tests/training/test_interruption.py", "-k",
-             "ctrl_c or finishes_the_step and None")
+    tests = ("tests/inference/test_dialogue.py", "tests/data/test_inputs.py", "tests/training/test_interruption.py",
+             "-k", "ctrl_c or finishes_the_step and None")
     done = subprocess.run([sys.executable, "-m", "pytest", "-qx", *tests], cwd=ROOT, text=True, capture_output=True,
                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert done.returncode == 0, done.stdout
