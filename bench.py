@@ -36,7 +36,7 @@ from spider.data.loader import Loader
 from spider.data.shards import mock_source, open_data
 from spider.dev import absent_gpu, operations, rehearsal
 from spider.dev.measuring import (Meter, ceilings, copy_rate, kernels, matrix_rate, print_rows, processor, segments)
-from spider.dev.traffic_formula import expected, paper_rows
+from spider.dev.traffic import Traffic, expected, paper_rows
 from spider.errors import UsageError
 from spider.flags import Parser, path_name, real, run_program
 from spider.model import costs
@@ -47,7 +47,6 @@ from spider.training.machine import (keep_freed_memory, multiplies_bf16, peak_me
 from spider.training.optim import Optimizers
 from spider.training.plan import Plan
 from spider.training.ranks import FIRST_STEP_TIMEOUT, World
-from spider.training.traffic import Traffic
 from spider.version import commit
 from spider_model import Spider
 
@@ -168,7 +167,7 @@ class Step:
             with torch.no_grad():
                 self.model.boundary_predictor[2].weight.zero_()
                 self.model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -math.log(rate - 1))
-        self.optimizers = Optimizers(self.model, plan.optimizer.optimizer, plan.optimizer)
+        self.optimizers = Optimizers(self.model, plan.optimizer)
         self.optimizers.set_lr(1e-20, 1.0)  # boundaries stay where they are; at 0 Muon would leave its products out
         self.loader, self.steps = Loader(b.sources, plan.batch.seq_len, 0), itertools.count()
         self.world = World({}) if world is None else world

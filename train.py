@@ -535,7 +535,7 @@ def time_steps(plan: Plan, world: World, loader: Loader | None, model_class: typ
     seed, schedule = plan.schedule.seed, plan.schedule
     loader = Loader([mock_source(seed)], plan.batch.seq_len, seed) if loader is None else loader
     model = build_model(plan, world.device, model_class=model_class)
-    optimizers, times = Optimizers(model, plan.optimizer.optimizer, plan.optimizer), []
+    optimizers, times = Optimizers(model, plan.optimizer), []
     while not times or sum(times) < TIMED:
         step = plan.horizon // 2 + len(times)
         start, first = time.perf_counter(), step * plan.batch.sequences
@@ -663,7 +663,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     eval_rows = max(batch.micro_batch, EVAL_BYTES // batch.seq_len)  # without gradients there is room for more
     check_memory(sum(plan.memory.values()), device, world)
     model = build_model(plan, device, world, model_class)
-    optimizers = Optimizers(model, plan.optimizer.optimizer, plan.optimizer)
+    optimizers = Optimizers(model, plan.optimizer)
     identity = RunIdentity.of(plan.recipe, plan.flags)
     progress = home.restore(state, model, optimizers, plan.n_loops, loader, identity)
     del state

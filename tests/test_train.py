@@ -22,7 +22,7 @@ from spider.training import machine
 from spider.training.batches import Batch
 from spider.training.fp8 import convert_to_fp8, takes_fp8
 from spider.training.optim import Optimizers
-from spider.training.plan import BatchShape
+from spider.training.plan import BatchShape, OptimizerSettings
 from spider.training.stopping import Stopping
 from train import lr_factor, parse_args
 
@@ -70,8 +70,7 @@ def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
     results = []
     for parts in (1, 2, 4):
         model = awake(small_config(aux_loss_weight=0.0, z_loss_weight=0.0, ponder_weight=0.0))
-        args = parse_args(["--optimizer", "adamw", "--grad_clip", "0"])
-        optimizers = Optimizers(model, "adamw", args)
+        optimizers = Optimizers(model, OptimizerSettings("adamw"))
         optimizers.set_lr(0.0, 0.0)
         size = 8 // parts
         batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
@@ -114,7 +113,7 @@ def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
     sums = []
     for reset in (False, True):
         model = awake(small_config())
-        optimizers = Optimizers(model, "adamw", parse_args([]))
+        optimizers = Optimizers(model, OptimizerSettings("adamw"))
         optimizers.set_lr(1e-3, 1.0)
         if reset:
             optimizers.reset_tables()
@@ -134,7 +133,7 @@ def test_random_loop_counts_are_poisson_and_a_function_of_seed_and_step():
 
 def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_run(tmp_path, shards, capsys):
     model = awake(small_config())
-    optimizers = Optimizers(model, "muon", _args := parse_args([]))
+    optimizers = Optimizers(model)
     batch = [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)]
     train_step(model, optimizers, batch, 2)
     with torch.no_grad():
@@ -238,7 +237,7 @@ def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(
 def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
     model = awake(small_config())
     model.compute_dtype = torch.bfloat16
-    optimizers = Optimizers(model, "adamw", _args := parse_args([]))
+    optimizers = Optimizers(model, OptimizerSettings("adamw"))
     optimizers.set_lr(0.1, 1.0)
     ids = text(2, 64)
     losses = [train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2)["loss"] for _ in range(2)]

@@ -132,7 +132,7 @@ def fit(config: SpiderConfig, task: Task, steps: int, seed: int, lr: float = 0.0
     plan = train.settle(train.parse_args(flags, environ={}), torch.device("cpu"))
     model = train.build_model(replace(plan, config=config), torch.device("cpu"))
     prepare(model)
-    optimizers, generator = Optimizers(model, "muon", plan.optimizer), torch.Generator().manual_seed(seed)
+    optimizers, generator = Optimizers(model, plan.optimizer), torch.Generator().manual_seed(seed)
     for step in range(steps):
         model.halting_warmup = min(1.0, (step + 1) / max(1, halting_from * steps))
         optimizers.set_lr(lr, train.lr_factor(step, steps, plan.schedule))

@@ -1,7 +1,7 @@
-"""Deal the data out to the steps of a run, as a pure function of seed and step, and cut validation rows.
+"""Deal the data out to the steps of a run, as a pure function of seed and step, and cut the rows of an evaluation.
 
 Loader            the training sequences in their global order
-validation_rows   the rows that every evaluation of a run reads; validation_sets: the same by source
+validation_sets   the rows that every evaluation of a run reads, by source
 """
 
 from collections.abc import Sequence
@@ -199,35 +199,19 @@ def cut_rows(stream: Stream, start: np.ndarray, stop: np.ndarray, seq_len: int):
     return tuple(torch.from_numpy(both))
 
 
-def validation_rows(sources: Sequence[Source], seq_len: int, eval_tokens: int):
-    """Return the first eval_tokens validation targets, shared out by weight: (input_ids, labels), int64 [n, seq_len].
+def validation_sets(sources: Sequence[Source], seq_len: int, eval_tokens: int) -> dict:
+    """Return the rows that every evaluation of a run reads, by name of source: (input_ids, labels), int64 [n, seq_len].
 
-    The rows of a source lie together, in the order of the sources; one with fewer targets than its share gives what it
-    has. DataError where there is not one target.
+    They hold the first `eval_tokens` validation targets, shared out by weight. A source with fewer than its share gives
+    what it has; one without a target is left out. DataError where there is not one target.
     """
-    counts = validation_targets(sources, eval_tokens)
-    stream, offsets = join([source.val for source in sources])
-    spans = [(offset + a, offset + min(a + seq_len, count)) for offset, count in zip(offsets.tolist(), counts)
-             for a in range(0, count, seq_len)]
-    if not spans:
+    sets = {}
+    for source, share in zip(sources, shares([source.weight for source in sources], eval_tokens)):
+        count = min(share, len(source.val) - 1)
+        if count > 0:
+            starts = np.arange(0, count, seq_len)
+            sets[source.name] = cut_rows(source.val, starts, np.minimum(starts + seq_len, count), seq_len)
+    if not sets:
         raise DataError(f"{', '.join(source.name for source in sources)}: no byte to validate on; prepare more data, "
                         "raise --eval_tokens, or switch evaluation off with --eval_every 0")
-    return cut_rows(stream, *np.array(spans).T, seq_len)
-
-
-def validation_sets(sources: Sequence[Source], seq_len: int, eval_tokens: int) -> dict:
-    """Return validation_rows by name of source: views of its rows, which in this order make up the whole. A source
-    without a target is left out. DataError where there is not one target."""
-    rows, start, sets = validation_rows(sources, seq_len, eval_tokens), 0, {}
-    for source, count in zip(sources, validation_targets(sources, eval_tokens)):
-        stop = start + -(-max(0, count) // seq_len)
-        if stop > start:
-            sets[source.name] = tuple(half[start:stop] for half in rows)
-        start = stop
     return sets
-
-
-def validation_targets(sources: Sequence[Source], eval_tokens: int) -> list[int]:
-    """Return how many targets each source validates with; below 1 where it has none."""
-    wanted = shares([source.weight for source in sources], eval_tokens)
-    return [min(count, len(source.val) - 1) for source, count in zip(sources, wanted)]

@@ -69,7 +69,7 @@ class Trainer:
     accumulate: Callable
     update: Callable
     model_class: type[nn.Module]
-    optimizers: Callable                  # of a model, a name and OptimizerSettings
+    optimizers: Callable                  # of a model and OptimizerSettings
 
 
 # Autograd asks a device for streams and guards, and a CUDA build has them from a driver. These say: one device, nothing
@@ -198,7 +198,7 @@ def absent(model_class: type[nn.Module]) -> type[nn.Module]:
 def build(trainer: Trainer, plan: Plan) -> tuple:
     """Return a plan's model and optimizers as train.py makes them, of fake tensors."""
     model = trainer.build_model(plan, torch.device("cuda"), model_class=absent(trainer.model_class))
-    optimizers = trainer.optimizers(model, plan.optimizer.optimizer, plan.optimizer)
+    optimizers = trainer.optimizers(model, plan.optimizer)
     optimizers.set_lr(plan.schedule.lr, 1.0)
     return model, optimizers
 

@@ -25,8 +25,9 @@ class Optimizers:
     while that fades, and by weight decay. Muon leaves it alone.
     """
 
-    def __init__(self, model: nn.Module, name: str = "muon", settings: OptimizerSettings = OptimizerSettings()):
-        """name: one of OPTIMIZERS, beside which tables have their own; ValueError for another one."""
+    def __init__(self, model: nn.Module, settings: OptimizerSettings = OptimizerSettings()):
+        """ValueError where settings.optimizer is none of OPTIMIZERS; beside it, tables have their own."""
+        name = settings.optimizer
         if name not in OPTIMIZERS:
             raise ValueError(f"optimizer: {name!r} is not one of {', '.join(OPTIMIZERS)}")
         self.sharding = sharding_of(model)

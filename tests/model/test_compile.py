@@ -18,7 +18,7 @@ from spider.training import machine
 from spider.training.batches import Batch
 from spider.training.machine import resolve_compile, resolve_precision
 from spider.training.optim import Optimizers
-from spider.training.plan import BatchShape
+from spider.training.plan import BatchShape, OptimizerSettings
 from spider_model import Spider
 from train import parse_args
 
@@ -107,9 +107,9 @@ def test_the_backward_pass_recomputes_a_layer_but_never_its_routing(as_on_a_gpu)
 
 @pytest.mark.slow
 def test_graphs_settle_with_the_first_step_whatever_the_segments_documents_and_loops_of_later_ones(as_on_a_gpu):
-    model, args, rates, made = model_as_on_a_gpu(), parse_args([]), set(), []
+    model, rates, made = model_as_on_a_gpu(), set(), []
     model.compile_layers(backend="eager", fullgraph=True)
-    optimizers = Optimizers(model, "adamw", args)
+    optimizers = Optimizers(model, OptimizerSettings("adamw"))
     for step in range(12):
         with torch.no_grad():
             model.boundary_predictor[2].bias.fill_((-2.0, 0.5, -1.0)[step % 3])
@@ -226,7 +226,7 @@ def test_compiled_layers_learn_on_a_gpu_what_they_learn_without(precision):
                                         q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
                                         v_head_dim=64)))
         model = train.build_model(plan, device)
-        optimizers = Optimizers(model, "muon")
+        optimizers = Optimizers(model)
         optimizers.set_lr(0.003, 1.0)
         train.warm_up(model, BatchShape(256, 8), 2, device)
         graphs, losses[compiled] = torch._dynamo.utils.counters["stats"]["unique_graphs"], []

@@ -11,8 +11,8 @@ import tile_moe
 from conftest import awake, small_config, text, train_step
 from spider.training.batches import Batch
 from spider.training.optim import Optimizers
+from spider.training.plan import OptimizerSettings
 from tile_moe import moe_forward, route
-from train import parse_args
 
 
 def inputs(dtype):
@@ -226,8 +226,7 @@ def test_a_row_of_nan_scores_gives_nan_where_it_belongs_and_indices_that_exist(b
 def test_nan_scores_skip_the_step_and_leave_the_run_alive(kernels):
     model = awake(small_config())
     model.set_backend("tile")
-    args = parse_args(["--optimizer", "adamw"])
-    optimizers, ids = Optimizers(model, "adamw", args), text(2, 32)
+    optimizers, ids = Optimizers(model, OptimizerSettings("adamw")), text(2, 32)
     step = lambda: train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2)
     router = model.core.layers[0].moe.router.weight
     whole = router.detach().clone()

@@ -73,7 +73,7 @@ def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(bac
     model = awake(small_config(n_loops=3))
     model.set_backend(backend)
     model.compute_dtype = getattr(torch, dtype)
-    optimizers = Optimizers(model, "muon", _args := parse_args(["--weight_decay", "0.5"]))
+    optimizers = Optimizers(model, OptimizerSettings(weight_decay=0.5))
     optimizers.set_lr(0.01, 1.0)
     batch = [Batch.of(text(4, 32, seed=1), text(4, 32, seed=2), 0)]
     moe, core = model.core.layers[0].moe, model.core
@@ -141,14 +141,13 @@ def test_a_rows_past_is_the_sum_of_its_lookups_squares_not_the_square_of_their_s
 @pytest.mark.parametrize("rows", (300, 30_000), ids=("summed by row", "listed"))
 def test_the_same_global_batch_moves_the_tables_alike_however_it_is_split(rows):
     ids, labels = text(8, 32, seed=1), text(8, 32, seed=2)
-    args = parse_args(["--grad_clip", "0", "--engram_lr", "0.05"])
     results = []
     for parts in (1, 2, 4):
         model = awake(small_config(engram_byte_rows=rows, engram_rows=rows, aux_loss_weight=0.0, z_loss_weight=0.0,
                                    ponder_weight=0.0), dtype=torch.float64)
         model.set_backend("loop")         # grouped products have no float64
         before = {key: p.detach().clone() for key, p in model.named_parameters() if key.endswith("table.weight")}
-        optimizers = Optimizers(model, "adamw", args)
+        optimizers = Optimizers(model, OptimizerSettings("adamw", engram_lr=0.05))
         optimizers.set_lr(0.01, 0.0)      # the tables alone move
         size = 8 // parts
         for step in range(2):
@@ -175,8 +174,7 @@ def test_what_tables_gathered_ends_with_the_step_whichever_way_it_ends():
     """A skipped step, the warm-up's zero_grad and a move through the meta device; a checkpoint never holds it."""
     model = awake(small_config())
     tables = [module for module in model.modules() if isinstance(module, EngramTable)]
-    keys, args = model.state_dict().keys(), parse_args([])
-    optimizers = Optimizers(model, "adamw", args)
+    keys, optimizers = model.state_dict().keys(), Optimizers(model, OptimizerSettings("adamw"))
     batch = [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)]
 
     def gather():
@@ -244,26 +242,26 @@ def test_who_takes_the_tables_rows_or_means_to_leave_them_is_told_nothing(unwarn
     assert not step_of(everything, model, lambda: (tables.step(), tables.zero_grad()))
     for name in ("muon", "adamw"):
         model = awake(small_config())
-        optimizers = Optimizers(model, name)
+        optimizers = Optimizers(model, OptimizerSettings(name))
         assert not step_of(optimizers, model, optimizers.zero_grad)
 
 
 def test_optimizers_take_settings_by_name_and_no_name_of_another_kind():
     model = awake(small_config())
-    optimizers = Optimizers(model, "muon", OptimizerSettings(lr=0.01, momentum=0.5, beta1=0.8, engram_lr=0.1))
+    optimizers = Optimizers(model, OptimizerSettings(lr=0.01, momentum=0.5, beta1=0.8, engram_lr=0.1))
     groups = {name: part.param_groups[0] for name, part in optimizers.by_name.items()}
     assert groups["muon"]["lr"] == groups["adamw"]["lr"] == 0.01 and groups["engram"]["lr"] == 0.1
     assert groups["muon"]["momentum"] == 0.5 and groups["adamw"]["betas"] == (0.8, 0.95)
     args = parse_args([], environ={})
     assert vars(OptimizerSettings(optimizer="auto")).items() <= vars(args).items()
     with pytest.raises(ValueError, match="optimizer: 'sgd' is not one of adamw, adamw8bit, muon"):
-        Optimizers(model, "sgd")
+        Optimizers(model, OptimizerSettings("sgd"))
 
 
 @pytest.mark.parametrize("name", ("adamw", "adamw8bit", "muon"))
 def test_every_parameter_is_trained_once_tables_at_a_rate_of_their_own_without_decay(name):
     model = awake(small_config())
-    optimizers = Optimizers(model, name, parse_args([]))
+    optimizers = Optimizers(model, OptimizerSettings(name))
     owned = [p for part in optimizers.by_name.values() for group in part.param_groups for p in group["params"]]
     assert sorted(map(id, owned)) == sorted(map(id, model.parameters()))
     optimizers.set_lr(0.01, 1.0)
@@ -298,6 +296,6 @@ def test_of_what_the_model_does_not_know_linears_alone_go_to_muon_whatever_its_s
     block.more, block.pairs = torch.nn.Linear(32, 32), torch.nn.Bilinear(4, 4, 4)
     model.core.layers[0].moe.w_extra = torch.nn.Parameter(torch.ones(4, 32, 8))
     assert matrices_of(model) == before | {"prelude.0.more.weight"}
-    optimizers = Optimizers(model, "muon", parse_args([]))
+    optimizers = Optimizers(model)
     by_adamw = {id(p) for group in optimizers.by_name["adamw"].param_groups for p in group["params"]}
     assert {id(block.conv.weight), id(block.w_gate), id(block.pairs.weight)} <= by_adamw

@@ -1,4 +1,4 @@
-"""Bytes that ranks send in a step, beside the formula of docs/results."""
+"""Bytes that ranks send in a step, beside the formula."""
 
 import json
 import os
