@@ -50,6 +50,7 @@ from spider.training.ranks import FIRST_STEP_TIMEOUT, World
 from spider.version import commit
 from spider_model import Spider
 
+
 class Bench(Meter):
     """The machine, the settings, and what was measured so far."""
 
@@ -75,15 +76,12 @@ class Bench(Meter):
         if self.settings:
             flags.setdefault("set", self.settings)
         common = dict(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=0.001, compile="off")
-        return settle(flags_of(common | flags), self.device, world)
+        args = train.parse_args(flags_of(common | flags), environ={})
+        return train.settle(args, self.device, World({}) if world is None else world)
+
 
 def flags_of(flags: dict) -> list[str]:
     return [f"--{name}={'on' if value is True else value}" for name, value in flags.items()]
-
-
-def settle(flags: list[str], device: torch.device, world: World | None = None) -> Plan:
-    """Settle the plan of flags alone, without the environment; without a `world`, of one process."""
-    return train.settle(train.parse_args(flags, environ={}), device, World({}) if world is None else world)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -435,21 +433,18 @@ def counted(b: Bench, shards: int, grad_accum: int, precision: str) -> dict:
 # A device that is not there
 
 
-TRAINER = absent_gpu.Trainer(settle, train.build_model, train.accumulate, train.update, Spider, Optimizers)
-
-
 def rehearsed_step(card: str, flags: list[str]) -> dict:
     """Rehearse a step by train.py's flags; for `absent_gpu.in_child`."""
     train.logger.remove()
     card = absent_gpu.CARDS[card]
-    return rehearsal.summary(card, rehearsal.rehearse(card, flags, TRAINER))
+    return rehearsal.summary(card, rehearsal.rehearse(card, flags, train))
 
 
 def compiled_step(card: str, flags: list[str]) -> dict:
     """Compile a step by train.py's flags; for `absent_gpu.in_child`."""
     train.logger.remove()
     from spider.dev import compiled       # it needs Triton
-    return compiled.compile_step(absent_gpu.CARDS[card], flags, TRAINER)
+    return compiled.compile_step(absent_gpu.CARDS[card], flags, train)
 
 
 def rehearse(card_name: str, common: list[str], flags: str | None, compiles: bool) -> dict[str, list[dict]]:

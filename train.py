@@ -192,11 +192,10 @@ from spider.data.loader import Loader, validation_sets
 from spider.data.shards import Source, check, mock_source, open_data
 from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped
 from spider.model.engram_table import EngramTable
-from spider.model.foreign import foreign_classes
 from spider.model.parameters import ENGRAM_TABLES, kinds_of
 from spider.training import machine
 from spider.training.batches import Batch, Feed, batches_of
-from spider.training.checkpoint_contents import run_state
+from spider.training.checkpoint_contents import foreign_classes, run_state
 from spider.training.curves import write_curves
 from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook,
                                      print_tables, print_verdict, segment_lengths, segment_warnings)

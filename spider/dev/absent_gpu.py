@@ -2,8 +2,10 @@
 
 `stand_in(card)` gives this process one of CARDS, whose tensors are torch's fake ones: a device, a shape and strides,
 but no memory. Their backward passes need a library of its own, loaded before torch: `in_child` starts a process with it
-and calls a function there. `Trainer` is what such a function gets of train.py; `absent` makes a model class whose
-weights are never filled; `obstacle` says why counts would not be true here."""
+and calls a function there. `settle` and `build` make the plan, model and optimizers of a step by train.py, a module
+that they are given; `absent` makes a model class whose weights are never filled; `obstacle` says why counts would not
+be true here.
+"""
 
 import hashlib
 import inspect
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -26,7 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spider.errors import SpiderError
 from spider.model import packing
 from spider.training.batches import Batch
+from spider.training.optim import Optimizers
 from spider.training.plan import Plan
+from spider.training.ranks import World
 
 
 class RehearsalError(SpiderError):
@@ -59,17 +63,6 @@ CARDS = {
     "b200": Card("NVIDIA B200", (10, 0), 1800e12, 3600e12, 900e12, 6.6e12, 192.0e9, 148,
                  "published: dense 2250 (bf16), 4500 (FP8), 1125 (TF32) TFLOP/s, 8 TB/s, 192 GB; shares assumed"),
 }
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """The functions of train.py that a rehearsed step needs; this package does not import it."""
-    settle: Callable[[list[str], torch.device], Plan]    # of flags
-    build_model: Callable[..., nn.Module]
-    accumulate: Callable
-    update: Callable
-    model_class: type[nn.Module]
-    optimizers: Callable                  # of a model and OptimizerSettings
 
 
 # Autograd asks a device for streams and guards, and a CUDA build has them from a driver. These say: one device, nothing
@@ -195,10 +188,16 @@ def absent(model_class: type[nn.Module]) -> type[nn.Module]:
     return Absent
 
 
-def build(trainer: Trainer, plan: Plan) -> tuple:
+def settle(trainer: ModuleType, flags: list[str]) -> Plan:
+    """Settle the plan of a step by train.py's flags, 1b's where they do not say otherwise, inside `stand_in`."""
+    args = trainer.parse_args([*LEAST_FLAGS, *flags], environ={})
+    return trainer.settle(args, torch.device("cuda"), World({}))
+
+
+def build(trainer: ModuleType, plan: Plan) -> tuple[nn.Module, Optimizers]:
     """Return a plan's model and optimizers as train.py makes them, of fake tensors."""
-    model = trainer.build_model(plan, torch.device("cuda"), model_class=absent(trainer.model_class))
-    optimizers = trainer.optimizers(model, plan.optimizer)
+    model = trainer.build_model(plan, torch.device("cuda"), model_class=absent(trainer.Spider))
+    optimizers = Optimizers(model, plan.optimizer)
     optimizers.set_lr(plan.schedule.lr, 1.0)
     return model, optimizers
 

@@ -13,6 +13,7 @@ import re
 import time
 from collections import Counter
 from contextlib import ExitStack
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -23,7 +24,7 @@ from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
-from spider.dev.absent_gpu import LEAST_FLAGS, Card, Trainer, build, fake_batch, fake_tensors, stand_in
+from spider.dev.absent_gpu import Card, build, fake_batch, fake_tensors, settle, stand_in
 from spider.dev.operations import KERNELS, Trace
 from spider.training.sharding import Unsharded
 
@@ -167,13 +168,13 @@ def compile_kernels(graph: Graph) -> dict:
     return {"Triton kernels": kernels, "configurations": configurations, "CPU s": time.process_time() - start}
 
 
-def compile_step(card: Card, flags: list[str], trainer: Trainer) -> dict[str, list[dict]]:
+def compile_step(card: Card, flags: list[str], trainer: ModuleType) -> dict[str, list[dict]]:
     """Compile a step by train.py's flags; return tables of its graphs and of what runs outside of them."""
     torch.set_float32_matmul_precision("high")
     made = []
     with ExitStack() as stack:
         stack.enter_context(stand_in(card))
-        plan = trainer.settle([*LEAST_FLAGS, *flags], torch.device("cuda"))
+        plan = settle(trainer, flags)
         pretend(stack, card)
         stack.enter_context(fake_tensors())
         model, optimizers = build(trainer, plan)
@@ -190,7 +191,7 @@ def compile_step(card: Card, flags: list[str], trainer: Trainer) -> dict[str, li
         return {"compilation": made} | tables(eager)
 
 
-def do_step(trainer: Trainer, plan, model, optimizers, batch, eager: Eager):
+def do_step(trainer: ModuleType, plan, model, optimizers, batch, eager: Eager):
     model.sharding, eager.phase = InPhases(eager), "forward"
     sums, tokens = trainer.accumulate(model, [batch] * plan.batch.grad_accum, plan.n_loops)
     eager.phase = "update"

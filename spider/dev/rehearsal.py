@@ -12,13 +12,14 @@ kernel shorter than FLOOR."""
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import nn
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from spider.dev.absent_gpu import LEAST_FLAGS, Card, Trainer, build, fake_batch, fake_tensors, stand_in
+from spider.dev.absent_gpu import Card, build, fake_batch, fake_tensors, settle, stand_in
 from spider.dev.operations import LAUNCH, Operation, Trace, fused_seconds, tensors
 from spider.training.memory import estimate_memory
 from spider.training.plan import Plan
@@ -62,12 +63,12 @@ def fill_state(optimizers):
     optimizers.zero_grad()
 
 
-def rehearse(card: Card, flags: list[str], trainer: Trainer) -> Step:
+def rehearse(card: Card, flags: list[str], trainer: ModuleType) -> Step:
     """Do one optimizer step by train.py's flags."""
     device = torch.device("cuda")
     torch.set_float32_matmul_precision("high")
     with stand_in(card):
-        plan = trainer.settle([*LEAST_FLAGS, *flags], device)
+        plan = settle(trainer, flags)
         with fake_tensors():
             model, optimizers = build(trainer, plan)
             fill_state(optimizers)

@@ -11,23 +11,17 @@ from torch import nn
 
 from spider.errors import UsageError
 from spider.model.config import SpiderConfig
-from spider.model.foreign import foreign_classes
-from spider.training.checkpoint import (best_checkpoint, check_classes, check_weights, find_checkpoints,
+from spider.training.checkpoint import (best_checkpoint, check_weights, find_checkpoints, holds_checkpoints,
                                         load_checkpoint, with_whole_tensors)
-from spider.training.checkpoint_files import is_sharded
-from spider.training.export_reading import is_export
+from spider.training.checkpoint_contents import check_classes
 from spider.training.machine import multiplies_bf16
-
-
-def is_directory_of_checkpoints(path: Path) -> bool:
-    return path.is_dir() and not is_sharded(path) and not is_export(path)
 
 
 def path_of(name: str, model_class: type[nn.Module]) -> tuple[Path, bool]:
     """Return the path of a checkpoint, or of the newest good one of a directory, which is logged, and whether it was
     found so; UsageError where there is none."""
     path = Path(name)
-    if path.exists() and not is_directory_of_checkpoints(path):
+    if path.exists() and not holds_checkpoints(path):
         return path, False
     found = find_checkpoints(path, model_class)
     if not found:
@@ -38,7 +32,7 @@ def path_of(name: str, model_class: type[nn.Module]) -> tuple[Path, bool]:
 
 def best_of(name: str, model_class: type[nn.Module]) -> str:
     """Return the path of the checkpoint with the lowest validation loss in a directory; UsageError where it is none."""
-    if not is_directory_of_checkpoints(Path(name)):
+    if not holds_checkpoints(Path(name)):
         raise UsageError(f"--best: {name} is no directory of checkpoints")
     best = best_checkpoint(Path(name), model_class)
     logger.info(f"{best.path}: the checkpoint of the lowest validation loss there, {best.val_loss:.4f} nats per byte")
@@ -52,7 +46,7 @@ def read_checkpoint(name: str, model_class: type[nn.Module]) -> tuple[Path, dict
     state = load_checkpoint(path, sealed=not found, mapped=True)
     config = SpiderConfig(**state["cfg"])
     with torch.device("meta"):
-        check_classes(path, state, foreign_classes(model_class(config)))
+        check_classes(path, state, model_class(config))
     check_weights(path, state, config, model_class)
     state["model_state_dict"] = with_whole_tensors(state["model_state_dict"])
     return path, state

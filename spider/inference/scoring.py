@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spider.data import loader, readers, shards
 from spider.errors import DataError
-from spider.training.evaluation import cross_entropy, evaluate
+from spider.training.evaluation import evaluate, means, sum_losses
 
 
 def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
@@ -39,7 +39,7 @@ def score(model: nn.Module, file: str, text: shards.Stream | list[shards.Source]
         bits = evaluate(model, sets, batch, n_loops, device)["val_bpb"]
     else:
         batches, size = windows(text, min(seq_len, max(2, len(text) - 1)), batch) if len(text) > 1 else ((), 0)
-        nats, count, rate = cross_entropy(model, batches, size, n_loops, device)
+        nats, count, rate = means(sum_losses(model, batches, size, n_loops, device))
         bits = nats / math.log(2)
         logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {n_loops}, {rate:.2f} bytes per segment")
     if not count:

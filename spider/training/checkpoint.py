@@ -1,12 +1,11 @@
 """Find and load checkpoints of any form: one file, a sharded directory, or what sample.py exported.
 
 `find_checkpoints` and `best_checkpoint` look into a directory. `load_checkpoint` reads one; `check_weights` compares it
-with the class of the model, `check_classes` with the classes of its layers; `with_whole_tensors` reads what lies in
-several files. How a file is read safely: checkpoint_format.py; what it holds: checkpoint_contents.py; writing:
-checkpoint_writer.py.
+with the class of the model; `with_whole_tensors` reads what lies in several files. How a file is read safely:
+checkpoint_format.py; what it holds: checkpoint_contents.py; writing: checkpoint_writer.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -83,18 +82,14 @@ def check_weights(path: Path, state: dict, config: SpiderConfig, model_class: ty
                               + (f" (its model was made with {', '.join(classes)})" if classes else ""))
 
 
-def check_classes(path: Path, state: dict, classes: Sequence[str]):
-    """Raise CheckpointError unless a checkpoint was made with these classes of layers, beside Spider's own."""
-    there = state.get("classes", [])
-    if sorted(there) != sorted(classes):
-        made, here = (", ".join(sorted(names)) or "Spider's own classes alone" for names in (there, classes))
-        raise CheckpointError(f"{path}: its model was made with {made}, this one is made with {here}: load it with the "
-                              f"program that trained it")
-
-
 def with_whole_tensors(state):
     """Read the tensors of a nested state that lie in several files; others stay where they are."""
     return tree_map_only(RemoteTensor, lambda value: value.rows(), state)
+
+
+def holds_checkpoints(path: Path) -> bool:
+    """Tell whether a path is a directory where checkpoints may lie, and neither a sharded one nor an export itself."""
+    return path.is_dir() and not is_sharded(path) and not is_export(path)
 
 
 def find_checkpoints(directory: Path, model_class: type[nn.Module] | None = None) -> list[SavedCheckpoint]:

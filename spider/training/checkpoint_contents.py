@@ -1,4 +1,5 @@
-"""The contents of a checkpoint: `run_state` puts them together, `check_state` checks what was read, value by value.
+"""The contents of a checkpoint: `run_state` puts them together, `check_state` checks what was read, value by value;
+`check_classes` compares the classes of the model, so that no others run on its weights unnoticed.
 
 The contract: `model_state_dict`, `optimizer_state_dict`, `step`, `epoch`, `cfg`, `best_loss`; beside them the fields of
 RunProgress, the run's identity (`recipe`, `flags`), `targets` (bytes to train on, by source), `exploded`, and `classes`
@@ -6,9 +7,12 @@ where the model has classes that Spider has not.
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+
+from torch import nn
 
 from spider.errors import CheckpointError
 from spider.files import is_count
@@ -25,6 +29,38 @@ def run_state(weights: Mapping, optimizer_state: Mapping, config: SpiderConfig, 
     state = dict(model_state_dict=weights, optimizer_state_dict=optimizer_state, recipe=recipe, cfg=asdict(config),
                  flags=dict(flags), targets=list(targets), exploded=progress.exploded, **asdict(progress))
     return state | (dict(classes=list(classes)) if classes else {})
+
+
+OURS = ("spider", "spider_model", "tile_moe", "torch", "torchao", "builtins")
+
+
+def foreign_classes(model: nn.Module) -> list[str]:
+    """Return the paths of the classes that a model was made with and that are neither ours nor torch's, sorted:
+    ["my_idea.GatedMLA", "my_idea.MySpider"]. A class of the script that runs has the name of its file.
+
+    FSDP and FP8 make classes of their own of a module's; the class below them counts."""
+    found = set()
+    for module in model.modules():
+        foreign = [base for base in type(module).__mro__ if base.__module__.partition(".")[0] not in OURS]
+        found.update(class_path(base) for base in foreign[:1])
+    return sorted(found)
+
+
+def check_classes(path: Path, state: Mapping, model: nn.Module):
+    """Raise CheckpointError unless a checkpoint was made with the classes of a model, beside Spider's own."""
+    there, here = sorted(state.get("classes", [])), foreign_classes(model)
+    if there != here:
+        made, asked = (", ".join(names) or "Spider's own classes alone" for names in (there, here))
+        raise CheckpointError(f"{path}: its model was made with {made}, this one is made with {asked}: load it with "
+                              f"the program that trained it")
+
+
+def class_path(kind: type) -> str:
+    """Return module.Class."""
+    module = kind.__module__
+    if module == "__main__":
+        module = Path(getattr(sys.modules[module], "__file__", None) or module).stem
+    return f"{module}.{kind.__qualname__}"
 
 
 def is_number(value) -> bool:

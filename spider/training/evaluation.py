@@ -17,12 +17,6 @@ from spider.training.ranks import World
 EVAL_BYTES = 8192                         # least bytes to evaluate at a time
 
 
-def cross_entropy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, device,
-                  world: World | None = None) -> tuple[float, int, float]:
-    """Return mean nats of the labels that count, their number, and bytes per segment; see `sum_losses`."""
-    return means(sum_losses(model, batches, size, n_loops, device, world))
-
-
 @torch.no_grad()
 def sum_losses(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, device,
                world: World | None = None) -> list[float]:

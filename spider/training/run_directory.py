@@ -13,11 +13,9 @@ from torch import nn
 from spider import files
 from spider.data.loader import Loader
 from spider.errors import CheckpointError, DataError
-from spider.training.export_reading import is_export
-from spider.model.foreign import foreign_classes
-from spider.training.checkpoint import check_classes, find_checkpoints, load_checkpoint
-from spider.training.checkpoint_files import (checkpoint_paths, existing_parent, is_sharded, remove_leftovers,
-                                              set_aside)
+from spider.training.checkpoint import find_checkpoints, holds_checkpoints, load_checkpoint
+from spider.training.checkpoint_contents import check_classes
+from spider.training.checkpoint_files import checkpoint_paths, existing_parent, remove_leftovers, set_aside
 from spider.training.checkpoint_writer import CheckpointWriter
 from spider.training.metrics import Metrics
 from spider.training.plan import OutputPlan
@@ -74,7 +72,7 @@ class RunDirectory:
         if reset_steps and origin is None:
             raise CheckpointError(f"--reset_steps: no checkpoint in {path} to take weights from; name one by --resume")
         origin = None if origin is None else Path(origin)
-        if origin is not None and origin.is_dir() and not is_export(origin) and not is_sharded(origin):
+        if origin is not None and holds_checkpoints(origin):
             raise CheckpointError(f"--resume: {origin} is not a checkpoint: it is a directory, and no export; "
                                   f"name one in it")
         begins_again = note is not None and not resume and not reset_steps
@@ -124,7 +122,7 @@ class RunDirectory:
         if not state:
             return progress
         if not self.reset_steps:
-            check_classes(self.origin, state, foreign_classes(model))
+            check_classes(self.origin, state, model)
         sharding_of(model).load_model(model, state["model_state_dict"])
         logger.info(self.start_line(state))
         changed = [f"{name} was {before}, is {is_now}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import ROOT, awake, run_flags, small_config, text
-from spider.model.foreign import foreign_classes
+from spider.training.checkpoint_contents import foreign_classes
 from spider.model.parameters import Optimizer, kinds_of
 from spider_model import Spider
 
