@@ -3,14 +3,13 @@
 import json
 import math
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
 
 from spider.model.engram_table import EngramTable
 from spider.training.checkpoint_contents import is_number
-from spider.training.metrics import numbers_of
+from spider.training.metrics import read_lines
 from spider.version import commit
 
 
@@ -35,11 +34,7 @@ def facts_of(path: Path, state: dict) -> dict:
 
 def lines_of(path: Path, state: dict) -> list[dict]:
     """Read the lines of metrics.jsonl up to a checkpoint; none where they are missing, or of another run."""
-    lines = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError):        # cut off or altered
-            if (numbers := numbers_of(line))["step"] <= state["step"]:
-                lines.append(numbers)
+    lines = [numbers for numbers in read_lines(path) if numbers["step"] <= state["step"]]
     own = lines and (lines[-1]["step"], lines[-1].get("bytes_seen")) == (state["step"], state.get("bytes_seen"))
     return lines if own else []
 

@@ -126,7 +126,6 @@ class _Match(torch.autograd.Function):
 class ByteEngram(nn.Module):
     """The memory at byte rate: rows of every order, and of what followed in the document, each weighed by a gate of the
     state where there is one."""
-    matrix_stacks = ("followed",)
 
     def __init__(self, config: "SpiderConfig", gated: bool):
         super().__init__()

@@ -10,8 +10,6 @@ far above the others leaves their scale alone: an arrow at the upper edge says h
 import math
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ from spider import console, files
 from spider.errors import DataError, UsageError
 from spider.flags import run_program
 from spider.training.machine import quiet
-from spider.training.metrics import numbers_of
+from spider.training.metrics import read_lines
 
 POINTS = 300                              # of a curve, each a mean over equally many steps
 SMOOTH = 1 / 40                           # of a curve to each side of a point, in its moving average
@@ -51,17 +49,10 @@ BY_SOURCE = "validation by source, bits per byte"
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the numbers of each line of metrics.jsonl that is one of a step; none where there is no such file."""
-    if not path.is_file():
-        return []
-    wanted, lines = {"step", "bytes_seen", *(name for panel in PANELS for name in (panel.name, panel.val))}, []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in iter(partial(file.readline, 1 << 16), ""):
-            with suppress(ValueError):                            # cut off or altered
-                lines.append({name: value for name, value in numbers_of(line).items()
-                              if (name in wanted or name.startswith(SOURCE)) and type(value) in (int, float)
-                              and abs(value) < 1e30})
-    return lines
+    """Read what is drawn of each line of metrics.jsonl; none where there is no such file."""
+    wanted = {"step", "bytes_seen", *(name for panel in PANELS for name in (panel.name, panel.val))}
+    return [{name: value for name, value in numbers.items() if (name in wanted or name.startswith(SOURCE))
+             and type(value) in (int, float) and abs(value) < 1e30} for numbers in read_lines(path)]
 
 
 def sources_of(runs: Iterable[list[dict]]) -> list[str]:

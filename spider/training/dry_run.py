@@ -23,7 +23,7 @@ from spider.training.checkpoint_files import checkpoint_paths, existing_parent
 from spider.training.machine import free_memory
 from spider.training.memory import describe_memory
 from spider.training.plan import Plan
-from spider.training.metrics import numbers_of
+from spider.training.metrics import read_lines
 from tokenizer import PAD_ID
 
 SAMPLED, AT_ONCE = 1 << 18, 1 << 14       # bytes of a source that its segments are measured on, and of them at a time
@@ -65,9 +65,8 @@ TOO_LONG = 30.0                           # seconds: a step that takes more at t
 
 def rate_of_run(directory: str, step: int) -> float | None:
     """Return the bytes/s of the last steps of a run in --ckpt_dir, of `step` bytes each; None where there are none."""
-    path = Path(directory) / "metrics.jsonl"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        lines = [numbers_of(line) for line in path.read_text().splitlines()[-100:]] if path.is_file() else []
+    with suppress(OSError, KeyError, TypeError):
+        lines = [*read_lines(Path(directory) / "metrics.jsonl")][-100:]
         rates = [float(line["tok_per_sec"]) for before, line in pairwise(lines)
                  if line["bytes_seen"] - before["bytes_seen"] == step]
         if rates and all(1e-3 < rate < 1e15 for rate in rates):

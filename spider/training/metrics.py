@@ -1,10 +1,12 @@
-"""metrics.jsonl: a line of JSON for each step, exact when a run resumes (`Metrics`); `numbers_of` reads a line."""
+"""metrics.jsonl: a line of JSON for each step, exact when a run resumes (`Metrics`); `read_lines` reads those
+that are sound."""
 
 import json
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from loguru import logger
@@ -12,6 +14,8 @@ from loguru import logger
 from spider import files
 from spider.errors import CheckpointError
 from spider.files import is_count
+
+LONGEST_LINE = 1 << 16                    # characters: what is longer is read in pieces, of which none is a line
 
 
 def numbers_of(line: str) -> dict:
@@ -26,6 +30,19 @@ def numbers_of(line: str) -> dict:
     if not isinstance(numbers, dict) or not is_count(numbers.get("step")):
         raise ValueError("it has no step")
     return numbers
+
+
+def read_lines(path: Path) -> Iterator[dict]:
+    """Yield the numbers of each line of metrics.jsonl that is sound; nothing where there is no such file."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in iter(partial(file.readline, LONGEST_LINE), ""):
+            try:
+                numbers = numbers_of(line)
+            except ValueError:            # cut off or altered
+                continue
+            yield numbers
 
 
 class Metrics:
