@@ -21,7 +21,7 @@ Parameters are fp32, or the type that they were given; products run in `Spider.c
 and losses are fp32 at least (`wide_dtype`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -39,7 +39,7 @@ from spider.model.compilation import compile_layers
 from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, SpiderConfig  # noqa: F401
 from spider.model.core_pass import CorePass, CoreStats, LayerCaches, LayerState
 from spider.model.costs import flops_per_byte
-from spider.model.decoding import DecodingState, check_ids, decoding_state, generate_batch, step
+from spider.model.decoding import DecodingMixin, check_ids
 from spider.model.engram import ByteEngram, Recalled, SegmentEngram
 from spider.model.engram_table import EngramTable
 from spider.model.halting import Halting
@@ -304,7 +304,7 @@ def add_losses(model: "Spider", out: SpiderOutput, labels: Tensor, stats: CoreSt
     return out
 
 
-class Spider(nn.Module):
+class Spider(DecodingMixin, nn.Module):
     """The model; see the head of the file for what it is made of.
 
     For one's own ideas (docs/guide/trying-an-idea.md) a subclass names other classes of layers, or overrides a method:
@@ -515,37 +515,6 @@ class Spider(nn.Module):
         all loops, micro-steps and ranks."""
         for layer, tokens in zip(() if self.core is None else self.core.layers, tokens_per_expert):
             layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Decoding
-
-    def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
-        """Make the state of `rows` rows that have read nothing yet; n_loops, or the config's."""
-        return decoding_state(self, rows, self.config.n_loops if n_loops is None else n_loops)
-
-    def step(self, input_ids: Tensor, state: DecodingState) -> Tensor:
-        """Feed input_ids [rows, n] int64 to a state, which advances: logits [rows, n, vocab_size], fp32, those of
-        `forward` in evaluation mode over all that the rows have read. The core runs where a segment ends, for all that
-        end here together. Inside `cast_weights_once` weights are cast for many steps at once.
-
-        RuntimeError in training mode, whose segments are drawn; ValueError for input_ids of another form."""
-        return step(self, input_ids, state)
-
-    def generate_batch(self, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
-                       top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None
-                       ) -> Iterator[list[int | None]]:
-        """Yield up to max_new_bytes times what each row writes next, see decoding.generate_batch."""
-        return generate_batch(self, logits, state, max_new_bytes, temperature, top_k, top_p, generator)
-
-    def generate(self, ids: list[int], max_new_bytes: int, temperature: float = 1.0, top_k: int | None = None,
-                 generator: torch.Generator | None = None, n_loops: int | None = None, top_p: float | None = None
-                 ) -> Iterator[int]:
-        """Yield up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; see `generate_batch`."""
-        state = self.decoding_state(n_loops=n_loops)
-        with self.cast_weights_once():
-            logits = self.step(torch.tensor([ids], device=self.embed_tokens.device), state)[:, -1]
-        for (byte,) in self.generate_batch(logits, state, max_new_bytes, temperature, top_k, top_p, generator):
-            yield byte
 
     # -----------------------------------------------------------------------------------------------------------------
     # Sizes and costs

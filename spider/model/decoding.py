@@ -1,7 +1,7 @@
 """Decode: feed bytes to a model step by step, carry its state from one to the next, draw and generate bytes.
 
-DecodingState is the state; `step` feeds bytes to it, equal to the full pass; `generate_batch` and `generate` write.
-Spider's methods of these names call them.
+DecodingState is the state; DecodingMixin gives Spider its methods: `step` feeds bytes to a state, equal to the full
+pass; `generate_batch` and `generate` write.
 """
 
 import math
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from spider.model.cache import Cache
-from spider.model.casting import cast_weights_once
 from spider.model.core_pass import CorePass
 from spider.model.engram import SegmentEngram
 from spider.model.packing import Packing, document_starts
@@ -86,38 +85,75 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
     return order.gather(1, torch.multinomial(ordered, 1, generator=generator)).squeeze(1)
 
 
-def decoding_state(model: nn.Module, rows: int, n_loops: int) -> DecodingState:
-    """Make the state of `rows` rows that have read nothing yet."""
-    c, weight = model.config, model.embed_tokens
-    latent = c.kv_lora_rank + c.qk_rope_head_dim
-    held, summed = (weight.new_zeros(0, dtype=dtype) for dtype in (model.compute_dtype, model.wide_dtype))
-    count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-    null = held.new_zeros(c.hidden_size) if model.core is None else model.null_rows().detach().to(held.dtype)
-    return DecodingState(
-        n_loops=n_loops, last_bytes=count.new_full((rows, c.longest_order), PAD_ID), position=count,
-        segments=count.clone(), summed=count.double(), open_segment=summed.new_zeros(rows, c.hidden_size),
-        open_bytes=summed.new_zeros(rows, 1), unpooled=null.repeat(rows, 1),
-        matches=count.new_zeros(1 + 2 * c.match_contexts, rows, 1),
-        byte_latents=held.new_zeros(c.n_prelude_layers + c.n_coda_layers, 1, rows, 1, latent),
-        segment_latents=held.new_zeros(c.n_recurrent_layers, n_loops, rows, 1, latent),
-        convolved=held.new_zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size))
+class DecodingMixin:
+    """The methods by which a Spider decodes."""
 
+    def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
+        """Make the state of `rows` rows that have read nothing yet; n_loops, or the config's."""
+        c, weight = self.config, self.embed_tokens
+        n_loops, latent = c.n_loops if n_loops is None else n_loops, c.kv_lora_rank + c.qk_rope_head_dim
+        held, summed = (weight.new_zeros(0, dtype=dtype) for dtype in (self.compute_dtype, self.wide_dtype))
+        count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+        null = held.new_zeros(c.hidden_size) if self.core is None else self.null_rows().detach().to(held.dtype)
+        return DecodingState(
+            n_loops=n_loops, last_bytes=count.new_full((rows, c.longest_order), PAD_ID), position=count,
+            segments=count.clone(), summed=count.double(), open_segment=summed.new_zeros(rows, c.hidden_size),
+            open_bytes=summed.new_zeros(rows, 1), unpooled=null.repeat(rows, 1),
+            matches=count.new_zeros(1 + 2 * c.match_contexts, rows, 1),
+            byte_latents=held.new_zeros(c.n_prelude_layers + c.n_coda_layers, 1, rows, 1, latent),
+            segment_latents=held.new_zeros(c.n_recurrent_layers, n_loops, rows, 1, latent),
+            convolved=held.new_zeros(len(c.engram_layers), n_loops, rows, 1, c.hidden_size))
 
-@torch.no_grad()
-def step(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
-    """Feed input_ids [rows, n] to a state and return logits [rows, n, vocab_size], see Spider.step.
+    @torch.no_grad()
+    def step(self, input_ids: Tensor, state: DecodingState) -> Tensor:
+        """Feed input_ids [rows, n] int64 to a state, which advances: logits [rows, n, vocab_size], fp32, those of
+        `forward` in evaluation mode over all that the rows have read. The core runs where a segment ends, for all that
+        end here together. Inside `cast_weights_once` weights are cast for many steps at once.
 
-    A pass reads at most PIECE bytes of one document in each row."""
-    if model.training:
-        raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
-    check_ids("input_ids", input_ids, len(state.position), "n")
-    n, ends = input_ids.shape[1], set()
-    if n > 1:
-        starts = document_starts(input_ids)
-        ends = {*range(PIECE, n, PIECE), *(starts[:, 1:].any(0).nonzero().flatten() + 1).tolist()}
-    with torch.inference_mode():          # a tenth faster
-        logits = [_read(model, part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)]
-    return torch.cat(logits, dim=1)       # an ordinary tensor again
+        A pass reads at most PIECE bytes of one document in each row. RuntimeError in training mode, whose segments are
+        drawn; ValueError for input_ids of another form."""
+        if self.training:
+            raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
+        check_ids("input_ids", input_ids, len(state.position), "n")
+        n, ends = input_ids.shape[1], set()
+        if n > 1:
+            starts = document_starts(input_ids)
+            ends = {*range(PIECE, n, PIECE), *(starts[:, 1:].any(0).nonzero().flatten() + 1).tolist()}
+        with torch.inference_mode():      # a tenth faster
+            logits = [_read(self, part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)]
+        return torch.cat(logits, dim=1)   # an ordinary tensor again
+
+    @torch.no_grad()
+    def generate_batch(self, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
+                       top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None
+                       ) -> Iterator[list[int | None]]:
+        """Yield up to max_new_bytes times what each row writes next, a list of ids (0-255), None once it has ended.
+
+        logits [rows, vocab_size] are those of the last byte that the state has read; what is yielded has been read as
+        well when the next is asked for. See `draw` for the rest. Weights must not change before it ends.
+        FloatingPointError where a logit is no finite number."""
+        ended, drawn = torch.zeros(len(logits), dtype=torch.bool, device=logits.device), None
+        with self.cast_weights_once():
+            for _ in range(max_new_bytes):
+                if drawn is not None:
+                    logits = self.step(drawn[:, None], state)[:, -1]
+                if not logits.isfinite().all():
+                    raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
+                drawn = torch.where(ended, PAD_ID, draw(logits, temperature, top_k, top_p, generator))
+                ended |= drawn == EOS_ID
+                if ended.all():
+                    return
+                yield [byte if byte < 256 else None for byte in drawn.tolist()]
+
+    def generate(self, ids: list[int], max_new_bytes: int, temperature: float = 1.0, top_k: int | None = None,
+                 generator: torch.Generator | None = None, n_loops: int | None = None, top_p: float | None = None
+                 ) -> Iterator[int]:
+        """Yield up to max_new_bytes ids (0-255) after the prefix `ids`, until EOS; see `generate_batch`."""
+        state = self.decoding_state(n_loops=n_loops)
+        with self.cast_weights_once():
+            logits = self.step(torch.tensor([ids], device=self.embed_tokens.device), state)[:, -1]
+        for (byte,) in self.generate_batch(logits, state, max_new_bytes, temperature, top_k, top_p, generator):
+            yield byte
 
 
 def _read(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
@@ -190,26 +226,3 @@ def _run_core(model: nn.Module, z: Tensor, cu_seqlens: Tensor, last_bytes: Tenso
     state.segment_latents, state.convolved = latents.held, convolved.held
     state.segments = state.segments + lengths
     return z
-
-
-@torch.no_grad()
-def generate_batch(model: nn.Module, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
-                   top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None
-                   ) -> Iterator[list[int | None]]:
-    """Yield up to max_new_bytes times what each row writes next, a list of ids (0-255), None once it has ended.
-
-    logits [rows, vocab_size] are those of the last byte that the state has read; what is yielded has been read as well
-    when the next is asked for. See `draw` for the rest. Weights must not change before it ends. FloatingPointError
-    where a logit is no finite number."""
-    ended, drawn = torch.zeros(len(logits), dtype=torch.bool, device=logits.device), None
-    with cast_weights_once(model):
-        for _ in range(max_new_bytes):
-            if drawn is not None:
-                logits = model.step(drawn[:, None], state)[:, -1]
-            if not logits.isfinite().all():
-                raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
-            drawn = torch.where(ended, PAD_ID, draw(logits, temperature, top_k, top_p, generator))
-            ended |= drawn == EOS_ID
-            if ended.all():
-                return
-            yield [byte if byte < 256 else None for byte in drawn.tolist()]
