@@ -175,9 +175,7 @@ class Step:
         """Do the step; return its statistics."""
         step = next(self.steps)
         batches = list(batches_of(self.loader, self.plan.batch, 0, self.world, step, step * self.plan.batch.sequences))
-        sums, tokens = train.accumulate(self.model, batches, self.plan.n_loops)
-        return train.update(self.model, self.optimizers, sums, tokens, sum(batch.real for batch in batches),
-                            self.plan.optimizer.grad_clip)
+        return train.step_alone(self.model, self.optimizers, batches, self.plan.n_loops, self.plan.optimizer.grad_clip)
 
     def flops(self, bytes_per_segment: float) -> float:
         """Count the FLOPs of a byte."""

@@ -497,6 +497,13 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     return sums, tokens
 
 
+def step_alone(model: Spider, optimizers: Optimizers, batches: list[Batch], n_loops: int, grad_clip: float = 1.0
+               ) -> dict:
+    """Do an optimizer step of a model outside of a run; return its statistics."""
+    sums, tokens = accumulate(model, batches, n_loops)
+    return update(model, optimizers, sums, tokens, sum(batch.real for batch in batches), grad_clip)
+
+
 def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], tokens: Tensor, real: int,
            grad_clip: float = 1.0, empty_tables: bool = False) -> dict:
     """Update weights from accumulated gradients; return the step's statistics, `real` bytes of which were not PAD.
@@ -540,9 +547,8 @@ def time_steps(plan: Plan, world: World, loader: Loader | None, model_class: typ
         start, first = time.perf_counter(), step * plan.batch.sequences
         batches = list(batches_of(loader, plan.batch, seed, world, step, first))
         model.dropout = dropout_at(schedule, loader, first)
-        sums, tokens = accumulate(model, batches, plan.n_loops)
         optimizers.set_lr(schedule.lr, lr_factor(step, plan.horizon, schedule))
-        update(model, optimizers, sums, tokens, sum(batch.real for batch in batches), plan.optimizer.grad_clip)
+        step_alone(model, optimizers, batches, plan.n_loops, plan.optimizer.grad_clip)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)

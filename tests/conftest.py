@@ -30,7 +30,7 @@ from spider.training.checkpoint import find_checkpoints
 from spider.training.plan import Plan
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
-from train import accumulate, command_line, update
+from train import command_line
 
 
 def pytest_collection_modifyitems(items):
@@ -98,12 +98,6 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
 def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
     """The plan that train.py makes of flags; without the machine's environment."""
     return train.settle(train.parse_args([*argv], environ=environ or {}), torch.device(device), **settings)
-
-
-def train_step(model: Spider, optimizers, batches: list, n_loops: int, grad_clip: float = 1.0) -> dict:
-    """A whole optimizer step; returns its statistics."""
-    real = sum(batch.real for batch in batches)
-    return update(model, optimizers, *accumulate(model, batches, n_loops), real, grad_clip)
 
 
 def gradients(model: Spider) -> dict:

@@ -11,8 +11,7 @@ import torch
 
 import spider_model
 import train
-from conftest import (assert_same, awake, final_state, gradients, metrics, run, run_flags, settled, small_config, text,
-                      train_step)
+from conftest import (assert_same, awake, final_state, gradients, metrics, run, run_flags, settled, small_config, text)
 from spider import errors
 from spider.data.loader import Loader, validation_sets
 from spider.data.shards import Shard, Source, Stream, mock_source
@@ -24,7 +23,7 @@ from spider.training.fp8 import convert_to_fp8, takes_fp8
 from spider.training.optim import Optimizers
 from spider.training.plan import BatchShape, OptimizerSettings
 from spider.training.stopping import Stopping
-from train import lr_factor, parse_args
+from train import lr_factor, parse_args, step_alone
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Schedules
@@ -74,7 +73,7 @@ def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
         optimizers.set_lr(0.0, 0.0)
         size = 8 // parts
         batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
-        results.append(train_step(model, optimizers, batches, 2))
+        results.append(step_alone(model, optimizers, batches, 2))
     for other in results[1:]:
         for key in ("loss", "grad_norm", "bytes_per_segment", "expert_balance"):
             assert other[key] == pytest.approx(results[0][key], rel=1e-4), key
@@ -117,7 +116,7 @@ def test_emptied_engram_rows_learn_as_at_the_start_not_less(tmp_path, shards):
         optimizers.set_lr(1e-3, 1.0)
         if reset:
             optimizers.reset_tables()
-        train_step(model, optimizers, [Batch.of(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2)
+        step_alone(model, optimizers, [Batch.of(text(8, 32, seed=1), text(8, 32, seed=2), 0)], 2)
         table = model.core.layers[1].engram.table.weight
         sums.append(float(optimizers.by_name["engram"].state[table]["sum"].max()))
     assert sums[1] < 100 * sums[0]
@@ -135,11 +134,11 @@ def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_ru
     model = awake(small_config())
     optimizers = Optimizers(model)
     batch = [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)]
-    train_step(model, optimizers, batch, 2)
+    step_alone(model, optimizers, batch, 2)
     with torch.no_grad():
         model.prelude[0].ffn.down_proj.weight[0, 0] = math.inf
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert train_step(model, optimizers, batch, 2)["skipped"]
+    assert step_alone(model, optimizers, batch, 2)["skipped"]
     assert_same(before, dict(model.state_dict()))
     directory = run(tmp_path, shards, "--ckpt_every", "1", steps=2)
     state = {path: path.read_bytes() for path in directory.glob("*.pt")}
@@ -240,7 +239,7 @@ def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
     optimizers = Optimizers(model, OptimizerSettings("adamw"))
     optimizers.set_lr(0.1, 1.0)
     ids = text(2, 64)
-    losses = [train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2)["loss"] for _ in range(2)]
+    losses = [step_alone(model, optimizers, [Batch.of(ids, ids, 0)], 2)["loss"] for _ in range(2)]
     assert losses[0] != losses[1] and all(getattr(m, "cast", None) is None for m in model.modules())
 
 

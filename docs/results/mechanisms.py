@@ -137,8 +137,8 @@ def fit(config: SpiderConfig, task: Task, steps: int, seed: int, lr: float = 0.0
         model.halting_warmup = min(1.0, (step + 1) / max(1, halting_from * steps))
         optimizers.set_lr(lr, train.lr_factor(step, steps, plan.schedule))
         ids, labels, _ = task(generator, rows)
-        sums = train.accumulate(model, [Batch.of(ids, labels, step * rows)], config.n_loops)
-        if train.update(model, optimizers, *sums, ids.numel(), plan.optimizer.grad_clip)["skipped"]:
+        batches = [Batch.of(ids, labels, step * rows)]
+        if train.step_alone(model, optimizers, batches, config.n_loops, plan.optimizer.grad_clip)["skipped"]:
             raise FloatingPointError(f"step {step}: loss or gradient is not finite")
     return model
 

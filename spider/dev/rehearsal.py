@@ -79,9 +79,8 @@ def rehearse(card: Card, flags: list[str], trainer: ModuleType) -> Step:
             model.sharding = sharding = Alone(trace, tracker)
             with marked(model, optimizers, trace), tracker, trace:
                 trace.phase = "cast"
-                sums, tokens = trainer.accumulate(model, [batch] * plan.batch.grad_accum, plan.n_loops)
-                trainer.update(model, optimizers, sums, tokens, batch.real * plan.batch.grad_accum,
-                               plan.optimizer.grad_clip)
+                trainer.step_alone(model, optimizers, [batch] * plan.batch.grad_accum, plan.n_loops,
+                                   plan.optimizer.grad_clip)
             memory = {getattr(kind, "value", kind): size
                       for kind, size in tracker.get_tracker_snapshot("peak")[torch.device("cuda", 0)].items()}
             del model, optimizers, batch

@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import train
-from conftest import awake, documents, gradients, settled, small_config, text, train_step
+from conftest import awake, documents, gradients, settled, small_config, text
 from spider.errors import UsageError
 from spider.model.packing import Packing
 from spider.training import machine
@@ -20,7 +20,7 @@ from spider.training.machine import resolve_compile, resolve_precision
 from spider.training.optim import Optimizers
 from spider.training.plan import BatchShape, OptimizerSettings
 from spider_model import Spider
-from train import parse_args
+from train import parse_args, step_alone
 
 
 def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
@@ -116,7 +116,7 @@ def test_graphs_settle_with_the_first_step_whatever_the_segments_documents_and_l
         ids = text(4, 64, seed=step)
         if step % 2:
             ids = torch.cat([documents(*(8,) * (step % 4), 64 - 8 * (step % 4), seed=step + i) for i in range(4)])
-        rates.add(train_step(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3)["bytes_per_segment"])
+        rates.add(step_alone(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3)["bytes_per_segment"])
         made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert max(rates) > 1.5 * min(rates) and made == [5] * 12
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -235,6 +235,6 @@ def test_compiled_layers_learn_on_a_gpu_what_they_learn_without(precision):
             if step % 2:
                 ids = torch.cat([documents(100, 156 - step, step, seed=step + i) for i in range(8)])
             batch = Batch.of(ids, ids, step).to(device)
-            losses[compiled].append(train_step(model, optimizers, [batch], 2)["loss"])
+            losses[compiled].append(step_alone(model, optimizers, [batch], 2)["loss"])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (compiled == "off" or graphs)
     assert losses["on"] == pytest.approx(losses["off"], rel=0.03)

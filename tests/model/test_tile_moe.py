@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from stand_in_kernels import INSTALLED, WIDTH, D, E, K, Kernels, N, kernels, routing  # noqa: F401
 
 import tile_moe
-from conftest import awake, small_config, text, train_step
+from conftest import awake, small_config, text
 from spider.training.batches import Batch
 from spider.training.optim import Optimizers
 from spider.training.plan import OptimizerSettings
 from tile_moe import moe_forward, route
+from train import step_alone
 
 
 def inputs(dtype):
@@ -227,7 +228,7 @@ def test_nan_scores_skip_the_step_and_leave_the_run_alive(kernels):
     model = awake(small_config())
     model.set_backend("tile")
     optimizers, ids = Optimizers(model, OptimizerSettings("adamw")), text(2, 32)
-    step = lambda: train_step(model, optimizers, [Batch.of(ids, ids, 0)], 2)
+    step = lambda: step_alone(model, optimizers, [Batch.of(ids, ids, 0)], 2)
     router = model.core.layers[0].moe.router.weight
     whole = router.detach().clone()
     router.data[1] = math.nan

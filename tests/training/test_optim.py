@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from conftest import awake, small_config, text, train_step
+from conftest import awake, small_config, text
 from spider.model import engram_table
 from spider.model.engram_table import EngramTable
 from spider.model.parameters import matrices_of
@@ -16,7 +16,7 @@ from spider.training.batches import Batch
 from spider.training.muon import Muon, orthogonalize
 from spider.training.optim import Optimizers, RowwiseAdagrad
 from spider.training.plan import OptimizerSettings
-from train import parse_args
+from train import parse_args, step_alone
 
 
 def test_orthogonalize_moves_singular_values_towards_one_for_every_matrix_of_a_stack():
@@ -85,18 +85,18 @@ def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(bac
         momentum = optimizers.by_name["muon"].state
         return {(name, i): (p[i].detach().clone(), momentum[p]["momentum_buffer"][i].clone())
                 for name, (p, _) in idle.items() for i in range(len(p))}
-    train_step(model, optimizers, batch, 3)
+    step_alone(model, optimizers, batch, 3)
     before = slices()
     assert all(momentum.any() for _, momentum in before.values())
     moe.expert_bias[1] = -100
     for _ in range(2):
-        train_step(model, optimizers, batch, 2)
+        step_alone(model, optimizers, batch, 2)
     after = slices()
     for (name, i), parts in before.items():
         for part, now in zip(parts, after[name, i]):
             assert torch.equal(part, now) == (i == idle[name][1]), (name, i)
     moe.expert_bias[1] = 0
-    train_step(model, optimizers, batch, 3)
+    step_alone(model, optimizers, batch, 3)
     assert not any(torch.equal(after[key][0], weight) for key, (weight, _) in slices().items())
 
 
@@ -152,7 +152,7 @@ def test_the_same_global_batch_moves_the_tables_alike_however_it_is_split(rows):
         size = 8 // parts
         for step in range(2):
             batches = [Batch.of(ids[i:i + size], labels[i:i + size], 500 + i) for i in range(0, 8, size)]
-            train_step(model, optimizers, batches, 2)
+            step_alone(model, optimizers, batches, 2)
         moved = {key: p.detach() - before[key] for key, p in model.named_parameters() if key in before}
         results.append((moved, [state["sum"] for state in optimizers.by_name["engram"].state.values()]))
     for moved, sums in results:
@@ -191,7 +191,7 @@ def test_what_tables_gathered_ends_with_the_step_whichever_way_it_ends():
     gather()
     model.prelude[0].ffn.down_proj.weight.data[0, 0] = math.nan
     model.zero_grad()
-    assert train_step(model, optimizers, batch, 2)["skipped"]
+    assert step_alone(model, optimizers, batch, 2)["skipped"]
     assert not any(table.gathered() for table in tables) and not any(table.weight.isnan().any() for table in tables)
     other.to("meta").to_empty(device="cpu").init_weights()
     assert not any(table.gathered() for table in other.modules() if isinstance(table, EngramTable))
