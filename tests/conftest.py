@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 CACHE = tempfile.TemporaryDirectory()     # before transformers is imported: no network, nothing in the home directory
 os.environ |= dict(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ["OMP_NUM_THREADS"] = "1"       # before torch is: to small models more give nothing, and workers share cores
 
 import data
 import train
@@ -51,19 +53,26 @@ def interrupts():
 
 @pytest.fixture(scope="session")
 def processes():
-    """A server from which ranks are forked, see training/jobs.py."""
+    """A server that has imported everything, from which runs, ranks and scripts are forked in a tenth of a second."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training.jobs", "bitsandbytes"])
+    context.set_forkserver_preload(["training.jobs", "runs", "scripts", "bitsandbytes"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))         # it does not take sys.path from here
+        forkserver.ensure_running()
     return context
+
+
+def do_nothing_slow(patch=setattr):
+    """Have runs draw no curves.png and dry runs time no step: both take longer than the rest of them.
+    tests/training/test_curves.py and tests/test_cost.py have them do it."""
+    patch(curves, "draw_curves", lambda *_: None)
+    patch(train, "time_steps", lambda *_: 1000.0)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_slow():
-    """Runs draw no curves.png, and dry runs time no step: both take longer than the rest of them.
-    tests/training/test_curves.py and tests/test_cost.py have them do it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "draw_curves", lambda *_: None)
-        patch.setattr(train, "time_steps", lambda *_: 1000.0)
+        do_nothing_slow(patch.setattr)
         yield
 
 

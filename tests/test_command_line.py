@@ -12,6 +12,7 @@ import pytest
 
 import train
 from conftest import ROOT, SMALL, contents, run, run_flags
+from scripts import VARIABLES, forked
 from spider.errors import UsageError
 from spider.flags import in_words
 from spider.model import config
@@ -27,7 +28,7 @@ ORIGINALS = {"seq_len": 2048, "micro_batch": 64, "grad_accum": 1, "n_loops": 6, 
 
 def command(*argv, cwd, script="train.py", **environ):
     """Runs a script as a user would; returns the finished process."""
-    env = {k: v for k, v in os.environ.items() if k not in {flag.env for flag in FLAGS}} | environ
+    env = {k: v for k, v in os.environ.items() if k not in VARIABLES} | environ
     return subprocess.run([sys.executable, str(ROOT / script), *map(str, argv)], cwd=cwd, env=env, text=True,
                           errors="replace", capture_output=True, timeout=600)
 
@@ -164,8 +165,9 @@ def test_unknown_and_abbreviated_flags_are_refused(capsys):
     assert "--seq" in refused(["--seq", "3"], capsys)
 
 
-def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(tmp_path):
-    done = command("--mock_data", "--max_steps", "20", "--seq_len", "128", "--micro_batch", "2", cwd=tmp_path)
+def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(tmp_path, processes):
+    argv = ("--mock_data", "--max_steps", "20", "--seq_len", "128", "--micro_batch", "2")
+    done = command(*argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "checkpoints/mock/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 21))
@@ -182,9 +184,9 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
     for said in ("model tiny", "precision", "experts grouped", "optimizer muon", "step 20/20", "bytes/s",
                  "bytes/segment", "loops", "balance", "GB", "ETA"):
         assert said in done.stderr, said
-    again = command("--mock_data", "--max_steps", "20", "--seq_len", "128", "--micro_batch", "2", cwd=tmp_path)
+    again = forked(processes, *argv, cwd=tmp_path)
     assert again.returncode == 0 and "nothing to do" in again.stderr
-    spoken = command("checkpoints/mock", "--prompt", "ba", "--bytes", "20", cwd=tmp_path, script="sample.py")
+    spoken = forked(processes, "checkpoints/mock", "--prompt", "ba", "--bytes", "20", cwd=tmp_path, script="sample")
     assert spoken.returncode == 0 and spoken.stdout.startswith("ba")
 
 
@@ -222,12 +224,8 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_nobody_reading_the_dry_run_any_more_is_no_fault(tmp_path):
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run([sys.executable, ROOT / "train.py", "--dry_run", "--mock_data", "--model", "tiny"],
-                          cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=600)
-    os.close(write)
+def test_nobody_reading_the_dry_run_any_more_is_no_fault(tmp_path, processes):
+    done = forked(processes, "--dry_run", "--mock_data", "--model", "tiny", cwd=tmp_path, read=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -241,34 +239,31 @@ def test_the_originals_commands_parse():
 
 def test_what_libraries_lack_is_not_told_and_what_the_environment_says_is(tmp_path):
     done = command("--mock_data", "--max_steps", "1", "--micro_batch", "2", "--eval_every", "0", "--precision", "fp8",
-                   "--optimizer", "adamw8bit", cwd=tmp_path, SEQ_LEN="64", N_LOOPS="1")
+                   "--optimizer", "adamw8bit", "--set", SMALL, cwd=tmp_path, SEQ_LEN="64", N_LOOPS="1")
     assert done.returncode == 0, done.stderr
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in done.stderr.splitlines()), done.stderr
     assert "from the environment: N_LOOPS=1 SEQ_LEN=64" in done.stderr
 
 
-def test_wandb_is_used_only_with_a_run_name_and_works_offline(tmp_path):
-    base = ("--mock_data", "--max_steps", "2", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0")
-    assert command(*base, "--ckpt_dir", "a", cwd=tmp_path).returncode == 0
-    assert not (tmp_path / "wandb").exists()
-    done = command(*base, "--ckpt_dir", "b", "--run", "smoke", cwd=tmp_path, WANDB_MODE="offline",
-                   WANDB__SERVICE_WAIT="300")
-    assert done.returncode == 0, done.stderr
-    for flags in (("--run", "smoke", "--max_steps", "3"), ("--run", "other", "--max_steps", "4"),
-                  ("--run", "other", "--max_steps", "5", "--resume", str(tmp_path / "b" / "spider-step3.pt"))):
-        done = command(*base, "--ckpt_dir", "b", *flags, cwd=tmp_path, WANDB_MODE="offline",
-                   WANDB__SERVICE_WAIT="300")
+def test_wandb_is_used_only_with_a_run_name_and_works_offline(tmp_path, shards, processes):
+    settings = dict(WANDB_MODE="offline", WANDB__SERVICE_WAIT="300")
+    back = ("--resume", str(tmp_path / "run" / "spider-step3.pt"))
+    for steps, flags in enumerate(((), ("--run", "smoke"), ("--run", "smoke"), ("--run", "other"),
+                                   ("--run", "other", *back)), 1):
+        assert (tmp_path / "wandb").exists() == (steps > 2)
+        argv = run_flags(shards, tmp_path / "run", "--eval_every", "0", *flags, steps=steps)
+        done = forked(processes, *argv, cwd=tmp_path, **settings)
         assert done.returncode == 0, done.stderr
     smoke, again, other, back = sorted((tmp_path / "wandb").glob("offline-run-*"), key=os.path.getmtime)
     names = [path.name.rpartition("-")[2] for path in (smoke, again, other, back)]
     assert names[0] == names[1] and len({*names}) == 3     # the name goes on, unless it is another or the run goes back
 
 
-def test_the_profiler_leaves_a_trace(tmp_path):
-    done = command("--mock_data", "--max_steps", "6", "--seq_len", "64", "--micro_batch", "2", "--eval_every", "0",
-                   "--profile", cwd=tmp_path)
+def test_the_profiler_leaves_a_trace(tmp_path, shards, processes):
+    argv = run_flags(shards, tmp_path / "run", "--eval_every", "0", "--profile")
+    done = forked(processes, *argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "checkpoints/mock/trace.json").stat().st_size > 1000
+    assert (tmp_path / "run" / "trace.json").stat().st_size > 1000
 
 
 @pytest.mark.gpu
@@ -372,10 +367,8 @@ def test_torchrun_is_told_the_line_that_ended_a_rank(tmp_path, monkeypatch, caps
     assert told == capsys.readouterr().err.strip() and told.startswith("train.py: error: --lr: '-1' is not a number")
 
 
-def test_a_finished_run_names_its_curves_and_the_next_command(tmp_path, capsys):
-    argv = ["--mock_data", "--max_steps", "1", "--seq_len", "64", "--device", "cpu",
-            "--ckpt_dir", str(tmp_path / "run")]
-    assert train.command_line(argv) == 0
+def test_a_finished_run_names_its_curves_and_the_next_command(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--eval_every", "0", steps=1)
     done, after, curves = [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()[-3:]]
-    assert done.startswith("done: step 1") and after == f"next: python sample.py {tmp_path / 'run'}"
-    assert curves == f"curves: {tmp_path / 'run' / 'curves.png'}"
+    assert done.startswith("done: step 1") and after == f"next: python sample.py {directory}"
+    assert curves == f"curves: {directory / 'curves.png'}"

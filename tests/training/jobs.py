@@ -12,10 +12,9 @@ import sys
 import time
 
 import pytest
-import torch
 
 import train
-from conftest import ROOT, metrics
+from conftest import ROOT, do_nothing_slow, metrics
 from spider.errors import DataError
 from spider.model import parameters
 from spider.training import batches, checkpoint_format, checkpoint_writer, muon
@@ -128,11 +127,11 @@ def stop_early(step):
 
 def child(rank, ranks, ports, argvs, log, faults):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                       MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+                       MASTER_ADDR="127.0.0.1")
     stream = open(log, "a", buffering=1)
     os.dup2(stream.fileno(), 2)
     sys.stderr = stream
-    torch.set_num_threads(1)
+    do_nothing_slow()
     muon.multiplies_bf16 = lambda device: False  # Muon's products too in fp32, where another order of sums shows least
     for fault, victim, step in faults:
         if victim == rank:
@@ -176,7 +175,7 @@ class Job:
 def torchrun(argv, *more):
     return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                              *more, "train.py", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                            start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                            start_new_session=True)
 
 
 def workers(directory) -> list[int]:

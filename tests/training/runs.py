@@ -1,14 +1,12 @@
 """Shared by tests of whole runs: comparison of runs, runs in processes of their own, the state of a run."""
 
-import multiprocessing
 import os
 import resource
 import sys
 import time
 
 import pytest
-import torch
-from conftest import assert_same, final_state, make_shards, metrics, run
+from conftest import assert_same, do_nothing_slow, final_state, make_shards, metrics, run
 
 import train
 from spider.data import loader
@@ -24,7 +22,7 @@ def assert_same_runs(one, other):
 def child(argv, log, slow=None, file_limit=None, patience=train.STEP_PATIENCE, deaf=False):
     """A run in a forked process, stderr in a file; a function named `slow` ("module.name") takes a minute instead."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    torch.set_num_threads(1)
+    do_nothing_slow()
     train.STEP_PATIENCE = patience
     if slow:
         module, name = slow.split(".")
@@ -40,14 +38,6 @@ def child(argv, log, slow=None, file_limit=None, patience=train.STEP_PATIENCE, d
         os.close(read)
         os.dup2(write, 2)
     sys.exit(train.command_line(argv))
-
-
-@pytest.fixture(scope="session")
-def processes():
-    """Forks from a server that has imported everything: a run starts within half a second."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runs", "bitsandbytes"])
-    return context
 
 
 def start(processes, tmp_path, argv, **faults):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_same, final_state, metrics, run, run_flags
-from runs import assert_same_runs, processes, start, until  # noqa: F401
+from runs import assert_same_runs, start, until
 
 from spider.training import checkpoint_writer
 from spider.training.checkpoint_writer import CheckpointWriter

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from conftest import final_state, metrics, run, run_flags
-from runs import assert_same_runs, processes, start, until, until_said  # noqa: F401
+from runs import assert_same_runs, start, until, until_said
 
 import train
 from spider import errors

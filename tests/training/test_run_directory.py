@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same, final_state, metrics, run, run_flags
-from runs import assert_same_runs, processes, start, until_said  # noqa: F401
+from runs import assert_same_runs, start, until_said
 
 import train
 from spider.training import run_directory

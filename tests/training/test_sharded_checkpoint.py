@@ -174,7 +174,6 @@ def test_for_one_file_the_first_rank_takes_memory_for_one_state_and_the_others_n
 def killed(argv, log, module, name):
     """A run that sleeps where a function is to be called, once there is a checkpoint."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    torch.set_num_threads(1)
     function = getattr(globals()[module], name)
 
     def sleeps(*given):
