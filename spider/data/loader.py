@@ -88,7 +88,9 @@ class Loader:
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int, seed: int):
-        self.stream, self.offsets = join([source.train for source in sources])
+        streams = [source.train for source in sources]
+        self.stream = Stream([shard for stream in streams for shard in stream.shards])
+        self.offsets = np.array([0, *accumulate(map(len, streams))][:-1])                    # where each begins
         self.seq_len, self.seed = seq_len, seed
         self.targets = np.array([len(source.train) - 1 for source in sources])
         self.windows = -(-self.targets // seq_len)                                    # in an epoch
@@ -160,12 +162,6 @@ class Loader:
         stop = head + permute(position, windows, keys) * self.seq_len
         begin = self.offsets[source]
         return begin + np.maximum(stop - self.seq_len, 0), begin + np.minimum(stop, targets)
-
-
-def join(streams: Sequence[Stream]) -> tuple[Stream, np.ndarray]:
-    """Return streams as one, and where each begins in it, int64 [len(streams)]."""
-    offsets = np.array([0, *accumulate(map(len, streams))][:-1])
-    return Stream([shard for stream in streams for shard in stream.shards]), offsets
 
 
 def cut_rows(stream: Stream, start: np.ndarray, stop: np.ndarray, seq_len: int):

@@ -9,7 +9,7 @@ where the model has classes that Spider has not.
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import nn
@@ -100,15 +100,6 @@ CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage
                  classes=lambda value: isinstance(value, list) and all(type(name) is str for name in value)))
 
 
-def fits_field(value, default) -> bool:
-    """Tell whether a value of a checkpoint's cfg is of its field's kind, and no size that takes long only to look
-    at."""
-    if type(default) is tuple:
-        return type(value) in (tuple, list) and all(fits_field(entry, 0) for entry in value)
-    return (type(value) is type(default) or type(default) is float and type(value) is int) and (
-        type(value) is not int or value < 1 << 32)
-
-
 def check_state(path: Path, state, required: set[str] = REQUIRED):
     """Raise CheckpointError unless a state has what the contract names, and its plain values are as a run writes
     them."""
@@ -121,8 +112,9 @@ def check_state(path: Path, state, required: set[str] = REQUIRED):
         wrong.append("average_loss")
     if not wrong and state.get("owed") and not 0 < state["owed"]["step"] == state["step"]:
         wrong.append("owed")
-    if not wrong:
-        wrong = [f"cfg.{f.name}" for f in fields(SpiderConfig)
-                 if f.name in state["cfg"] and not fits_field(state["cfg"][f.name], f.default)]
     if wrong:
         raise CheckpointError(f"{path}: {', '.join(wrong[:3])}: not what a Spider checkpoint has there")
+    try:
+        SpiderConfig(**state["cfg"])
+    except (TypeError, ValueError) as fault:
+        raise CheckpointError(f"{path}: cfg: {fault}") from None

@@ -115,7 +115,7 @@ SPOILT = {
     "pipe for config": (pipe("config.json"), "no regular file"),
     "another model": (spoil_config(lambda c: c.pop("spider")), "spider"),
     "foreign field": (spoil_config(lambda c: c["spider"].update(code="x")), "unexpected keyword argument 'code'"),
-    "odd size": (spoil_config(lambda c: c["spider"].update(hidden_size=1 << 40)), "cfg.hidden_size"),
+    "odd size": (spoil_config(lambda c: c["spider"].update(hidden_size=1 << 40)), "cfg: hidden_size"),
     "other size": (spoil_config(lambda c: c["spider"].update(hidden_size=48)), "weights differ from its cfg's"),
     "many layers": (spoil_config(lambda c: c["spider"].update(n_coda_layers=200)), "more layers than there are"),
     "nan": (spoil_config(lambda c: c["spider"].update(rope_theta=float("nan"))), "rope_theta"),
