@@ -182,7 +182,7 @@ class Step:
         return self.model.flops_per_byte(bytes_per_segment, self.plan.n_loops, self.plan.batch.seq_len)
 
 
-def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int = 7):
+def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int):
     """Measure variants of the training step, in turn where memory allows (CPU), else one after the other."""
     rows, built = [], {}
     for label, flags in variants:

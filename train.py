@@ -195,7 +195,7 @@ from spider.model.engram_table import EngramTable
 from spider.model.parameters import ENGRAM_TABLES, kinds_of
 from spider.training import machine
 from spider.training.batches import Batch, Feed, batches_of
-from spider.training.checkpoint_contents import foreign_classes, run_state
+from spider.training.checkpoint_contents import run_state
 from spider.training.curves import write_curves
 from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook,
                                      print_tables, print_verdict, segment_lengths, segment_warnings)
@@ -695,9 +695,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     stopping = Stopping(stop, writer, progress.step, last_step, plan.optimizer.max_skipped, out.patience, world)
 
     def save():
-        state = run_state(sharding_of(model).model_state(model), optimizers.state_dict(), model.config, progress,
-                          identity.recipe, identity.flags, loader.targets.tolist(), foreign_classes(model))
-        writer.save(state, metrics_file.sync)
+        writer.save(run_state(model, optimizers, progress, identity, loader.targets.tolist()), metrics_file.sync)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The loop

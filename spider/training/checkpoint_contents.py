@@ -18,17 +18,20 @@ from spider.errors import CheckpointError
 from spider.files import is_count
 from spider.model.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.training.progress import RunProgress
+from spider.training.run_identity import RunIdentity
+from spider.training.sharding import sharding_of
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 
 
-def run_state(weights: Mapping, optimizer_state: Mapping, config: SpiderConfig, progress: RunProgress, recipe: str,
-              flags: Mapping[str, object], targets: Sequence[int], classes: Sequence[str] = ()) -> dict:
+def run_state(model: nn.Module, optimizers, progress: RunProgress, identity: RunIdentity,
+              targets: Sequence[int]) -> dict:
     """Put together what a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed,
-    step). `classes`: of the model's layers that are not Spider's own."""
-    state = dict(model_state_dict=weights, optimizer_state_dict=optimizer_state, recipe=recipe, cfg=asdict(config),
-                 flags=dict(flags), targets=list(targets), exploded=progress.exploded, **asdict(progress))
-    return state | (dict(classes=list(classes)) if classes else {})
+    step). targets: bytes to train on, by source."""
+    state = dict(model_state_dict=sharding_of(model).model_state(model), optimizer_state_dict=optimizers.state_dict(),
+                 recipe=identity.recipe, cfg=asdict(model.config), flags=dict(identity.flags), targets=list(targets),
+                 exploded=progress.exploded, **asdict(progress))
+    return state | (dict(classes=classes) if (classes := foreign_classes(model)) else {})
 
 
 OURS = ("spider", "spider_model", "tile_moe", "torch", "torchao", "builtins")

@@ -44,11 +44,10 @@ class RunDirectory:
     Of several ranks the first one alone looks into it, reads and writes, and tells the others what it found.
     """
 
-    def __init__(self, path: Path, resume: str | None, reset_steps: bool, closing: ExitStack, look_only: bool = False,
-                 world: World | None = None, mock_data: bool = False, model_class: type[nn.Module] | None = None):
+    def __init__(self, path: Path, resume: str | None, reset_steps: bool, closing: ExitStack, look_only: bool,
+                 world: World, mock_data: bool, model_class: type[nn.Module]):
         self.path, self.closing, self.is_locked, self.model_class = path, closing, False, model_class
-        self.is_named, self.mock_data = bool(resume), mock_data
-        self.world = World() if world is None else world
+        self.is_named, self.mock_data, self.world = bool(resume), mock_data, world
         self.found, self.origin, self.begins_again, self.reset_steps, self.starts_over, self.lineage = (
             self.world.on_rank0(lambda: self._look(resume, reset_steps, look_only)))
 
