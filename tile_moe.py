@@ -293,19 +293,6 @@ class _Reduce(torch.autograd.Function):
         return _expand(grad, *ctx.saved_tensors, ctx.tile), None, None, None
 
 
-class _Weigh(torch.autograd.Function):
-    """Weights of slots [N * k] placed at their rows, [rows]; 0 where nothing lies."""
-
-    @staticmethod
-    def forward(ctx, weights, row, rows):
-        ctx.save_for_backward(row)
-        return weights.new_zeros(rows).scatter_(0, row, weights)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.index_select(0, *ctx.saved_tensors), None, None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Routing
 
@@ -472,7 +459,8 @@ def row_bound(slots: int, experts: int) -> int:
 def _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, tile):
     row, source, expert_end = expert_rows
     rows = _Expand.apply(x, row, source, tile)                                                # [P, D]
-    row_weights = _Weigh.apply(topk_weights.to(x.dtype).flatten(), row.flatten().long(), len(source))
+    weights = topk_weights.to(x.dtype).flatten()
+    row_weights = weights.new_zeros(len(source)).scatter_(0, row.flatten().long(), weights)   # 0 where nothing lies
     gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]
     hidden = F.silu(gate) * up * row_weights[:, None]  # weighted where a row is narrowest
     return _Reduce.apply(product(hidden, w_down, expert_end), row, source, tile)
