@@ -692,7 +692,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     feed = Feed(loader, batch, plan.schedule.seed, world, progress, closing)
     run = Run(plan, model, optimizers, loader, feed, progress, world, horizon, cache(model.flops_per_byte))
     optimizers.set_lr(plan.schedule.lr, lr_factor(max(0, progress.step - 1), horizon, plan.schedule))  # as saved
-    stopping = Stopping(stop, writer, progress.step, last_step, plan.optimizer.max_skipped, out.patience, world)
+    stopping = Stopping(stop, writer, progress.step, last_step, plan.optimizer.max_skipped, out.patience)
 
     def save():
         writer.save(run_state(model, optimizers, progress, identity, loader.targets.tolist()), metrics_file.sync)

@@ -22,6 +22,7 @@ from spider.training.batches import Batch
 from spider.training.fp8 import convert_to_fp8, takes_fp8
 from spider.training.optim import Optimizers
 from spider.training.plan import BatchShape, OptimizerSettings
+from spider.training.ranks import World
 from spider.training.stopping import Stopping
 from train import lr_factor, parse_args, step_alone
 
@@ -418,7 +419,8 @@ def test_tables_of_a_mixture_are_emptied_as_a_pass_over_it_begins_and_for_a_smal
 def test_the_time_left_counts_evaluations_and_samples_to_come():
     out = settled("--eval_every", "4", "--sample_every", "10").output
     assert [out.pauses(step, 10) for step in (1, 3, 4, 8, 10)] == [4, 4, 4, 3, 2]
-    stopping = Stopping(SimpleNamespace(asked=None, patience=lambda seconds: nullcontext()), None, 0, 10, 1)
+    stop = SimpleNamespace(asked=None, world=World(), patience=lambda seconds: nullcontext())
+    stopping = Stopping(stop, None, 0, 10, 1)
     with stopping.pause(2):
         stopping.began -= 7000.0           # seconds that went by
     stopping.paused = 6000.0               # of which the pause took so many

@@ -89,9 +89,9 @@ class Stopping:
     """
 
     def __init__(self, stop: StopSignals, writer: CheckpointWriter, start: int, last_step: int, max_skipped: int,
-                 patience: int = 0, world: World | None = None):
-        self.stop, self.writer, self.max_skipped, self.patience = stop, writer, max_skipped, patience
-        self.world = World() if world is None else world
+                 patience: int = 0):
+        self.stop, self.writer, self.max_skipped, self.patience, self.world = (
+            stop, writer, max_skipped, patience, stop.world)
         self.world.own_votes |= {number.name: lambda number=number: stop.asked == number for number in STOPS}
         self.world.own_votes["retry"] = lambda: writer.retry_is_due()
         self.world.check_signals = self._check_signals
