@@ -50,10 +50,16 @@ class Live(TorchDispatchMode):
         self.live -= size
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16"))
-@pytest.mark.parametrize("lengths", ((256,), (129, 127)), ids=("whole rows", "halves"))
-@pytest.mark.parametrize("flags", (("--recompute", "all"), ("--recompute", "core"),
-                                   ("--recompute", "nothing", "--grad_accum", "2")), ids=("least", "less", "more"))
+RECOMPUTED = dict(least=("--recompute", "all"), less=("--recompute", "core"),
+                  more=("--recompute", "nothing", "--grad_accum", "2"))
+LENGTHS = {"whole rows": (256,), "halves": (129, 127)}
+TELLING = "least-halves-bf16", "less-whole rows-fp32", "more-whole rows-bf16", "more-halves-fp32"
+
+
+@pytest.mark.parametrize("flags, lengths, precision", [
+    pytest.param(flags, lengths, precision, id=name, marks=() if name in TELLING else pytest.mark.slow)
+    for recomputed, flags in RECOMPUTED.items() for rows, lengths in LENGTHS.items() for precision in ("fp32", "bf16")
+    for name in (f"{recomputed}-{rows}-{precision}",)])
 def test_the_memory_that_is_estimated_bounds_what_a_step_takes_whatever_its_documents(lengths, flags, precision):
     """Halves are the worst case, if one row is whole: all of them are filled up to its length."""
     plan = settled("--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--n_loops", "2", "--precision",

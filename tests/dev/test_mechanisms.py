@@ -52,6 +52,7 @@ def test_a_question_for_a_word_has_the_last_digit_of_its_name():
     assert (labels >= 0).sum() > 20
 
 
+@pytest.mark.slow
 def test_loops_solve_what_one_layer_cannot_and_halting_spends_them_on_depth():
     one = trained(few_chains, 150)["accuracy"]
     looped = trained(few_chains, 150, n_loops=3, act=True)

@@ -105,6 +105,7 @@ def test_without_a_cuda_build_or_a_compiler_nothing_is_rehearsed_and_one_line_sa
 SMALL_STEP = ("--model", "tiny", "--set", SMALL, "--seq_len", "64", "--micro_batch", "4", "--n_loops", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_step_passes_the_checks_of_a_gpus_operations_in_any_build():
     """Forward, recomputation, backward and update, with kernels that a CPU has not: their shapes, types, strides."""

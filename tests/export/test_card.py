@@ -58,9 +58,13 @@ def test_a_model_card_holds_whatever_a_stranger_wrote_as_json_alone(checkpoint, 
     assert config["max_position_embeddings"] == 48 and card.isascii()
 
 
-@pytest.mark.parametrize("value", ("Infinity", "-Infinity", "NaN", "1e999", "-1", "true", "null", '"<b>"', "[]",
-                                   "9" * 400))
-@pytest.mark.parametrize("name", ("val_bpb", "step", "bytes_seen"))
+VALUES = ("Infinity", "-Infinity", "NaN", "1e999", "-1", "true", "null", '"<b>"', "[]", "9" * 400)
+
+
+@pytest.mark.parametrize("name, value", (
+    *(("val_bpb", value) for value in VALUES),
+    *(pytest.param(name, value, marks=() if value in ("1e999", '"<b>"') else pytest.mark.slow)
+      for name in ("step", "bytes_seen") for value in VALUES)))
 def test_figures_of_metrics_that_no_run_writes_are_passed_over(checkpoint, tmp_path, name, value):
     state = torch.load(checkpoint)
     torch.save(state, tmp_path / "spider-step6.pt")

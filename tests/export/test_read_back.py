@@ -163,8 +163,8 @@ def shards_of_words(directory: Path, seed: int) -> Path:
 def test_a_few_steps_from_weights_are_worth_more_than_as_many_from_none(tmp_path):
     before, after = (shards_of_words(tmp_path / f"words-{seed}", seed) for seed in (1, 2))
     flags = ("--micro_batch", "8", "--warmup_steps", "5", "--eval_every", "1000")
-    base = run(tmp_path, before, *flags, "--target_tokens", "15360", steps=60, ckpt="base")
-    origin = ("--resume", str(base / "spider-step60.pt"), "--reset_steps")
+    base = run(tmp_path, before, *flags, "--target_tokens", "5120", steps=20, ckpt="base")
+    origin = ("--resume", str(base / "spider-step20.pt"), "--reset_steps")
     scratch, adapted = (metrics(run(tmp_path, after, *flags, "--target_tokens", "2560", *start, steps=10, ckpt=name))
                         for name, start in (("scratch", ()), ("adapted", origin)))
     assert adapted[-1]["val_loss"] < scratch[-1]["val_loss"] - 0.5

@@ -69,7 +69,12 @@ def check_steps(model: Spider, rows: torch.Tensor, ends: list[int], n_loops: int
     return full
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+TELLING = ("nothing", "every byte", "places in words", "core", "act", "two segment engrams", "matches", "since words",
+           "any engram", "coda", "all but a window")
+
+
+@pytest.mark.parametrize("cut", [pytest.param(cut, id=name, marks=() if name in TELLING else pytest.mark.slow)
+                                 for name, cut in CUTS.items()])
 def test_steps_equal_the_full_pass_at_every_byte_whatever_is_cut_out(cut):
     model, rows, numbers = halting_model(**cut), rows_of_documents(), random.Random(len(cut))
     for ends in ([], list(range(1, 48)), sorted(numbers.sample(range(1, 48), 6))):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import final_state, metrics, run, run_flags
+from conftest import final_state, make_shards, metrics, run, run_flags
 from runs import assert_same_runs, start, until, until_said
 
 import train
@@ -49,9 +49,11 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(tmp_p
     assert not saving() and inside > kills / 4
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
-@pytest.mark.parametrize("slow", (None, "train.evaluate", "train.print_sample"))
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, shards, processes, number, slow):
+@pytest.mark.parametrize("slow, number", (
+    (None, signal.SIGTERM), ("train.evaluate", signal.SIGINT), ("train.print_sample", signal.SIGTERM),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (None, signal.SIGINT), ("train.evaluate", signal.SIGTERM), ("train.print_sample", signal.SIGINT)))))
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, shards, processes, slow, number):
     flags = ("--eval_every", "7")
     sampling = ("--sample_every", "7") if slow == "train.print_sample" else ()
     argv = run_flags(shards, tmp_path / "stopped", *flags, *sampling, steps=100_000)
@@ -165,7 +167,16 @@ def test_a_micro_batch_that_no_memory_holds_is_refused_at_start(tmp_path, shards
     assert not (tmp_path / "run").exists()
 
 
-def test_want_of_memory_in_an_evaluation_loses_no_step_either(tmp_path, shards, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The directory of a run of six steps, beside its data."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    return run(root, make_shards(root / "data"))
+
+
+def test_want_of_memory_in_an_evaluation_loses_no_step_either(tmp_path, undisturbed, monkeypatch, capsys):
+    shards = undisturbed.parent / "data"
+
     def failing(*args):
         raise MemoryError("Unable to allocate 14.9 GiB")
     monkeypatch.setattr(train, "evaluate", failing)
@@ -173,7 +184,7 @@ def test_want_of_memory_in_an_evaluation_loses_no_step_either(tmp_path, shards, 
     assert "14.9 GiB were asked for" in capsys.readouterr().err.splitlines()[-1]
     assert final_state(tmp_path / "run")["owed"]["step"] == 4
     monkeypatch.undo()
-    assert_same_runs(run(tmp_path, shards), run(tmp_path, shards, ckpt="whole"))
+    assert_same_runs(run(tmp_path, shards), undisturbed)
 
 
 @pytest.mark.parametrize("fault,said", (
@@ -182,9 +193,9 @@ def test_want_of_memory_in_an_evaluation_loses_no_step_either(tmp_path, shards, 
                   "allocate 80000000000 bytes. Error code 12"), "80000000000 bytes were asked for"),
     (MemoryError("Unable to allocate 14.9 GiB for an array"), "14.9 GiB were asked for"),
     (errors.DataError("a.bin: changed during the run"), "a.bin: changed")))
-def test_want_of_memory_and_bad_data_end_a_run_with_advice_and_lose_no_step(tmp_path, shards, monkeypatch, capsys,
-                                                                           fault, said):
-    accumulate, steps = train.accumulate, itertools.count(1)
+def test_want_of_memory_and_bad_data_end_a_run_with_advice_and_lose_no_step(tmp_path, undisturbed, monkeypatch,
+                                                                           capsys, fault, said):
+    shards, accumulate, steps = undisturbed.parent / "data", train.accumulate, itertools.count(1)
 
     def failing(*args):
         if next(steps) == 4:
@@ -197,4 +208,4 @@ def test_want_of_memory_and_bad_data_end_a_run_with_advice_and_lose_no_step(tmp_
     assert isinstance(fault, errors.DataError) or "--micro_batch (now 2)" in line
     assert final_state(tmp_path / "run")["step"] == 3
     monkeypatch.undo()
-    assert_same_runs(run(tmp_path, shards), run(tmp_path, shards, ckpt="whole"))
+    assert_same_runs(run(tmp_path, shards), undisturbed)

@@ -124,7 +124,8 @@ def test_a_disk_that_stays_full_ends_all_with_a_line_that_says_what_is_left(tmp_
 
 
 @pytest.mark.parametrize("form, victim, steps", (
-    ((), 0, 2), (SHARDED, 1, 1), pytest.param(SHARDED, 0, 2, marks=pytest.mark.slow)), ids=("file", "part", "parts"))
+    ((), 0, 2), *(pytest.param(SHARDED, *one, marks=pytest.mark.slow) for one in ((1, 1), (0, 2)))),
+                         ids=("file", "part", "parts"))
 def test_a_write_may_take_longer_than_ranks_wait_for_a_lost_one(tmp_path, shards, processes, form, victim, steps):
     """In the middle, where the next save waits for it, and at the end."""
     argv = run_flags(shards, tmp_path / "run", *form, "--rank_timeout", "3", "--ckpt_every", "1", "--eval_every", "0",

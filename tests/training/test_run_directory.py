@@ -106,13 +106,14 @@ def test_two_runs_cannot_work_in_one_directory(tmp_path, shards, processes, caps
 
 def test_an_altered_newest_checkpoint_is_passed_over_and_the_run_still_ends_exactly(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, "--ckpt_every", "3", steps=6)
+    undamaged = final_state(directory)
     for damage in (lambda c: c[:len(c) // 2], lambda c: c[:5000] + bytes([c[5000] ^ 1]) + c[5001:], lambda c: b""):
         newest = directory / "spider-step6.pt"
         newest.write_bytes(damage(newest.read_bytes()))
         run(tmp_path, shards, "--ckpt_every", "3", steps=6)
         said = capsys.readouterr().err
         assert "skipped" in said and "spider-step6.pt" in said and f"resumes from {directory}/spider-step3" in said
-        assert_same(final_state(directory), final_state(run(tmp_path, shards, steps=6, ckpt="whole")))
+        assert_same(final_state(directory), undamaged)
 
 
 def test_a_directory_of_damaged_checkpoints_alone_is_refused_and_left_as_it_is(tmp_path, shards, capsys):
