@@ -18,9 +18,6 @@ from spider.training.machine import memory_of, multiplies_bf16, process_memory
 from spider.training.plan import Plan
 from spider.training.ranks import World
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-
 
 def attention_kept(c: SpiderConfig) -> int:
     """Return the numbers per row that attention keeps for its backward pass: low ranks and their norms, q, k, v and the
