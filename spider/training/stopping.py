@@ -90,8 +90,8 @@ class Stopping:
 
     def __init__(self, stop: StopSignals, writer: CheckpointWriter, start: int, last_step: int, max_skipped: int,
                  patience: int = 0):
-        self.stop, self.writer, self.max_skipped, self.patience, self.world = (
-            stop, writer, max_skipped, patience, stop.world)
+        self.stop, self.writer, self.max_skipped, self.patience = stop, writer, max_skipped, patience
+        self.world = stop.world
         self.world.own_votes |= {number.name: lambda number=number: stop.asked == number for number in STOPS}
         self.world.own_votes["retry"] = lambda: writer.retry_is_due()
         self.world.check_signals = self._check_signals
