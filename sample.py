@@ -131,7 +131,7 @@ def check_json(path: str | None):
     if path and not Path(path).parent.is_dir():
         raise UsageError(f"--json: {path}: No such file or directory: make its directory first")
     if path and not files.is_replaceable(Path(path)):
-        raise UsageError(f"--json: {path}: no regular file: name another")
+        raise UsageError(f"--json: {path}: not a regular file: name another")
 
 
 def print_table(found: list[dict]):

@@ -2,10 +2,10 @@
 
     python train.py --mock_data --max_steps 20 --seq_len 128 --micro_batch 2            # smoke run, on any machine
     python train.py --data_dir data --seq_len 256 --micro_batch 112 --grad_accum 4      # one GPU
-    torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8        # several
+    torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8        # several GPUs
 
-The same command again resumes from the newest checkpoint in --ckpt_dir. Everything random is a function of (--seed,
-step), so that an interrupted run ends like an undisturbed one. `python train.py --help` lists the flags.
+The same command again resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of (--seed, step),
+so an interrupted run ends like an uninterrupted one. `python train.py --help` lists the flags.
 """
 
 import math
@@ -27,132 +27,137 @@ from spider.training.plan import (OPTIMIZERS, BatchShape, MachinePlan, Optimizer
                                   apply_settings, describe, explain, pick, step_seed)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Flags by heading of --help; each may be set in a section of that name of a --config file. Defaults are those of `1b`,
-# and RECIPES have what differs for the smaller models.
+# Flags by heading of --help, which is also their section in a --config file. Defaults are those of `1b`; RECIPES holds
+# what differs for the smaller models.
 
-HIGHEST_RATE = 1000.0                     # beyond it nothing is learned, and steps overflow
+HIGHEST_RATE = 1000.0                     # a larger learning rate is a typo: steps overflow
 MOST_MICRO_STEPS = 1 << 16
 
 GROUPS = {"basics": (
     Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
     Flag("data_dir", "data", path_name, "directory of .bin shards, or a mixture: web:0.7,code:0.3",
          "DATA_DIR", metavar="DIR"),
-    Flag("mock_data", False, None, "synthetic, learnable bytes in place of --data_dir"),
-    Flag("ckpt_dir", "checkpoints", path_name, "where checkpoints and metrics.jsonl go; its mock/ with --mock_data",
-         metavar="DIR"),
-    Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on, the horizon of the schedule",
+    Flag("mock_data", False, None, "train on synthetic, learnable bytes instead of --data_dir"),
+    Flag("ckpt_dir", "checkpoints", path_name, "directory for checkpoints and metrics.jsonl; with --mock_data the "
+         "default is its mock/", metavar="DIR"),
+    Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on: the horizon of the schedule",
          "TARGET_TOKENS", metavar="BYTES"),
-    Flag("max_steps", 0, integer(0), "stop after so many optimizer steps; 0: at --target_tokens, beyond which the "
-         "learning rate stays at its lowest", metavar="STEPS"),
-    Flag("resume", None, path_name, "checkpoint to resume from; without it the newest good one in --ckpt_dir",
+    Flag("max_steps", 0, integer(0), "stop after this many optimizer steps; 0: stop at --target_tokens. Beyond that "
+         "horizon the learning rate stays at its minimum", metavar="STEPS"),
+    Flag("resume", None, path_name, "checkpoint to resume from, if not the newest good one in --ckpt_dir",
          metavar="CHECKPOINT"),
-    Flag("dry_run", "off", one_of("off", "on", "config"), "on, or alone: print what would be trained, its memory and "
-         "cost, check the data, and stop; config: print a file for --config", alone="on"),
-    Flag("config", None, path_name, "TOML file with values of flags, in sections named as these headings; flags and "
-         "environment variables replace them", metavar="FILE"),
+    Flag("dry_run", "off", one_of("off", "on", "config"), "on (or no value): check the data, print the settings, "
+         "memory and cost of the run, and stop; config: print the settings as a file for --config", alone="on"),
+    Flag("config", None, path_name, "TOML file of flag values, in sections named like these headings; flags and "
+         "environment variables override it", metavar="FILE"),
 ), "model": (
     Flag("set", None, str, "fields of SpiderConfig to change, e.g. lora_rank=0,engram_layers=0+1",
          metavar="NAME=VALUE,..."),
     Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
-    Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution around --n_loops"),
+    Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution with mean --n_loops"),
 ), "batch": (
     Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN", metavar="BYTES"),
-    Flag("micro_batch", 64, integer(1, 1 << 20), "sequences per device and micro-step; lower it for less memory",
+    Flag("micro_batch", 64, integer(1, 1 << 20), "sequences per device and micro-step; lower it to save memory",
          "MICRO_BATCH"),
     Flag("grad_accum", 1, integer(1, MOST_MICRO_STEPS), "micro-steps per optimizer step", "GRAD_ACCUM"),
-    Flag("global_batch", None, integer(1), "bytes per optimizer step on all ranks together, in place of --grad_accum",
+    Flag("global_batch", None, integer(1), "bytes per optimizer step over all ranks, instead of --grad_accum",
          metavar="BYTES"),
-    Flag("seed", 0, integer(0), "of weights, data order, segment noise, dropout and loop counts"),
+    Flag("seed", 0, integer(0), "seed of weights, data order, segment noise, dropout and loop counts"),
 ), "horizon": (
-    Flag("target_flops", None, real(0, open_low=True), "training FLOPs, in place of --target_tokens", metavar="FLOPS"),
-    Flag("target_param_data_ratio", None, real(0, open_low=True), "bytes per parameter, tables left out, in place of "
-         "--target_tokens", metavar="RATIO"),
+    Flag("target_flops", None, real(0, open_low=True), "training FLOPs, instead of --target_tokens", metavar="FLOPS"),
+    Flag("target_param_data_ratio", None, real(0, open_low=True), "training bytes per parameter (not counting the "
+         "Engram tables), instead of --target_tokens", metavar="RATIO"),
 ), "optimizer": (
-    Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon (AdamW for the rest)"),
-    Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's steps have "
-         "AdamW's size)", "LR", metavar="RATE"),
+    Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon for matrices, AdamW for the rest"),
+    Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's updates are "
+         "scaled to AdamW's size)", "LR", metavar="RATE"),
     Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE), "learning rate of the Engram tables: the "
          "size of a row's first step", metavar="RATE"),
-    Flag("engram_reset", False, None, "empty the Engram tables, which memorise what they saw, as an epoch begins"),
-    Flag("schedule", "cosine", one_of("cosine", "wsd"), "after warm-up: cosine, or constant and then a linear decay"),
+    Flag("engram_reset", False, None, "clear the Engram tables at the start of each further epoch, since they memorize "
+         "the text"),
+    Flag("schedule", "cosine", one_of("cosine", "wsd"), "decay after warm-up; wsd: constant, then linear"),
     Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up", metavar="STEPS"),
-    Flag("wsd_decay_fraction", 0.2, real(0, 1), "fraction of the horizon in which wsd decays", metavar="FRACTION"),
+    Flag("wsd_decay_fraction", 0.2, real(0, 1), "last fraction of the horizon, in which wsd decays",
+         metavar="FRACTION"),
     Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a fraction of the peak",
          metavar="FRACTION"),
-    Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE), "of matrices; never of vectors and "
-         "Engram tables"),
-    Flag("dropout", 0.0, real(0, 0.9), "of the core's input and output, a fifth as much of the bytes before and after "
-         "it; grows over ten epochs, from 0 in the first", metavar="RATE"),
-    Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's first decay"),
-    Flag("beta2", OptimizerSettings.beta2, real(0, 1, open_high=True), "AdamW's second decay"),
+    Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE), "weight decay of matrices; vectors and "
+         "Engram tables have none"),
+    Flag("dropout", 0.0, real(0, 0.9), "dropout on the core's input and output, and a fifth of it on the bytes "
+         "before and after; 0 in the first epoch, in full from the eleventh on", metavar="RATE"),
+    Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's beta1"),
+    Flag("beta2", OptimizerSettings.beta2, real(0, 1, open_high=True), "AdamW's beta2"),
     Flag("momentum", OptimizerSettings.momentum, real(0, 1, open_high=True), "Muon's momentum"),
-    Flag("grad_clip", 1.0, real(0), "largest norm of the gradient, Engram tables apart; 0: off", metavar="NORM"),
-    Flag("max_skipped", 10, integer(1), "stop after so many steps in a row that are not finite", metavar="STEPS"),
+    Flag("grad_clip", 1.0, real(0), "clip the gradient to this norm, not counting the Engram tables; 0: off",
+         metavar="NORM"),
+    Flag("max_skipped", 10, integer(1), "stop after this many steps in a row with a non-finite loss or gradient",
+         metavar="STEPS"),
 ), "machine": (
-    Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"),
-    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 where the hardware has it, fp8 only "
-         "where layers are compiled too"),
-    Flag("fp8_experts", False, None, "with fp8: the routed experts too, scaled by row"),
-    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "auto: grouped with compiled layers, else tile where it "
-         "runs, else grouped; loop: reference"),
-    Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); alone: on; auto: on "
-         "a GPU, where it works", alone="on"),
-    Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "activation checkpointing: layers that the backward pass "
-         "computes again; auto: the fewest with which a step fits into the device's memory"),
-    Flag("no_gradient_checkpointing", False, None, "the same as --recompute nothing"),
-    Flag("shards", 1, integer(1, 1 << 16), "ranks that shard weights and optimizer state; the rest replicate them",
-         metavar="RANKS"),
-    Flag("rank_timeout", 300.0, real(0, 1e6, open_low=True), "seconds that ranks wait for one another, after the first "
-         "step; for a save as long as it takes", metavar="SECONDS"),
-    Flag("deterministic", False, None, "on a GPU: kernels that give the same bits every time, some slower"),
+    Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda if available"),
+    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 if the hardware has it; fp8 only if "
+         "layers are compiled too"),
+    Flag("fp8_experts", False, None, "with fp8: convert the routed experts too, with row-wise scales"),
+    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "expert kernels; auto: grouped with compiled layers, else "
+         "tile if it works here, else grouped; loop: the reference"),
+    Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); no value: on; auto: "
+         "on for a GPU, if it works there", alone="on"),
+    Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "activation checkpointing: layers that backward computes "
+         "again; auto: the fewest with which a step fits into memory"),
+    Flag("no_gradient_checkpointing", False, None, "same as --recompute nothing"),
+    Flag("shards", 1, integer(1, 1 << 16), "shard weights, gradients and optimizer state over this many ranks; the "
+         "groups of ranks are replicas", metavar="RANKS"),
+    Flag("rank_timeout", 300.0, real(0, 1e6, open_low=True), "seconds that ranks wait for one another after the first "
+         "step; saves have no limit", metavar="SECONDS"),
+    Flag("deterministic", False, None, "on a GPU: use deterministic kernels, some of them slower"),
 ), "checkpoints": (
     Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY", metavar="STEPS"),
-    Flag("keep_last", 2, integer(2, 1 << 20), "checkpoints of this run to keep"),
-    Flag("keep_best", False, None, "save whenever the validation loss is the lowest so far, and keep that checkpoint "
-         "beside the newest ones; sample.py DIR --best loads it"),
-    Flag("sharded_checkpoints", False, None, "write a directory to which every rank adds a file, where a single file "
-         "gets too large"),
-    Flag("reset_steps", False, None, "with --resume, load the weights alone: fresh optimizer, step 0, data from the "
+    Flag("keep_last", 2, integer(2, 1 << 20), "number of newest checkpoints to keep"),
+    Flag("keep_best", False, None, "save at each new lowest validation loss, and keep that checkpoint beside the "
+         "newest ones; sample.py DIR --best loads it"),
+    Flag("sharded_checkpoints", False, None, "write checkpoints as directories with a file per rank, for models too "
+         "large for one file"),
+    Flag("reset_steps", False, None, "with --resume: load only the weights; fresh optimizer, step 0, data from the "
          "start"),
 ), "evaluation": (
-    Flag("eval_every", 250, integer(0), "optimizer steps between evaluations, one more at the end; 0: none",
+    Flag("eval_every", 250, integer(0), "optimizer steps between evaluations; there is one more at the end; 0: none",
          metavar="STEPS"),
-    Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes to evaluate on, always the same ones",
+    Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes per evaluation, always the same ones",
          metavar="BYTES"),
-    Flag("patience", 0, integer(0), "end the run after so many evaluations in a row that did not lower the validation "
+    Flag("patience", 0, integer(0), "end the run after this many evaluations in a row without a lower validation "
          "loss; 0: never"),
-    Flag("sample_every", 0, integer(0), "optimizer steps between printed samples; 0: none", metavar="STEPS"),
-    Flag("sample_prompt", None, str, "text that samples continue; without it held-out text, where there is evaluation"),
+    Flag("sample_every", 0, integer(0), "optimizer steps between logged samples; 0: none", metavar="STEPS"),
+    Flag("sample_prompt", None, str, "prompt of the samples; default: held-out text, if the run evaluates"),
 ), "logs": (
     Flag("log_every", 1, integer(1), "optimizer steps between lines of the log; metrics.jsonl has every step",
          metavar="STEPS"),
-    Flag("run", None, nonempty("a name"), "name of a wandb run; without it no wandb (WANDB_MODE=offline works)"),
+    Flag("run", None, nonempty("a name"), "log to wandb under this name (WANDB_MODE=offline works)"),
     Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
 )}
 FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
-# Flags of which one in the command line or environment replaces the others in a --config file.
+# Groups of flags that exclude each other: one on the command line or in the environment overrides the others in a
+# --config file.
 ALTERNATIVES = (("target_tokens", "target_flops", "target_param_data_ratio"), ("grad_accum", "global_batch"),
                 ("recompute", "no_gradient_checkpointing"), ("data_dir", "mock_data"))
 
 
 def measured_rate(config: SpiderConfig, steps: float) -> float:
-    """Return the peak rate for a horizon of so many optimizer steps, as measured on tiny (docs/results/learning.md)."""
+    """Return the peak learning rate for a horizon in steps, a fit to runs of tiny (docs/results/learning.md)."""
     return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
 def brief_warmup(config: SpiderConfig, steps: float) -> int:
-    """Return the warm-up steps for a horizon of so many steps: few of a short one (docs/results/learning.md)."""
+    """Return the warm-up for a horizon in steps, brief if that is short (docs/results/learning.md)."""
     return int(min(40, steps / 25))
 
 
 def ten_evaluations(config: SpiderConfig, steps: float) -> int:
-    """Return the steps between evaluations, ten per horizon. On the validation part of tinyshakespeare one takes as
-    long as 8 steps of tiny: ten add 3% to the recipe's 2,930 steps, and 31% to one pass, 245."""
+    """Return the steps between evaluations, for ten per horizon. On tinyshakespeare's validation split one takes as
+    long as 8 steps of tiny: ten add 3% to the recipe's 2,930 steps, and 31% to one pass (245 steps)."""
     return max(1, math.ceil(steps / 10))
 
 
-# Values of flags that suit a model, where nobody gave others; a function makes one of the config and the steps of the
-# horizon. docs/results/learning.md measures those of tiny.
+# Defaults of flags by model; a function computes one from the config and the horizon in steps. Those of tiny are
+# measured in docs/results/learning.md.
 RECIPES = {
     "1b": {},
     "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=30_000_000, lr=measured_rate,
@@ -165,12 +170,12 @@ RECIPES = {
 
 
 def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
-    """Return the values of all flags by name, `given`, the names of those that were set, and `environment`, a line for
-    each variable that was used. UsageError at a bad value, and where two flags contradict each other."""
+    """Return the values of all flags by name, with `given`, the names of those that were set, and `environment`, a line
+    for each variable that was used. Raise UsageError for a bad value or contradicting flags."""
     args = parse_flags(GROUPS, argv, environ, prog="train.py", doc=__doc__, recipes=RECIPES, alternatives=ALTERNATIVES)
     if args.no_gradient_checkpointing and args.recompute not in ("auto", "nothing"):
-        raise UsageError(f"--no_gradient_checkpointing: it is --recompute nothing, and --recompute {args.recompute} is "
-                         "given: give one of the two")
+        raise UsageError("--no_gradient_checkpointing means --recompute nothing, which contradicts --recompute "
+                         f"{args.recompute}: give one of the two")
     args.recompute = "nothing" if args.no_gradient_checkpointing else args.recompute
     if args.mock_data and "ckpt_dir" not in args.given:
         args.ckpt_dir = os.path.join(args.ckpt_dir, "mock")
@@ -218,16 +223,16 @@ from spider_model import Spider, SpiderOutput
 from tile_moe import multiplies_at_once, resolve_backend
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The plan of a run: flag, then environment, then --config, then recipe, then what suits the device
+# The plan of a run. Precedence: flag, environment, --config, recipe, device
 
 def settle(args, device: torch.device, world: World | None = None, state: dict | None = None,
            origin: Path | None = None, open_sources: Callable[[], Sequence[Source]] = list,
            model_class: type[Spider] = Spider) -> Plan:
-    """Decide everything about a run that parsed flags leave open.
+    """Resolve parsed flags into the plan of a run.
 
-    state, origin: the checkpoint that it resumes, and its path. open_sources: opens the data, whose segments are
-    measured; called once all flags have been checked. UsageError for flags that contradict one another or that this
-    machine cannot follow, CheckpointError where the checkpoint holds another model. """
+    state, origin: the checkpoint to resume from, and its path. open_sources: opens the data, to measure its segments;
+    called after all flags have been checked. Raise UsageError for flags that contradict one another or that this
+    machine does not support, and CheckpointError for a checkpoint of another model."""
     world = World() if world is None else world
     compiles, why_compile = resolve_compile(args.compile, device)
     precision, why_precision = resolve_precision(args.precision, device, compiles)
@@ -249,7 +254,7 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
                for name, rule in values.items() if callable(rule)}
     for name in ("keep_best", "patience"):
         if values[name] and not values["eval_every"]:
-            raise UsageError(f"--{name}: it goes by the validation loss, and --eval_every 0 evaluates nothing")
+            raise UsageError(f"--{name} needs the validation loss, but --eval_every 0 disables evaluation")
     if not any(isinstance(module, EngramTable) for module in model.modules()):
         if values["engram_reset"] and "engram_reset" in args.given:
             raise UsageError("--engram_reset: this model has no Engram tables")
@@ -282,12 +287,12 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device):
-    """Raise UsageError where --fp8_experts was asked for and cannot be had."""
+    """Raise UsageError if --fp8_experts is given but not supported."""
     if asked and precision != "fp8":
-        raise UsageError(f"--fp8_experts: the precision is {precision}; it goes with --precision fp8")
+        raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")
     if asked and device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
-        raise UsageError("--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; without the flag experts "
-                         "multiply in bf16")
+        raise UsageError("--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; leave out the flag to run "
+                         "the experts in bf16")
 
 
 def resolve_config(values: dict, recipe: str) -> SpiderConfig:
@@ -297,12 +302,12 @@ def resolve_config(values: dict, recipe: str) -> SpiderConfig:
 
 def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path,
                          model_class: type[Spider]) -> SpiderConfig:
-    """Return the config of the checkpoint that a run resumes, in which --set may change what has no shape;
-    CheckpointError where --model or --set ask for other shapes than its weights have."""
+    """Return the checkpoint's config with --set applied. Raise CheckpointError if --model or --set would change the
+    shape of a weight."""
     there = SpiderConfig(**state["cfg"])
     config = apply_settings(replace(there, vocab_size=tokenizer.VOCAB_SIZE), values["set"])
     if state["cfg"].get("vocab_size") != config.vocab_size:
-        raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids, here are "
+        raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids instead of "
                               f"{config.vocab_size}")
     for asked in (config, *(resolve_config(values, recipe),) * (values["model"] != "auto")):
         check_same_model(origin, state["cfg"], asked, model_class)
@@ -310,29 +315,29 @@ def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path,
 
 
 def resolve_batch(values: dict, given: set[str], ranks: int) -> BatchShape:
-    """Work out --grad_accum from --global_batch or the other way round; where both are given, they must agree."""
+    """Derive --grad_accum from --global_batch or the other way round; if both are given, they must agree."""
     shape = BatchShape(values["seq_len"], values["micro_batch"], 1, ranks)
     at_once, asked, micro_steps = shape.bytes, values["global_batch"], values["grad_accum"]
     if asked is None:
         return replace(shape, grad_accum=micro_steps)
     if asked % at_once:
-        raise UsageError(f"--global_batch: {asked:,} bytes are not a multiple of the {at_once:,} that "
-                         f"{ranks} rank{'s' * (ranks > 1)} of {shape.micro_batch} x {shape.seq_len} take at once: "
-                         f"lower --micro_batch, or change --global_batch")
+        raise UsageError(f"--global_batch: {asked:,} bytes are not a multiple of a micro-step's {at_once:,} "
+                         f"({ranks} rank{'s' * (ranks > 1)} of {shape.micro_batch} x {shape.seq_len}): lower "
+                         f"--micro_batch, or change --global_batch")
     if "grad_accum" in given and micro_steps * at_once != asked:
         raise UsageError(f"--grad_accum: {micro_steps} makes {micro_steps * at_once:,} bytes a step on {ranks} "
                          f"rank{'s' * (ranks > 1)}, --global_batch is {asked:,}: give one of the two")
     if asked // at_once > MOST_MICRO_STEPS:
-        raise UsageError(f"--global_batch: {asked:,} bytes are {asked // at_once:,} micro-steps of "
-                         f"{at_once:,}: at most {MOST_MICRO_STEPS:,}, or raise --micro_batch")
+        raise UsageError(f"--global_batch: {asked:,} bytes are {asked // at_once:,} micro-steps of {at_once:,}, more "
+                         f"than {MOST_MICRO_STEPS:,}: lower it, or raise --micro_batch")
     return replace(shape, grad_accum=asked // at_once)
 
 
 def resolve_horizon(values: dict, given: set[str], model: Spider) -> int:
-    """Return the horizon in bytes: --target_tokens, or what --target_flops or --target_param_data_ratio amount to."""
+    """Return the horizon in bytes, from --target_tokens, --target_flops or --target_param_data_ratio."""
     given = [name for name in ("target_tokens", "target_flops", "target_param_data_ratio") if name in given]
     if len(given) > 1:
-        raise UsageError(f"--{given[1]}: --{given[0]} gives the horizon already, by flag or environment; give one")
+        raise UsageError(f"--{given[1]}: --{given[0]} already sets the horizon, by flag or environment: give one")
     horizon = values["target_tokens"]
     if values["target_flops"]:
         per_byte = model.flops_per_byte(model.config.bytes_per_segment, values["n_loops"], values["seq_len"])
@@ -342,7 +347,7 @@ def resolve_horizon(values: dict, given: set[str], model: Spider) -> int:
                          if kind.component != ENGRAM_TABLES)
         horizon = math.ceil(min(values["target_param_data_ratio"] * parameters, 1 << 62))
     if horizon >= 1 << 62:
-        raise UsageError(f"--{given[0]}: a horizon of {horizon:.0e} bytes: at most {1 << 62:.0e}")
+        raise UsageError(f"--{given[0]}: a horizon of {horizon:.0e} bytes is more than {1 << 62:.0e}")
     return horizon
 
 
@@ -350,8 +355,7 @@ def resolve_horizon(values: dict, given: set[str], model: Spider) -> int:
 # Pure functions of the step
 
 def lr_factor(step: int, horizon: int, schedule: Schedule) -> float:
-    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then --schedule down to
-    the floor."""
+    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then --schedule."""
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     done = min(1.0, (step - schedule.warmup_steps) / max(1, horizon - schedule.warmup_steps))
@@ -363,39 +367,40 @@ def lr_factor(step: int, horizon: int, schedule: Schedule) -> float:
 
 
 def empties_tables(plan: Plan, loader: Loader, first: int) -> bool:
-    """Decide whether an epoch that begins at sequence `first` empties the Engram tables. Not if less than half of it
-    will be read: a run would end with tables that know next to nothing, which costs more than rows that hold
-    answers."""
+    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`.
+
+    Keep them if the run reads less than half of the epoch: nearly empty tables at its end cost more than memorized
+    rows."""
     left = epochs_over(loader, plan.schedule.target_tokens - first * plan.batch.seq_len)
     return plan.schedule.engram_reset and float(loader.share @ left) >= 0.5
 
 
 def dropout_at(schedule: Schedule, loader: Loader, first: int) -> float:
-    """Return the dropout of a step that begins at sequence `first`: none of text that is read for the first time, then
-    more each time, up to --dropout after DROPOUT_EPOCHS; of a mixture the mean over its sources."""
+    """Return the dropout of a step that begins at sequence `first`: 0 in the first epoch, growing to --dropout after
+    DROPOUT_EPOCHS; for a mixture the mean over its sources."""
     return schedule.dropout * float(loader.share @ (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1))
 
 
 def loops_of_step(schedule: Schedule, step: int) -> int:
-    """Return --n_loops, or with --random_loops a Poisson draw around it, at least 1; the same on every rank."""
+    """Return --n_loops, or with --random_loops a Poisson draw of that mean, at least 1; the same on every rank."""
     if not schedule.random_loops:
         return schedule.n_loops
     generator = np.random.default_rng(step_seed(schedule.seed, step, "loops"))
     return max(1, int(generator.poisson(schedule.n_loops)))
 
 
-HALTING_WARMUP = 1 / 8                    # of the horizon: until then every loop learns (docs/results/mechanisms.md)
-DROPOUT_EPOCHS = 10                       # until --dropout is all there: text is memorised little by little
-STEP_PATIENCE = 8.0                       # seconds that a signal leaves a step to end, before it is dropped
+HALTING_WARMUP = 1 / 8                    # of the horizon, so that every loop learns (docs/results/mechanisms.md)
+DROPOUT_EPOCHS = 10                       # until dropout reaches --dropout: text is memorized gradually
+STEP_PATIENCE = 8.0                       # seconds that a step may take to finish after a signal; then it is dropped
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Model: values, precision, compilation
+# The model: initialization, precision, compilation
 
 def build_model(plan: Plan, device: torch.device, world: World | None = None,
                 model_class: type[Spider] = Spider) -> Spider:
-    """Return the model of a plan, ready to train: values from --seed, FP8, backend, compilation; of several ranks each
-    keeps its shard."""
+    """Build the model of a plan, ready to train: initialize it from --seed, apply FP8, backend and compilation, shard
+    it over the ranks."""
     with torch.device("meta"):
         model = model_class(plan.config)
     torch.manual_seed(plan.schedule.seed)
@@ -410,7 +415,7 @@ def build_model(plan: Plan, device: torch.device, world: World | None = None,
         logger.info(describe_fp8(model, machine_plan.fp8_experts))
         convert_to_fp8(model, device, machine_plan.fp8_experts)
     if machine_plan.compile and (obstacle := model.compile_layers()):
-        logger.warning(f"only byte layers are compiled, not the core's: {obstacle}")
+        logger.warning(f"compiled only the byte layers, not the core's: {obstacle}")
     model.train()
     if world is not None:
         shard_model(model, world, plan.batch.grad_accum)
@@ -418,8 +423,7 @@ def build_model(plan: Plan, device: torch.device, world: World | None = None,
 
 
 def warm_up(model: Spider, batch: BatchShape, n_loops: int, device: torch.device):
-    """Run two passes on dummy bytes, which compile kernels; no weight, random state, buffer or data position
-    changes."""
+    """Compile kernels by two passes on dummy bytes; weights, random state, buffers and data position stay unchanged."""
     ids = (torch.arange(batch.micro_batch * batch.seq_len, device=device) % 251).view(batch.micro_batch, batch.seq_len)
     with model.cast_weights_once():
         for noise_seed in range(2):
@@ -432,7 +436,7 @@ def warm_up(model: Spider, batch: BatchShape, n_loops: int, device: torch.device
 
 @dataclass
 class Run:
-    """A run under way: what a step reads and changes."""
+    """State of a run: what a step reads and changes."""
     plan: Plan
     model: Spider
     optimizers: Optimizers
@@ -440,17 +444,17 @@ class Run:
     feed: Feed
     progress: RunProgress
     world: World
-    horizon: int                          # steps until --target_tokens, as many bytes as they are worth now
-    flops_per_byte: Callable              # the model's, cached: it takes milliseconds
+    horizon: int                          # last step of the schedule, if all further steps have today's batch size
+    flops_per_byte: Callable              # the model's method, cached, since it takes milliseconds
 
 
 def train_step(run: Run, stopping: Stopping) -> bool | None:
-    """Do one optimizer step and record its numbers in `run.progress`; return whether its loss is a spike, or None where
+    """Run one optimizer step and record its metrics in `run.progress`. Return whether its loss is a spike, or None if
     the step was dropped."""
     plan, model, progress, step_start = run.plan, run.model, run.progress, time.perf_counter()
     first = progress.bytes_seen // plan.batch.seq_len
     model.halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * run.horizon))
-    with stopping.droppable(STEP_PATIENCE):  # up to the update nothing but gradients changes
+    with stopping.droppable(STEP_PATIENCE):  # before the update only gradients change
         batches, targets, epoch = run.feed.take()
         loops = loops_of_step(plan.schedule, progress.step)
         model.dropout = dropout_at(plan.schedule, run.loader, first)
@@ -473,11 +477,10 @@ def train_step(run: Run, stopping: Stopping) -> bool | None:
 
 def accumulate(model: Spider, batches: list[Batch], n_loops: int,
                targets: int | None = None) -> tuple[dict[str, Tensor], Tensor]:
-    """Forward and backward over the micro-steps of a step, which leaves gradients and changes nothing else. `targets`:
-    of all ranks together, where there are others.
+    """Run forward and backward over a step's micro-steps; change nothing but gradients. `targets`: those of all ranks.
 
-    Returns sums over the micro-steps by name: loss (nats), total_loss, segments, mean_loops and the loss's other terms;
-    and tokens per expert [L, E]. Waits for the device once a micro-step, for the number of segments.
+    Return sums over the micro-steps by name: loss (nats), total_loss, segments, mean_loops and the loss's other terms;
+    and tokens per expert [L, E]. Waits for the device once per micro-step, for the number of segments.
     """
     sharding = sharding_of(model)
     sums, tokens, parts = {}, 0, len(batches) * sharding.ranks
@@ -485,7 +488,7 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
-            share = batch.targets / targets  # bytes count alike, however many others are PAD
+            share = batch.targets / targets  # weigh all bytes equally, however many are PAD
             loss = out.by_byte * share + (out.loss - out.by_byte) / parts
             sharding.backward(model, loss, last=batch is batches[-1])
             numbers = dict(loss=out.nats_per_byte.detach() * share, total_loss=loss.detach(), segments=out.segments,
@@ -506,10 +509,11 @@ def step_alone(model: Spider, optimizers: Optimizers, batches: list[Batch], n_lo
 
 def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], tokens: Tensor, real: int,
            grad_clip: float = 1.0, empty_tables: bool = False) -> dict:
-    """Update weights from accumulated gradients; return the step's statistics, `real` bytes of which were not PAD.
+    """Update the weights from accumulated gradients and return the step's metrics. `real`: its bytes that are not PAD;
+    `empty_tables`: clear the Engram tables.
 
-    Waits once for the device, for all numbers, before the weights are touched: where loss or gradient is not finite
-    they stay as they are, and `skipped` is true. `empty_tables`: the Engram tables lose all that they learned.
+    Waits for the device once, for all numbers, before it changes a weight. If loss or gradient is not finite, no weight
+    changes and `skipped` is true.
     """
     names, sums = list(sums), torch.stack(list(sums.values()))
     norm, sums, tokens, real = optimizers.sharding.all_reduce_step(optimizers.dense, sums, tokens, real)
@@ -532,12 +536,12 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], token
 # ---------------------------------------------------------------------------------------------------------------------
 # The dry run
 
-TIMED = 2.0                               # seconds of steps that a dry run times, one at least
+TIMED = 2.0                               # seconds of steps that a dry run times, at least one step
 
 
 def time_steps(plan: Plan, world: World, loader: Loader | None, model_class: type[Spider] = Spider) -> float:
-    """Return the bytes/s of whole steps of a model of its own, as they are in the middle of a run: its data, learning
-    rate and dropout. Nothing is written. Where there is no data yet, made-up sentences serve."""
+    """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for this. Without data, use
+    synthetic sentences. Writes nothing."""
     seed, schedule = plan.schedule.seed, plan.schedule
     loader = Loader([mock_source(seed)], plan.batch.seq_len, seed) if loader is None else loader
     model = build_model(plan, world.device, model_class=model_class)
@@ -552,15 +556,15 @@ def time_steps(plan: Plan, world: World, loader: Loader | None, model_class: typ
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return plan.batch.bytes / float(np.median(times[1:] or times))  # the first one sets up
+    return plan.batch.bytes / float(np.median(times[1:] or times))  # the first step is a warm-up
 
 
 NOT_IN_CONFIG = {"dry_run", "resume", "reset_steps", "global_batch", "target_flops", "target_param_data_ratio",
-                 "no_gradient_checkpointing"}  # of one run alone, or what another flag says by then
+                 "no_gradient_checkpointing"}  # specific to one run, or already resolved into another flag
 
 
 def print_dry_run(plan: Plan, sources: Sequence[Source], world: World, model_class: type[Spider] = Spider) -> int:
-    """Print what a run would take, the verdict first; return exit status 1 where memory or disk do not suffice."""
+    """Print the cost of a run, the verdict first; return exit status 1 if memory or disk do not suffice."""
     if plan.flags["dry_run"] == "config":
         print(config_text(GROUPS, {name: plan.flags[name] for name in plan.flags.keys() - NOT_IN_CONFIG}), end="")
         return 0
@@ -584,7 +588,7 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World, model_cla
 # The run
 
 def set_up(args, closing: ExitStack, world: World) -> torch.device:
-    """Make the settings of this process, and meet the other ranks; return the device."""
+    """Configure this process, join the other ranks, and return the device."""
     device = world.local_device(resolve_device(args.device))
     if device.type == "cpu":
         keep_freed_memory()
@@ -600,7 +604,8 @@ def set_up(args, closing: ExitStack, world: World) -> torch.device:
 
 @contextmanager
 def refusals(tolerated: bool, world: World):
-    """Inside, what forbids a run to use --ckpt_dir ends it; where it is `tolerated`, as in a dry run, it is a line."""
+    """Print a CheckpointError raised inside as one line, if it is `tolerated` as in a dry run; else let it end the
+    run."""
     try:
         yield
     except CheckpointError as fault:
@@ -611,7 +616,7 @@ def refusals(tolerated: bool, world: World):
 
 
 def open_sources(args) -> list[Source]:
-    """Open and check the data; return nothing where a dry run names none and there is none yet."""
+    """Open and check the data; return an empty list in a dry run without --data_dir, if the default does not exist."""
     if args.dry_run != "off" and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
         return []
     sources = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir)
@@ -620,8 +625,8 @@ def open_sources(args) -> list[Source]:
 
 
 def start_run(args, closing: ExitStack, world: World, model_class: type[Spider]):
-    """Find the checkpoint to resume and settle the plan; return the run's directory, the checkpoint's state, the plan
-    and the data."""
+    """Find the checkpoint to resume from and settle the plan; return the run's directory, the checkpoint's state, the
+    plan and the data."""
     home = state = plan = None
     start_log("INFO" if world.is_rank0 else "ERROR")
     device, dry = set_up(args, closing, world), args.dry_run != "off"
@@ -640,9 +645,9 @@ def start_run(args, closing: ExitStack, world: World, model_class: type[Spider])
 
 
 def log_start(plan: Plan, model: Spider, loader: Loader, horizon: int, last_step: int):
-    """Log how long the run is and what a step costs, and warn of a horizon or of segments that do not suit the data."""
+    """Log the length of the run and the cost of a step; warn if horizon or segments do not suit the data."""
     cost = model.flops_per_byte(plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
-    logger.info(f"{plan.batch.bytes:,} bytes a step, {last_step:,} steps; {cost / 1e9:.2g} GFLOP per byte at "
+    logger.info(f"{last_step:,} steps of {plan.batch.bytes:,} bytes; {cost / 1e9:.2g} GFLOP per byte at "
                 f"{plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {plan.output.ckpt_dir}")
     log_lines("WARNING", (*horizon_warnings(plan, loader, horizon, lr_factor),
                           *segment_warnings(plan.config, plan.segment_lengths, plan.batch.seq_len)))
@@ -650,8 +655,7 @@ def log_start(plan: Plan, model: Spider, loader: Loader, horizon: int, last_step
 
 def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World,
          model_class: type[Spider] = Spider) -> int:
-    """Train, from the flags to the last checkpoint; what is opened is closed by `closing`. Returns the exit status of a
-    run that comes to its end."""
+    """Train, from the flags to the last checkpoint, and return the exit status. `closing` closes all resources."""
     # -----------------------------------------------------------------------------------------------------------------
     # Device, ranks, checkpoint to resume, plan
     home, state, plan, sources = start_run(args, closing, world, model_class)
@@ -662,10 +666,10 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
                        *map(str, sources)))
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Data, model and optimizers; these as the checkpoint has them
+    # Data, model and optimizers, restored from the checkpoint
     loader = Loader(sources, batch.seq_len, plan.schedule.seed)
     validation = validation_sets(sources, batch.seq_len, out.eval_tokens) if out.eval_every else {}
-    eval_rows = max(batch.micro_batch, EVAL_BYTES // batch.seq_len)  # without gradients there is room for more
+    eval_rows = max(batch.micro_batch, EVAL_BYTES // batch.seq_len)  # larger batches fit without gradients
     check_memory(sum(plan.memory.values()), device, world)
     model = build_model(plan, device, world, model_class)
     optimizers = Optimizers(model, plan.optimizer)
@@ -686,7 +690,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         profiler = start_profiler(device, home.path, closing) if out.profile else None
         closing.callback(lambda: write_curves(home.path, stop.asked))
     if progress.written >= last_step:
-        logger.info(f"nothing to do: step {progress.step} of {last_step} is done; raise --max_steps or --target_tokens")
+        logger.info(f"nothing to do: the run is at step {progress.step} of {last_step}; to continue, raise --max_steps "
+                    f"or --target_tokens")
     elif (plan.machine.precision == "fp8" or plan.machine.compile) and not progress.is_out_of_patience(out.patience):
         warm_up(model, batch, plan.n_loops, device)
     feed = Feed(loader, batch, plan.schedule.seed, world, progress, closing)
@@ -700,17 +705,17 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
     # -----------------------------------------------------------------------------------------------------------------
     # The loop
     while stopping.continues(progress):
-        if progress.owed is None:         # else a run before this one did the step, and owes what follows it
+        if progress.owed is None:         # else the run stopped after the step, before its evaluation
             if (spike := train_step(run, stopping)) is None:
                 break
             # Once in a while: a line of the log
             if progress.step % out.log_every == 0 or progress.step in (first_step, last_step):
                 remaining = stopping.seconds_left(progress.step, out.pauses(progress.step, last_step))
                 logger.info(progress_line(progress.owed, last_step, remaining, device))
-            # Once in a while: a step to look at
+            # Once in a while: a skipped step or a loss spike
             if progress.skipped or spike:
                 logger.warning(odd_step_line(progress, plan))
-            # After the first step: only now are the lengths of learned segments known
+            # After the first step: the lengths of learned segments are known only now
             if progress.step == first_step and not plan.segment_lengths:
                 measured = {f"step {first_step}": progress.owed["bytes_per_segment"]}
                 log_lines("WARNING", segment_warnings(plan.config, measured, batch.seq_len))
@@ -719,7 +724,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         metrics = progress.owed
         evaluates, samples = (every and (progress.step % every == 0 or progress.step == last_step)
                               for every in (out.eval_every, out.sample_every))
-        # Once in a while: evaluate and sample; the step's line is owed until that is done
+        # Once in a while: evaluate and sample; the step's line of metrics is pending until then
         if evaluates or samples:
             with stopping.pause(bool(evaluates) + bool(samples)):
                 if evaluates:
@@ -757,21 +762,21 @@ def smaller_batch(args) -> str:
 
 
 def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> int:
-    """Run train.py with these arguments, with Spider or with a class of one's own (docs/guide/trying-an-idea.md).
+    """Run train.py with these arguments, for Spider or a subclass (docs/guide/trying-an-idea.md).
 
-    Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence, and for a
-    dry run that finds not enough memory or disk; 128 and the signal's number where one ended the run in order."""
+    Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence, or a dry
+    run without enough memory or disk; 128 plus the signal's number if a signal stopped the run."""
     status, args, world, shared = 2, None, World(), False
     with StopSignals(world) as stop:
         try:
             args = parse_args(argv)
             with memory_advice(smaller_batch(args)), ExitStack() as closing:
                 closing.enter_context(world)
-                closing.callback(setattr, stop, "seconds", None)  # nothing interrupts what the world tells the others
+                closing.callback(setattr, stop, "seconds", None)  # no signal interrupts the world's last messages
                 done = main(args, stop, closing, world, model_class)
             sys.stdout.flush()
             return done
-        except BrokenPipeError:           # of `--dry_run | head`: nobody reads on
+        except BrokenPipeError:           # stdout is closed, as by `--dry_run | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except LeftByPeer:
@@ -787,7 +792,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
         stop.seconds = None
         with suppress(OSError):           # stderr may be gone
             if world.should_print(line, shared):
-                print(f"train.py: {console.one_line(line)}\n", end="", file=sys.stderr)  # of several ranks: one write
+                print(f"train.py: {console.one_line(line)}\n", end="", file=sys.stderr)  # one write: ranks share it
         tell_torchrun(f"train.py: {console.one_line(line)}")
     return status
 

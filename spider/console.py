@@ -1,4 +1,4 @@
-"""Print to a terminal: lines, notes, bytes and progress bars, whatever characters are in them."""
+"""Print lines, bytes and progress bars to a terminal, with control characters escaped."""
 
 import codecs
 import os
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 
 def one_line(message) -> str:
-    """Write a message with its line breaks, control characters and lone surrogates (of file names) as escapes."""
+    """Escape line breaks, control characters and lone surrogates (of file names) in a message."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
 
 
 @contextmanager
 def tolerate_closed_stdout():
-    """Inside and at the end, discard what is printed once nobody reads stdout any more (`| head`)."""
+    """Discard output inside once stdout is closed (`| head`)."""
     try:
         yield
         sys.stdout.flush()
@@ -25,18 +25,19 @@ def tolerate_closed_stdout():
 
 
 def say(line: str):
-    """Print one line."""
+    """Print one line on stdout."""
     with tolerate_closed_stdout():
         print(one_line(line))
 
 
 def note(line: str):
-    """Print a line on stderr, of what is not a result."""
+    """Print one line on stderr, for anything but results."""
     print(one_line(line), file=sys.stderr)
 
 
 def print_bytes(pieces: Iterable[bytes], raw: bool):
-    """Print bytes as they come: as they are, or as text in which only line breaks and tabs are obeyed."""
+    """Print bytes as they arrive: unchanged if `raw`, else as text with control characters escaped, but for line breaks
+    and tabs."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     try:
         for piece in pieces:
@@ -50,7 +51,7 @@ def print_bytes(pieces: Iterable[bytes], raw: bool):
 
 
 class ProgressBar:
-    """Show bytes done, their rate and the time left on stderr: in place on a terminal, else a line every 5 seconds."""
+    """Show progress, rate and time left on stderr: updated in place on a terminal, else a line every 5 seconds."""
 
     def __init__(self, title: str, total: int = 0):
         self.title, self.total, self.done, self.lock = title, total, 0, threading.Lock()

@@ -1,38 +1,37 @@
-"""Define the errors that a command line shows as one line: all of SpiderError, of which UsageError, DataError and the
-rest say who is at fault; and two ends of a run, Stopped and LeftByPeer."""
+"""Errors: subclasses of SpiderError are shown as one line on the command line; Stopped and LeftByPeer end a run."""
 
 
 class SpiderError(Exception):
-    """Something that a user can mend. The message is one line that names what is at fault, and the remedy."""
+    """An error that the user can fix. The message is one line with the cause and the remedy."""
 
 
 class UsageError(SpiderError):
-    """A request that cannot be fulfilled: a bad flag, variable or setting, or a machine that lacks what it takes."""
+    """A bad flag, variable or setting, or a machine that does not support it."""
 
 
 class DataError(SpiderError):
-    """Data that cannot be used; the message names the file, the offset in it and, where there is one, the remedy."""
+    """Unusable data; the message has the file, the offset and, if there is one, the remedy."""
 
 
 class CheckpointError(SpiderError):
-    """A checkpoint, or a directory of checkpoints, that cannot be used."""
+    """An unusable checkpoint or directory of checkpoints."""
 
 
 class TooLarge(SpiderError):
-    """A step that takes more memory than there is."""
+    """A step that needs more memory than there is."""
 
 
 class Diverged(SpiderError):
-    """Training that cannot continue as it is; the message gives advice."""
+    """Training that diverged; the message gives advice."""
 
 
 class WorldError(SpiderError):
-    """Ranks that cannot be started or kept together; the message names the rank."""
+    """Ranks that cannot start or lost contact; the message names the rank."""
 
 
 class LeftByPeer(Exception):
-    """Another rank has failed, which it reports itself; all ranks stop with it."""
+    """Another rank failed and reports it; this rank stops silently."""
 
 
 class Stopped(BaseException):
-    """A signal asked the process to stop. Not an Exception, so that no library takes it for a fault of its own."""
+    """A signal asked the process to stop. Not an Exception, so that libraries do not catch it."""

@@ -1,9 +1,9 @@
 """Read and write files: atomic replacement, no writing through a link, no waiting for a pipe.
 
-naming, open_plain, walk, each_once   reading what others made; its faults are DataErrors that name the file
-is_count                              a test of a value that was read
-open_own, durable, put_in_place       writing, atomically and durably
-locked                                one process at a time in a directory
+naming, open_plain, walk, each_once   read files of others; errors are DataErrors that name the file
+is_count                              validate a value that was read
+open_own, durable, put_in_place       write files, atomically and durably
+locked                                lock a directory against other processes
 """
 
 import errno
@@ -22,26 +22,25 @@ from spider.errors import DataError
 
 @contextmanager
 def naming(path):
-    """Turn an operating system's error into a DataError that names the file, `path` where the error knows none; and a
-    MemoryError into one that names `path`."""
+    """Turn an OSError or MemoryError into a DataError that names the file: the error's own, else `path`."""
     try:
         yield
     except OSError as fault:
         raise DataError(f"{fault.filename or path}: {fault.strerror or fault}") from None
     except MemoryError:
-        raise DataError(f"{path}: out of memory: free some, or let fewer processes work at once") from None
+        raise DataError(f"{path}: out of memory: free some, or use fewer processes") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading what others made
+# Reading files of others
 
 
 class Counted(io.FileIO):
-    """A file that calls `report` with the number of bytes of each read."""
+    """A file that reports the number of bytes of each read to `report`."""
 
     def __init__(self, path: str | Path, report: Callable):
         def opener(name, flags: int) -> int:
-            return os.open(name, flags | os.O_NONBLOCK)  # should it become a pipe meanwhile
+            return os.open(name, flags | os.O_NONBLOCK)  # in case it has become a pipe meanwhile
         super().__init__(path, opener=opener)
         self.report = report
 
@@ -52,27 +51,27 @@ class Counted(io.FileIO):
 
 
 def open_plain(path: str | Path, report: Callable = lambda count: None) -> IO[bytes]:
-    """Open a file to read; DataError at a pipe, a socket or a device, which may block for ever at opening alone."""
+    """Open a file to read. Raise DataError for a pipe, socket or device, since opening one may block forever."""
     with naming(path):
         mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # which open() refuses
         kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
-        raise DataError(f"{path}: a {kind}, no file: delete it, or put what comes out of it into a file")
+        raise DataError(f"{path} is a {kind}, not a file: delete it, or write its content to a file")
     return io.BufferedReader(Counted(path, report), 1 << 17)
 
 
 def walk(directory: str, own: str | Path = "") -> tuple[list[str], list[str], list[str]]:
-    """List the paths in and below a directory, links followed, `own` left out; those hidden; those seen already.
+    """List the paths below a directory, following links and leaving out `own`; the hidden ones; the repeated ones.
 
-    A folder is listed once, at its own path before links to it, so that loops end. Names that begin with a dot are
-    hidden and skipped. DataError at a folder that cannot be listed.
+    Each folder is listed once, so that link loops end; its own path has precedence over links. Names that begin with a
+    dot are hidden and skipped. Raise DataError for a folder that cannot be listed.
     """
     def refuse(fault: OSError):
         raise fault
     paths, hidden, again, links, ours = [], [], [], [directory], identity(own)
     seen = {ours}
     with naming(directory):
-        for top in links:                                   # which grows
+        for top in links:                                   # grows in the loop
             if top != directory and holds(top):
                 again.append(top)
                 continue
@@ -91,7 +90,7 @@ def walk(directory: str, own: str | Path = "") -> tuple[list[str], list[str], li
 
 
 def identity(path: str | Path) -> tuple[int, int] | str:
-    """Return device and inode, the same for every path to a file; the path where there is nothing."""
+    """Return device and inode, which all paths to a file share, or the path if nothing exists there."""
     try:
         status = os.stat(path)
         return status.st_dev, status.st_ino
@@ -100,15 +99,15 @@ def identity(path: str | Path) -> tuple[int, int] | str:
 
 
 def holds(link: str) -> bool:
-    """Tell whether a link leads to a folder that the link is in, at whatever depth."""
+    """Return whether a link leads to one of its own parent folders."""
     target = os.path.realpath(link)
     return os.path.commonpath([target, os.path.realpath(os.path.dirname(link))]) == target
 
 
 def each_once(directory: str, names: Sequence[str], first: Container[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the names in a directory, one for each file, and the paths of the other names.
+    """Return one name per file of a directory, and the paths of the other names.
 
-    Of several names the one kept is in `first`, else no link, else the first in their order.
+    A name in `first` has precedence, then one that is not a link, then the first in sorted order.
     """
     kept, paths = {}, {name: os.path.join(directory, name) for name in names}
     for name in sorted(names, key=lambda name: (name not in first, os.path.islink(paths[name]))):
@@ -118,14 +117,14 @@ def each_once(directory: str, names: Sequence[str], first: Container[str] = ()) 
 
 
 def note_again(where: str, paths: Sequence[str]):
-    """Note the paths that walk and each_once skipped since they are read under another name."""
+    """Print the paths that walk and each_once skipped because they are read under another name."""
     if paths:
         note(f"{where}: skipped {', '.join(paths[:3])}" + f" and {len(paths) - 3} more" * (len(paths) > 3)
-             + ": link loops, or other names of what is read anyway")
+             + ": link loops, or other names of files that are read")
 
 
 def is_count(value) -> bool:
-    """Tell whether a value that was read from a file is a whole number from 0 on that int64 holds."""
+    """Return whether a value that was read from a file is an integer from 0 to 2^62."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
@@ -134,7 +133,7 @@ def is_count(value) -> bool:
 
 
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
-    """Open a file to write, never through a link: "w" replaces whatever has the name, "a" refuses a link."""
+    """Open a file to write, never through a link: "w" replaces whatever has that name, "a" refuses a link."""
     if "w" in mode:
         path.unlink(missing_ok=True)
     return open(path, mode.replace("w", "x"), buffering,
@@ -143,24 +142,24 @@ def open_own(path: Path, mode: str, buffering: int = -1) -> IO:
 
 @contextmanager
 def locked(directory: Path, busy: Exception, warn: Callable = note):
-    """Lock a directory against other processes, or raise `busy`; the lock dies with the process."""
+    """Lock a directory against other processes, or raise `busy`; the lock ends with the process."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.exists(directory) or not os.path.samefile(descriptor, directory):
-                raise busy                # its last holder has deleted the directory
+                raise busy                # the last holder has deleted the directory
         except BlockingIOError:
             raise busy from None
         except OSError as fault:          # some network file systems
-            warn(f"{directory} cannot be locked ({fault.strerror}): see that nothing else works in it")
+            warn(f"{directory} cannot be locked ({fault.strerror}): make sure that nothing else uses it")
         yield
     finally:
         os.close(descriptor)
 
 
 def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
-    """Give a written temporary file its name; from then on no kill or power cut loses it or leaves half of it."""
+    """Sync a temporary file and rename it to `path`, so that it survives a kill or power loss, whole or not at all."""
     file.flush()
     os.fsync(file.fileno())
     if before_rename is not None:
@@ -170,7 +169,7 @@ def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
 
 
 def sync(path: Path):
-    """Flush a file, or a directory's names, to the disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -179,18 +178,18 @@ def sync(path: Path):
 
 
 def is_replaceable(path: Path) -> bool:
-    """Tell whether a file may take a name: it is not that of a directory, a pipe or a device."""
+    """Return whether a file may replace `path`: there is a regular file, or nothing."""
     return path.is_file() or not path.exists()
 
 
 @contextmanager
 def durable(path: Path, mode: str = "w", before_rename: Callable | None = None) -> Iterator[IO]:
-    """Write a file that replaces the one of its name once it is whole and on the disk; an exception leaves that alone.
+    """Write a file atomically: once it is complete and synced it replaces the old one; an exception keeps the old one.
 
-    Yields the open temporary file, `.NAME.tmp` beside it; `before_rename` is called when that one is on the disk.
+    Yields the temporary file, `.NAME.tmp` beside it; `before_rename` is called after the sync.
     """
-    if before_rename is None and not is_replaceable(path):  # it may make room
-        raise FileExistsError(errno.EEXIST, "no regular file: name another", str(path))
+    if before_rename is None and not is_replaceable(path):  # before_rename may move the old one away
+        raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     temporary = path.with_name(f".{path.name}.tmp")
     with open_own(temporary, mode) as file:
         try:

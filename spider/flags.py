@@ -1,10 +1,10 @@
-"""Declare flags, parse them, and run a program: the frame of every command line. No import of torch, so that --help
-answers at once.
+"""Declare and parse flags, and run a program: shared by all command lines. Does not import torch, so that --help is
+fast.
 
-Flag, integer, real, one_of, path_name, nonempty  a setting, and the parsers of its text, which raise BadValue
-Parser                                            argparse that suggests a flag for a misspelt one
-parse_flags, config_text                          values of flags, variables and --config files; such a file's text
-run_program, error_line                           expected errors as one line on stderr, and the exit status
+Flag, integer, real, one_of, path_name, nonempty  a flag, and parsers of its value, which raise BadValue
+Parser                                            argparse with suggestions for misspelled flags
+parse_flags, config_text                          read flags, variables and --config files; write a --config file
+run_program, error_line                           show expected errors as one line on stderr; return the exit status
 """
 
 import argparse
@@ -26,15 +26,15 @@ CONFIG_LIMIT = 1 << 20                    # bytes of a --config file that are re
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting of a command line. `parse` turns its text into a value or raises BadValue; None makes a switch, which
-    is on where it stands alone, and takes `on` and `off`."""
+    """A flag. `parse` turns its text into a value or raises BadValue; None makes a switch, which takes `on`, `off` or
+    no value (on)."""
     name: str
     default: object
     parse: Callable | None
     help: str
-    env: str | None = None                # environment variable that sets it too
-    alone: str | None = None              # the text that it stands for without one, where it may stand alone
-    metavar: str | None = None            # name of its value in --help
+    env: str | None = None                # environment variable that also sets it
+    alone: str | None = None              # its text if no value is given; None: a value is required
+    metavar: str | None = None            # placeholder of the value in --help
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -44,11 +44,11 @@ class Flag:
         return self.parse(text) if self.parse else on_or_off(text) == "on"
 
     def check(self, value):
-        """Return a value that was recorded, as the flag would take it today; BadValue where it would not."""
-        taken = self.value(in_words(value))
-        if taken != value:
-            raise BadValue(str(value), f"a {type(taken).__name__}")
-        return taken
+        """Validate a recorded value as if it were given to the flag, and return it; raise BadValue if it is bad."""
+        parsed = self.value(value_text(value))
+        if parsed != value:
+            raise BadValue(str(value), f"a {type(parsed).__name__}")
+        return parsed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,14 +56,14 @@ class Flag:
 
 
 class BadValue(argparse.ArgumentTypeError, ValueError):
-    """A text that is not what a flag takes; the message says what it takes."""
+    """A bad value of a flag; the message names the expected kind."""
 
     def __init__(self, text, wanted: str):
         super().__init__(f"{text!r} is not {wanted}")
 
 
 def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
-    """Make a parser of whole numbers from low to high, which may be written as 10e9 too."""
+    """Make a parser of integers from low to high, also in the form 10e9."""
     def parse(text: str) -> int:
         try:
             value = int(text) if decimal(text).isdigit() else float(text)
@@ -77,7 +77,7 @@ def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
 
 
 def real(low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False) -> Callable:
-    """Make a parser of finite numbers from low to high; an open bound is excluded."""
+    """Make a parser of finite numbers from low to high; open bounds are excluded."""
     def parse(text: str) -> float:
         value = number(text)
         excluded = (open_low and value == low) or (open_high and value == high) or math.isinf(value)
@@ -99,7 +99,7 @@ def one_of(*choices: str) -> Callable:
 
 
 def nonempty(kind: str) -> Callable:
-    """Make a parser that refuses the empty text: pathlib turns an empty path into the working directory."""
+    """Make a parser that refuses empty text, since pathlib turns an empty path into the working directory."""
     def parse(text: str) -> str:
         if not text:
             raise BadValue(text, kind)
@@ -114,7 +114,7 @@ DECIMAL = re.compile(r"[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def decimal(text: str) -> str:
-    """Return a number as it was written, in plain ASCII decimals: int() and float() take 1_0, nan and other digits."""
+    """Check that a number is in plain ASCII decimals, and return it; int() and float() accept 1_0, nan and more."""
     if not DECIMAL.fullmatch(text):
         raise BadValue(text, "a number")
     return text
@@ -127,7 +127,7 @@ def number(text: str) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # The argument parser
 
-# Names that other programs have for a flag of ours.
+# Names of our flags in other programs.
 SYNONYMS = {
     "model": "preset arch architecture size model_size",
     "data_dir": "data dataset data_path dataset_dir dataset_path train_data input",
@@ -174,7 +174,7 @@ SYNONYMS = {
 
 
 def suggest(word: str, names: Collection[str]) -> str:
-    """Return "; did you mean NAME?" for a misspelt name among `names`, as they are written there; else nothing."""
+    """Return "; did you mean NAME?" with the closest of `names`, or an empty text."""
     dashes = "--" if any(name.startswith("--") for name in names) else ""
     word, known = word.lower().lstrip("-").replace("-", "_"), {name.lstrip("-") for name in names}
     known = {name.replace("-", "_"): name for name in known}
@@ -185,15 +185,15 @@ def suggest(word: str, names: Collection[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that raises UsageError in place of ending the process; a flag cannot be abbreviated."""
+    """ArgumentParser that raises UsageError instead of exiting, and refuses abbreviated flags."""
 
     def __init__(self, **options):
         super().__init__(**dict(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter) | options)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
         for word in sys.argv[1:] if argv is None else argv:
-            if word.startswith("--") and word.endswith("=--"):  # of which argparse makes []
-                self.error(f"argument {word[:-3]}: '--' is no value")
+            if word.startswith("--") and word.endswith("=--"):  # argparse would return []
+                self.error(f"argument {word[:-3]}: '--' is not a value")
         namespace, unknown = self.parse_known_args(argv, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
@@ -202,7 +202,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def known_flags(self) -> list[str]:
-        """List the flags of this parser, and of its commands."""
+        """List the flags of this parser and its subcommands."""
         commands = [command for action in self._actions if isinstance(action, argparse._SubParsersAction)
                     for command in action.choices.values()]
         return [flag for parser in (self, *commands) for flag in parser._option_string_actions if flag[:2] == "--"]
@@ -219,8 +219,8 @@ class Parser(argparse.ArgumentParser):
 # Flags, environment variables and --config files
 
 
-def in_words(value) -> str:
-    """Write a value as --help and the log show it; a rule, which works one out, is a function."""
+def value_text(value) -> str:
+    """Write a value as --help and the log show it; functions compute a default from the horizon."""
     return "by the horizon" if callable(value) else {True: "on", False: "off"}[value] if type(value) is bool else (
         str(value))
 
@@ -228,12 +228,12 @@ def in_words(value) -> str:
 def parse_flags(groups: Mapping[str, Sequence[Flag]], argv: Sequence[str] | None, environ: Mapping[str, str], *,
                 prog: str, doc: str, recipes: Mapping[str, dict] | None = None,
                 alternatives: Iterable[Collection[str]] = ()) -> SimpleNamespace:
-    """Return the values of all flags by name, from argv, else an environment variable, else the file that a flag
-    `config` names, else the default. UsageError at a bad one.
+    """Return the values of all flags by name. Precedence: argv, environment variable, the file of the flag `config`,
+    default. Raise UsageError for a bad value.
 
-    groups: flags by heading of --help. recipes: other defaults, for --help alone. alternatives: names of which one on
-    the command line or in the environment replaces the others in the file. Beside the values stand `given`, the names
-    that were set anywhere, and `environment`, a line NAME=VALUE for each variable that was used.
+    groups: flags by heading of --help. recipes: further defaults, only shown in --help. alternatives: groups of names
+    that exclude each other: one on the command line or in the environment overrides the others in the file. The result
+    also has `given`, the names set anywhere, and `environment`, a line NAME=VALUE for each variable that was used.
     """
     texts = vars(flag_parser(groups, prog, doc, recipes or {}).parse_args(argv))
     values = SimpleNamespace(given=set(), environment=[])
@@ -256,13 +256,13 @@ def parse_flags(groups: Mapping[str, Sequence[Flag]], argv: Sequence[str] | None
 
 
 def flag_parser(groups: Mapping[str, Sequence[Flag]], prog: str, doc: str, recipes: Mapping[str, dict]) -> Parser:
-    """Make a parser that takes every flag's value as text, with a heading for each group."""
+    """Make a parser that returns every flag's value as text, with a heading per group."""
     parser = Parser(prog=prog, description=doc, usage=f"python {prog} [--FLAG VALUE ...]")
     for heading, flags in groups.items():
         group = parser.add_argument_group(heading)
         for flag in flags:
             text = flag.help + (f"; default {flag.default}" if flag.default not in (None, False) else "")
-            text += "".join(f"; {name}: {in_words(recipe[flag.name])}"
+            text += "".join(f"; {name}: {value_text(recipe[flag.name])}"
                             for name, recipe in recipes.items() if flag.name in recipe)
             text += f"; environment {flag.env}" if flag.env else ""
             alone = "on" if flag.parse is None else flag.alone
@@ -274,13 +274,13 @@ def flag_parser(groups: Mapping[str, Sequence[Flag]], prog: str, doc: str, recip
 
 
 def read_config(name: str, groups: Mapping[str, Sequence[Flag]]) -> dict:
-    """Return the values that a TOML file has for flags, in sections named as `groups` or before any section.
+    """Read the values of flags from a TOML file, in sections named like `groups` or before any section.
 
-    UsageError, which names the file, at an unknown name or section and at a bad value.
+    Raise UsageError, with the file's name, for an unknown name or section or a bad value.
     """
     def refuse(fault: str):
         raise UsageError(one_line(f"--config: {name}: {fault}"))
-    try:                                  # here: no other command line needs it
+    try:                                  # imported here, since other command lines do not need it
         import tomllib
     except ModuleNotFoundError:           # Python 3.10
         import tomli as tomllib
@@ -297,11 +297,11 @@ def read_config(name: str, groups: Mapping[str, Sequence[Flag]]) -> dict:
     for section, entry in content.items():
         if isinstance(entry, dict):
             if section not in groups:
-                refuse(f"there is no section [{section}]{suggest(section, groups)}")
+                refuse(f"unknown section [{section}]{suggest(section, groups)}")
             entries += [(section, key, value) for key, value in entry.items()]
     for section, key, value in entries:
         if key not in sections:
-            refuse(f"there is no flag {key}{suggest(key, sections)}")
+            refuse(f"unknown flag {key}{suggest(key, sections)}")
         if section not in ("", sections[key]):
             refuse(f"{key} belongs in section [{sections[key]}], not [{section}]")
         if key in values:
@@ -316,15 +316,15 @@ def read_config(name: str, groups: Mapping[str, Sequence[Flag]]) -> dict:
 def config_word(value, flag: Flag) -> str:
     """Write a TOML value as the text of a flag."""
     if type(value) is bool and "on" in flag.choices:
-        return in_words(value)
+        return value_text(value)
     if type(value) in (str, int, float) and flag.parse is not None:
         return str(value)
-    wanted = "true or false" if flag.parse is None else "a number or a text in quotes"
+    wanted = "true or false" if flag.parse is None else "a number or a quoted text"
     raise BadValue(value, wanted)
 
 
 def config_text(groups: Mapping[str, Sequence[Flag]], values: Mapping[str, object]) -> str:
-    """Write values by name as a file for --config, a section for each group; None is left out, which no file has."""
+    """Write values by name as a file for --config, a section per group; leave out None, which TOML does not have."""
     sections = []
     for heading, flags in groups.items():
         lines = [f"{flag.name} = {toml(values[flag.name])}" for flag in flags
@@ -335,7 +335,7 @@ def config_text(groups: Mapping[str, Sequence[Flag]], values: Mapping[str, objec
 
 
 def toml(value) -> str:
-    """Write a bool, a number or a text in TOML. Numbers keep every bit; what TOML cannot hold of a text is escaped."""
+    """Write a bool, number or text in TOML. Numbers keep every bit; special characters are escaped."""
     if type(value) is bool:
         return "true" if value else "false"
     if type(value) in (int, float):
@@ -349,7 +349,7 @@ def toml(value) -> str:
 
 
 def error_line(fault: BaseException) -> str | None:
-    """Return an expected error as the line to show, and None for any other, of which a traceback tells more."""
+    """Return the line to show for an expected error, or None for any other, which needs a traceback."""
     if isinstance(fault, (SpiderError, FloatingPointError)):
         return f"error: {fault}"
     if isinstance(fault, OSError):
@@ -358,8 +358,8 @@ def error_line(fault: BaseException) -> str | None:
 
 
 def run_program(main: Callable[[], int | None], prog: str, *, interrupted: str | None = None) -> int:
-    """Run a command and return its exit status: its own, or 2 with one line on stderr for an expected error, 130 where
-    it was interrupted, with a line if `interrupted` has one, and 0 where nobody reads its output any more."""
+    """Run a command and return its exit status: 2 after an expected error, shown as one line on stderr; 130 after
+    Ctrl-C, with the line `interrupted` if given; 0 after a closed stdout; else its own."""
     try:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -377,7 +377,7 @@ def run_program(main: Callable[[], int | None], prog: str, *, interrupted: str |
             raise
     try:
         sys.stdout.flush()
-    except OSError:                       # or what is left of the output would fail again at exit
+    except OSError:                       # else the rest of the output would fail again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if line is not None:
         print_error(prog, line)
@@ -385,5 +385,5 @@ def run_program(main: Callable[[], int | None], prog: str, *, interrupted: str |
 
 
 def print_error(prog: str, line: str):
-    """Print a line on stderr, in place of a progress bar."""
+    """Print a line on stderr, over a progress bar."""
     print("\r\033[K" * sys.stderr.isatty() + f"{prog}: {one_line(line)}", file=sys.stderr)

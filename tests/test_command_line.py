@@ -14,7 +14,7 @@ import train
 from conftest import ROOT, SMALL, contents, run, run_flags
 from scripts import VARIABLES, forked
 from spider.errors import UsageError
-from spider.flags import in_words
+from spider.flags import value_text
 from spider.model import config
 from spider.training import machine
 from spider.training.checkpoint import find_checkpoints
@@ -200,8 +200,8 @@ def test_the_line_of_the_recipe_says_what_the_run_has_of_it(tmp_path, capsys):
     assert "--engram_reset" not in taken("--set", "engram_layers=,engram_byte_orders=")
     assert "--n_loops" not in taken("--n_loops", "1")
     given = [word for name, value in train.RECIPES["tiny"].items()
-             for word in (f"--{name}", "5" if callable(value) else in_words(value))]
-    assert taken(*given) == "nothing is taken from it"
+             for word in (f"--{name}", "5" if callable(value) else value_text(value))]
+    assert taken(*given) == "all values overridden"
 
 
 def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
@@ -214,9 +214,9 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
                           env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert machine.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
     assert done.returncode == done.stdout.startswith("NOT ENOUGH"), done.stderr
-    for said in ("recipe of 1b: every default of --help", "hidden_size = 2048", "routed experts", "Engram tables",
-                 "active per byte", "FLOPs per byte", "memory: about", "free for checkpoints of 7.3", "ids checked",
-                 "FP8 converts", "of training at", "this machine's rate of them; no step was timed, "):
+    for said in ("recipe of 1b: the defaults of --help", "hidden_size = 2048", "routed experts", "Engram tables",
+                 "active per byte", "FLOPs per byte", "memory: about", "free for 3 checkpoints of 7.3", "all checked",
+                 "FP8 converts", "of training at", "from matrix products alone; no step was timed, "):
         assert said in done.stdout, said
     total = int(re.search(r"total +([\d,]+)", done.stdout)[1].replace(",", ""))
     assert abs(total / 996e6 - 1) < 0.005
@@ -293,13 +293,13 @@ def test_compiled_layers_train_like_the_others(tmp_path):
 @pytest.mark.parametrize("dry", (True, False))
 def test_a_horizon_that_does_not_suit_the_data_or_the_steps_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
     """40 passes over 494 bytes, and a stop while the rate is at its peak; nothing where both suit."""
-    for flags, warned in ((("--target_tokens", "20000"), ("40 times over", "at most", "--max_steps 2 ends the run")),
+    for flags, warned in ((("--target_tokens", "20000"), ("is 40 epochs", "at most", "--max_steps 2 ends the run")),
                           (("--target_tokens", "128"), ())):
         argv = run_flags(shards, tmp_path / f"run{len(warned)}", *flags, *["--dry_run"] * dry, steps=2)
         assert train.command_line(argv) == 0
         said = "".join(capsys.readouterr())
-        assert all(words in said for words in warned) and ("times over, which" in said) == bool(warned)
-        assert not dry or ("run: 2 steps of 64 bytes, 0.259 times over the data, 0.1 seconds of training at 1,000 "
+        assert all(words in said for words in warned) and ("memorizes the data" in said) == bool(warned)
+        assert not dry or ("run: 2 steps of 64 bytes, 0.259 epochs, 0.1 seconds of training at 1,000 "
                            "bytes/s") in said
 
 
@@ -330,9 +330,9 @@ def test_a_dry_run_says_what_a_run_in_a_directory_would_meet_and_complains_of_no
         return said, re.findall("^a run would be refused: .*", said, re.MULTILINE)
     directory = run(tmp_path, shards, steps=2)
     said, refusals = says()
-    assert not refusals and f"resumes from {directory}/spider-step2.pt (step 2)" in said
+    assert not refusals and f"resuming from {directory}/spider-step2.pt (step 2)" in said
     said, (line,) = says("--set", f"{SMALL},hidden_size=64")
-    assert "hidden_size 32 there, 64 asked for" in line and "  hidden_size = 64" in said and "goes on" not in said
+    assert "hidden_size is 32, not 64" in line and "  hidden_size = 64" in said and "resuming" not in said
     assert "real data" in says("--mock_data")[1][0]
     (directory / "started-over.json").write_text("no note")
     assert "started-over.json" in says()[1][0]
@@ -351,7 +351,7 @@ def test_steps_beyond_the_horizon_are_a_warning_with_their_rate_and_the_remedy(t
         assert train.command_line(argv) == 0
         said = [line for part in capsys.readouterr() for line in part.splitlines() if "beyond the horizon" in line]
         assert len(said) == (steps == 5)
-    assert "--max_steps 5: steps 3 to 5 lie beyond the horizon, at a rate of 0.001: --target_tokens 320 sp" in said[0]
+    assert "--max_steps 5: steps 3 to 5 are beyond the horizon, at a learning rate of 0.001" in said[0]
 
 
 def test_the_dry_run_goes_by_the_rate_that_a_run_there_had(tmp_path, shards, capsys):

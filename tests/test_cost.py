@@ -99,7 +99,7 @@ def test_what_is_recomputed_takes_less_memory_and_other_rows_more():
 
 def test_the_flag_of_the_original_is_recompute_nothing_and_what_is_chosen_is_one_line(tmp_path, shards, capsys):
     assert parse_args(["--no_gradient_checkpointing"]).recompute == "nothing" and parse_args([]).recompute == "auto"
-    with pytest.raises(errors.UsageError, match="--no_gradient_checkpointing: it is --recompute nothing, and"):
+    with pytest.raises(errors.UsageError, match="--no_gradient_checkpointing means --recompute nothing, which"):
         parse_args(["--no_gradient_checkpointing", "--recompute", "all"])
     states = []
     for flags, said in (((), "recompute nothing (auto)"), (("--recompute", "all"), "recompute all")):
@@ -114,7 +114,8 @@ def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, s
     argv = run_flags(shards, tmp_path / "run", "--micro_batch", str(1 << 20), "--seq_len", "600")
     assert train.command_line([*argv, "--recompute", "auto"]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert "--micro_batch: a run takes about" in err[-1] and any(line.endswith("recompute all (auto)") for line in err)
+    assert "--micro_batch: the run needs about" in err[-1]
+    assert any(line.endswith("recompute all (auto)") for line in err)
     assert any("memory: about" in line and "NOT ENOUGH" in line for line in err)
 
 
@@ -146,7 +147,7 @@ def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_pat
     total = float(re.search(r"about (\S+) GB", line)[1])
     assert total == pytest.approx(sum(said.values()), abs=0.05)
     sure = total - sum(size for name, size in said.items() if "at most" in name)
-    assert {"process before the first step", "copy for checkpoints", "parameters"} <= said.keys()
+    assert {"process at start", "checkpoint copy", "parameters"} <= said.keys()
     assert 0.6 * peak < sure and peak < 1.1 * total
 
 
@@ -192,23 +193,23 @@ def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothi
     before = contents(shards)
     argv = run_flags(shards, tmp_path / "run", "--dry_run", "--grad_accum", "2", "--target_tokens", "12800")
     assert train.command_line(argv) == 0
-    assert "at 256 bytes/s (steps of these sizes, timed here)" in capsys.readouterr().out
+    assert "at 256 bytes/s (timed steps of this size)" in capsys.readouterr().out
     noise = [train.step_seed(0, step, "noise") for step in range(50, 54)]
     assert seen[1::2] == ["update"] * 4 and seen[::2] == [
         (seen[0][0], 2, [((2, 32), seed), ((2, 32), seed + 2)]) for seed in noise]
     assert 0.4 < seen[0][0] <= 0.5 and contents(shards) == before and os.listdir(tmp_path) == ["data"]
 
 
-@pytest.mark.parametrize("reason,said", (("slow", "since it takes too long"), ("full", "for want of memory"),
-                                         ("ranks", "of several ranks"), ("compiled", "of compiled layers")))
-def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_path, monkeypatch, reason, said):
+@pytest.mark.parametrize("reason,because", (("slow", "a step takes too long"), ("full", "there is too little memory"),
+                                            ("ranks", "there are several ranks"), ("compiled", "compiling")))
+def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_path, monkeypatch, reason, because):
     plan = settled("--ckpt_dir", str(tmp_path), "--seq_len", "64")
     plan = replace(plan, batch=replace(plan.batch, ranks=1 + (reason == "ranks")),
                    machine=replace(plan.machine, compile=reason == "compiled"),
                    memory=dict(activations=math.inf if reason == "full" else 1.0))
     bound = 1.0 if reason == "slow" else 1e6
     at_least, rate, origin = dry_run.expected_rate(plan, torch.device("cpu"), bound, None)
-    assert (at_least, rate) == ("at least ", bound) and f"no step was timed, {said}" in origin
+    assert (at_least, rate) == ("at least ", bound) and f"no step was timed, because {because}" in origin
 
 
 def test_a_duration_is_in_units_that_people_have():
@@ -244,16 +245,16 @@ def test_text_whose_words_never_end_is_a_warning_with_the_remedy(tmp_path, shard
         setting = SMALL.replace("boundaries=learned", f"boundaries={rule}")
         argv = run_flags(shards, tmp_path / rule, "--set", setting, *["--dry_run"] * dry, steps=2)
         assert train.command_line(argv) == 0
-        lines = [line for part in capsys.readouterr() for line in part.splitlines() if "a segment has" in line]
+        lines = [line for part in capsys.readouterr() for line in part.splitlines() if "segments have" in line]
         assert len(lines) == warned
-        assert all(f"{shards}: a segment has 32 bytes" in line for line in lines)
-        assert all(line.endswith("--set boundaries=every_third or learned in place of words") for line in lines)
+        assert all(f"{shards}: segments have 32 bytes" in line for line in lines)
+        assert all(line.endswith("--set boundaries=every_third or learned instead of words") for line in lines)
 
 
 def test_learned_cuts_that_end_next_to_nothing_are_a_warning_at_the_first_step(tmp_path, shards, capsys):
     setting = SMALL.replace("boundary_prior=0.15", "boundary_prior=0.0001")
     for flags, warned in ((("--set", setting), 1), ((), 0)):
         run(tmp_path, shards, *flags, "--eval_every", "0", steps=2, ckpt=f"run{warned}")
-        lines = [line for line in capsys.readouterr().err.splitlines() if "a segment has" in line]
+        lines = [line for line in capsys.readouterr().err.splitlines() if "segments have" in line]
         assert len(lines) == warned and all("step 1: " in line for line in lines)
-        assert all(line.endswith("--set boundaries=every_third in place of learned") for line in lines)
+        assert all(line.endswith("--set boundaries=every_third instead of learned") for line in lines)

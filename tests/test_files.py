@@ -50,7 +50,7 @@ def test_a_durable_file_takes_the_place_of_no_directory_pipe_or_device(tmp_path,
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="no regular file") as fault, files.durable(Path(name)) as file:
+    with pytest.raises(OSError, match="not a regular file") as fault, files.durable(Path(name)) as file:
         file.write("new")
     assert fault.value.filename == name and sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
     assert Path("link").is_symlink() and Path("pipe").is_fifo()

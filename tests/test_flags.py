@@ -71,16 +71,16 @@ def test_an_alternative_on_the_command_line_replaces_what_the_file_has(config):
 
 
 @pytest.mark.parametrize("text, fault", (
-    ("lrr = 1", "there is no flag lrr; did you mean lr?"), ("max_lr = 1", "there is no flag max_lr; did you mean lr?"),
-    ("[secondone]\nlr = 1", "there is no section [secondone]; did you mean second one?"), ("[x]", "no section [x]"),
+    ("lrr = 1", "unknown flag lrr; did you mean lr?"), ("max_lr = 1", "unknown flag max_lr; did you mean lr?"),
+    ("[secondone]\nlr = 1", "unknown section [secondone]; did you mean second one?"), ("[x]", "unknown section [x]"),
     ("[first]\nlr = 1", "lr belongs in section [second one], not [first]"), ("lr = 2", "lr: '2' is not a number of at"),
-    ('lr = 1\n["second one"]\nlr = 1', "lr is set twice"), ("lr = [1]", "lr: [1] is not a number or a text"),
+    ('lr = 1\n["second one"]\nlr = 1', "lr is set twice"), ("lr = [1]", "lr: [1] is not a number or a quoted text"),
     ("lr = nan", "lr: 'nan' is not a number"), ("lr = true", "lr: True is not"), ("steps = 1.5", "a whole number"),
     ('loud = "on"', "loud: 'on' is not true or false"),
     ("loud = 1", "loud: 1 is not true or false"), ("mode = false", "mode: 'off'"),
     ("name = ''", "name: '' is not a name"), ("lr = 2026-01-01", "lr: datetime"), ("lr", "not TOML"),
     (b"\xff", "not TOML"),
-    ("a = " + "[" * 5000, "not TOML"), ("lr = 1\nlr = 1", "not TOML"), ('config = "a"', "there is no flag config")))
+    ("a = " + "[" * 5000, "not TOML"), ("lr = 1\nlr = 1", "not TOML"), ('config = "a"', "unknown flag config")))
 def test_what_a_file_has_wrong_is_one_line_with_its_name(config, text, fault):
     path = config(text)
     with pytest.raises(UsageError) as raised:
@@ -298,7 +298,7 @@ def command_line(program: str, *argv) -> int:
     (("data", "prepare", "a.txt", "--out", ""), "--out: '' is not a path"),
     (("data", "verify", ""), "DIR: '' is not a path"), (("data", "show", ""), "SPEC: '' is not a path"),
     (("curves", "", "a=a"), "spider.training.curves OUT.png LABEL=DIR"), (("curves", "o.png", "a="), "LABEL=DIR"),
-    (("curves", "o.png", "a=.", "a=.."), "each LABEL once"),
+    (("curves", "o.png", "a=.", "a=.."), "unique LABELs"),
     (("bench", "--only", "segments", "--device", "cpu", "--out", ""), "--out: '' is not a path"),
     (("bench", "--only", "segments", "--device", "cpu", "--data_dir", ""), "--data_dir: '' is not a path"),
     (("bench", "--only", "segments", "--device", "cpu", "--seq_len", ""), "--seq_len: '' is not"),
@@ -318,7 +318,7 @@ def test_a_file_in_the_place_of_the_checkpoint_directory_is_named_with_its_flag(
     (tmp_path / "file").write_text("mine")
     assert train.command_line(["--mock_data", "--ckpt_dir", str(tmp_path / "file" / below), *flags]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"train.py: error: --ckpt_dir: {tmp_path / 'file'} is a file, not a directory: name another")
+        f"train.py: error: --ckpt_dir: {tmp_path / 'file'} is a file, not a directory: use another name")
     assert snapshot(tmp_path) == {tmp_path / "file": b"mine"}
 
 

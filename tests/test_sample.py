@@ -122,7 +122,7 @@ def test_what_is_no_checkpoint_is_named_and_never_waited_for(trained, tmp_path, 
     os.mkfifo(tmp_path / "pipe.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     (tmp_path / "empty").mkdir()
-    for name, said in (("pipe.pt", "no regular file"), ("text.pt", "checksum"), ("empty", "there is no checkpoint"),
+    for name, said in (("pipe.pt", "not a regular file"), ("text.pt", "checksum"), ("empty", "there is no checkpoint"),
                        ("gone.pt", "there is no checkpoint"), ("a\x1b[2J\nb", "a\\x1b[2J\\nb")):
         line = refusal(capsys, tmp_path / name)
         assert said in line and (name in line or not name.isprintable())
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_other_classes_is_refused_unless_its_class_is_given(trai
         pass
     name = f"{__name__}.{Other.__qualname__}"
     torch.save(final_state(trained) | dict(classes=[name]), path := tmp_path / "spider-step3.pt")
-    assert f"was made with {name}" in refusal(capsys, path, "--prompt", "a")
+    assert f"its model uses {name}" in refusal(capsys, path, "--prompt", "a")
     assert type(load_model(str(path), torch.device("cpu"), Other)[0]) is Other
 
 

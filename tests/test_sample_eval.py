@@ -111,4 +111,5 @@ def test_figures_that_could_go_nowhere_are_not_measured_first(tmp_path, capsys):
     assert f"--json: {tmp_path / 'gone' / 'out'}: No such file or directory" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe")
     for odd in (".", "/", tmp_path, tmp_path / "pipe"):
-        assert f"--json: {odd}: no regular file" in refusal(capsys, "none", "--eval", tmp_path / "a.txt", "--json", odd)
+        line = refusal(capsys, "none", "--eval", tmp_path / "a.txt", "--json", odd)
+        assert f"--json: {odd}: not a regular file" in line

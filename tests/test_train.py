@@ -372,9 +372,9 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
                                model.config.bytes_per_segment, 1, 64)))):
         assert settled(*argv, "--seq_len", "64").schedule.target_tokens == expected
     for name in ("target_flops", "target_param_data_ratio"):
-        with pytest.raises(errors.UsageError, match=f"--{name}: a horizon of .* bytes: at most"):
+        with pytest.raises(errors.UsageError, match=f"--{name}: a horizon of .* bytes is more than"):
             settled(f"--{name}", "1e308")
-    with pytest.raises(errors.UsageError, match="--target_flops: --target_tokens gives the horizon already"):
+    with pytest.raises(errors.UsageError, match="--target_flops: --target_tokens already sets the horizon"):
         settled("--target_flops", "1", environ={"TARGET_TOKENS": "5"})
 
 
@@ -386,8 +386,8 @@ def test_evaluations_and_samples_are_announced_and_samples_go_on_from_a_prompt_o
     for flags, start in (((), "(held-out text) "), (("--sample_prompt", "abc"), "abc"), (("--eval_every", "0"), "\\n")):
         run(tmp_path, shards, "--sample_every", "2", *flags, steps=2, ckpt="run" + "".join(flags))
         said = capsys.readouterr().err
-        assert f"step 2 continues '{start}" in said and "samples 200 bytes" in said
-        assert ("evaluates on" in said) == ("--eval_every" not in flags)
+        assert f"step 2 continues '{start}" in said and "sampling 200 bytes" in said
+        assert ("evaluating on" in said) == ("--eval_every" not in flags)
     held_out = np.fromfile(shards / "val-0.bin", "<u2")[:10].tolist()
     run(tmp_path, shards, "--sample_every", "1", steps=1, ckpt="one")
     assert repr(train.tokenizer.decode(held_out))[1:-1] in capsys.readouterr().err

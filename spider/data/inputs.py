@@ -1,8 +1,8 @@
-"""Find and open the inputs of `data.py prepare`: files, directories of them, standard input, packed or not.
+"""Find and open the inputs of `data.py prepare`: files, directories, standard input, compressed or not.
 
-Input, Options   a file to read, and how it is read
-find_inputs      the files that the arguments of the command name
-open_input       a file, unpacked as its name says
+Input, Options   a file to read, and how to read it
+find_inputs      list the files that the arguments name
+open_input       open a file, decompressed by its extension
 """
 
 import argparse
@@ -25,34 +25,34 @@ from spider.data.shards import MIB
 from spider.errors import DataError
 from spider.files import each_once, naming, note_again, open_own, open_plain, walk
 
-LINE_LIMIT = 32 * MIB         # longest JSON line, which may take 30 times its size to parse, and longest parquet row
-STDIN = ".stdin.txt"          # standard input, while it is prepared
+LINE_LIMIT = 32 * MIB         # of a JSON line, which may take 30 times its size to parse, and of a parquet row
+STDIN = ".stdin.txt"          # copy of standard input
 KINDS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-PACKED = ".gz", ".zst"        # behind any of them but .parquet
-TEXT = "text"                 # of --ext: whatever is UTF-8
+PACKED = ".gz", ".zst"        # may follow any of them but .parquet
+TEXT = "text"                 # value of --ext: all UTF-8 files
 FORMATS = "txt", "jsonl", "parquet"  # of standard input
-MAGIC = {b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by their first bytes
+MAGIC = {b"PAR1": "parquet", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # formats by first bytes
 
 
 class Input(NamedTuple):
     """A file to read."""
     path: str
     size: int
-    stamp: int | str          # time of change, ns; of standard input its SHA-256
+    stamp: int | str          # mtime in ns; for standard input its SHA-256
     kind: str                 # one of CUTTERS
 
 
 class Options(NamedTuple):
-    """The way to read inputs; with these they make the fingerprint of a run."""
+    """Settings for reading inputs; part of the fingerprint of a `prepare`."""
     field: str
     val_fraction: float
     unit_bytes: int
-    ext: str | None = None    # endings such as .py,.md, or TEXT: the files that are read, each of them one document
+    ext: str | None = None    # extensions such as .py,.md, or TEXT: only these files are read, each as one document
     format: str | None = None  # of standard input
 
 
 def find_inputs(arguments: Sequence[str], out: Path, options: Options) -> list[Input]:
-    """List the files that the arguments name, directories searched in sorted order."""
+    """List the files that the arguments name; directories are searched in sorted order."""
     inputs = []
     for argument in arguments:
         if argument == "-":
@@ -65,16 +65,17 @@ def find_inputs(arguments: Sequence[str], out: Path, options: Options) -> list[I
             if found and (fault := unfit(found[0], options)):
                 raise DataError(f"{argument}: {fault}")
         if not found and options.ext:
-            raise DataError(f"{argument}: --ext {options.ext} takes nothing of it")
+            raise DataError(f"{argument}: nothing in it matches --ext {options.ext}")
         if not found:
-            raise DataError(f"{argument}: takes {', '.join(KINDS)}, all but the last with {' or '.join(PACKED)} too, a "
-                            "directory of them, or - for standard input; --ext takes others, each file as a document")
+            raise DataError(f"{argument}: supported are {', '.join(KINDS)}, all but the last also with "
+                            f"{' or '.join(PACKED)}, directories of them, and - for standard input; for other text "
+                            "files use --ext, each file is then a document")
         inputs += found
     return inputs
 
 
 def kind_of(path: str, options: Options) -> str | None:
-    """Return how a file is cut, by its name; None where it is not one of those that are read."""
+    """Return the kind of a file by its name, or None if it is not to be read."""
     name = Path(path).name.lower()
     if options.ext == TEXT:
         return None if is_packed(name) else "document"
@@ -91,9 +92,9 @@ def is_packed(path: str) -> bool:
 
 @contextmanager
 def open_input(path: str, report: Callable = lambda count: None) -> Iterator[IO[bytes]]:
-    """Open a file to read, unpacked as its name says; `report` gets the number of bytes of each read from the disk.
+    """Open a file to read, decompressed by its extension, in bounded memory; `report` gets the bytes of each disk read.
 
-    Memory does not depend on the content. DataError where it is damaged, cut off, or nothing here unpacks it.
+    Raise DataError if the file is damaged or truncated, or its decompressor is missing.
     """
     with naming(path), open_plain(path, report) as raw:
         if not is_packed(path):
@@ -107,11 +108,12 @@ def open_input(path: str, report: Callable = lambda count: None) -> Iterator[IO[
             with gzip.GzipFile(fileobj=raw) if path.lower().endswith(".gz") else zstd.ZstdFile(raw) as file:
                 yield file
         except faults as fault:
-            raise DataError(f"{path}: cannot be unpacked: {fault}; copy it again, or unpack it otherwise") from None
+            raise DataError(f"{path}: cannot be decompressed: {fault}; copy it again, or decompress it yourself"
+                            ) from None
 
 
 def import_zstd(path: str):
-    """Import Python's module, or the same for a Python without it: others take a truncated file for a whole one."""
+    """Import Python's module or its backport; other packages do not notice truncated files."""
     try:
         from compression import zstd  # from Python 3.14 on
     except ImportError:
@@ -123,32 +125,32 @@ def import_zstd(path: str):
 
 
 def search(directory: str, out: Path, options: Options) -> list[Input]:
-    """List the inputs in and below a directory, sorted by name; what is skipped is counted by kind, in one line."""
+    """List the inputs below a directory, sorted by name; print the number of skipped files by reason."""
     paths, hidden, again = walk(directory, own=out)
     paths = [str(path) for path in sorted(map(Path, paths)) if not path.is_dir()]
     kinds = {path: kind for path in paths if (kind := kind_of(path, options))}
     wanted, others = each_once("", list(kinds))
     note_again(f"prepare: {directory}", again + others)
-    found, passed = [], defaultdict(list, hidden=hidden)
+    found, skipped = [], defaultdict(list, hidden=hidden)
     for path in paths:
         if path not in kinds:
-            passed[ending(path) or "without an ending"].append(path)
+            skipped[ending(path) or "without an extension"].append(path)
     for path in wanted:
         if options.ext == TEXT and not os.path.isfile(path):
-            passed["not a file"].append(path)
+            skipped["not a file"].append(path)
             continue
         source = measure(path, kinds[path])
         if fault := unfit(source, options):
             if not options.ext:
                 raise DataError(f"{path}: {fault}")
-            passed[fault].append(path)
+            skipped[fault].append(path)
         else:
             found.append(source)
-    parts = [f"{len(some):,} {fault} ({some[0]}{', ...' * (len(some) > 1)})"
-             for fault, some in sorted(passed.items(), key=lambda item: -len(item[1])) if some]
-    if parts:
-        note(f"prepare: {directory}: skipped {', '.join(parts[:8])}{', ...' * (len(parts) > 8)}"
-             + "; --ext takes other kinds, each file as a document" * (len(kinds) < len(paths) and not options.ext))
+    counts = [f"{len(some):,} {reason} ({some[0]}{', ...' * (len(some) > 1)})"
+              for reason, some in sorted(skipped.items(), key=lambda item: -len(item[1])) if some]
+    if counts:
+        note(f"prepare: {directory}: skipped {', '.join(counts[:8])}{', ...' * (len(counts) > 8)}"
+             + "; use --ext to read other files, each as a document" * (len(kinds) < len(paths) and not options.ext))
     return found
 
 
@@ -158,7 +160,7 @@ def ending(path: str) -> str:
 
 
 def unfit(source: Input, options: Options) -> str | None:
-    """Return why a file holds no document, as far as a look at it tells; None where it may hold one."""
+    """Return why a file has no document, or None if it may have one."""
     if not source.size:
         return "empty"
     if is_packed(source.path):
@@ -185,7 +187,7 @@ def measure(path: str, kind: str) -> Input:
 
 
 def spool(path: Path, format: str | None) -> Input:
-    """Write standard input to a file: its length must be known before it is cut. DataError where it needs --format."""
+    """Copy standard input to a file, since its length must be known; raise DataError if it needs --format."""
     digest, progress = hashlib.sha256(), ProgressBar("standard input")
     with open_own(path, "wb") as file:
         while piece := sys.stdin.buffer.read(MIB):
@@ -200,15 +202,16 @@ def spool(path: Path, format: str | None) -> Input:
     with suppress(ValueError, RecursionError):
         kind = "JSON-lines" if isinstance(json.loads(line), dict) else kind
     if kind and format is None:
-        raise DataError(f"-: looks like {kind}: --format says what it is ({', '.join(FORMATS)}); unpack what is packed")
+        raise DataError(f"-: looks like {kind}: name its format by --format ({', '.join(FORMATS)}), and decompress it "
+                        "if it is compressed")
     return Input(str(path), progress.done, digest.hexdigest(), format or "txt")
 
 
 def endings(text: str) -> str:
-    """Parse --ext: endings such as .py,.md, or TEXT."""
-    parts = text.lower().split(",")
-    if text != TEXT and not all(re.fullmatch(r"[.][^\s/]+", part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither endings such as .py,.md nor {TEXT}")
-    if not_text := [part for part in parts if KINDS.get(part, "txt") != "txt" or part in PACKED]:
-        raise argparse.ArgumentTypeError(f"{', '.join(not_text)} would be taken as it stands, not read: leave it out")
-    return ",".join(parts)
+    """Parse --ext: extensions such as .py,.md, or TEXT."""
+    found = text.lower().split(",")
+    if text != TEXT and not all(re.fullmatch(r"[.][^\s/]+", one) for one in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a list of extensions such as .py,.md nor {TEXT}")
+    if not_text := [one for one in found if KINDS.get(one, "txt") != "txt" or one in PACKED]:
+        raise argparse.ArgumentTypeError(f"{', '.join(not_text)} would be read as plain text: leave it out")
+    return ",".join(found)

@@ -1,7 +1,7 @@
-"""Deal the data out to the steps of a run, as a pure function of seed and step, and cut the rows of an evaluation.
+"""Assign training sequences to steps, as a pure function of seed and step, and cut validation rows.
 
 Loader            the training sequences in their global order
-validation_sets   the rows that every evaluation of a run reads, by source
+validation_sets   the rows of every evaluation, by source
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from spider.data.shards import Source, Stream, check_ids
 from spider.errors import DataError
 from tokenizer import PAD_ID, VOCAB_SIZE
 
-BLOCK = 10_000                # sequences in which the sources of a mixture have their exact shares
+BLOCK = 10_000                # sequences in which each source of a mixture has exactly its share
 
-AHEAD = 4096                  # sequences whose spans are computed at a time: numpy's calls cost more than their work
+AHEAD = 4096                  # sequences whose spans are computed at a time, to amortize numpy's call overhead
 
-# Constants of SplitMix64; numpy takes its own scalars in half the time.
+# Constants of SplitMix64, as numpy scalars, which are twice as fast as Python's.
 ADD, MUL_1, MUL_2, BITS_27, BITS_30, BITS_31, BITS_32 = map(
     np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 27, 30, 31, 32))
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Take the step of SplitMix64, uint64 -> uint64: a bijection in which every input bit reaches every output bit."""
+    """Apply a step of SplitMix64, uint64 -> uint64: a bijection where every input bit affects every output bit."""
     x = x + ADD
     x = (x ^ (x >> BITS_30)) * MUL_1
     x = (x ^ (x >> BITS_27)) * MUL_2
@@ -32,7 +32,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def key(seed: int, *parts) -> np.ndarray:
-    """Hash a seed and numbers or arrays of numbers, none below 0, to uint64; at least one-dimensional."""
+    """Hash a seed and non-negative numbers or arrays to uint64; the result has at least one dimension."""
     x = mix(np.array([seed % 2 ** 64], np.uint64))
     for part in parts:
         x = mix(x ^ np.asarray(part).astype(np.uint64))
@@ -42,8 +42,8 @@ def key(seed: int, *parts) -> np.ndarray:
 def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
     """Map indices [m] by keyed bijections of [0, n), n < 2**52, under keys [m]; n [m] or a number; int64 [m].
 
-    A Feistel network of four rounds on two digits to a base just above sqrt(n). A value of n or more is mapped again
-    (cycle walking), which with this base is seldom needed.
+    A Feistel network of four rounds on two digits in a base just above sqrt(n). Values of n or more are mapped again
+    (cycle walking), which is rare with this base.
     """
     n = np.asarray(n)
     base = np.sqrt(n).astype(np.uint64) + np.uint64(1)
@@ -60,7 +60,7 @@ def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndar
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Return whole numbers that sum to total, in proportion to weights (largest remainder, ties to the first)."""
+    """Split `total` into integers in proportion to weights (largest remainder, ties to the first)."""
     exact = [weight / sum(weights) * total for weight in weights]
     out = [int(x) for x in exact]
     for k in sorted(range(len(out)), key=lambda k: out[k] - exact[k])[:total - sum(out)]:
@@ -70,7 +70,7 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Assign each slot of a block to a source; return its number and the slot's rank among its own, int64 [slots]."""
+    """Assign each slot of a block to a source; return the source and the slot's rank within it, int64 [slots]."""
     ends = np.cumsum(counts)
     slots = np.arange(ends[-1])
     source = np.searchsorted(ends, permute(slots, len(slots), key(seed, 0, np.full_like(slots, block))), side="right")
@@ -80,11 +80,11 @@ def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np
 
 
 class Loader:
-    """Read the training sequences of a run, numbered from 0 in one global order that ranks and micro-steps share.
+    """Read the training sequences of a run, numbered from 0 in one global order over ranks and micro-steps.
 
-    Each epoch of a source covers every one of its targets (every id but the first) exactly once, cut anew into windows
-    of up to seq_len, in another order. Blocks of 10,000 sequences hold the sources in exact proportion to the weights,
-    in drawn order; each slot takes the next sequence of its source.
+    Each epoch of a source covers each of its targets (every id but the first) exactly once, in new windows of up to
+    seq_len and in a new order. Blocks of 10,000 sequences contain the sources in exact proportion to the weights,
+    shuffled; each slot takes the next sequence of its source.
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int, seed: int):
@@ -102,12 +102,13 @@ class Loader:
                 raise DataError(f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
                                 f"({max(0, targets):,} bytes): lower --seq_len")
             if count == 0:
-                raise DataError(f"{source.name}: weight {source.weight:g} is not one sequence in {BLOCK:,}: raise it")
+                raise DataError(f"{source.name}: weight {source.weight:g} is less than one sequence in {BLOCK:,}: "
+                                f"raise it")
 
     def micro_batch(self, first: int, micro_step: int, micro_batch: int, rank: int = 0, ranks: int = 1):
-        """Return a rank's (input_ids, labels, g) of a micro-step; g int64 [micro_batch] numbers the sequences.
+        """Return a rank's (input_ids, labels, g) of a micro-step; g int64 [micro_batch] are the sequence numbers.
 
-        `first` sequences were consumed before this optimizer step, whose sequences are the same on any number of ranks.
+        `first`: number of sequences before this optimizer step. Its sequences do not depend on the number of ranks.
         """
         import torch
         begin = first + (micro_step * ranks + rank) * micro_batch - self.ahead_from
@@ -167,9 +168,9 @@ class Loader:
 def cut_rows(stream: Stream, start: np.ndarray, stop: np.ndarray, seq_len: int):
     """Return (input_ids, labels), int64 [n, seq_len], of windows start .. stop [n] of a stream, both ends included.
 
-    A window of fewer than seq_len targets is filled up with PAD, its labels with -100, as is every label that is PAD.
+    Short windows are padded with PAD; labels that are PAD become -100.
     """
-    import torch  # here: the workers of `prepare` do without it and start in a tenth of the time
+    import torch  # imported here, since without it the workers of `prepare` start ten times as fast
     pieces, padding = [], np.full(seq_len, PAD_ID, np.uint16)
     first, last = stream.bounds.searchsorted((start, stop), "right") - 1  # shards
     shards, spans = list(zip(first.tolist(), last.tolist())), list(zip(start.tolist(), stop.tolist()))
@@ -196,10 +197,10 @@ def cut_rows(stream: Stream, start: np.ndarray, stop: np.ndarray, seq_len: int):
 
 
 def validation_sets(sources: Sequence[Source], seq_len: int, eval_tokens: int) -> dict:
-    """Return the rows that every evaluation of a run reads, by name of source: (input_ids, labels), int64 [n, seq_len].
+    """Return the rows of every evaluation by source name: (input_ids, labels), int64 [n, seq_len].
 
-    They hold the first `eval_tokens` validation targets, shared out by weight. A source with fewer than its share gives
-    what it has; one without a target is left out. DataError where there is not one target.
+    They have the first `eval_tokens` validation targets, split by weight. A source with fewer targets than its share
+    contributes all of them; one without targets is left out. Raise DataError if there are no targets.
     """
     sets = {}
     for source, share in zip(sources, shares([source.weight for source in sources], eval_tokens)):
@@ -208,6 +209,6 @@ def validation_sets(sources: Sequence[Source], seq_len: int, eval_tokens: int) -
             starts = np.arange(0, count, seq_len)
             sets[source.name] = cut_rows(source.val, starts, np.minimum(starts + seq_len, count), seq_len)
     if not sets:
-        raise DataError(f"{', '.join(source.name for source in sources)}: no byte to validate on; prepare more data, "
-                        "raise --eval_tokens, or switch evaluation off with --eval_every 0")
+        raise DataError(f"{', '.join(source.name for source in sources)}: no validation data; prepare more data, raise "
+                        "--eval_tokens, or disable evaluation with --eval_every 0")
     return sets

@@ -1,8 +1,8 @@
-"""Turn text, JSON lines and parquet into shards, on all cores; a killed run resumes where it stopped.
+"""Turn text, JSON lines and parquet into shards, on all cores; after a kill, the same command resumes.
 
-Inputs are cut into pieces, and pieces make units of work. A unit becomes shards of its own, which a line of the journal
-prepare.jsonl records once they are on the disk; metadata.json takes the journal's place at the end. Neither --workers
-nor --unit_mb changes a split's stream of ids. `prepare` does it all; `plan`, `write_units` and `read_journal` are its
+Inputs are cut into pieces, and pieces are grouped into units of work. Each unit becomes its own shards, recorded as a
+line of the journal prepare.jsonl once they are on disk; at the end metadata.json replaces the journal. --workers and
+--unit_mb do not change the ids of a split. `prepare` does it all; `plan`, `write_units` and `read_journal` are its
 steps.
 """
 
@@ -30,12 +30,12 @@ from tokenizer import VOCAB_SIZE
 
 
 def prepare(inputs: Sequence[str], out: Path, workers: int, options: Options):
-    """Turn the inputs that the arguments name into shards in a directory; the same call again resumes a killed one."""
+    """Turn inputs into shards in a directory; the same call again resumes a killed one."""
     if options.format and "-" not in inputs:
-        raise DataError("--format describes standard input, and - is not among the inputs")
+        raise DataError("--format is for standard input, but - is not among the inputs")
     made = [path for path in (out, *out.parents) if not path.exists()]
     out.mkdir(parents=True, exist_ok=True)
-    with locked(out, DataError(f"{out}: another prepare works in it: wait for it, or choose another --out")):
+    with locked(out, DataError(f"{out}: another prepare is using it: wait for it, or use another --out")):
         try:
             fill(out, inputs, options, workers)
         except DataError as fault:
@@ -44,13 +44,13 @@ def prepare(inputs: Sequence[str], out: Path, workers: int, options: Options):
             raise DataError(str(fault).replace(str(out / STDIN), "-")) from None
         finally:
             (out / STDIN).unlink(missing_ok=True)
-            with suppress(OSError):  # of a directory that is not empty
+            with suppress(OSError):  # the directory is not empty
                 for path in made:
                     path.rmdir()
 
 
 def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
-    """Turn what the arguments name into shards and metadata.json, in a directory where no other process works."""
+    """Turn inputs into shards and metadata.json, in a locked directory."""
     inputs = find_inputs(arguments, out, options)
     units = plan(inputs, options)
     spooled = str(out / STDIN)
@@ -64,16 +64,16 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
         say(f"{out}: already prepared from these inputs; nothing to do")
         return
     if (out / "metadata.json").exists() or started != fingerprint and any(out.glob("*.bin")):
-        raise DataError(f"{out}: holds shards from other inputs or options; choose another --out, or delete it")
+        raise DataError(f"{out}: has shards of other inputs or options; use another --out, or delete it")
     done = {unit: done[unit] for unit in done if started == fingerprint and unit < len(units)}
     if done:
-        say(f"{out}: resumes; {len(done)} of {len(units)} units are done")
-    shards = write_shards(out, units, done, fingerprint, workers, 2 * options.unit_bytes)  # no plain unit has more
+        say(f"{out}: resuming; {len(done)} of {len(units)} units are done")
+    shards = write_shards(out, units, done, fingerprint, workers, 2 * options.unit_bytes)  # limit of compressed units
     for source in inputs:
         if source.path != spooled and measure(source.path, source.kind) != source:
             raise DataError(f"{source.path}: changed while it was prepared; delete {out} and prepare again")
     if not shards:
-        raise DataError(f"{', '.join(arguments)}: no document in there")
+        raise DataError(f"{', '.join(arguments)}: no document in them")
     totals = {split: {count: sum(entry[count] for entry in shards if entry["split"] == split)
                       for count in ("ids", "documents")} for split in ("train", "val")}
     metadata = dict(vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=arguments, options=options._asdict(),
@@ -86,7 +86,7 @@ def fill(out: Path, arguments: Sequence[str], options: Options, workers: int):
 
 
 def plan(inputs: Sequence[Input], options: Options) -> list[tuple[int, list]]:
-    """Return units of work (size, pieces): consecutive pieces (size, reader, path, ...), until they have unit_bytes."""
+    """Return units of work (size, pieces): consecutive pieces (size, reader, path, ...) of at least unit_bytes."""
     units, size, pieces = [], 0, []
     for number, source in enumerate(inputs):
         for piece_size, piece in CUTTERS[source.kind](source, number, options):
@@ -99,7 +99,7 @@ def plan(inputs: Sequence[Input], options: Options) -> list[tuple[int, list]]:
 
 
 def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str, workers: int, limit: int) -> list:
-    """Do the units that are not done, each recorded in the journal; return all metadata entries in order."""
+    """Process the remaining units and record each in the journal; return all metadata entries in order."""
     for leftover in out.glob(".*.tmp"):
         leftover.unlink()
     records = [fingerprint, *(dict(unit=unit, shards=entries) for unit, entries in done.items())]
@@ -117,12 +117,12 @@ def write_shards(out: Path, units: list, done: dict[int, list], fingerprint: str
 
 
 def read_journal(path: Path) -> tuple[str | None, dict[int, list[dict]]]:
-    """Return the fingerprint of a run that was cut short, and the entries of its units whose files are there."""
+    """Return the fingerprint of an interrupted `prepare`, and the entries of its completed units."""
     records, done = [], {}
     for line in read_record(path).splitlines() if path.exists() else ():
         try:
             records.append(json.loads(line))
-        except (ValueError, RecursionError):  # the last line, which a kill cut short
+        except (ValueError, RecursionError):  # the last line, truncated by a kill
             break
     for record in records[1:]:
         unit, entries = (record.get("unit"), record.get("shards")) if isinstance(record, dict) else (None, None)
@@ -143,7 +143,7 @@ def is_file_of(path: Path, size: int) -> bool:
 
 
 class ShardWriter:
-    """Write a shard: `write` fills a temporary file, `finish` makes it durable and gives it its name."""
+    """Write a shard: `write` appends to a temporary file, `finish` syncs and renames it."""
 
     def __init__(self, path: Path):
         self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -165,13 +165,13 @@ class ShardWriter:
 
 
 def write_unit(out: Path, unit: int, pieces: list, limit: int, report: Callable) -> list[dict]:
-    """Write train-UNIT.bin and val-UNIT.bin, as far as there is something for them; return their metadata entries.
+    """Write train-UNIT.bin and val-UNIT.bin, unless they are empty; return their metadata entries.
 
     After `limit` bytes of text a split continues in UNIT_00001, and so on. `report` gets the numbers of bytes read.
     """
     writers, entries, left = dict(train=[], val=[]), [], 0
 
-    def read(count: int):                 # what is read ahead, or again, is no progress
+    def read(count: int):                 # bytes read ahead or twice do not count as progress
         nonlocal left
         count = max(0, min(count, left - 1))
         left -= count
@@ -183,37 +183,37 @@ def write_unit(out: Path, unit: int, pieces: list, limit: int, report: Callable)
                     made = writers[split]
                     if not made or made[-1].size >= limit:
                         entries += [writer.finish() for writer in made[-1:]]
-                        more = f"_{len(made):05d}" if made else ""  # after train-00000.bin by name, too
+                        more = f"_{len(made):05d}" if made else ""  # also sorts after train-00000.bin
                         made.append(ShardWriter(out / f"{split}-{unit:05d}{more}.bin"))
                     made[-1].write(text, begins, ends)
             report(left)
         entries += [writer.finish() for made in writers.values() for writer in made[-1:]]
         return sorted(entries, key=lambda entry: entry["name"])
     except BaseException:
-        for entry in entries:             # half of a unit is of no use
+        for entry in entries:             # an incomplete unit cannot be resumed
             (out / entry["name"]).unlink()
         raise
     finally:
         for writer in writers["train"][-1:] + writers["val"][-1:]:
             writer.temporary.unlink(missing_ok=True)
-            with suppress(OSError):       # of a full disk: the rest of this file is not wanted
+            with suppress(OSError):       # the disk is full, but this file is discarded anyway
                 writer.file.close()
 
 
 class Cancelled(Exception):
-    """Another unit failed, or the run stops: this unit is not needed any more."""
+    """Another unit failed or the command stops, so this unit is abandoned."""
 
 
-progress_of_all = is_cancelled = None     # in a worker: what it shares with the others and with their parent
+progress_of_all = is_cancelled = None     # in a worker: values shared with its parent and the other workers
 
 
 def begin_worker(*shared):
-    """Start a worker that ends with its parent, beside whose successor it would write, and leaves Ctrl-C to it."""
+    """Initialize a worker: leave Ctrl-C to the parent, and exit with it, so as not to write beside a new command."""
     global progress_of_all, is_cancelled
     progress_of_all, is_cancelled = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    if not parent.is_alive():  # or the thread would come too late: work is waiting
+    if not parent.is_alive():  # the thread below could be too late
         os._exit(1)
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -226,7 +226,7 @@ def report_to_parent(count: int):
 
 
 def write_units(out: Path, units: dict[int, list], workers: int, limit: int, progress: ProgressBar) -> Iterator:
-    """Yield (unit, its metadata entries) as the units get done."""
+    """Yield (unit, its metadata entries) as units complete."""
     if min(workers, len(units)) < 2:
         for unit, pieces in units.items():
             yield unit, write_unit(out, unit, pieces, limit, progress.add)
@@ -244,10 +244,11 @@ def write_units(out: Path, units: dict[int, list], workers: int, limit: int, pro
             while future is None:
                 with suppress(queue.Empty):
                     future = results.get(timeout=0.1)
-                progress.add(done.get_obj().value - progress.done)  # without its lock, which a killed worker may hold
+                progress.add(done.get_obj().value - progress.done)  # no lock: a killed worker may hold it
             yield futures[future], future.result()
     except BrokenProcessPool:
-        raise DataError(f"{out}: a worker died (memory?); the same command resumes, with fewer --workers") from None
+        raise DataError(f"{out}: a worker died (out of memory?): the same command resumes, with fewer "
+                        "--workers") from None
     finally:
         cancelled.value = True
         pool.shutdown(cancel_futures=True)

@@ -1,12 +1,12 @@
 """Cut the inputs of `data.py prepare` into pieces, and read the documents of a piece.
 
-A cutter takes an Input, its number among all inputs and the Options, and yields pieces (size, (reader, path, ...)); the
-size of a packed file's piece is that on the disk. A reader takes the open file and the rest of its piece, and yields
-(split, bytes, begins a document, ends it).
+A cutter takes an Input, its number among all inputs and the Options, and yields pieces (size, (reader, path, ...)); for
+a compressed file the size is that on disk. A reader takes the open file and the rest of its piece, and yields (split,
+bytes, begins a document, ends it).
 
 CUTTERS       the cutter of each kind of input
-read_stream   a whole file as a stream of ids, in memory
-ids_of        the ids of a piece of a document
+read_stream   read a whole file as a stream of ids, in memory
+ids_of        return the ids of a piece of a document
 """
 
 import hashlib
@@ -25,14 +25,13 @@ from tokenizer import BOS_ID, EOS_ID
 
 
 def draw_split(number: int, start: int, options: Options) -> str:
-    """Draw the split of the document that begins at `start` (a byte offset, or a row) of input `number`; it depends on
-    nothing else."""
+    """Draw the split of the document that begins at `start` (byte offset or row) of input `number`, by a hash."""
     draw = hashlib.blake2b(b"%d:%d" % (number, start), digest_size=8).digest()
     return "val" if int.from_bytes(draw, "little") < options.val_fraction * 2 ** 64 else "train"
 
 
 def cut_text(source: Input, number: int, options: Options) -> Iterator:
-    """Cut a text file: it is one document, but its last val_fraction is another, which validates."""
+    """Cut a text file into a training document and, its last val_fraction, a validation document."""
     if is_packed(source.path):
         yield 2 * source.size, (read_packed_text, source.path, options)  # read twice
         return
@@ -61,14 +60,14 @@ def read_text(file: IO[bytes], split: str, start: int, stop: int, begins: bool, 
     while start < stop:
         piece = file.read(min(4 * MIB, stop - start))
         if not piece:
-            raise DataError(f"{file.name}: ends at byte offset {start}: it changed while it was read")
+            raise DataError(f"{file.name}: ends at byte offset {start}, since it changed while it was read")
         start += len(piece)
         yield split, piece, begins, ends and start == stop
         begins = False
 
 
 def read_packed_text(file: IO[bytes], options: Options) -> Iterator:
-    """Read a packed text file as cut_text and read_text do the same file unpacked, whose size a first pass finds."""
+    """Read a compressed text file like cut_text and read_text; a first pass finds its size."""
     size = 0
     while piece := file.read(MIB):
         size += len(piece)
@@ -114,17 +113,17 @@ def read_jsonl(file: IO[bytes], number: int, start: int, stop: float, options: O
 
 
 def too_long() -> str:
-    return f"more than {LINE_LIMIT:,} bytes: give a document as long as that as a .txt file, or in parts"
+    return f"more than {LINE_LIMIT:,} bytes: put such a document into a .txt file, or split it"
 
 
 def parse_document(line: bytes, field: str) -> bytes:
-    """Return the bytes of a JSON line's document; ValueError with the reason where there is none."""
+    """Return the bytes of a JSON line's document; raise ValueError with the reason if there is none."""
     if len(line) > LINE_LIMIT:
         raise ValueError(f"a line of {too_long()}")
     try:
         record = json.loads(line.decode("utf-8"))
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
-            raise ValueError(f"no object with a string {field!r}; --field names another field")
+            raise ValueError(f"not an object with a string {field!r}; use --field for another field")
         return record[field].encode("utf-8")
     except UnicodeDecodeError as fault:
         raise ValueError(f"not UTF-8 at byte {fault.start} of the line") from None
@@ -141,10 +140,10 @@ def open_parquet(file: IO[bytes]):
         import pyarrow.parquet
     except ImportError:
         raise DataError(f'{file.name}: parquet needs pyarrow; run: pip install -e ".[parquet]"') from None
-    try:  # checks the pages that have a checksum; reads a column of a row group piece by piece
+    try:  # verify pages with checksums; read columns in chunks
         with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True, buffer_size=MIB) as table:
             yield table
-    except MemoryError:                   # pyarrow's own is one
+    except MemoryError:                   # a base class of pyarrow's own
         raise
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as fault:
         raise DataError(f"{file.name}: {' '.join(str(fault).split())}") from None
@@ -154,7 +153,7 @@ def cut_parquet(source: Input, number: int, options: Options) -> Iterator:
     with open_input(source.path) as file, open_parquet(file) as table:
         columns, row = {column.name: str(column.type) for column in table.schema_arrow}, 0
         if columns.get(options.field) not in ("string", "large_string"):
-            raise DataError(f"{source.path}: no string column {options.field!r}; --field names another of: "
+            raise DataError(f"{source.path}: no string column {options.field!r}; use --field for one of: "
                             + ", ".join(f"{name} ({kind})" for name, kind in columns.items()))
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group)
@@ -162,15 +161,15 @@ def cut_parquet(source: Input, number: int, options: Options) -> Iterator:
                          if column.path_in_schema == options.field)
             if stored // LINE_LIMIT > rows.num_rows:
                 raise DataError(f"{source.path}: row group {group} has rows of {too_long()}")
-            # No row is longer than all that is stored, so these hold at most LINE_LIMIT bytes; fewer than 4 are slow.
+            # No row is longer than all stored text, so these have at most LINE_LIMIT bytes; fewer than 4 are slow.
             at_once = max(4, min(256, LINE_LIMIT // max(1, stored)))
             yield rows.total_byte_size, (read_parquet, source.path, number, group, row, at_once, options)
             row += rows.num_rows
 
 
 def read_parquet(file: IO[bytes], number: int, group: int, row: int, at_once: int, options: Options) -> Iterator:
-    """Yield the documents of a row group, whose first row is row `row` of the file, decoding `at_once` rows at a time:
-    with dictionaries and shared prefixes a kilobyte may hold gigabytes."""
+    """Yield the documents of a row group, whose first row is row `row` of the file. Decode only `at_once` rows at a
+    time, since with dictionaries and shared prefixes a kilobyte may expand to gigabytes."""
     with open_parquet(file) as table:
         for batch in table.iter_batches(at_once, row_groups=[group], columns=[options.field], use_threads=False):
             for text in batch.column(0):
@@ -186,8 +185,8 @@ CUTTERS = {"txt": cut_text, "jsonl": cut_jsonl, "parquet": cut_parquet, "documen
 
 
 def read_stream(path: str, field: str) -> Stream:
-    """Return a whole file as `prepare` reads it, in memory and unsplit: JSON lines and parquet rows are a document
-    each, any other file is one; a .bin shard is mapped as it is. DataError where there is no document."""
+    """Read a whole file like `prepare`, in memory and without a split: each JSON line or parquet row is a document, any
+    other file is one; a .bin shard is mapped. Raise DataError if there is no document."""
     if path.endswith(".bin"):
         return Stream([map_shard(path, None)])
     kind = kind_of(path, Options(field, 0.0, 1))
@@ -197,12 +196,12 @@ def read_stream(path: str, field: str) -> Stream:
         with open_input(path) as file:
             ids += [ids_of(text, begins, ends) for _, text, begins, ends in reader(file, *arguments)]
     if not ids:
-        raise DataError(f"{path}: no document in there")
+        raise DataError(f"{path}: no document in it")
     return Stream([Shard(path, np.concatenate(ids))])
 
 
 def ids_of(text: bytes, begins: bool, ends: bool) -> np.ndarray:
-    """Return the ids of a piece of a document, uint16, with BOS and EOS where the document begins and ends."""
+    """Return the ids of a piece of a document, uint16, with BOS and EOS if it begins and ends the document."""
     ids = np.empty(begins + len(text) + ends, "<u2")
     ids[begins:begins + len(text)] = np.frombuffer(text, np.uint8)
     ids[:begins], ids[len(ids) - ends:] = BOS_ID, EOS_ID

@@ -88,12 +88,11 @@ def rehearse(card: Card, flags: list[str], trainer: ModuleType) -> Step:
 
 
 def kinds(memory: dict[str, float], casts: float) -> dict[str, float]:
-    """Name MemTracker's kinds in words, without those that hold nothing; it takes what weights were cast to for
-    activations."""
+    """Name MemTracker's kinds of memory, without empty ones; it counts `casts`, the cast weights, as activations."""
     casts = min(casts, memory["Activation"])
     named = {"activations": memory["Activation"] - casts, "parameters": memory["Parameter"],
-             "optimizer": memory["Optstate"], "gradients": memory["Gradient"], "weights cast": casts,
-             "temporaries, gathered for tables": memory["Temp"], "the rest": memory["Buffer"] + memory["Other"]}
+             "optimizer": memory["Optstate"], "gradients": memory["Gradient"], "cast weights": casts,
+             "temporaries, gradients of tables": memory["Temp"], "the rest": memory["Buffer"] + memory["Other"]}
     return {kind: size for kind, size in named.items() if size > 5e6}
 
 

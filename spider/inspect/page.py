@@ -105,7 +105,7 @@ def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: 
     directory = checkpoint if checkpoint.is_dir() and not is_sharded(checkpoint) else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
     if not files.is_replaceable(out):
-        raise errors.DataError(f"--html: {out} is no regular file: name another")
+        raise errors.DataError(f"--html: {out} is not a regular file: name another")
     shown = read(model, text, n_loops)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print("".join(in_terminal(shown, colour)), flush=True)

@@ -1,4 +1,4 @@
-"""Batches of a step, fetched ahead by a thread."""
+"""The batches of a step, prefetched by a thread."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ from spider.training.ranks import World
 
 @dataclass
 class Batch:
-    """The sequences of a micro-step, with the counts that are cheap on the host alone, made before they are copied."""
+    """The sequences of a micro-step, with counts that are cheap to compute on the host before the copy."""
     ids: Tensor                           # [B, T] int64
-    labels: Tensor                        # [B, T] int64, -100 where nothing counts
+    labels: Tensor                        # [B, T] int64, -100 is ignored
     noise_seed: int                       # of the first row's segments and dropout
     cu_seqlens: Tensor                    # int32 [documents + 1]
-    targets: int                          # labels that count
+    targets: int                          # labels other than -100
     real: int                             # bytes that are not PAD
 
     @classmethod
@@ -43,7 +43,7 @@ class Batch:
 
 
 def batches_of(loader: Loader, shape: BatchShape, seed: int, world: World, step: int, first: int) -> Iterable[Batch]:
-    """Yield this rank's micro-batches of a step whose sequences begin at number `first`."""
+    """Yield this rank's micro-batches of a step; `first` is the number of the step's first sequence."""
     noise = step_seed(seed, step, "noise")
     for micro_step in range(shape.grad_accum):
         ids, labels, _ = loader.micro_batch(first, micro_step, shape.micro_batch, world.rank, world.ranks)
@@ -52,9 +52,9 @@ def batches_of(loader: Loader, shape: BatchShape, seed: int, world: World, step:
 
 
 class Feed:
-    """This rank's micro-batches, step after step; a thread prefetches those of the next step.
+    """Provide this rank's micro-batches step by step; a thread prefetches those of the next step.
 
-    The thread is a daemon: where a disk holds it up, a signal and the end of the process do not wait for it.
+    The thread is a daemon, so that signals and the end of the process do not wait for a slow disk.
     """
 
     def __init__(self, loader: Loader, shape: BatchShape, seed: int, world: World, progress: RunProgress,
@@ -69,15 +69,16 @@ class Feed:
         closing.callback(self.close)
 
     def take(self) -> tuple[list[Batch], int, int]:
-        """Return the next step's batches, the targets in those of all ranks, and the epoch that it begins in; the
-        batches of the step after it are begun. What keeps one rank from its batches is met by all."""
+        """Return the next step's batches, the number of targets on all ranks, and the epoch of the step; start to fetch
+        the step after it. An error on one rank stops all."""
         targets = self.world.targets_of_step()
         (batches, epoch), self.next = self.next, None
         self.wanted.put(True)
         return batches, targets, epoch
 
     def own_targets(self) -> tuple[int, BaseException | None]:
-        """Wait for the next step's batches; return this rank's targets in them, or the error that kept them away."""
+        """Wait for the next step's batches; return this rank's number of targets in them, and the error if there was
+        one."""
         if self.next is None:
             self.next = self.fetched.get()
         if isinstance(self.next, BaseException):
@@ -87,7 +88,7 @@ class Feed:
     def close(self):
         self.closed = True
         self.wanted.put(False)
-        self.thread.join(1.0)             # a thread that is well ends in order
+        self.thread.join(1.0)             # long enough, unless the disk hangs
 
     def _fetch_all(self):
         while self.wanted.get():

@@ -1,8 +1,8 @@
-"""Find and load checkpoints of any form: one file, a sharded directory, or what sample.py exported.
+"""Find and load checkpoints of any form: one file, a sharded directory, or an export.
 
-`find_checkpoints` and `best_checkpoint` look into a directory. `load_checkpoint` reads one; `check_weights` compares it
-with the class of the model; `with_whole_tensors` reads what lies in several files. How a file is read safely:
-checkpoint_format.py; what it holds: checkpoint_contents.py; writing: checkpoint_writer.py.
+`find_checkpoints` and `best_checkpoint` search a directory. `load_checkpoint` reads one; `check_weights` compares it
+with the model's class; `with_whole_tensors` reads the tensors of a sharded one. See checkpoint_format.py for safe
+reading, checkpoint_contents.py for the contents, checkpoint_writer.py for writing.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ from spider.training.state_tensors import RemoteTensor, copy_to_host
 
 
 def read_state(path: Path, sealed: bool) -> dict:
-    """Read a run's checkpoint, whose tensors stay in the file; nothing in it is executed, and nothing takes more memory
-    to read than the file has bytes. CheckpointError unless it is a regular file of plain values, as a run writes them,
-    or a sharded directory of such; `sealed`: and unaltered."""
+    """Read a run's checkpoint, a file or sharded directory, with tensors mapped. This executes nothing, and needs no
+    more memory than the file's size. Raise CheckpointError for anything that a run does not write and, if `sealed`, for
+    a checksum that does not match."""
     with reading(path):
         if is_sharded(path):
             state = read_sharded(path, sealed)
@@ -43,12 +43,11 @@ def read_state(path: Path, sealed: bool) -> dict:
 
 def load_checkpoint(path: Path, model_class: type[nn.Module] | None = None, sealed: bool = True,
                     mapped: bool = False) -> dict:
-    """Read a checkpoint, weights only: nothing in the file is executed. `mapped`: its tensors stay in the file, those
-    of a sharded one as RemoteTensors.
+    """Read a checkpoint or an export, which has only weights; this executes nothing.
 
-    CheckpointError if it is none, or altered, or if its weights are not those that a `model_class` has with its `cfg`;
-    without one they are not compared. `sealed` false: the checksum was checked before. An export is read as well; it
-    has weights alone.
+    model_class: check that its weights fit this class with the checkpoint's `cfg`. sealed: verify the checksum. mapped:
+    leave the tensors in the file, those of a sharded checkpoint as RemoteTensors. Raise CheckpointError if anything is
+    wrong.
     """
     if is_export(path):
         check_state(path, state := read_export(path), REQUIRED - {"optimizer_state_dict", "step"})
@@ -58,15 +57,15 @@ def load_checkpoint(path: Path, model_class: type[nn.Module] | None = None, seal
         state["model_state_dict"] = dict(state["model_state_dict"])
         config = SpiderConfig(**state["cfg"])
         if config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers > len(state["model_state_dict"]):
-            raise ValueError("cfg has more layers than there are weights")
+            raise ValueError("cfg has more layers than weights")
     if model_class is not None:
         check_weights(path, state, config, model_class)
     return state if mapped else copy_to_host(state)
 
 
 def check_weights(path: Path, state: dict, config: SpiderConfig, model_class: type[nn.Module]):
-    """Raise CheckpointError unless weights have the names and shapes of a model with this config; precision may
-    differ."""
+    """Raise CheckpointError unless weights have the names and shapes of a model with this config; floating-point dtypes
+    may differ."""
     def kind(tensor: Tensor | RemoteTensor) -> tuple:
         return tuple(tensor.shape), tensor.dtype.is_floating_point
     weights, classes = state["model_state_dict"], state.get("classes")
@@ -77,30 +76,30 @@ def check_weights(path: Path, state: dict, config: SpiderConfig, model_class: ty
         odd = sorted(str(name) for name in expected.keys() | weights.keys() if expected.get(name) != found.get(name))
     if odd:
         older = not classes and not any(name in weights for name in odd)
-        raise CheckpointError(f"{path}: weights differ from its cfg's: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}"
-                              + " (they are missing: an earlier version's model had none)" * older
-                              + (f" (its model was made with {', '.join(classes)})" if classes else ""))
+        raise CheckpointError(f"{path}: weights do not match its cfg: {', '.join(odd[:3])}{', ...' * (len(odd) > 3)}"
+                              + " (missing, as in models of an earlier version)" * older
+                              + (f" (its model uses {', '.join(classes)})" if classes else ""))
 
 
 def with_whole_tensors(state):
-    """Read the tensors of a nested state that lie in several files; others stay where they are."""
+    """Read all RemoteTensors of a nested state; others stay unchanged."""
     return tree_map_only(RemoteTensor, lambda value: value.rows(), state)
 
 
 def holds_checkpoints(path: Path) -> bool:
-    """Tell whether a path is a directory where checkpoints may lie, and neither a sharded one nor an export itself."""
+    """Return whether a path is a directory that may contain checkpoints, and not a sharded checkpoint or export."""
     return path.is_dir() and not is_sharded(path) and not is_export(path)
 
 
 def find_checkpoints(directory: Path, model_class: type[nn.Module] | None = None) -> list[SavedCheckpoint]:
-    """List a directory's checkpoints, oldest first, of which the newest is intact and has the weights of a
-    `model_class`; others are skipped with a warning."""
+    """List a directory's checkpoints, oldest first. The newest one is intact and fits `model_class`; unusable ones are
+    skipped with a warning."""
     saved = []
     for path in checkpoint_paths(directory):
         with skipped_if_unusable():
             state = read_state(path, sealed=False)
             if path.stem != f"spider-step{state['step']}":
-                raise CheckpointError(f"{path} is step {state['step']} under another name")
+                raise CheckpointError(f"{path} is renamed: it holds step {state['step']}")
             saved.append(SavedCheckpoint(state.get("lineage", 0), state["step"], path, state.get("exploded", False),
                                          state.get("val_loss")))
     saved.sort(key=lambda one: one[:3])
@@ -113,19 +112,19 @@ def find_checkpoints(directory: Path, model_class: type[nn.Module] | None = None
 
 
 def best_checkpoint(directory: Path, model_class: type[nn.Module] | None = None) -> SavedCheckpoint:
-    """Return the checkpoint of the lowest validation loss of the newest run in a directory (see --keep_best);
-    CheckpointError where none was saved after an evaluation."""
+    """Return the checkpoint with the lowest validation loss of the newest run in a directory (see --keep_best). Raise
+    CheckpointError if none was saved after an evaluation."""
     saved = find_checkpoints(directory, model_class)
     best = lowest_loss([one for one in saved if one.lineage == saved[-1].lineage])
     if best is None:
-        raise CheckpointError(f"{directory}: no checkpoint there was saved after an evaluation: train with "
-                              f"--keep_best, or take the newest one")
+        raise CheckpointError(f"{directory}: no checkpoint in it was saved after an evaluation: train with "
+                              f"--keep_best, or use the newest one")
     return best
 
 
 @contextmanager
 def skipped_if_unusable() -> Iterator[None]:
-    """Turn the error of a checkpoint that cannot be used into a warning."""
+    """Turn a CheckpointError into a warning."""
     try:
         yield
     except CheckpointError as fault:

@@ -1,9 +1,9 @@
-"""The contents of a checkpoint: `run_state` puts them together, `check_state` checks what was read, value by value;
-`check_classes` compares the classes of the model, so that no others run on its weights unnoticed.
+"""The contents of a checkpoint: `run_state` builds them, `check_state` validates what was read; `check_classes`
+compares the classes of the model, so that others do not run on its weights unnoticed.
 
-The contract: `model_state_dict`, `optimizer_state_dict`, `step`, `epoch`, `cfg`, `best_loss`; beside them the fields of
-RunProgress, the run's identity (`recipe`, `flags`), `targets` (bytes to train on, by source), `exploded`, and `classes`
-where the model has classes that Spider has not.
+The keys: `model_state_dict`, `optimizer_state_dict`, `step`, `epoch`, `cfg`, `best_loss` and the other fields of
+RunProgress; the run's identity (`recipe`, `flags`); `targets` (training bytes by source); `exploded`; and `classes` if
+the model has classes of other programs.
 """
 
 import math
@@ -26,8 +26,8 @@ REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 
 def run_state(model: nn.Module, optimizers, progress: RunProgress, identity: RunIdentity,
               targets: Sequence[int]) -> dict:
-    """Put together what a checkpoint holds: tensors and plain values; randomness has no state, all of it is from (seed,
-    step). targets: bytes to train on, by source."""
+    """Build the state of a checkpoint from tensors and plain values. There is no random state, since all randomness is
+    a function of (seed, step). targets: training bytes by source."""
     state = dict(model_state_dict=sharding_of(model).model_state(model), optimizer_state_dict=optimizers.state_dict(),
                  recipe=identity.recipe, cfg=asdict(model.config), flags=dict(identity.flags), targets=list(targets),
                  exploded=progress.exploded, **asdict(progress))
@@ -38,10 +38,10 @@ OURS = ("spider", "spider_model", "tile_moe", "torch", "torchao", "builtins")
 
 
 def foreign_classes(model: nn.Module) -> list[str]:
-    """Return the paths of the classes that a model was made with and that are neither ours nor torch's, sorted:
-    ["my_idea.GatedMLA", "my_idea.MySpider"]. A class of the script that runs has the name of its file.
+    """Return the sorted paths of a model's classes that are neither ours nor torch's: ["my_idea.GatedMLA",
+    "my_idea.MySpider"]. The main script has the name of its file.
 
-    FSDP and FP8 make classes of their own of a module's; the class below them counts."""
+    FSDP and FP8 derive their own classes from a module's class; the base class counts."""
     found = set()
     for module in model.modules():
         foreign = [base for base in type(module).__mro__ if base.__module__.partition(".")[0] not in OURS]
@@ -50,12 +50,12 @@ def foreign_classes(model: nn.Module) -> list[str]:
 
 
 def check_classes(path: Path, state: Mapping, model: nn.Module):
-    """Raise CheckpointError unless a checkpoint was made with the classes of a model, beside Spider's own."""
+    """Raise CheckpointError unless a checkpoint's model has the same classes, beside Spider's own."""
     there, here = sorted(state.get("classes", [])), foreign_classes(model)
     if there != here:
-        made, asked = (", ".join(names) or "Spider's own classes alone" for names in (there, here))
-        raise CheckpointError(f"{path}: its model was made with {made}, this one is made with {asked}: load it with "
-                              f"the program that trained it")
+        saved, asked = (", ".join(names) or "only Spider's own classes" for names in (there, here))
+        raise CheckpointError(f"{path}: its model uses {saved}, but this one uses {asked}: load it with the program "
+                              f"that trained it")
 
 
 def class_path(kind: type) -> str:
@@ -67,22 +67,22 @@ def class_path(kind: type) -> str:
 
 
 def is_number(value) -> bool:
-    """Tell whether a value is a finite number of sane size."""
+    """Return whether a value is a finite number of sane size."""
     return type(value) in (int, float) and abs(value) < 1e300
 
 
 def is_lowest(value) -> bool:
-    """Tell whether a value is that of a lowest number so far, infinite where there was none."""
+    """Return whether a value is a valid running minimum: a number, or infinity at the start."""
     return is_number(value) or type(value) is float and value == math.inf
 
 
 def is_flat(value) -> bool:
-    """Tell whether a value is a dict of plain values by name."""
+    """Return whether a value is a dict of plain values by name."""
     return isinstance(value, dict) and all(type(key) is str and type(entry) in (int, float, bool, str, type(None))
                                            for key, entry in value.items())
 
 
-# What each value has to look like where a checkpoint has it.
+# Validators of values by key; keys may be missing.
 CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch", "unimproved")}
           | {name: is_lowest for name in ("best_loss", "lowest_average")}
           | {name: lambda value: value is None or is_number(value) for name in (
@@ -104,8 +104,7 @@ CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage
 
 
 def check_state(path: Path, state, required: set[str] = REQUIRED):
-    """Raise CheckpointError unless a state has what the contract names, and its plain values are as a run writes
-    them."""
+    """Raise CheckpointError unless a state has the required keys and valid plain values."""
     state = state if isinstance(state, dict) else {}
     missing = required - state.keys()
     if missing:
@@ -116,7 +115,7 @@ def check_state(path: Path, state, required: set[str] = REQUIRED):
     if not wrong and state.get("owed") and not 0 < state["owed"]["step"] == state["step"]:
         wrong.append("owed")
     if wrong:
-        raise CheckpointError(f"{path}: {', '.join(wrong[:3])}: not what a Spider checkpoint has there")
+        raise CheckpointError(f"{path}: invalid values of {', '.join(wrong[:3])}")
     try:
         SpiderConfig(**state["cfg"])
     except (TypeError, ValueError) as fault:

@@ -1,10 +1,9 @@
-"""The file format of checkpoints: write a file with its checksum, and read one so that nothing in it can do harm.
+"""The file format of checkpoints: write a file with its checksum, and read untrusted files safely.
 
-A checkpoint file is torch.save's archive of tensors and plain values, whose end holds the SHA-256 of the rest, so that
-an altered byte is noticed. `write_archive` writes one; `check_seal` and `read_archive` read it, by
-`torch.load(weights_only=True)` alone, inside `reading`, which turns what a damaged file provokes into a
-CheckpointError. Both forms of a checkpoint, one file and a sharded directory, consist of such files. `walk` lists all
-values of a state.
+A checkpoint file is torch.save's archive of tensors and plain values, followed by the SHA-256 of the rest, which
+detects damage. `write_archive` writes it. `check_seal` and `read_archive` read it with `torch.load(weights_only=True)`,
+inside `reading`, which turns any error into a CheckpointError. Both forms of a checkpoint, one file and a sharded
+directory, consist of such files. `walk` lists all values of a state.
 """
 
 import hashlib
@@ -27,13 +26,13 @@ from torch import Tensor
 from spider.errors import CheckpointError
 from spider.files import is_count
 
-# A checkpoint is torch.save's zip archive whose comment, at the very end, is this and the SHA-256 of all before it.
+# The comment at the end of the zip archive is SEAL and the SHA-256 of everything before it.
 SEAL = b"spider sha256:"
-PLAIN_END = b"PK\5\6", b"\0\0"            # the 22 bytes that end an archive without a comment, begin and end so
+PLAIN_END = b"PK\5\6", b"\0\0"            # first and last of the 22 bytes that end an archive without a comment
 
 
 class HashingFile:
-    """A binary file that works out its SHA-256 while it is written."""
+    """A binary file that computes its SHA-256 while it is written."""
 
     def __init__(self, file):
         self.file, self.sha256, self.fault = file, hashlib.sha256(), None
@@ -42,7 +41,7 @@ class HashingFile:
         self.sha256.update(content)
         try:
             return self.file.write(content)
-        except OSError as fault:          # which torch.save would hide
+        except OSError as fault:          # torch.save hides it
             self.fault = fault
             raise
 
@@ -51,7 +50,7 @@ class HashingFile:
 
 
 def write_archive(file: BinaryIO, state: dict):
-    """Write a state and its checksum to a binary file; OSError where the file cannot take it."""
+    """Write a state and its checksum to a binary file; raise OSError if writing fails."""
     out = HashingFile(file)
     try:
         torch.save(state, out)
@@ -63,30 +62,29 @@ def write_archive(file: BinaryIO, state: dict):
 
 
 def check_seal(path: Path):
-    """Raise ValueError unless a file is as it was written, to the byte; warn of one that another program saved, which
-    has no checksum."""
+    """Raise ValueError if a file does not match its checksum; warn if it has none, as when another program saved it."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if (content[-22:-18], content[-2:]) == PLAIN_END:
-            logger.warning(f"{path} has no checksum: another program saved it, and nothing tells whether it is intact")
+            logger.warning(f"{path} has no checksum, since another program saved it: damage would go unnoticed")
             return
         length = len(SEAL) + 64
         with memoryview(content) as view, view[:-length - 2] as body:
             sha256 = hashlib.sha256(body)
         sha256.update(b"\0\0")
         if content[-length - 2:] != length.to_bytes(2, "little") + SEAL + sha256.hexdigest().encode():
-            raise ValueError("cut off or altered: its checksum does not fit")
+            raise ValueError("truncated or altered: its checksum does not match")
 
 
 def check_regular(path: Path):
-    """Raise ValueError where a path is that of a pipe, a device or a directory: to open one may take for ever."""
+    """Raise ValueError for a pipe, a device or a directory, since opening one may block forever."""
     if not path.is_file():
-        path.stat()                       # where there is nothing, an error of its own
-        raise ValueError("it is no regular file")
+        path.stat()                       # raises FileNotFoundError if nothing is there
+        raise ValueError("it is not a regular file")
 
 
 @contextmanager
 def reading(path: Path):
-    """Turn whatever a damaged or foreign file provokes inside into a CheckpointError that names it."""
+    """Turn any error inside, as a damaged or foreign file may cause, into a CheckpointError that names the file."""
     try:
         yield
     except FileNotFoundError:
@@ -98,30 +96,29 @@ def reading(path: Path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reading what anybody may have written
+# Reading untrusted files
 
-# What a Spider checkpoint's pickle names: dicts, and plain tensors of these types. torch.load takes more, bytearray and
-# sparse tensors among it, which need as much memory and time as a number in the file asks for.
+# The globals in a Spider checkpoint's pickle: dicts, and dense tensors of these types. torch.load accepts more, such as
+# bytearray and sparse tensors, where a number in the file can demand any amount of memory and time.
 NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch DoubleStorage", "torch FloatStorage",
          "torch HalfStorage", "torch BFloat16Storage", "torch LongStorage", "torch ByteStorage"}
 MOST_VALUES, DEEPEST, LONGEST = 1 << 18, 16, 1 << 16    # values in a checkpoint, their depth, characters of a string
 
 
 def read_archive(file: Path | io.BytesIO, size: int):
-    """Read what torch.save wrote, tensors and plain values; of a path, the tensors stay in the file. Nothing of it is
-    executed, and nothing takes more memory than the file has bytes. ValueError unless the `size` bytes are as a run
-    writes them."""
+    """Read an archive of torch.save, tensors and plain values; tensors are mapped if `file` is a path. This executes
+    nothing, and needs no more memory than the file's `size`. Raise ValueError for content that a run does not write."""
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if any(record.compress_type for record in records) or sum(record.file_size for record in records) > size:
-            raise ValueError("its records are compressed, or lie over one another")
+            raise ValueError("its records are compressed or overlap")
         pickles = [record for record in records if record.filename.endswith(".pkl")]
         if sum(record.file_size for record in pickles) > 128 * MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES:,} values")
         names = {name for record in pickles for opcode, name, _ in pickletools.genops(archive.read(record))
                  if opcode.name == "GLOBAL"} - NAMES
     if names:
-        raise ValueError(f"it names {min(names)[:99].replace(' ', '.')}, which no Spider checkpoint does")
+        raise ValueError(f"it contains {min(names)[:99].replace(' ', '.')}, which no Spider checkpoint does")
     if not (mapped := isinstance(file, Path)):
         file.seek(0)
     value = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -130,13 +127,13 @@ def read_archive(file: Path | io.BytesIO, size: int):
 
 
 def check_values(state, size: int):
-    """Raise ValueError unless all that a file of `size` bytes holds is plain (see is_plain): kernels trust its
-    tensors."""
+    """Raise ValueError unless all values of a file of `size` bytes are plain (see is_plain), since kernels trust
+    them."""
     total, storages = 0, set()
     for number, (path, value, container) in enumerate(walk(state)):
         if number > MOST_VALUES or len(path) > DEEPEST:
-            raise ValueError(f"more than {MOST_VALUES:,} values, or more than {DEEPEST} inside one another")
-        fault = None if is_plain(value) else f"not a {type(value).__name__} as a run writes it"
+            raise ValueError(f"more than {MOST_VALUES:,} values, or nested deeper than {DEEPEST}")
+        fault = None if is_plain(value) else f"a {type(value).__name__} that no run writes"
         if not fault and type(value) is Tensor and value.nbytes:
             storage, total = value.untyped_storage().data_ptr(), total + value.nbytes
             if storage in storages or total > size:
@@ -149,17 +146,17 @@ def check_values(state, size: int):
 
 
 def optimizer_fault(path: tuple, value, container) -> str | None:
-    """Say what is wrong with a value of an optimizer's state: kernels take for granted of which type each tensor is,
-    and what is no tensor there counts steps."""
+    """Describe what is wrong with a value of an optimizer's state, or return None. Kernels rely on the dtypes; the only
+    value that is not a tensor is the step count."""
     if type(value) is Tensor:
         dtype = torch.uint8 if path[-1] in ("state1", "state2") and "qmap1" in container else torch.float32
         return None if value.dtype == dtype else f"{value.dtype}, not {dtype}"
     of_parameter = path[2:3] == ("state",) and len(path) > 4 and not isinstance(value, dict)
-    return "no tensor" if of_parameter and not (path[-1] == "step" and is_count(value)) else None
+    return "not a tensor" if of_parameter and not (path[-1] == "step" and is_count(value)) else None
 
 
 def walk(value, path: tuple = (), container=None) -> Iterator[tuple]:
-    """List a value and all values below it, at any depth, as (path of keys, value, container)."""
+    """Yield a value and all nested values as (path of keys, value, container)."""
     yield path, value, container
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, entry in entries:
@@ -167,8 +164,8 @@ def walk(value, path: tuple = (), container=None) -> Iterator[tuple]:
 
 
 def is_plain(value) -> bool:
-    """Tell whether a value is of the kinds that a run writes: numbers and strings of sane size, dicts, lists and
-    tuples, and dense tensors in this process's memory, each in a storage as large as its shape."""
+    """Return whether a value is of a kind that a run writes: numbers and strings of sane size, dicts, lists, tuples,
+    and dense CPU tensors, each in a storage of exactly its size."""
     if type(value) is Tensor:
         return (value.layout == torch.strided and value.device.type == "cpu" and value.is_contiguous()
                 and value.untyped_storage().nbytes() == value.nbytes)

@@ -1,5 +1,4 @@
-"""Write checkpoints in a thread beside the loop: `CheckpointWriter`; `write_durably` writes one, whole or not at
-all."""
+"""Write checkpoints in a background thread (`CheckpointWriter`); `write_durably` writes one, atomically."""
 
 import os
 import time
@@ -22,22 +21,22 @@ from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write, co
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, so that the loop waits for the copy out of device memory alone.
+    """Write checkpoints in a background thread, so that the loop only waits for the copy out of device memory.
 
-    A file under its final name is whole and durable. What fails (a full disk) is logged and tried again; the older
-    files stay. `saved` are this run's checkpoints, of which `retained` chooses those to keep. Of several ranks the
-    first one writes, and the others send it their rows; or, `sharded`, each writes its share, the first one the rest.
+    A file under its final name is complete and durable. A failure (a full disk) is logged and retried; older files
+    stay. `saved`: this run's checkpoints, of which `retained` chooses those to keep. With several ranks, rank 0 writes
+    and the others send it their rows; if `sharded`, each rank writes its share, and rank 0 the rest.
     """
-    retry_after = 60.0                    # seconds from a failure to the next try
+    retry_after = 60.0                    # seconds between a failure and the next attempt
 
     def __init__(self, directory: Path, saved: list[SavedCheckpoint], keep_last: int, step: int = 0,
                  world: World | None = None, sharded: bool = False, keep_best: bool = False):
         self.directory, self.saved, self.keep_last, self.keep_best = directory, saved, keep_last, keep_best
         self.sharded, self.world = sharded, World() if world is None else world
         if sharded:
-            from spider.training import sharded_checkpoint  # noqa: F401  # takes a second, which the loop has not
+            from spider.training import sharded_checkpoint  # noqa: F401  # takes a second, so not in the loop
             self.world.background_group()
-        self.step = step                  # of the newest state; that of the run's start is there already
+        self.step = step                  # of the newest saved state
         self.thread, self.copy = ThreadPoolExecutor(1), None
         self.writing = self.thread.submit(lambda: None)
         self.failed_at: float | None = None
@@ -49,7 +48,7 @@ class CheckpointWriter:
         self.thread.shutdown()
 
     def save(self, state: dict, before_rename: Callable):
-        """Copy a state and begin to write it, once the write before it is done. Every rank calls it."""
+        """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""
         began = time.perf_counter()
         self.wait()
         if not self.world.is_rank0 and not self.sharded:
@@ -62,23 +61,23 @@ class CheckpointWriter:
             state = tree_map_only((Tensor, ShardedRows), self._chunk, state)
         self.copy = copy_to_host(state, self.copy)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()      # the copies have arrived
+            torch.cuda.synchronize()      # until the copies are complete
         self.failed_at, self.step = None, state["step"]
         self.writing = self.thread.submit(self._write, self.copy, before_rename, time.perf_counter() - began)
 
     def wait(self) -> bool:
-        """Wait for the write under way on any rank; tell whether the last one here succeeded. Every rank calls it."""
+        """Wait for the current write on all ranks; return whether the last one here succeeded. Every rank calls it."""
         self.world.wait_for_all(self.writing)
         self.writing.result()
         return self.failed_at is None
 
     def holds(self, step: int) -> bool:
-        """Wait for the write under way; tell whether the state of a step is saved. Every rank calls it."""
+        """Wait for the current write; return whether the state of a step is saved. Every rank calls it."""
         saved = self.wait()
         return self.world.on_rank0(lambda: saved and self.step == step)
 
     def retry_is_due(self) -> bool:
-        """Tell whether a save failed long enough ago to be tried again."""
+        """Return whether it is time to retry a failed save."""
         return self.failed_at is not None and time.monotonic() > self.failed_at + self.retry_after
 
     def _chunk(self, value: Tensor | ShardedRows) -> Chunk:
@@ -91,38 +90,37 @@ class CheckpointWriter:
         def make_room():
             before_rename()
             if os.path.lexists(path) and path not in [one.path for one in self.saved]:
-                set_aside(path, state["lineage"])  # of a run before this one, which started over or went back
+                set_aside(path, state["lineage"])  # a checkpoint of an earlier run
         try:
             write_durably(path, state, make_room, self.world if self.sharded else None)
         except OSError as fault:
             self.failed_at = time.monotonic()
             if self.world.is_rank0:
-                logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; training continues, the older "
-                             f"ones stay as they are, and it is tried again")
+                logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older checkpoints are intact; "
+                             f"training continues and will retry")
             return
         if self.world.is_rank0:
-            logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms of the loop, {time.perf_counter() - began:.1f} s beside "
-                        f"it")
+            logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms in the loop, {time.perf_counter() - began:.1f} s in the "
+                        f"background")
             self._prune(SavedCheckpoint(state["lineage"], state["step"], path, state["exploded"],
                                         state.get("val_loss")))
 
     def _prune(self, newest: SavedCheckpoint):
-        """Delete what is needless now that there is a newer checkpoint."""
+        """Delete the checkpoints that `newest` makes obsolete."""
         others = [one for one in self.saved if one.step != newest.step]
         kept = retained([*others, newest], self.keep_last, self.keep_best)
-        needless = [one.path for one in self.saved if one not in kept and one.path != newest.path]
+        obsolete = [one.path for one in self.saved if one not in kept and one.path != newest.path]
         self.saved[:] = kept
-        for path in (note_path(self.directory), *needless):
+        for path in (note_path(self.directory), *obsolete):
             try:
                 remove(path)
             except OSError as fault:
-                logger.warning(f"{path} stays: {fault.strerror}")
+                logger.warning(f"{path} cannot be deleted: {fault.strerror}")
 
 
 def write_durably(path: Path, state: dict, before_rename: Callable, world: World | None = None):
-    """Write a state as one file, or sharded where there is a `world`, whole or not at all. Sharded, every rank of it
-    calls this, with Chunks for tensors, and `before_rename` is called on the first one; OSError on all where one of
-    them fails."""
+    """Write a state atomically, as one file or, given a `world`, sharded. Then every rank calls this with Chunks for
+    tensors, rank 0 calls `before_rename`, and if one rank fails, all raise OSError."""
     if world is not None:
         from spider.training import sharded_checkpoint
         sharded_checkpoint.save(path, state, before_rename, world)

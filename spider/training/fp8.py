@@ -1,4 +1,4 @@
-"""Convert Linears to torchao FP8 (tensorwise), and say which."""
+"""Convert Linears to torchao FP8 (tensorwise), and describe which."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from spider.training.machine import quiet
 
 
 def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
-    """Swap the model's Linears for torchao's Float8Linear, tensorwise, in place; parameters stay the same objects.
+    """Replace the model's Linears by torchao's Float8Linear (tensorwise), in place; parameters stay the same objects.
 
-    Weights are cast once per optimizer step (Spider.cast_weights_once), and evaluation multiplies without FP8.
-    torchao's own axiswise recipe clashes with recomputation. `experts`: the stacked weights of the experts as well.
+    Weights are cast once per optimizer step (Spider.cast_weights_once); evaluation does not use FP8. torchao's axiswise
+    recipe does not work with activation checkpointing. `experts`: convert the stacked expert weights too.
     """
     with quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -23,7 +23,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
         from torchao.float8.float8_training_tensor import GemmInputRole
 
     class FP8Linear(Float8Linear):
-        """torchao's, whose product takes a weight that was cast before."""
+        """Float8Linear whose weight may be cast beforehand."""
         cast = None
 
         def cast_weight(self, dtype: torch.dtype):
@@ -37,12 +37,12 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
             if not self.training:
                 return Linear.forward(self, x)
             weight = self.weight.t() if self.cast is None else self.cast
-            rows = x.numel() // x.shape[-1]  # what the weight's gradient sums over
+            rows = x.numel() // x.shape[-1]  # inner dimension of the weight's gradient
             return matmul_with_hp_or_float8_args.apply(x, weight, self.multiplying(rows), self.config)
 
         def multiplying(self, rows: int):
-            """torchao's settings of the three products, to pad what is no multiple of 16 and nothing else: it copies
-            what it pads, where nothing is added too."""
+            """Return torchao's settings of the three products, which pad only inner dimensions that are not multiples
+            of 16, since torchao copies a tensor even if the padding is empty."""
             summed = self.in_features, self.out_features, rows
             return type(self.linear_mm_config)(*(product._replace(pad_inner_dim=size % 16 > 0) for product, size
                                                  in zip(self.linear_mm_config, summed)))
@@ -58,10 +58,10 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
 
 
 def describe_fp8(model: nn.Module, experts: bool) -> str:
-    """Describe in one line how many Linears FP8 converts, what it leaves and why. Call it before the conversion."""
+    """Describe in one line which Linears FP8 converts. Call it before the conversion."""
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
     count = sum(takes_fp8(module, name) for name, module in linears)
-    return (f"FP8 converts {count} of {len(linears)} Linears; high precision by name: {', '.join(kept)}; "
-            + ("the routed experts by row and column scales" if experts else
-               "the routed experts stay in bf16: their products are small, see --fp8_experts"))
+    return (f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}; "
+            + ("routed experts in FP8 with row and column scales" if experts else
+               "routed experts in bf16, since their products are small (see --fp8_experts)"))

@@ -1,8 +1,8 @@
-"""Signs of life between ranks: which rank was lost, which one left, and why.
+"""Heartbeats between ranks: detect which rank was lost, or which one failed and why.
 
-Every rank counts up a number in the store by which the ranks met, once in HEARTBEAT seconds, and reads there what
-others report. A rank that cannot continue writes its reason; one whose collective failed looks which numbers no longer
-grow, and names those ranks to the others. `Heartbeat` does both; `is_lost_peer` tells the errors of such collectives.
+Every HEARTBEAT seconds each rank increments a counter in the rendezvous store and reads what others report. A rank that
+fails writes its reason. A rank whose collective failed looks for counters that no longer grow, and names those ranks to
+the others. `Heartbeat` does both; `is_lost_peer` recognizes the errors of such collectives.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ import torch.distributed as dist
 
 from spider.errors import LeftByPeer, WorldError
 
-HEARTBEAT = 1.0                           # seconds between two signs of life of a rank
+HEARTBEAT = 1.0                           # seconds between two heartbeats of a rank
 
 
 class Heartbeat:
-    """This rank's signs of life, and what it reads of the others'. `store` is for the main thread, `own_store`, another
-    connection to it, for the thread that beats."""
+    """Send this rank's heartbeats and read those of the others. `store` is for the main thread; `own_store`, a second
+    connection to it, for the heartbeat thread."""
 
     def __init__(self, store: dist.Store, own_store: dist.Store, rank: int, ranks: int):
         self.store, self.own_store, self.rank, self.ranks = store, own_store, rank, ranks
         self.stopped = threading.Event()
-        self.warned = False                          # that a rank leaves, which prints why
-        self.lost = ""                               # message of the rank that named those that were lost
+        self.warned = False                          # whether a rank failed, and reports why itself
+        self.lost = ""                               # message that names the lost ranks, if another rank found them
 
     def start(self):
         self.store.set(f"host/{self.rank}", f"{socket.gethostname()}, process {os.getpid()}")
@@ -49,8 +49,8 @@ class Heartbeat:
                     self.own_store.set(f"named/{self.rank}", "")
 
     def stop(self, fault: BaseException | None):
-        """Stop beating. An error of this rank alone is reported to the others. That of a collective which lost its
-        peers is raised as the WorldError that names them, or as LeftByPeer where one of them prints its own reason."""
+        """Stop the heartbeats and report an error of this rank to the others. If a collective lost its peers, raise the
+        WorldError that names them, or LeftByPeer if one of them reports its own reason."""
         try:
             if fault is not None and is_lost_peer(fault):
                 found = self._cause() or with_timeout(10 * HEARTBEAT, self._name_lost_ranks, None)
@@ -63,25 +63,25 @@ class Heartbeat:
             self.stopped.set()
 
     def claim(self, line: str) -> bool:
-        """Return true to the first rank that asks to print a line, and where the store does not answer."""
+        """Return True to the first rank that asks to print a line, or if the store does not answer."""
         key = f"printed/{hashlib.sha256(line.encode()).hexdigest()}"
         return with_timeout(HEARTBEAT, lambda: self.store.add(key, 1) == 1, True)
 
     def _cause(self) -> Exception | None:
-        """Return why a collective failed, as far as the beats brought it."""
+        """Return why a collective failed, as far as the heartbeats know."""
         return LeftByPeer() if self.warned else WorldError(self.lost) if self.lost else None
 
     def _report(self, fault: BaseException):
-        """Report an error of this rank. The others read it with their beats: what they see of it is a collective that
-        fails when this process ends."""
+        """Report an error of this rank. The others read it with their heartbeats, since all they see is a collective
+        that fails when this process ends."""
         self.store.set(f"warned/{self.rank}", "")
         if not isinstance(fault, LeftByPeer):
             self.store.set(f"left/{self.rank}", str(fault))
             self.store.set("fault", "")
 
     def _wait_for_peers(self):
-        """On rank 0, with which the store may end, wait until all others know why, or are lost. They may read of a loss
-        with their beats alone, while they wait for this rank in a collective."""
+        """Let rank 0, which may host the store, wait until all others know the reason or are lost. Those that wait in a
+        collective learn of it by their heartbeats."""
         self.store.set(f"leaves/{self.rank}", "")
         waits_for = () if self.rank else {*range(self.ranks)}
         while waits_for and not self.stopped.wait(0.1):
@@ -89,8 +89,8 @@ class Heartbeat:
                          if not any(self.store.check([f"{word}/{rank}"]) for word in ("warned", "named", "leaves"))}
 
     def _name_lost_ranks(self) -> Exception:
-        """Name the ranks without a sign of life in four heartbeats, to the others too; LeftByPeer where one of them
-        reported its own reason."""
+        """Find the ranks without a heartbeat for four intervals, and name them to the others. Return the WorldError, or
+        LeftByPeer if a rank reported its own reason."""
         others = set(range(self.ranks)) - {self.rank}
 
         def having(key: str) -> set[int]:
@@ -115,18 +115,18 @@ class Heartbeat:
 
 
 def lost_ranks_error(names: list[str]) -> WorldError:
-    return WorldError(f"lost {' and '.join(names) or 'the network to the others'}: it ended, hangs or cannot be "
-                      f"reached; saved checkpoints are kept, and the same command resumes from them")
+    return WorldError(f"lost {' and '.join(names) or 'the network to the others'}: ended, hanging or unreachable; the "
+                      f"same command resumes from the newest checkpoint")
 
 
 def is_lost_peer(fault: BaseException) -> bool:
-    """Tell whether an error is that of a collective whose other ranks are gone."""
+    """Return whether an error comes from a collective with lost peers."""
     return isinstance(fault, dist.DistError) or isinstance(fault, RuntimeError) and bool(
         re.search(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Broken pipe", str(fault)))
 
 
 def in_background(work: Callable) -> Future:
-    """Start `work` in a thread that the end of the process does not wait for."""
+    """Start `work` in a daemon thread."""
     done = Future()
 
     def run():
@@ -139,7 +139,7 @@ def in_background(work: Callable) -> Future:
 
 
 def with_timeout(seconds: float, work: Callable, default):
-    """Return what `work` returns, `default` where it fails or takes longer: a store may be gone with its host."""
+    """Return the result of `work`, or `default` if it fails or takes too long: the store may be lost with its host."""
     done = in_background(work)
     wait([done], seconds)
     return default if not done.done() or isinstance(done.exception(), RuntimeError) else done.result()

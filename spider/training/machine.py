@@ -29,8 +29,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def obstacle_to_compile(device: torch.device) -> str | None:
-    """Return what keeps torch.compile from working here, with the remedy, or None. Compiles a small function, runs it
-    and its gradient and compares, seconds where nothing is cached."""
+    """Return why torch.compile does not work here, with the remedy, or None. Compiles a small function and compares its
+    value and gradient with eager mode: seconds, if nothing is cached."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed; run: pip install triton"
     x = torch.linspace(-2, 2, 64, device=device).view(8, 8).requires_grad_()
@@ -51,19 +51,20 @@ def small_function(x: Tensor) -> Tensor:
 
 
 def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
-    """Decide whether layers are compiled; return it and, for `auto`, why. UsageError where it was asked for and
-    fails."""
+    """Decide whether to compile the layers; return that and, for `auto`, why. Raise UsageError if --compile on does not
+    work here."""
     if name == "off" or name == "auto" and device.type == "cpu":
-        return False, "on a CPU it takes minutes before the first step" * (name == "auto")
+        return False, "on a CPU compiling takes minutes" * (name == "auto")
     obstacle = obstacle_to_compile(device)
     if obstacle and name == "on":
-        raise UsageError(f"--compile: {obstacle}; --compile off goes without")
-    return not obstacle, (obstacle or "a small function compiles and agrees") * (name == "auto")
+        raise UsageError(f"--compile: {obstacle}; or use --compile off")
+    return not obstacle, (obstacle or "torch.compile passed a test") * (name == "auto")
 
 
 def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[str, str]:
-    """Decide the precision; return it and, for `auto`, why: the fastest of the hardware, FP8 only with compiled layers:
-    its casts are many small kernels (docs/results/performance.md). A named one is checked."""
+    """Choose the precision; return it and, for `auto`, why. `auto` takes the fastest that the hardware has, but FP8
+    only with compiled layers, since its casts are many small kernels (docs/results/performance.md). Any other name is
+    checked against the hardware."""
     on_gpu = device.type == "cuda"
     fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
     if name == "fp8" and on_gpu and not fp8:
@@ -73,15 +74,14 @@ def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[
     if name != "auto":
         return name, ""
     if fp8 and compiles:
-        return "fp8", "the GPU has it, and layers are compiled"
+        return "fp8", "the GPU supports it, and layers are compiled"
     if multiplies_bf16(device):
-        return "bf16", "fp8 pays only with --compile" * fp8
-    return "fp32", "there are no bf16 products here"
+        return "bf16", "fp8 is faster only with --compile" * fp8
+    return "fp32", "this machine has no bf16 instructions"
 
 
 def keep_freed_memory():
-    """Let glibc keep the memory that tensors free: returned to the kernel, it would be faulted in again page by
-    page."""
+    """Let glibc keep freed memory; returned to the kernel, it would have to be faulted in again page by page."""
     trim_threshold, top_pad, mmap_max = -1, -2, -4
     with suppress(OSError, AttributeError):  # another C library: nothing to set
         libc = ctypes.CDLL("libc.so.6")
@@ -90,28 +90,27 @@ def keep_freed_memory():
 
 
 def start_log(level: str = "INFO"):
-    """Send log lines to stderr, with the time, each printable and one line whatever a file name or checkpoint puts
-    in."""
+    """Send log lines to stderr, with the time; escape line breaks and control characters in them."""
     logger.configure(handlers=[dict(sink=sys.stderr, format="{time:HH:mm:ss} {message}", level=level)],
                      patcher=lambda record: record.update(message=console.one_line(record["message"])))
 
 
 def memory_of(device: torch.device, local_ranks: int = 1) -> float:
-    """Return the bytes of memory of the GPU, or of the machine; of a machine that ranks share, those of each."""
+    """Return the memory in bytes of the GPU, or a local rank's share of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_ranks
 
 
 def proc_bytes(file: str, field: str) -> float | None:
-    """Return a field of a file in /proc, in bytes; None where there is none."""
+    """Return a field of a file in /proc, in bytes, or None if there is none."""
     found = re.search(rf"{field}:\s*(\d+) kB", Path(file).read_text()) if Path(file).exists() else None
     return 1024 * int(found[1]) if found else None
 
 
 def process_memory(field: str) -> float:
     """Return the bytes of this process: VmRSS, resident now, or VmHWM, the peak."""
-    own = proc_bytes("/proc/self/status", field)  # getrusage's maximum begins with that of the process that started it
+    own = proc_bytes("/proc/self/status", field)  # getrusage's maximum includes that of the parent process
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if own is None else own
 
 
@@ -124,17 +123,17 @@ def free_memory(device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the peak memory so far in GB: of the GPU where there is one, else of the process."""
+    """Return the peak memory so far in GB, of the GPU or of the process."""
     return (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_memory("VmHWM")) / 1e9
 
 
 @lru_cache
 def product_rate(device: torch.device) -> float:
-    """Measure the FLOP/s of a bf16 matrix product, the best of three; of an fp32 one on a CPU without bf16."""
+    """Measure the FLOP/s of a bf16 matrix product (fp32 on a CPU without bf16), the best of three."""
     n, best = 8192 if device.type == "cuda" else 1024, math.inf
     dtype = torch.bfloat16 if multiplies_bf16(device) else torch.float32
     x = torch.empty(n, n, device=device).normal_(generator=torch.Generator(device).manual_seed(0)).to(dtype)
-    for _ in range(4):                    # the first one sets up
+    for _ in range(4):                    # the first one is a warm-up
         start = time.perf_counter()
         y = x @ x
         float(y[0, 0])                    # waits for the device
@@ -143,13 +142,13 @@ def product_rate(device: torch.device) -> float:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Return True where the hardware multiplies bf16; a CPU that does not takes a hundred times as long as in fp32."""
+    """Return whether the hardware has bf16 products; emulated on a CPU, they take a hundred times as long as fp32."""
     return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
 
 
 @contextmanager
 def quiet():
-    """Silence warnings and logs inside, of libraries that report which of their optional parts are missing."""
+    """Silence warnings and logs inside: some libraries report their missing optional dependencies."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -160,17 +159,17 @@ def quiet():
 
 
 def is_out_of_memory(fault: Exception) -> bool:
-    """Return True where an error means that memory ran out, of the host or of a GPU."""
+    """Return whether an error means out of memory, on the host or a GPU."""
     return isinstance(fault, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(fault)
 
 
 @contextmanager
 def memory_advice(advice: str):
-    """Turn an error inside that means that memory ran out into TooLarge, with advice."""
+    """Turn an out-of-memory error inside into TooLarge, with advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as fault:
         if not is_out_of_memory(fault):
             raise
         asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
-        raise TooLarge(f"out of memory{f', {asked[1]} were asked for' if asked else ''}: {advice}") from fault
+        raise TooLarge(f"out of memory{f' ({asked[1]} requested)' if asked else ''}: {advice}") from fault

@@ -1,8 +1,8 @@
-"""Estimate the memory of a training step by purpose, and choose what is recomputed so that it fits.
+"""Estimate the memory of a training step by purpose, and choose activation checkpointing so that the step fits.
 
-Memory is counted, not tried: what each part of the model keeps for its backward pass. docs/results/performance.md
-holds it against what a rehearsed step has alive (spider/dev/rehearsal.py): they agree within 10%. What a process takes
-beside its tensors is added where they share the machine's memory. The rate comes from train.time_steps. """
+The estimate counts what each module saves for its backward pass. It agrees within 10% with a step on fake tensors
+(spider/dev/rehearsal.py, docs/results/performance.md). On a CPU the rest of the process is added.
+"""
 
 import math
 
@@ -20,20 +20,20 @@ from spider.training.ranks import World
 
 
 def attention_kept(c: SpiderConfig) -> int:
-    """Return the numbers per row that attention keeps for its backward pass: low ranks and their norms, q, k, v and the
-    result."""
+    """Count the numbers per row that attention saves for backward: low-rank projections and their norms, q, k, v and
+    the result."""
     return 2 * (c.q_lora_rank + c.kv_lora_rank) + c.qk_rope_head_dim + 4 * c.n_heads * c.v_head_dim
 
 
 def block_kept(c: SpiderConfig, size: int) -> float:
-    """Return the bytes per row that a byte layer keeps: input and norm of both parts, attention, and gate, up, their
-    product."""
+    """Count the bytes per row that a byte layer saves for backward: inputs and norms of attention and FFN, attention,
+    gate, up and their product."""
     return size * (4 * c.hidden_size + attention_kept(c) + 4 * c.intermediate_size) + 4 * (c.n_heads + 4)
 
 
 def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
-    """Return the bytes per segment that a core layer keeps in a loop: as a byte layer, the router's choice, experts,
-    memory."""
+    """Count the bytes per segment that a core layer saves in one loop: like a byte layer, and routing, experts and
+    Engram."""
     experts = c.n_experts_per_tok * bool(c.n_routed_experts) * (c.hidden_size + 5 * c.moe_intermediate_size)
     shared = 4 * c.n_shared_experts * c.moe_intermediate_size
     width = (4 + 2 * has_engram) * c.hidden_size
@@ -41,8 +41,8 @@ def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
 
 
 def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
-    """Return the bytes per row that the rest at byte rate keeps: byte memories, boundaries, head, whole numbers; and of
-    it what stands behind the byte layers, which is gone when they go backward."""
+    """Count the bytes per row that all other modules at byte rate save: Engram, boundaries, head, integers. Return the
+    total, and the share of modules after the byte layers, which is freed before those run backward."""
     width = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
     head = (1 + c.scores_core) * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
     written = size * 2 * (width + c.hidden_size) * (width > 0)
@@ -53,8 +53,8 @@ def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
 
 def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, rate: float,
                 dropout: bool) -> float:
-    """Return the bytes alive when a forward pass has ended, or as the first layer that is recomputed goes backward, of
-    segments of `rate` bytes; dropout keeps which numbers it dropped, at two places of bytes and two of segments."""
+    """Count the bytes of activations at the end of a forward pass, or in backward while the first checkpointed layer is
+    recomputed; segments have `rate` bytes. Dropout saves masks twice at byte rate and twice at segment rate."""
     layers, fixed = c.n_prelude_layers + c.n_coda_layers, byte_rate_kept(c, size)
     total, block = rows * (fixed[0] + 2 * dropout * c.hidden_size), rows * block_kept(c, size)
     if recompute == "all" and layers:
@@ -71,7 +71,7 @@ def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: in
     visits = [visit_kept(c, size, i in c.engram_layers) for i in range(c.n_recurrent_layers)]
     if recompute == "nothing":
         kept = n_loops * sum(visits)
-    else:                                 # of each visit its input, latents, what was convolved, the choice of experts
+    else:                                 # of each visit: input, latents, convolved memory, choice of experts
         kept = n_loops * (c.n_recurrent_layers * (size * (c.hidden_size + latent) + 8 * c.n_experts_per_tok)
                           + engrams * size * c.hidden_size)
         if not layers:
@@ -94,11 +94,10 @@ def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
 
 def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recompute: str,
                     world: World | None = None) -> dict[str, float]:
-    """Return the bytes by purpose that tensors take at once in a step of one rank, if `recompute` is what is
-    recomputed.
+    """Estimate the peak bytes of tensors by purpose in a step of one rank, with `recompute` checkpointed.
 
-    Where attention has no kernel for documents (on a CPU, and in fp32), they are filled up to at most twice their rows:
-    how far is up to the data, so the bound is counted, apart."""
+    Without a variable-length attention kernel (on a CPU, and in fp32) documents are padded to at most twice their rows.
+    The padding depends on the data; its upper bound is a separate entry."""
     c, batch, n_loops, rate = plan.config, plan.batch, plan.n_loops, plan.bytes_per_segment
     precision, size = plan.machine.precision, 4 if plan.machine.precision == "fp32" else 2
     tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
@@ -108,7 +107,7 @@ def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recomput
     rows = batch.micro_batch * batch.seq_len
     kept = activations(c, n_loops, rows, batch.seq_len, size, recompute, rate, plan.schedule.dropout > 0)
     casts = dense * size if size < 4 else 0
-    if precision == "fp8":                # a byte each of what it converts; and numbers of gate and up in fp32 and back
+    if precision == "fp8":                # one byte per converted weight; gate and up go to fp32 and back
         casts -= sum(m.weight.numel() for name, m in model.named_modules() if takes_fp8(m, name))
         kept += rows * 12 * c.intermediate_size
     filled = 0.0
@@ -117,48 +116,48 @@ def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recomput
         for count, part in ((2 if recompute == "all" else layers, 1), (visits if recompute == "nothing" else 2, rate)):
             window = 2 * c.byte_window if part == 1 else 0
             scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, batch.seq_len / part)
-            copies = 12 if window else 5  # of a head's numbers: under a window every block lies there twice; where it
-                                          # is recomputed, gradients of them lie beside them
+            copies = 12 if window else 5  # of a head's numbers: a window stores every block twice, and recomputation
+                                          # adds their gradients
             filled += count * rows / part * (copies * c.n_heads * c.v_head_dim + scores) * size
     gathered = 0.0
     for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
         lookups = table.prime.numel() * rows / (rate if name.startswith("core") else 1)
         rows_held = min(batch.grad_accum * lookups, 1.5 * len(table.weight) + lookups)
         gathered += rows_held * (4 * table.weight.shape[1] + 12)
-    # of one micro-step gradients come as activations go; of several they are there before
+    # with one micro-step, gradients replace activations; with several, they exist before
     gradients = 4 * dense if batch.grad_accum > 1 else max(0.0, 4 * dense - kept)
-    memory = {"parameters": 4 * total, "gradients": gradients, "gathered for tables": gathered,
-              "optimizer": state + sums, "weights cast": casts, "activations": kept,
-              "documents filled up, at most": filled}
-    if world is not None and world.ranks > 1:  # see shard_model; tables, and their gradients' sums, are whole
+    memory = {"parameters": 4 * total, "gradients": gradients, "gradients of tables": gathered,
+              "optimizer": state + sums, "cast weights": casts, "activations": kept,
+              "padding of documents, at most": filled}
+    if world is not None and world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
         whole, shards = batch.grad_accum > 1 or world.shards == 1, world.shards
         memory |= {"parameters": 4 * (total - dense) + 4 * dense / shards, "optimizer": state / shards + sums,
-                   "gathered for tables": 4 * (total - dense),
+                   "gradients of tables": 4 * (total - dense),
                    "gradients": 4 * dense / (1 if batch.grad_accum > 1 else shards),
-                   "weights gathered": 4 * (dense if whole else sum(
+                   "gathered weights": 4 * (dense if whole else sum(
                        p.numel() for n, p in model.named_parameters() if n.startswith("core.")))}
     return memory
 
 
-KERNELS = 1e9                             # bytes: oneDNN keeps 1,024 kernels twice, one for each size of a product, and
-                                          # for each learning rate in Muon's; with the holes that malloc leaves between
+KERNELS = 1e9                             # bytes: oneDNN caches 1,024 kernels twice, one per size of a product (in Muon
+                                          # also per learning rate); includes malloc's fragmentation
 
 
 def memory_beside_tensors(plan: Plan, device: torch.device, world: World) -> dict[str, float]:
-    """Return the bytes by purpose that a rank takes of the device's memory beside a step's tensors."""
+    """Return the bytes by purpose that a rank takes of the device's memory in addition to a step's tensors."""
     if device.type != "cpu":
         return {}
-    return {"process before the first step": process_memory("VmRSS"),
-            "copy for checkpoints": plan.checkpoint_size / world.local_ranks,
-            "kernels of products, at most": KERNELS * multiplies_bf16(device)}
+    return {"process at start": process_memory("VmRSS"),
+            "checkpoint copy": plan.checkpoint_size / world.local_ranks,
+            "oneDNN kernels, at most": KERNELS * multiplies_bf16(device)}
 
 
-FITS = 0.9                                # of the memory: the rest is for the context, and for holes between tensors
+FITS = 0.9                                # of the memory; the rest is for the context and fragmentation
 
 
 def choose_recompute(asked: str, estimate, there: float) -> tuple[str, dict[str, float]]:
-    """Choose what is recomputed; return it and its memory: what is asked for; for `auto` the least that fits into
-    `there` bytes by `estimate`, or all where nothing does."""
+    """Choose what to recompute, and return it with its memory by `estimate`: for `auto` the least that fits into
+    `there` bytes, or all if nothing fits."""
     for recompute in RECOMPUTE if asked == "auto" else (asked,):
         memory = estimate(recompute)
         if sum(memory.values()) <= FITS * there:
@@ -167,7 +166,7 @@ def choose_recompute(asked: str, estimate, there: float) -> tuple[str, dict[str,
 
 
 def describe_memory(memory: dict[str, float], there: float) -> str:
-    """Describe in one line what a run takes of `there` bytes, and for what."""
+    """Describe the memory of a run by purpose, and whether it fits into `there` bytes."""
     needed = sum(memory.values())
     verdict = "NOT ENOUGH" if needed > there else "enough"
     return (f"memory: about {needed / 1e9:.3g} GB of {there / 1e9:.3g}, {verdict}: "
@@ -175,12 +174,12 @@ def describe_memory(memory: dict[str, float], there: float) -> str:
 
 
 def check_memory(needed: float, device: torch.device, world: World):
-    """Raise TooLarge where a CPU's memory is sure not to suffice for `needed` bytes by each rank that is here: the
-    kernel would kill the run without a word."""
+    """Raise TooLarge if `needed` bytes for each local rank surely exceed the memory of a CPU, since the kernel would
+    kill the run without a message."""
     if device.type == "cpu" and needed > 1.25 * memory_of(device, world.local_ranks):
-        raise TooLarge(f"--micro_batch: a run takes about {needed * world.local_ranks / 1e9:.0f} GB, this machine has "
-                       f"{memory_of(device) / 1e9:.0f}: lower it, and raise --grad_accum as much; or lower --seq_len "
-                       f"or --model")
+        raise TooLarge(f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.0f} GB, but this "
+                       f"machine has {memory_of(device) / 1e9:.0f} GB: lower it and raise --grad_accum instead, or "
+                       f"choose a smaller --seq_len or --model")
 
 
 def checkpoint_size(model: nn.Module, optimizer: str) -> float:

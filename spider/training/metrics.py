@@ -1,5 +1,5 @@
-"""metrics.jsonl: a line of JSON for each step, exact when a run resumes (`Metrics`); `read_lines` reads those
-that are sound."""
+"""metrics.jsonl: a line of JSON per step, without gaps or repeats when a run resumes (`Metrics`); `read_lines` reads
+the valid lines."""
 
 import json
 import math
@@ -19,14 +19,13 @@ LONGEST_LINE = 1 << 16                    # characters: what is longer is read i
 
 
 def numbers_of(line: str) -> dict:
-    """Read a line of metrics.jsonl; what is no finite number there becomes null, as where it is written. ValueError
-    where it is not that of a step."""
+    """Read a step's line of metrics.jsonl; non-finite numbers become None. Raise ValueError for any other line."""
     def finite(text: str) -> float | None:
         return value if math.isfinite(value := float(text)) else None
     try:
         numbers = json.loads(line, parse_float=finite, parse_constant=finite)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
     if not isinstance(numbers, dict) or not is_count(numbers.get("step")):
         raise ValueError("it has no step")
     return numbers
@@ -46,13 +45,13 @@ def read_lines(path: Path) -> Iterator[dict]:
 
 
 class Metrics:
-    """metrics.jsonl, a line a step. What a full disk does not take is logged once, and written with a later line."""
+    """Write metrics.jsonl, a line per step. If the disk is full, log that once, and write the lines later."""
 
     def __init__(self, path: Path, step: int, past_end: bool = False):
-        """Drop the lines behind `step`, which a resumed run writes again, and mark an evaluation that was due to the
-        end of a run alone where the run now goes `past_end`."""
+        """Drop the lines after `step`, which a resumed run writes again. `past_end`: the run continues after its end,
+        so mark the evaluation at `step`."""
         if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path} is no regular file: move it away")
+            raise CheckpointError(f"{path} is not a regular file: move it away")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         with files.durable(path) as file:
             for number, line in enumerate(lines, 1):
@@ -63,12 +62,12 @@ class Metrics:
                     if numbers["step"] <= step:
                         file.write(json.dumps(numbers, allow_nan=False) + "\n")
                 except ValueError:
-                    logger.warning(f"{path}: line {number} is left out, it was cut off or altered")
+                    logger.warning(f"{path}: dropped line {number}, which was truncated or altered")
         self.path, self.pending, self.complete, self.lock = path, b"", True, threading.Lock()
         self.file = files.open_own(path, "ab", 0)
 
     def write(self, numbers: Mapping):
-        """Write the line of a step; numbers that are not finite become null."""
+        """Write the line of a step; non-finite numbers become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         with self.lock:
             self.pending += json.dumps(finite, allow_nan=False).encode() + b"\n"
@@ -77,7 +76,7 @@ class Metrics:
             self.complete = True
         except OSError as fault:
             if self.complete:
-                logger.error(f"METRICS NOT WRITTEN: {self.path}: {fault.strerror}; kept for later")
+                logger.error(f"METRICS NOT WRITTEN: {self.path}: {fault.strerror}; will retry")
             self.complete = False
 
     def __enter__(self):
@@ -92,6 +91,6 @@ class Metrics:
                 self.pending = self.pending[self.file.write(self.pending):]
 
     def sync(self):
-        """Make all lines durable, or raise OSError: no checkpoint is newer than the lines before it."""
+        """Sync all lines to disk, or raise OSError; a checkpoint is renamed only after this."""
         self._write_pending()
         os.fsync(self.file.fileno())

@@ -1,7 +1,5 @@
-"""Muon: momentum, orthogonalized (Jordan et al. 2024), for matrices and stacks of them, on one rank or several.
-
-`Muon` is the optimizer, `orthogonalize` its Newton-Schulz iteration.
-"""
+"""Muon (Jordan et al. 2024) for matrices and stacks of matrices, on one rank or several: `Muon` is the optimizer,
+`orthogonalize` its Newton-Schulz iteration."""
 
 from collections.abc import Callable
 
@@ -12,16 +10,16 @@ from spider.training.machine import multiplies_bf16
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized, for matrices [r, c] and stacks of them [..., r, c].
+    """Orthogonalized momentum for matrices [r, c] and stacks of them [..., r, c].
 
-    torch.optim.Muon takes single matrices only; here a stack of experts, and all matrices of one shape, are one batch.
-    The step has the size of AdamW's, 0.2 * sqrt(max(r, c)) times an orthogonal matrix (Moonlight, arXiv 2502.16982).
-    That size does not fade with the momentum, so what had no gradient stays as it is, weights and momentum: a parameter
-    without one, and in a stack each matrix of gradient zero (an idle expert, the adapter of a loop that did not run).
-    `assignment`: of several ranks, which one orthogonalizes which matrix (sharded_muon.MatrixAssignment).
+    torch.optim.Muon only takes single matrices; here stacks of experts and all matrices of one shape form a batch. The
+    update is 0.2 * sqrt(max(r, c)) times an orthogonal matrix, as large as AdamW's (Moonlight, arXiv 2502.16982). It
+    does not fade with the momentum. Therefore anything without a gradient keeps weights and momentum: a parameter, or
+    one matrix of a stack (an idle expert, the adapter of a loop that did not run).
+    `assignment`: which rank orthogonalizes which matrix (sharded_muon.MatrixAssignment); None for one rank.
     """
 
-    batch_elements = 1 << 26              # most elements stacked at a time
+    batch_elements = 1 << 26              # maximum elements of a batch
 
     def __init__(self, params, lr: float, momentum: float, weight_decay: float,
                  assignment: Callable | None = None):
@@ -49,22 +47,22 @@ class Muon(torch.optim.Optimizer):
         return self.state[p]["momentum_buffer"]
 
     def _step_batch(self, params: list[Tensor], group: dict):
-        """Step parameters whose matrices have one shape, as a single batch."""
+        """Step parameters whose matrices have the same shape, as one batch."""
         momentum, lr = group["momentum"], group["lr"]
         rows, columns = params[0].shape[-2:]
-        weights = [p.view(-1, rows, columns) for p in params]                                # of n matrices together
+        weights = [p.view(-1, rows, columns) for p in params]                                # n matrices in all
         buffers = [self._buffer(p).view(-1, rows, columns) for p in params]
         grads = [p.grad.reshape(-1, rows, columns) for p in params]
         fresh, kept, moved, counts = 1 - momentum, 1 - lr * group["weight_decay"], None, [len(w) for w in weights]
-        if any(p.ndim > 2 for p in params):  # 1 or 0 for each matrix, [n, 1, 1]: the host need not know
+        if any(p.ndim > 2 for p in params):  # 1 or 0 per matrix, [n, 1, 1], without a host sync
             moved = torch.cat([has_gradient(g) for g in grads])
-            fresh, kept = (torch.where(moved, part, rest).to(weights[0].dtype).split(counts)
-                           for part, rest in ((fresh, 0.0), (kept, 1.0)))
+            fresh, kept = (torch.where(moved, value, idle).to(weights[0].dtype).split(counts)
+                           for value, idle in ((fresh, 0.0), (kept, 1.0)))
         torch._foreach_lerp_(buffers, grads, fresh)
-        if lr == 0:                       # and a CPU's baddbmm in bf16 returns anything where both its factors are 0
+        if lr == 0:                       # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
             return
         ahead = weights[0].new_empty(sum(counts), rows, columns, dtype=dtype_of_products(params[0]))
-        for out, grad, buffer in zip(ahead.split(counts), grads, buffers):  # Nesterov; any scale will do
+        for out, grad, buffer in zip(ahead.split(counts), grads, buffers):  # Nesterov, up to scale
             torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
         updates = orthogonalize(ahead, moved, -lr * 0.2 * max(rows, columns) ** 0.5).split(counts)
         for i, (p, update) in enumerate(zip(weights, updates)):
@@ -74,10 +72,10 @@ class Muon(torch.optim.Optimizer):
                 torch.addcmul(update, p, kept[i], out=p)
 
     def _step_assigned(self, params: list[Tensor], group: dict):
-        """Step parameters of which this rank has some rows, or some matrices of a stack. Every rank takes part in the
-        exchange of all of them, with zeros for those without a gradient."""
+        """Step sharded parameters, of which this rank has some rows, or some matrices of a stack. All ranks exchange
+        all parameters, with zeros for those without a gradient."""
         momentum, lr = group["momentum"], group["lr"]
-        ahead, moved = [], []             # moved: 1 or 0, for each matrix of a stack, as above
+        ahead, moved = [], []             # moved: 1 or 0 per matrix, as above
         for p in params:
             if p.grad is None:
                 moved.append(None)
@@ -97,19 +95,20 @@ def dtype_of_products(p: Tensor) -> torch.dtype:
 
 
 def has_gradient(grads: Tensor) -> Tensor:
-    """Tell for each matrix of a stack [n, r, c] whether any gradient is not zero: bool [n, 1, 1]."""
+    """Return for each matrix of a stack [n, r, c] whether its gradient is not all zero: bool [n, 1, 1]."""
     return torch.linalg.vector_norm(grads, dim=(1, 2), keepdim=True) != 0
 
 
 def orthogonalize(matrices: Tensor, moved: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Move the singular values of matrices [n, r, c] towards 1 by five Newton-Schulz steps of Muon's quintic, then
-    multiply by `scale`; 0 where `moved`, bool [n, 1, 1], is false. x is read and written by products alone: its norm is
-    in the first Gram matrix, and it is divided in the first polynomial."""
+    """Orthogonalize matrices [n, r, c] approximately, by five Newton-Schulz steps of Muon's quintic, and multiply by
+    `scale`. The result is 0 where `moved`, bool [n, 1, 1], is false.
+
+    Normalization takes no extra pass over x: the first Gram matrix has its norm, the first polynomial divides by it."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     for i in range(5):
         gram = x @ x.mT
-        if i == 0:                        # its trace is the square of x's norm
+        if i == 0:                        # the trace is the squared norm of x
             norm = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).sqrt()[:, None, None]
             size = 1 / (norm + 1e-7) if moved is None else moved / (norm + 1e-7)
             gram = gram * (size * size).to(gram.dtype)
@@ -117,7 +116,7 @@ def orthogonalize(matrices: Tensor, moved: Tensor | None = None, scale: float = 
         if i == 0:
             polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)
             x = polynomial.mul_(size.to(x.dtype)) @ x
-        else:                             # with 3.4445 on the diagonal bf16 would round two to three times as far
+        else:                             # adding 3.4445 on the diagonal instead would double or triple bf16's error
             last = scale if i == 4 else 1.0
             x = torch.baddbmm(x, polynomial, x, beta=3.4445 * last, alpha=last)
     return x.mT if tall else x

@@ -1,7 +1,8 @@
-"""The optimizers: Muon for matrices, AdamW (in 8 bits too) for the rest, row-wise Adagrad for Engram tables.
+"""The optimizers: Muon for matrices, AdamW (optionally 8-bit) for the rest, row-wise Adagrad for Engram tables.
 
-`Optimizers` decides which parameter belongs to which and steps them together. Sources: Muon, Jordan et al. 2024, with
-the step size of Moonlight (arXiv 2502.16982); bitsandbytes for AdamW with states of 8 bits. """
+`Optimizers` assigns each parameter to an optimizer and steps them together. Sources: Muon, Jordan et al. 2024, with the
+step size of Moonlight (arXiv 2502.16982); bitsandbytes for 8-bit AdamW.
+"""
 
 import math
 
@@ -19,14 +20,14 @@ from spider.training.sharding import sharding_of
 
 
 class Optimizers:
-    """The optimizers of one model by name, stepped together; what belongs to which is decided here.
+    """The optimizers of one model by name, stepped together.
 
-    A slice without gradient (of an expert, of a loop) keeps moving under AdamW, as it does in torch: by its momentum
-    while that fades, and by weight decay. Muon leaves it alone.
+    A slice without a gradient (an idle expert, an unused loop) still moves under AdamW, as in torch: by its fading
+    momentum and by weight decay. Muon leaves it unchanged.
     """
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings = OptimizerSettings()):
-        """ValueError where settings.optimizer is none of OPTIMIZERS; beside it, tables have their own."""
+        """settings.optimizer is for all but the Engram tables; raise ValueError if it is not one of OPTIMIZERS."""
         name = settings.optimizer
         if name not in OPTIMIZERS:
             raise ValueError(f"optimizer: {name!r} is not one of {', '.join(OPTIMIZERS)}")
@@ -41,7 +42,7 @@ class Optimizers:
         adam = [dict(params=[params[key] for key in decays], weight_decay=settings.weight_decay),
                 dict(params=[params[key] for key in rest if key not in {*decays}], weight_decay=0.0)]
         matrices, rest = ([params[key] for key in keys] for keys in (matrices, rest))
-        self.dense = matrices + rest      # what clipping sees; a row's step does not depend on its gradient's size
+        self.dense = matrices + rest      # clipped; the step of a table's row does not depend on its gradient's norm
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if name == "muon":
             self.by_name["muon"] = Muon(matrices, settings.lr, settings.momentum, settings.weight_decay,
@@ -57,7 +58,7 @@ class Optimizers:
             self.by_name["engram"] = RowwiseAdagrad(tables, settings.engram_lr)
 
     def _assign(self, matrices: list[Tensor]) -> MatrixAssignment | None:
-        """Assign matrices to ranks; None where this process has them whole."""
+        """Assign matrices to ranks; return None if they are not sharded."""
         by_local = {id(param.local): param for param in self.sharding.params}
         if not by_local or not matrices:
             return None
@@ -66,7 +67,7 @@ class Optimizers:
                                 [param.bounds for param in sharded])
 
     def set_lr(self, peak: float, factor: float):
-        """Set the schedule's factor of the peak for all but the tables, whose accumulators anneal them row by row."""
+        """Set the learning rate to `peak * factor`, except for the tables, whose accumulators anneal it row by row."""
         for name, optimizer in self.by_name.items():
             for group in optimizer.param_groups if name != "engram" else ():
                 group["lr"] = peak * factor
@@ -81,16 +82,17 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def reset_tables(self):
-        """Empty the Engram tables and their accumulators."""
+        """Zero the Engram tables and their accumulators."""
         self.by_name["engram"].reset()
 
     def state_dict(self) -> dict:
         return self.sharding.optimizer_states(self.by_name)
 
     def load_state_dict(self, states: dict):
-        """Load the states of all optimizers, but keep this run's settings; CheckpointError where one does not fit."""
+        """Load the states of all optimizers, but keep this run's settings. Raise CheckpointError if one does not
+        fit."""
         if states.keys() != self.by_name.keys():
-            raise CheckpointError(f"the checkpoint's optimizers are {', '.join(states)}, this run's "
+            raise CheckpointError(f"the checkpoint has the optimizers {', '.join(states)}, this run "
                                   f"{', '.join(self.by_name)}: use --optimizer as before, or --reset_steps")
         for name, optimizer in self.by_name.items():
             groups = [{key: value for key, value in group.items() if key != "params"}
@@ -98,19 +100,19 @@ class Optimizers:
             try:
                 optimizer.load_state_dict(self.sharding.shard_states({name: optimizer}, states)[name])
                 check_optimizer_state(name, optimizer)
-            except Exception as fault:    # whatever a foreign state provokes
-                raise CheckpointError(f"the checkpoint's state of {name} does not fit this model ({fault}): "
-                                      f"--reset_steps takes the weights alone") from None
+            except Exception as fault:    # a foreign state may cause any error
+                raise CheckpointError(f"the checkpoint's state of {name} does not fit this model ({fault}): use "
+                                      f"--reset_steps to load only the weights") from None
             for group, settings in zip(optimizer.param_groups, groups):
                 group.update(settings)
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one accumulator per row of Engram tables, on the rows looked up only: a step costs what was read of
-    the table, not its size.
+    """Adagrad with one accumulator per row of Engram tables. It updates only rows that were looked up, so the cost of a
+    step does not depend on the size of the tables.
 
-    A row's step is lr * sum(g) / sqrt(sum of mean(g^2) over all lookups so far), sums over the step's lookups g of the
-    row, however they are split into micro-steps. It neither sorts nor synchronises.
+    A row's step is lr * sum(g) / sqrt(sum of mean(g^2) over all lookups so far), where g are the gradients of the
+    step's lookups of that row, in all micro-steps. It neither sorts nor synchronizes.
     """
 
     def __init__(self, tables: list[EngramTable], lr: float):
@@ -131,7 +133,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 for row, grad, _ in gathered:
                     scale = -group["lr"] / (self.state[p]["sum"].index_select(0, row).sqrt_() + 1e-10)
                     step = (grad * scale[:, None]).to(p.dtype)
-                    p.index_add_(0, row, step)  # its alpha would make it ten times slower on a CPU
+                    p.index_add_(0, row, step)  # with alpha it is ten times slower on a CPU
 
     def zero_grad(self, set_to_none: bool = True):
         for table in self.tables.values():
@@ -139,14 +141,14 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reset(self):
-        """Empty the tables and their accumulators."""
+        """Zero the tables and clear their accumulators."""
         for p in self.tables:
             p.zero_()
             self.state[p].clear()
 
 
 def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer):
-    """Raise ValueError where a parameter's state has not the names and shapes that kernels rely on."""
+    """Raise ValueError if a parameter's state lacks the names and shapes that kernels rely on."""
     kinds = {"muon": [{"momentum_buffer"}], "adamw": [{"step", "exp_avg", "exp_avg_sq"}], "engram": [{"sum"}],
              "adamw8bit": [{"step", "state1", "state2"},
                            {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}]}[name]

@@ -1,7 +1,7 @@
-"""The plan of a run: every decision about it, made once by `train.settle` and carried as frozen values.
+"""The plan of a run: every decision about it, made once by `train.settle` and carried as frozen dataclasses.
 
-The fields of a group have the names of the flags that set them (`python train.py --help` explains these); what `auto`,
-a recipe or a checkpoint decides is decided here. This module imports no torch.
+Fields have the names of the flags that set them (`python train.py --help` explains these); `auto`, recipe and
+checkpoint are resolved. This module does not import torch.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from spider.errors import UsageError
-from spider.flags import decimal, in_words
+from spider.flags import decimal, value_text
 from spider.model.config import SpiderConfig
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
@@ -54,8 +54,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer of the dense weights by name, and the numbers of all optimizers: `lr` for all but the Engram
-    tables, AdamW's betas, Muon's momentum, the largest norm of the gradient (0: no clipping)."""
+    """The optimizer of the dense weights, and the settings of all optimizers: `lr` is for all but the Engram tables,
+    `grad_clip` the largest gradient norm (0: no clipping)."""
     optimizer: str = "muon"
     lr: float = 3e-4
     engram_lr: float = 0.25
@@ -80,8 +80,7 @@ class MachinePlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """The inputs and outputs of a run: the checkpoint that it starts from, checkpoints, evaluations, samples,
-    trackers."""
+    """Inputs and outputs of a run: the checkpoint to resume from, checkpoints, evaluations, samples, trackers."""
     ckpt_dir: str
     ckpt_every: int
     keep_last: int
@@ -100,12 +99,12 @@ class OutputPlan:
 
     @property
     def resume_hint(self) -> str:
-        """The words that say which command resumes the run."""
+        """The hint that names the command to resume the run."""
         origin = [f"--{name}" for name in ("resume", "reset_steps") if getattr(self, name)]
         return "the same command" + f" without {' and '.join(origin)}" * bool(origin) + " resumes"
 
     def pauses(self, step: int, last_step: int) -> int:
-        """Evaluations and samples from a step on, its own and those of the end included."""
+        """Count the evaluations and samples from a step (included) to the end."""
         return sum(last_step // every - (step - 1) // every + (last_step % every > 0)
                    for every in (self.eval_every, self.sample_every) if every)
 
@@ -113,7 +112,7 @@ class OutputPlan:
 @dataclass(frozen=True)
 class Plan:
     """A run as `train.settle` decided it. `flags` has the value of every flag, `remarks` the lines that explain it."""
-    recipe: str                           # the recipe that filled in what nobody gave
+    recipe: str                           # the source of defaults
     config: SpiderConfig
     data_dir: str
     mock_data: bool
@@ -145,7 +144,7 @@ def pick(group: type, values: Mapping[str, object], **others):
 
 
 def describe(plan: Plan, asked: Mapping[str, object], parameters: int, hardware: str, ranks: str) -> list[str]:
-    """Return a line for each choice; those that `auto` made are marked. asked: the flags as they were given."""
+    """Return a line for each choice, marked if `auto` made it. asked: the values of the flags before resolution."""
     preset = replace(SpiderConfig.preset(plan.recipe), n_loops=plan.config.n_loops)
     name = plan.recipe if plan.config == preset else f"{plan.recipe}, changed"
     lines = {"model": f"model {name}, {parameters / 1e6:.1f}M parameters, {plan.n_loops} loops",
@@ -157,22 +156,22 @@ def describe(plan: Plan, asked: Mapping[str, object], parameters: int, hardware:
 
 def explain(plan: Plan, recipe: Mapping[str, object], given: Collection[str], environment: Sequence[str],
             why: Sequence[str]) -> list[str]:
-    """Return the lines that say why `auto` chose so, what the recipe and what the environment gave."""
-    taken = [f"--{name} {in_words(plan.flags[name])}" for name, value in recipe.items() if name not in given
-             and (callable(value) or value == plan.flags[name])]  # else a checkpoint's, or another horizon's
-    nothing = "nothing is taken from it" if recipe else "every default of --help"
+    """Return lines with the reasons of `auto` and the values taken from the recipe and the environment."""
+    taken = [f"--{name} {value_text(plan.flags[name])}" for name, value in recipe.items() if name not in given
+             and (callable(value) or value == plan.flags[name])]  # else the checkpoint or the horizon set it
+    nothing = "all values overridden" if recipe else "the defaults of --help"
     return ([f"chosen by auto: {'; '.join(why)}"] * bool(why)
             + [f"recipe of {plan.recipe}: {' '.join(taken) or nothing}"]
             + [f"from the environment: {' '.join(environment)}"] * bool(environment))
 
 
 def apply_settings(config: SpiderConfig, text: str | None) -> SpiderConfig:
-    """Return a config with the fields changed that --set names, NAME=VALUE,...; UsageError for what it cannot take."""
+    """Return a config with the changes of --set (NAME=VALUE,...); raise UsageError for a bad name or value."""
     changed = {f.name: getattr(config, f.name) for f in fields(config)}
     for setting in text.split(",") if text else ():
         name, _, value = setting.partition("=")
         if name == "n_loops":
-            raise UsageError("--set: n_loops has a flag of its own, --n_loops")
+            raise UsageError("--set: use --n_loops to set n_loops")
         if name not in changed:
             raise UsageError(f"--set: {name!r} is not a field of SpiderConfig")
         kind = type(changed[name])
@@ -193,6 +192,6 @@ def apply_settings(config: SpiderConfig, text: str | None) -> SpiderConfig:
 
 
 def step_seed(seed: int, step: int, purpose: str) -> int:
-    """Return a well-mixed number below 2^62 for one purpose in one step."""
+    """Derive a seed below 2^62 for one purpose in one step."""
     digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

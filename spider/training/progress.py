@@ -1,4 +1,4 @@
-"""The progress of a run (`RunProgress`): position, losses, best evaluation, spikes, patience; saved in checkpoints."""
+"""The progress of a run (`RunProgress`), saved in checkpoints: position, losses, best evaluation, spikes, patience."""
 
 import math
 from dataclasses import dataclass
@@ -8,31 +8,32 @@ import tokenizer
 
 @dataclass
 class RunProgress:
-    """The position of a run and its losses so far; saved with every checkpoint."""
+    """Position and losses of a run; saved with every checkpoint."""
     step: int = 0                         # optimizer steps done
     bytes_seen: int = 0                   # training bytes consumed, PAD included
-    epoch: int = 0                        # in which the last step began that was not skipped
+    epoch: int = 0                        # of the last step that was not skipped
     best_loss: float = math.inf           # lowest validation loss, nats per byte
-    best_before_end: float | None = None  # the same without an evaluation that took place only since the run ended here
-    val_loss: float | None = None         # validation loss after the last step, where there was an evaluation
-    unimproved: int = 0                   # evaluations in a row, up to now, that did not lower best_loss
-    average_loss: float | None = None     # of about the last 20 steps' losses
+    best_before_end: float | None = None  # best_loss before an evaluation that was done only because the run ended
+    val_loss: float | None = None         # validation loss after the last step, if it was evaluated
+    unimproved: int = 0                   # last evaluations in a row that did not lower best_loss
+    average_loss: float | None = None     # moving average over about 20 steps
     last_loss: float | None = None
-    noise: float = 0.0                    # mean difference of the loss from one step to the next, about as many
+    noise: float = 0.0                    # mean absolute change of the loss per step, over about 20 steps
     lowest_average: float = math.inf
-    skipped: int = 0                      # steps in a row, up to now, that were not finite
-    owed: dict | None = None              # metrics of the last step while its evaluation is outstanding
-    wandb: dict | None = None             # name and id of the run there
-    n_loops: int = 1                      # loops that the run trains with, perhaps more than the model was made for
-    lineage: int = 0                      # grows when a run starts over or goes back: the order of runs in a directory
+    skipped: int = 0                      # last steps in a row that were not finite
+    owed: dict | None = None              # metrics of the last step while its evaluation is pending
+    wandb: dict | None = None             # name and id of the wandb run
+    n_loops: int = 1                      # loops in training; may be more than the model was built for
+    lineage: int = 0                      # number of this run in its directory; new runs and rewinds increase it
 
     @property
     def written(self) -> int:
-        """Return the number of steps whose line is in metrics.jsonl: all but one that is owed."""
+        """Return the number of steps in metrics.jsonl: all but a pending one."""
         return self.step - (self.owed is not None)
 
     def record(self, numbers: dict, bytes_seen: int, epoch: int) -> bool:
-        """Record a step that is done, whose line is owed until it is written; tell whether its loss is a spike."""
+        """Record a completed step, whose metrics are pending until they are written; return whether its loss is a
+        spike."""
         self.step, self.bytes_seen, self.val_loss = self.step + 1, bytes_seen, None
         self.owed = dict(step=self.step, bytes_seen=bytes_seen, epoch=epoch, **numbers)
         self.skipped = self.skipped + 1 if numbers["skipped"] else 0
@@ -40,7 +41,7 @@ class RunProgress:
         return not self.skipped and self.watch(numbers["loss"])
 
     def record_evaluation(self, loss: float, at_end: bool):
-        """Record a validation loss; `at_end`: it was due only because the run ends here, and is no try in vain."""
+        """Record a validation loss; `at_end`: evaluated only because the run ends, so that patience ignores it."""
         self.val_loss = loss if math.isfinite(loss) else None
         self.best_before_end = self.best_loss if at_end else None
         if not at_end:
@@ -49,29 +50,29 @@ class RunProgress:
 
     @property
     def is_best(self) -> bool:
-        """Tell whether the last step was followed by an evaluation, of the lowest loss so far."""
+        """Return whether the last step was evaluated, with the lowest loss so far."""
         return self.val_loss is not None and self.val_loss == self.best_loss
 
     def is_out_of_patience(self, patience: int) -> bool:
-        """Tell whether so many evaluations in a row were in vain (0: never); not before what is owed is written."""
+        """Return whether `patience` evaluations in a row did not improve (0: never); False while metrics are
+        pending."""
         return self.owed is None and 0 < patience <= self.unimproved
 
     def withdraw_end_evaluation(self, last_step: int) -> bool:
-        """Withdraw the last evaluation where it was due only because the run ended here, and the run now continues;
-        tell whether that was so."""
+        """Discard the last evaluation if it was done only because the run ended, and the run now continues; return
+        whether it was discarded."""
         past_end = self.step < last_step and self.best_before_end is not None
         if past_end:
             self.best_loss, self.best_before_end = self.best_before_end, None
         return past_end
 
     def expect_other_losses(self):
-        """Forget the losses so far: those of other flags or data tell nothing about the next ones."""
+        """Reset the loss averages, since other flags or data change the loss."""
         self.average_loss = self.last_loss = None
         self.noise, self.lowest_average, self.unimproved = 0.0, math.inf, 0
 
     def watch(self, loss: float) -> bool:
-        """Add a finite loss to the averages; tell whether it is a spike: far above them by the measure of their
-        noise."""
+        """Update the averages with a finite loss; return whether it is a spike, relative to average and noise."""
         if self.average_loss is None:
             self.average_loss = self.last_loss = loss
         spike = self.step > SPIKE_AFTER and loss > self.average_loss + max(5 * self.noise, 0.2 * self.average_loss)
@@ -83,12 +84,12 @@ class RunProgress:
 
     @property
     def exploded(self) -> bool:
-        """Tell whether the loss is no number, worse than knowing nothing, or half as high again as its average once
-        was."""
+        """Return whether the loss is not finite, worse than a uniform guess by a nat, or 1.5 times its lowest
+        average."""
         if self.skipped or self.average_loss is None:
             return self.skipped > 0
         loss = max(self.average_loss, self.last_loss - 4 * self.noise)
         return loss > 1.5 * self.lowest_average or self.last_loss > 1 + math.log(tokenizer.VOCAB_SIZE)
 
 
-SPIKE_AFTER = 20                          # steps that the averages of the loss need before they say anything
+SPIKE_AFTER = 20                          # steps before the averages are meaningful

@@ -1,14 +1,14 @@
-"""Ranks: who they are, how they meet, and what they agree on.
+"""Ranks: process groups, device mesh, and the collectives by which ranks agree.
 
     torchrun --standalone --nproc_per_node 8 train.py ... --shards 4     # 2 replicas of 4 shards
 
 A `World` holds this process's rank, its device, the mesh of (replicas, shards), rank = replica * shards + shard, and
-the votes of all ranks. In a run of one process it has no process group, and its methods do what the caller would have
-done.
+the votes of all ranks. With one process there is no process group, and the collectives are no-ops.
 
-Every rank runs the same collectives: what ends the loop, changes its course or skips an update is agreed on first, in
-one all-reduce per step, after its passes and before its update. It carries the number of targets of the next step as
-well. What each rank holds of a model is in sharding.py; how ranks notice that one was lost in heartbeat.py. """
+Every rank runs the same collectives. Ranks agree on anything that ends the loop or skips an update in one all-reduce
+per step, after its passes and before its update; it also carries the number of targets of the next step. sharding.py
+shards a model; heartbeat.py detects lost ranks.
+"""
 
 import os
 import re
@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_map_only
 from spider.errors import LeftByPeer, WorldError
 from spider.training.heartbeat import HEARTBEAT, Heartbeat, in_background
 
-FIRST_STEP_TIMEOUT = 1800.0               # seconds that ranks wait for each other until the first step is done
+FIRST_STEP_TIMEOUT = 1800.0               # seconds, of collectives until the end of the first step
 
 
 class World:
-    """The ranks of a run, this one among them; one process until `join`."""
+    """The ranks of a run; a single process until `join`."""
 
     def __init__(self, environ=os.environ):
         numbers = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
@@ -43,17 +43,17 @@ class World:
         self.device, self.shards, self.mesh = torch.device("cpu"), 1, None
         self.heartbeat: Heartbeat | None = None
         self.other_group: dist.ProcessGroup | None = None
-        self.alone = False                           # rank 0 continues without the others, to save
+        self.alone = False                           # rank 0 continues without the others, only to save
         self.steps = 0                               # since the start of this process
-        self.own_votes: dict[str, Callable[[], bool]] = {}   # what this rank votes on, and how
-        self.votes: dict[str, bool] = {}             # whether any rank voted for it, at the last all-reduce
-        self.check_signals: Callable = lambda: None  # called after a vote between steps; it may raise
-        self.own_targets: Callable = lambda: (0, None)       # this rank's targets in the next step, or an error
-        self.next_targets: tuple[int, int] | None = None     # of all ranks, and how many have an error instead
+        self.own_votes: dict[str, Callable[[], bool]] = {}   # this rank's vote by name
+        self.votes: dict[str, bool] = {}             # by name: did any rank vote for it at the last all-reduce?
+        self.check_signals: Callable = lambda: None  # called after a vote between steps; may raise
+        self.own_targets: Callable = lambda: (0, None)       # this rank's targets in the next step, and an error
+        self.next_targets: tuple[int, int] | None = None     # targets of all ranks, and the number of errors
 
     @property
     def is_rank0(self) -> bool:
-        """Tell whether this is the rank that logs and writes files."""
+        """Return whether this is the rank that logs and writes files."""
         return self.rank == 0
 
     @property
@@ -72,24 +72,24 @@ class World:
     # Joining and leaving
 
     def local_device(self, device: torch.device) -> torch.device:
-        """Return this rank's device of a type; WorldError where this machine has too few."""
+        """Return this rank's device of a type; raise WorldError if this machine has too few."""
         if self.ranks > 1 and device.type == "cuda":
             if self.local_rank >= torch.cuda.device_count():
                 raise WorldError(f"--nproc_per_node {self.local_ranks}: this machine has {torch.cuda.device_count()} "
-                                 f"GPUs: start as many processes")
+                                 f"GPUs: start one process per GPU")
             device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(device)
         return device
 
     def join(self, device: torch.device, shards: int, timeout: float):
-        """Meet the other ranks and arrange all as replicas of `shards` shards. `timeout`: seconds that they wait for
-        each other once the first step is done. The world is a context, whose end leaves the others."""
+        """Join the other ranks and arrange all as replicas of `shards` shards. `timeout`: seconds, of collectives after
+        the first step. The world is a context manager, which leaves the process group at its end."""
         if self.bad_environ:
-            raise WorldError(f"WORLD_SIZE={self.ranks}, but {', '.join(self.bad_environ)}: start by torchrun, or unset "
-                             f"them")
+            raise WorldError(f"WORLD_SIZE={self.ranks}, but {', '.join(self.bad_environ)}: start with torchrun, or "
+                             f"unset them")
         if self.ranks % shards:
-            raise WorldError(f"--shards {shards}: does not divide {self.ranks} rank{'s' * (self.ranks > 1)}: choose a "
-                             f"divisor of their number")
+            raise WorldError(f"--shards {shards} does not divide {self.ranks} rank{'s' * (self.ranks > 1)}: use a "
+                             f"divisor")
         self.device, self.shards, self.timeout = device, shards, timeout
         if self.ranks == 1:
             return
@@ -104,13 +104,14 @@ class World:
                                     device_id=device if device.type == "cuda" else None)
             self.make_mesh(shards)
         except (RuntimeError, ValueError) as fault:
-            raise WorldError(f"rank {self.rank} of {self.ranks} does not reach the others: "
-                             f"{str(fault).splitlines()[0]}: start all by torchrun, with one --rdzv_endpoint") from None
+            raise WorldError(f"rank {self.rank} of {self.ranks} cannot reach the others: "
+                             f"{str(fault).splitlines()[0]}: start all with torchrun, with the same --rdzv_endpoint"
+                             ) from None
         self.set_timeout(first)
         self.heartbeat.start()
 
     def make_mesh(self, shards: int):
-        """Arrange the ranks as replicas of so many shards."""
+        """Arrange the ranks as replicas of `shards` shards."""
         self.shards = shards
         self.mesh = dist.init_device_mesh(self.device.type, (self.replicas, shards),
                                           mesh_dim_names=("replicas", "shards"))
@@ -121,7 +122,7 @@ class World:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def background_group(self) -> dist.ProcessGroup | None:
-        """Return a group for what a thread of each rank does beside training, over gloo; None for one rank."""
+        """Return a gloo group for collectives in background threads; None for one rank."""
         if self.ranks > 1 and self.other_group is None:
             timeout = timedelta(seconds=max(FIRST_STEP_TIMEOUT, self.timeout))
             self.other_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -131,14 +132,14 @@ class World:
         return self
 
     def __exit__(self, kind, fault, trace):
-        """Leave the other ranks; see Heartbeat.stop for what they learn of an error, and what is raised."""
+        """Leave the process group; Heartbeat.stop reports an error to the others."""
         if self.heartbeat is not None:
             self.heartbeat.stop(fault)
             if fault is None:
-                dist.destroy_process_group()  # else a group at work might not come to its end
+                dist.destroy_process_group()  # after an error, this could hang in a collective
 
     def should_print(self, line: str, shared: bool) -> bool:
-        """Tell whether this rank is the one to print a last line; `shared`: all ranks have the same one."""
+        """Return whether this rank prints a final error line; `shared`: all ranks have the same line."""
         if self.ranks == 1:
             return True
         return self.is_rank0 if self.heartbeat is None or shared else self.heartbeat.claim(line)
@@ -147,14 +148,14 @@ class World:
     # Collectives of plain values
 
     def sum(self, values: Tensor) -> Tensor:
-        """All-reduce values by their sum, in place."""
+        """All-reduce values in place, as a sum."""
         if self.ranks > 1:
             dist.all_reduce(values)
         return values
 
     def on_rank0(self, work: Callable, background: bool = False):
-        """Return on every rank what `work` returns on rank 0, or raise what it raises there; of tensors the others get
-        shapes (meta). `background`: over the background group, however long it takes."""
+        """Run `work` on rank 0, and return its result (or raise its error) on every rank; other ranks get tensors on
+        the meta device. `background`: use the background group, without a timeout."""
         if self.ranks == 1 or self.alone:
             return work()
         outcome, own = [None, None], None            # result and error
@@ -175,8 +176,8 @@ class World:
         return own if self.is_rank0 else outcome[0]
 
     def wait_for_all(self, work: Future, background: bool = False):
-        """Wait until the work of every rank is done, however long it takes: the timeout is for ranks that are lost, and
-        here each is heard of every second. `background`: over the background group."""
+        """Wait, without a timeout, until the work of every rank is done. Ranks all-reduce every second meanwhile, so
+        that a lost rank is still noticed. `background`: use the background group."""
         if self.ranks == 1 or self.alone:
             wait([work])
             return
@@ -186,14 +187,14 @@ class World:
             dist.all_reduce(busy.fill_(not work.done()), group=self.other_group if background else None)
 
     def continue_alone(self) -> bool:
-        """Have rank 0 do without the others from here on, where they are lost or wait in vain. False on other ranks,
-        and where rank 0 lacks some of what a checkpoint holds."""
+        """Let rank 0 continue without the others, which are lost or hang. Return False on other ranks, and if rank 0
+        does not hold the whole state."""
         self.alone = self.is_rank0 and self.shards == 1
         return self.alone
 
     def distribute(self, batches: Iterable) -> Iterator[tuple]:
-        """Distribute batches over ranks: yield (batch, 1), or (the first batch, 0) where this rank has none left and
-        only takes part in the collectives. Ranks vote between rounds."""
+        """Distribute batches over ranks: yield (batch, 1), or (the first batch, 0) if this rank has none left but must
+        join the collectives. Ranks vote between rounds."""
         if self.ranks == 1:
             yield from ((batch, 1) for batch in batches)
             return
@@ -207,11 +208,11 @@ class World:
     # Votes
 
     def any_voted(self, name: str) -> bool:
-        """Tell whether any rank voted for something at the last all-reduce; of one process, its vote now."""
+        """Return whether any rank voted for `name` at the last all-reduce; with one process, its vote now."""
         return self.votes.get(name, False) if self.ranks > 1 else self.own_votes[name]()
 
     def all_reduce_votes(self):
-        """Let ranks vote between the all-reduces of steps, and act on signals."""
+        """Vote between the all-reduces of steps, and act on signals."""
         if self.ranks > 1:
             votes = torch.tensor(self.cast_votes(), dtype=torch.float64, device=self.device)
             self.count_votes(self.sum(votes).tolist())
@@ -224,11 +225,11 @@ class World:
         self.votes = {name: count > 0 for name, count in zip(self.own_votes, votes)}
 
     def targets_of_step(self) -> int:
-        """Return the targets of all ranks in the step that begins. Where a rank has an error in place of its batches,
-        all leave: it raises that error, the others LeftByPeer.
+        """Return the number of targets on all ranks in the next step. If a rank has an error instead of batches, all
+        stop: that rank raises its error, the others LeftByPeer.
 
-        They agreed on it in the all-reduce of the step before; only the first step needs one of its own. It cannot wait
-        for the all-reduce of its own step, since the loss of each target is divided by their number."""
+        The number comes from the all-reduce of the previous step, because the loss is divided by it; only the first
+        step needs an all-reduce of its own."""
         targets, fault = self.own_targets()
         if self.ranks > 1:
             if self.next_targets is None:
@@ -243,11 +244,11 @@ class World:
 
 
 def agree_on_prefix(store: dist.Store, rank: int, ranks: int, timeout: float) -> str:
-    """Agree on a prefix of keys that these ranks and no others use in a store; RuntimeError after so many seconds.
+    """Agree on a prefix of store keys for these processes alone; raise RuntimeError after `timeout` seconds.
 
-    torchrun's store outlives a restart, and has the addresses of ranks that died; its count of restarts is each host's
-    own, and another one on a host that came back. So rank 0 calls, the others answer, and it lists whose answers it
-    got: an old call may still stand there, but its list has none of these."""
+    torchrun's store survives restarts and keeps the addresses of dead ranks. Its restart count is local to a host, so
+    it differs on a host that rejoined. Therefore rank 0 posts a random call, the others answer with random tokens, and
+    rank 0 lists the tokens: an old call's list has none of the new ones."""
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout
     if rank == 0:
         store.set("spider/call", own)

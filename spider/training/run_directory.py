@@ -1,5 +1,4 @@
-"""The directory of a run: lock it, find the checkpoint to resume from, start over, keep its metrics
-(`RunDirectory`)."""
+"""The directory of a run (`RunDirectory`): lock it, find the checkpoint to resume from, or start over."""
 
 import shutil
 from contextlib import ExitStack
@@ -28,20 +27,21 @@ from spider.training.started_over import note_path, read_note, write_note
 
 
 def locked(directory: Path):
-    """Return a context in which no other run works in a directory."""
-    busy = CheckpointError(f"--ckpt_dir: another run works in {directory}: wait for it, or use another")
+    """Return a context that locks a directory against other runs."""
+    busy = CheckpointError(f"--ckpt_dir: another run is using {directory}: wait for it, or use another directory")
     return files.locked(directory, busy, logger.warning)
 
 
 class RunDirectory:
-    """A run's directory: what the run resumes from, and what it writes there; before `open` that is nothing.
+    """A run's directory: choose the checkpoint to resume from, and write metrics and checkpoints. Writes nothing before
+    `open`.
 
-    A run that starts over (--reset_steps) or goes back (--resume of another checkpoint than the newest) is one of its
-    own, of the next `lineage`: it leaves the files of those before it. What it began with stands in started-over.json
-    until it has saved, so that it is this run that resumes if it is killed before.
+    A run that starts over (--reset_steps) or goes back (--resume of an older checkpoint) is a new run, with the next
+    `lineage`; it keeps the files of earlier runs. Until it has saved, started-over.json records its start, so that the
+    same command restarts it after a kill.
 
-    Weights of mock data are no start for real data, nor the other way round, unless --resume names them.
-    Of several ranks the first one alone looks into it, reads and writes, and tells the others what it found.
+    Runs on mock data and on real data do not resume from each other, unless --resume names the checkpoint. With several
+    ranks, only rank 0 accesses the directory.
     """
 
     def __init__(self, path: Path, resume: str | None, reset_steps: bool, closing: ExitStack, look_only: bool,
@@ -52,28 +52,28 @@ class RunDirectory:
             self.world.on_rank0(lambda: self._look(resume, reset_steps, look_only)))
 
     def _look(self, resume: str | None, reset_steps: bool, look_only: bool) -> tuple:
-        """Lock the directory where it is there, and choose what the run resumes from."""
+        """Lock the directory if it exists, and choose what to resume from."""
         path = self.path
         there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not there.is_dir():
-            raise DataError(f"--ckpt_dir: {there} is a file, not a directory: name another")
+            raise DataError(f"--ckpt_dir: {there} is a file, not a directory: use another name")
         self.is_locked = path.is_dir() and not look_only
         if self.is_locked:
             self.closing.enter_context(locked(path))
         found = find_checkpoints(path, self.model_class)
         if checkpoint_paths(path) and not found and not resume:
-            raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {path} can be used: put back a good one, "
-                                  f"name one by --resume, or use another directory")
+            raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {path} is usable: restore a good one, name "
+                                  f"one by --resume, or use another directory")
         newest, note = found[-1] if found else None, read_note(path)
         if note and newest and newest.lineage >= note.lineage:
-            note = None                   # it has saved
+            note = None                   # that run has saved a checkpoint
         origin = resume or (note.origin if note else newest.path if newest else None)
         if reset_steps and origin is None:
-            raise CheckpointError(f"--reset_steps: no checkpoint in {path} to take weights from; name one by --resume")
+            raise CheckpointError(f"--reset_steps: no checkpoint in {path} to load weights from; name one by --resume")
         origin = None if origin is None else Path(origin)
         if origin is not None and holds_checkpoints(origin):
-            raise CheckpointError(f"--resume: {origin} is not a checkpoint: it is a directory, and no export; "
-                                  f"name one in it")
+            raise CheckpointError(f"--resume: {origin} is a directory, but neither a checkpoint nor an export: name a "
+                                  f"checkpoint in it")
         begins_again = note is not None and not resume and not reset_steps
         starts_over = origin is not None and (
             reset_steps or note is not None or newest is None or origin.resolve() != newest.path.resolve())
@@ -82,38 +82,38 @@ class RunDirectory:
                 past + (starts_over and not begins_again))
 
     def load(self) -> dict | None:
-        """Load the state to resume from; None: there is none. Of several ranks the first has its tensors, in the
-        file."""
+        """Load the state to resume from, or return None. With several ranks, only rank 0 has the tensors, mapped from
+        the file."""
         return None if self.origin is None else self.world.on_rank0(self._load)
 
     def _load(self) -> dict:
         if self.begins_again:
             if not self.origin.exists():
-                raise CheckpointError(f"{note_path(self.path)}: a run began from {self.origin}, which is gone: put it "
-                                      f"back, or delete this file to resume the run before")
-            logger.info(f"the run that began from {self.origin} had saved nothing yet: it begins again")
+                raise CheckpointError(f"{note_path(self.path)}: a run started from {self.origin}, which is missing: "
+                                      f"restore it, or delete this file to resume the earlier run")
+            logger.info(f"the run from {self.origin} has saved nothing yet: starting it again")
         state = load_checkpoint(self.origin, self.model_class, self.starts_over, mapped=self.world.ranks > 1)
         of_mock_data = state.get("flags", {}).get("mock_data", self.mock_data)
         if of_mock_data != self.mock_data and not self.is_named:
             kinds = ("mock data", "real data") if of_mock_data else ("real data", "mock data")
-            raise CheckpointError(f"--ckpt_dir: {self.origin} learned from {kinds[0]}, this run reads {kinds[1]}: use "
-                                  f"another --ckpt_dir, or name it by --resume to continue from it all the same")
+            raise CheckpointError(f"--ckpt_dir: {self.origin} was trained on {kinds[0]}, but this run reads "
+                                  f"{kinds[1]}: use another --ckpt_dir, or name it by --resume to continue anyway")
         if not self.reset_steps and "optimizer_state_dict" not in state:
-            raise CheckpointError(f"--resume: {self.origin} has weights alone: --reset_steps starts a run with them")
+            raise CheckpointError(f"--resume: {self.origin} has no optimizer state: add --reset_steps to start a new "
+                                  f"run from its weights")
         if state.get("exploded"):
             sound = [one.path for one in self.found if not one.exploded]
-            back = f"; --resume {sound[-1]} goes back" if sound else ""
-            logger.warning(f"{self.origin}: the loss had exploded before it{back}")
+            back = f"; to go back, use --resume {sound[-1]}" if sound else ""
+            logger.warning(f"{self.origin}: the loss had exploded by then{back}")
         return state
 
     def start_line(self, state: dict) -> str:
-        """Say what a run takes from a state."""
-        return f"{'weights of' if self.reset_steps else 'resumes from'} {self.origin} (step {state['step']})"
+        """Describe what the run loads from a state."""
+        return f"{'weights of' if self.reset_steps else 'resuming from'} {self.origin} (step {state['step']})"
 
     def restore(self, state: dict | None, model: nn.Module, optimizers, n_loops: int, loader: Loader,
                 identity: RunIdentity) -> RunProgress:
-        """Fill model and optimizers from a state, and log what of the run changed since; returns where the run
-        stands."""
+        """Load a state into model and optimizers, log what has changed since, and return the run's progress."""
         names = [f.name for f in fields(RunProgress) if state and not self.reset_steps and f.name in state]
         progress = RunProgress(**{name: state[name] for name in names})
         progress.n_loops, progress.lineage = n_loops, self.lineage
@@ -134,35 +134,35 @@ class RunDirectory:
         changed += identity.changes_since(state, n_loops)
         targets = loader.targets.tolist()
         if state.get("targets", targets) != targets:
-            changed.append(f"bytes to train on were {state['targets']}, are {targets}")
+            changed.append(f"training bytes were {state['targets']}, are {targets}")
         if changed:
-            logger.warning(f"not the same run any more: {'; '.join(changed)}")
+            logger.warning(f"settings differ from the run so far: {'; '.join(changed)}")
             progress.expect_other_losses()
             progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // loader.seq_len))  # of other data
         return progress
 
     def open(self, progress: RunProgress, last_step: int, out: OutputPlan,
              size: float) -> tuple[Metrics, CheckpointWriter]:
-        """Make the directory, if need be; its metrics.jsonl, up to where the run stands, and its writer.
+        """Create the directory if needed; return its metrics.jsonl, cut to the current step, and its checkpoint writer.
 
-        CheckpointError where checkpoints of `size` bytes do not fit: two, or one where it replaces the oldest.
+        Raise CheckpointError if checkpoints of `size` bytes do not fit: two, or one that replaces the oldest.
         """
         past_end = progress.withdraw_end_evaluation(last_step)
-        self.metrics = SimpleNamespace(write=lambda numbers: None, sync=None)  # of ranks that write nothing
+        self.metrics = SimpleNamespace(write=lambda numbers: None, sync=None)  # for ranks other than 0
         saved = self.world.on_rank0(lambda: self._make(progress, past_end, out.keep_last + out.keep_best, size))
         writer = CheckpointWriter(self.path, saved, out.keep_last, progress.written, self.world,
                                   out.sharded_checkpoints, out.keep_best)
         return self.metrics, self.closing.enter_context(writer)
 
     def _make(self, progress: RunProgress, past_end: bool, keep: int, size: float) -> list[SavedCheckpoint]:
-        """Do what `open` does to files; returns the run's checkpoints so far."""
+        """Prepare the directory's files for `open`; return the run's checkpoints so far."""
         remove_leftovers(self.path)
         saved = [one for one in self.found if one.lineage == progress.lineage]
         copies, free = 2 if len(saved) < keep else 1, shutil.disk_usage(existing_parent(self.path)).free
         if free < copies * size:
-            raise CheckpointError(f"--ckpt_dir: {self.path} has {free / 1e9:.3g} GB free, {copies} "
-                                  f"checkpoint{'s' * (copies > 1)} of {size / 1e9:.3g} GB must fit: make room, or use "
-                                  f"another")
+            raise CheckpointError(f"--ckpt_dir: {self.path} has {free / 1e9:.3g} GB free, but needs room for {copies} "
+                                  f"checkpoint{'s' * (copies > 1)} of {size / 1e9:.3g} GB: free some, or use another "
+                                  f"directory")
         if not self.is_locked:
             self.path.mkdir(parents=True, exist_ok=True)
             self.closing.enter_context(locked(self.path))

@@ -1,11 +1,12 @@
-"""Write a sharded checkpoint (--sharded_checkpoints): every rank its rows, by torch.distributed.checkpoint (`save`).
+"""Write a sharded checkpoint (--sharded_checkpoints) by torch.distributed.checkpoint: every rank writes its rows
+(`save`).
 
 The directory spider-step{N}/ holds
 - `__{rank}_0.distcp`, the rows that a rank wrote,
-- `.metadata`, a pickle, by which that library and all that build on it read them,
-- state.pt, a sealed checkpoint of plain values alone, with the SHA-256 of the other files, and for every tensor the
-  files and offsets of its rows. This is what sharded_reading.py reads.
-It gets its name when all of it is on the disk: before that, it is not there.
+- `.metadata`, a pickle by which torch.distributed.checkpoint reads them,
+- state.pt, a checkpoint of plain values, with the SHA-256 of the other files, and the file and offset of every tensor's
+  rows; sharded_reading.py reads this.
+It gets its name when all of it is on disk.
 """
 
 import os
@@ -32,13 +33,13 @@ from spider.training.heartbeat import in_background
 from spider.training.ranks import World
 from spider.training.state_tensors import Chunk
 
-# One process without a group is what it warns that it assumes.
+# The library warns if there is no process group, which is the normal case for one process.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save(path: Path, state: dict, before_rename: Callable, world: World):
-    """Write a state whose tensors are Chunks. Every rank calls it; `before_rename` is called on rank 0, before the
-    directory gets its name. OSError on all ranks, and nothing at `path`, where one of them cannot write."""
+    """Write a state whose tensors are Chunks; every rank calls it. Rank 0 calls `before_rename` before the directory
+    gets its name. If a rank cannot write, raise OSError on all ranks and leave `path` unchanged."""
     temporary, group = path.with_name(f".{path.name}.tmp"), world.background_group()
     chunks = {".".join(map(str, keys)): (keys, value) for keys, value, _ in walk(state) if isinstance(value, Chunk)}
     writer = Writer(temporary, world)
@@ -67,7 +68,7 @@ def save(path: Path, state: dict, before_rename: Callable, world: World):
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """Plan that each rank writes the Chunks that it was given; the library only numbers them."""
+    """Plan that each rank writes its own Chunks; the library only numbers them."""
 
     def __init__(self):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -80,7 +81,7 @@ class Planner(dcp.DefaultSavePlanner):
     def create_global_plan(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(plans)
         nested = {name: tuple(map(str, keys)) for name, (keys, _) in self.state_dict.items()}
-        return plans, replace(metadata, planner_data=nested)  # by which others make nested dicts of it again
+        return plans, replace(metadata, planner_data=nested)  # lets other programs restore nested dicts
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor:
         return self.state_dict[item.index.fqn][1].local
@@ -94,19 +95,19 @@ def write_item(name: str, chunk: Chunk) -> WriteItem:
 
 
 class Writer(dcp.FileSystemWriter):
-    """The library's writer, with the SHA-256 of each file. It waits for slow ranks outside the library's collectives,
-    whose timeout is for ranks that are lost: `write_data` returns when all have written, and `finish` leaves the rest
-    to `table_and_sums`."""
+    """The library's writer, plus the SHA-256 of each file. It waits for slow ranks outside the library's collectives,
+    which would time out: `write_data` returns when all have written, and `table_and_sums` does the work of
+    `finish`."""
 
     def __init__(self, directory: Path, world: World):
-        super().__init__(directory, per_thread_copy_ahead=0)  # the copies are in host memory already
+        super().__init__(directory, per_thread_copy_ahead=0)  # chunks are already in host memory
         self.fs, self.world = Files(), world
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan                       # the library makes the directory here, which rank 0 has yet to remove
+        return plan                       # the library would create the directory, which rank 0 still has to remove
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        remove(self.path)                 # by rank 0, before any rank writes, and all learn of it if it fails
+        remove(self.path)                 # on rank 0, before any rank writes; all ranks see a failure
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Planner) -> Future:
@@ -127,7 +128,7 @@ class Writer(dcp.FileSystemWriter):
         self.written = metadata, results
 
     def table_and_sums(self) -> tuple[dict[str, dict], dict[str, str]]:
-        """On rank 0, when all have written, write the metadata; return the chunks of every tensor, and the SHA-256
+        """Write the metadata, on rank 0 after all have written; return the chunks of every tensor, and the SHA-256
         sums."""
         metadata, results = self.written
         sums = {name: sha256 for result in results for name, sha256 in result.pop().items()}
@@ -138,8 +139,8 @@ class Writer(dcp.FileSystemWriter):
         pieces = {name: [] for name in metadata.state_dict_metadata}
         for name in numbers:
             if not (self.path / name).is_file():
-                raise OSError(f"{name} is not there, though a rank wrote it: --ckpt_dir has to be on a disk that all "
-                              f"ranks share")
+                raise OSError(f"{name} is missing, though a rank wrote it: --ckpt_dir must be on a disk that all ranks "
+                              f"share")
         for one in (one for result in results for one in result):
             where = one.storage_data
             chunk = metadata.state_dict_metadata[one.index.fqn].chunks[one.index.index]
@@ -161,7 +162,7 @@ class Files(FileSystem):
         with files.open_own(Path(path), mode) as file:
             self.written[Path(path).name.removesuffix(".tmp")] = out = HashingFile(file)
             yield out
-            if not file.closed:           # as .metadata, which the library has synced while it was in a buffer
+            if not file.closed:           # .metadata: the library synced it before the buffer was flushed
                 file.flush()
                 os.fsync(file.fileno())
 

@@ -1,4 +1,4 @@
-"""Muon over ranks: `MatrixAssignment` gives each rank its share of the matrices to orthogonalize."""
+"""Muon on several ranks: `MatrixAssignment` distributes the matrices to orthogonalize."""
 
 import math
 from collections.abc import Callable
@@ -10,25 +10,25 @@ from torch import Tensor, nn
 
 from spider.training.ranks import World
 
-MOST_TOGETHER = 1 << 26                   # elements of matrices that are worked on at a time
+MOST_TOGETHER = 1 << 26                   # maximum elements of a batch of matrices
 
 
 class AssignedMatrix(NamedTuple):
     """A matrix that one rank orthogonalizes."""
-    param: int                            # of the list
-    index: int | None                     # in a stack of matrices, among the rank's own; None: a matrix cut in rows
-    rows: list[int]                       # of each shard
+    param: int                            # index of the parameter
+    index: int | None                     # in the rank's part of a stack; None: a matrix sharded by rows
+    rows: list[int]                       # on each shard
     columns: int
     replica: int                          # of its owner
     shard: int
 
 
 class MatrixAssignment:
-    """An assignment of whole matrices to ranks. Those cut in rows are sent to their owner and back, those of a stack
-    stay on the shard that has them, and replicas exchange their results. Every rank makes the same plan by itself."""
+    """An assignment of whole matrices to ranks. Matrices sharded by rows are sent to their owner and back; those of a
+    stack stay on their shard; replicas exchange results. Every rank computes the same assignment."""
 
     def __init__(self, world: World, shapes: list[tuple[int, ...]], bounds: list[list[int]]):
-        """shapes: of the parameters; bounds: of each the first row of every shard, and behind the last one."""
+        """shapes: of the parameters; bounds: for each, the first row of every shard and the number of rows."""
         self.world, loads, matrices, found = world, [0] * world.ranks, [], []
         for i, (shape, ends) in enumerate(zip(shapes, bounds)):
             counts = [b - a for a, b in zip(ends, ends[1:])]
@@ -47,8 +47,8 @@ class MatrixAssignment:
         self.sizes = [max(shape[-2:]) for shape in shapes]                                   # longer side of a matrix
 
     def __call__(self, local: list[Tensor], work: Callable) -> list[Tensor]:
-        """Apply `work`, [n, r, c] -> [n, r, c], to whole matrices. `local`: this rank's rows of matrices or of stacks
-        of them, in the order of `params`; the result has the same shapes."""
+        """Apply `work`, [n, r, c] -> [n, r, c], to whole matrices. `local`: this rank's rows of each parameter; the
+        result has the same shapes."""
         world = self.world
         mine = [matrix for matrix in self.matrices if matrix.replica == world.replica]
         cut = [matrix for matrix in mine if matrix.index is None]
@@ -76,7 +76,7 @@ class MatrixAssignment:
         return out
 
     def _all_to_all(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
-        """Send tensors to each shard of this replica; return those that each of them sent, of these shapes."""
+        """Exchange tensors with the shards of this replica; return the received ones, by shard, in these shapes."""
         if self.world.shards == 1:
             return sent
         flat = [[tensor.flatten() for tensor in tensors] for tensors in sent]
@@ -112,7 +112,7 @@ class MatrixAssignment:
 
 
 def apply_in_batches(matrices: list[Tensor], work: Callable) -> list[Tensor]:
-    """Apply `work` to stacks of the matrices of one shape, up to MOST_TOGETHER elements at a time."""
+    """Apply `work` to stacks of matrices of the same shape, with at most MOST_TOGETHER elements each."""
     by_shape, out = {}, [None] * len(matrices)
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)

@@ -1,11 +1,10 @@
-"""Sharding of a model over ranks (FSDP2), its gradients, weights and states.
+"""Shard a model over ranks (FSDP2): weights, gradients and optimizer states.
 
-One engine serves every layout: `shard_model` calls fully_shard over the mesh of (replicas, shards). Its groups are each
-byte block, the core (gathered once for all its loops) and the rest. Optimizers work on this rank's rows of each
-parameter as plain tensors. Engram tables stay outside, whole on every rank; their gradients are all-reduced once a
-step.
+`shard_model` calls fully_shard over the mesh of (replicas, shards). Its groups are each byte block, the core (gathered
+once for all its loops) and the rest. Optimizers see this rank's rows of each parameter as plain tensors. Engram tables
+are not sharded; their gradients are all-reduced once per step.
 
-`sharding_of` returns a model's `Sharded`, or `Unsharded`, which does the same for a model that one process has whole.
+`sharding_of` returns a model's `Sharded`, or `Unsharded`, the same interface for a single process.
 """
 
 import math
@@ -32,19 +31,18 @@ BLOCK_STATES = {"absmax1", "absmax2"}     # of 8-bit AdamW, one number per block
 
 @dataclass
 class ShardedParameter:
-    """A parameter of which this rank has the rows of its shard."""
+    """A sharded parameter."""
     name: str
     dtensor: nn.Parameter                 # FSDP's
-    local: nn.Parameter                   # this rank's rows as a plain tensor in the same memory: what optimizers see
-    bounds: list[int]                     # first row of each shard, and behind the last one
+    local: nn.Parameter                   # this rank's rows in the same memory, as a plain tensor for the optimizer
+    bounds: list[int]                     # first row of each shard, and the number of rows
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.dtensor.shape)
 
     def state_bounds(self, key: str) -> list[int] | None:
-        """Return the bounds of an optimizer's state of that key, cut like the parameter; None: each rank has all of
-        it."""
+        """Return the bounds of an optimizer state that is sharded like the parameter; None if it is not sharded."""
         if key in ROW_STATES:
             return self.bounds
         row = math.prod(self.shape[1:])
@@ -52,54 +50,53 @@ class ShardedParameter:
 
 
 class Unsharded:
-    """A model that this process has whole, and trains alone."""
+    """A model that is not sharded, trained by one process."""
     ranks = 1
     params: list[ShardedParameter] = []
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return by name what optimizers work on: of a sharded model this rank's rows of each parameter."""
+        """Return the parameters for the optimizers by name; for a sharded model, this rank's rows."""
         return dict(model.named_parameters())
 
     def backward(self, model: nn.Module, loss: Tensor, last: bool):
-        """Run the backward pass of a micro-step, the `last` one of its step or not; `loss` is this rank's term of the
-        sum over ranks."""
+        """Run the backward pass of a micro-step. `loss`: this rank's term of the sum over ranks; `last`: whether this
+        is the last micro-step."""
         loss.backward()
 
     def all_reduce_step(self, params: list[Tensor], sums: Tensor, tokens: Tensor, real: int):
-        """Sum over ranks, once a step, when its passes are done; return the gradients' norm, sums, tokens, real
-        bytes."""
+        """All-reduce once per step, after its passes; return the gradient norm, sums, tokens and real bytes."""
         return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]), sums, tokens, real
 
     def all_reduce_tables(self, tables: Iterable[EngramTable]):
-        """Sum over ranks what Engram tables have gathered."""
+        """All-reduce the gradients of Engram tables."""
 
     def gather_model(self, model: nn.Module) -> nn.Module | None:
-        """Return the model with all of its weights on rank 0, to write samples; None on the other ranks."""
+        """Return the unsharded model on rank 0, for sampling; None on the other ranks."""
         return model
 
     def model_state(self, model: nn.Module) -> dict:
-        """Return weights and buffers by name, as ShardedRows where a rank has but some rows."""
+        """Return weights and buffers by name; sharded ones as ShardedRows."""
         return model.state_dict()
 
     def optimizer_states(self, optimizers: dict[str, torch.optim.Optimizer]) -> dict:
-        """Return the state of each optimizer by name, likewise."""
+        """Return the state of each optimizer by name; sharded tensors as ShardedRows."""
         return {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
 
     def load_model(self, model: nn.Module, weights: dict[str, Tensor | RemoteTensor]):
-        """Fill a model from whole weights, one after the other: rank 0 has them, or every rank reads its rows."""
+        """Load weights into a model one by one: broadcast from rank 0, or, for RemoteTensors, read by each rank."""
         model.load_state_dict(weights)
 
     def shard_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict) -> dict:
-        """Return this rank's rows of whole states, which rank 0 has or every rank reads."""
+        """Return this rank's rows of optimizer states, broadcast from rank 0 or read by each rank."""
         return states
 
 
 class Sharded(Unsharded):
-    """The rows of a model's parameters that this rank has, and the sums over ranks that training takes of them."""
+    """A sharded model: this rank's rows of its parameters, and the collectives of training."""
 
     def __init__(self, world: World, params: list[ShardedParameter], replicated: dict[str, Tensor]):
         self.world, self.ranks, self.params = world, world.ranks, params
-        self.replicated = replicated                 # tables and buffers by name: every rank has all of them
+        self.replicated = replicated                 # tables and buffers by name: not sharded
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         local = {param.name: param.local for param in self.params}
@@ -111,13 +108,12 @@ class Sharded(Unsharded):
         (loss * self.ranks).backward()    # FSDP takes the mean over ranks
 
     def all_reduce_step(self, params: list[Tensor], sums: Tensor, tokens: Tensor, real: int):
-        """Leave gradients of this rank's rows in `grad` of `params`. One all-reduce carries all sums, the votes, what
-        World.targets_of_step will return, and a fingerprint of one tensor, by turns, which must be the same on all
-        replicas: WorldError where it is not."""
+        """Put the gradients of this rank's rows into `grad` of `params`, and all-reduce once: sums, votes, the targets
+        of the next step, and a fingerprint of one tensor in turn. Raise WorldError if replicas differ in it."""
         world = self.world
         for param in self.params:
             param.local.grad = None if param.dtensor.grad is None else param.dtensor.grad.to_local()
-            param.dtensor.grad = None     # else the next step's would be added to it
+            param.dtensor.grad = None     # else the next step's gradient would be added to it
         grads = [p.grad for p in params if p.grad is not None]
         squares = torch.stack(torch._foreach_norm(grads)).double().square().sum() / world.replicas
         name, mark = self._fingerprint()
@@ -132,16 +128,16 @@ class Sharded(Unsharded):
         world.count_votes(votes)
         own, *marks = torch.cat(((mark * world.replicas)[None], marks)).tolist()
         if marks[world.shard] != own or name in self.replicated and any(other != own for other in marks):
-            raise WorldError(f"{name} is no longer the same on all ranks, as was noticed {world.steps} steps after "
-                             f"this start: go back to a checkpoint before it by --resume")
+            raise WorldError(f"{name} is no longer the same on all ranks, {world.steps} steps after the start: go back "
+                             f"to an earlier checkpoint by --resume")
         world.steps += 1
         if world.steps == 1:
             world.set_timeout(timedelta(seconds=world.timeout))
         return squares[0].sqrt().float(), sums.float(), counts.float().view(tokens.shape), real
 
     def _fingerprint(self) -> tuple[str, Tensor]:
-        """Return a tensor's name, each step another one, and the sum of its bits: a whole number, whose sums are
-        exact."""
+        """Return the name of a tensor, another one each step, and the sum of its bits: an integer, whose sums over
+        ranks are exact."""
         tensors = [(param.name, param.local) for param in self.params] + list(self.replicated.items())
         name, tensor = tensors[self.world.steps % len(tensors)]
         bits = tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64)
@@ -150,11 +146,11 @@ class Sharded(Unsharded):
     def all_reduce_tables(self, tables: Iterable[EngramTable]):
         for table in tables:
             _, grad, square = table.sum_up()
-            dist.all_reduce(grad.div_(self.ranks))               # what `backward` multiplied by
+            dist.all_reduce(grad.div_(self.ranks))               # `backward` has multiplied by it
             dist.all_reduce(square.div_(self.ranks ** 2))
 
     def gather_model(self, model: nn.Module) -> nn.Module | None:
-        self.world.all_reduce_votes()     # a signal ends it before it begins
+        self.world.all_reduce_votes()     # a signal stops it here
         weights = {param.name: self._sharded(param.local, param.bounds).gather() for param in self.params}
         if not self.world.is_rank0:
             return None
@@ -194,11 +190,11 @@ class Sharded(Unsharded):
                 value.copy_(self._own_rows(weights[name], None))
 
     def shard_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict) -> dict:
-        """ValueError where a state does not fit its parameter."""
+        """Raise ValueError if a state does not fit its parameter."""
         return self._map_states(optimizers, states, self._own_rows)
 
     def _own_rows(self, value: Tensor | RemoteTensor, bounds: list[int] | None) -> Tensor:
-        """Return this rank's rows of a value that rank 0 has, in full where `bounds` is None, or read them."""
+        """Return this rank's rows of a value (all if `bounds` is None), broadcast from rank 0 or read from files."""
         world = self.world
         if isinstance(value, RemoteTensor):
             return value.rows(*() if bounds is None else bounds[world.shard:world.shard + 2]).to(world.device)
@@ -208,7 +204,7 @@ class Sharded(Unsharded):
         return (full if bounds is None else full[bounds[world.shard]:bounds[world.shard + 1]]).clone()
 
     def _map_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict, change: Callable) -> dict:
-        """Change each tensor of optimizers' states, given the bounds of its rows, None where every rank has all."""
+        """Apply `change` to each tensor of the optimizers' states and the bounds of its rows (None: not sharded)."""
         params, out = {id(param.local): param for param in self.params}, {}
         for name, optimizer in optimizers.items():
             of_optimizer = [params.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
@@ -223,13 +219,12 @@ UNSHARDED = Unsharded()
 
 
 def sharding_of(model: nn.Module) -> Unsharded:
-    """Return how a model lies on the ranks of its run."""
+    """Return the sharding of a model."""
     return getattr(model, "sharding", UNSHARDED)
 
 
 def shard_model(model: nn.Module, world: World, grad_accum: int):
-    """Leave each rank its rows of the model's parameters, whole on every rank so far. Those that are multiplied as bf16
-    alone are gathered so."""
+    """Shard a model that every rank holds whole. Weights that are only multiplied in bf16 are gathered in bf16."""
     if world.ranks == 1:
         return
     from torch.distributed.fsdp import fully_shard
@@ -237,17 +232,17 @@ def shard_model(model: nn.Module, world: World, grad_accum: int):
     rows = {name: len(p) for name, p in model.named_parameters() if p.ndim}
     if world.shards > 1:
         gather_in_bf16(model, {id(p) for p in parameters.halved_weights(model) if len(p) % world.shards == 0})
-    # It warns of views among outputs, to which nothing here writes.
+    # FSDP warns of views among outputs, in case they are written to; here they are not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    # Under accumulation weights stay gathered and gradients whole from a step's first pass to its last: it costs
-    # memory, and communicates once a step.
+    # With gradient accumulation, weights stay gathered and gradients unsharded until the end of the step: that costs
+    # memory, but communicates only once per step.
     reshards = grad_accum == 1 and world.shards > 1
     model.casts_early, grouped = False, set()
     for group in (*model.prelude, *([model.core] if model.core is not None else []), *model.coda, model):
         members = [m for m in group.modules() if m not in grouped]
         grouped.update(members)
         fully_shard(group, mesh=world.mesh, ignored_params=tables,
-                    reshard_after_forward=reshards and group is not model)  # its backward pass begins with it
+                    reshard_after_forward=reshards and group is not model)  # the root is needed first in backward
         group.register_forward_pre_hook(cast_hook(model, [m for m in members if hasattr(m, "cast_weight")]))
     params = []
     for name, p in model.named_parameters():

@@ -1,6 +1,7 @@
-"""started-over.json: what a run that started over or went back began with, until it has saved a checkpoint of its own.
+"""started-over.json: the start of a new run in a directory with checkpoints of earlier runs.
 
-So the same command resumes that run if it is killed before, not the one that the directory's checkpoints are of.
+It is valid until the new run has saved a checkpoint. If the run is killed before, the same command starts it again
+instead of resuming an earlier one.
 """
 
 import json
@@ -13,7 +14,7 @@ from spider.files import is_count
 
 
 class StartedOver(NamedTuple):
-    """The beginning of a run that started over or went back."""
+    """The start of a run that started over or went back to an earlier checkpoint."""
     lineage: int
     origin: str                           # the checkpoint, an absolute path
     reset_steps: bool
@@ -25,7 +26,7 @@ def note_path(directory: Path) -> Path:
 
 
 def read_note(directory: Path) -> StartedOver | None:
-    """Read a directory's note, None where there is none; CheckpointError where no run wrote it."""
+    """Read a directory's note, or return None; raise CheckpointError if it is damaged."""
     try:
         note = StartedOver(**json.loads(note_path(directory).read_bytes()))
     except FileNotFoundError:
@@ -33,8 +34,7 @@ def read_note(directory: Path) -> StartedOver | None:
     except (ValueError, TypeError, RecursionError):
         note = None
     if note is None or not (is_count(note.lineage) and type(note.origin) is str and type(note.reset_steps) is bool):
-        raise CheckpointError(f"{note_path(directory)}: not what a run writes there: delete it to resume from the "
-                              f"newest checkpoint")
+        raise CheckpointError(f"{note_path(directory)}: damaged: delete it to resume from the newest checkpoint")
     return note
 
 

@@ -1,8 +1,7 @@
-"""Tensors of a training state that this process does not hold whole: sharded over ranks, or stored in files.
+"""Tensors of a training state that this process does not hold completely: sharded over ranks, or stored in files.
 
-`RemoteTensor` is the one notion of them: a shape, a dtype, `rows` and `gather`. Here are those of ranks, `ShardedRows`
-and the `Chunk` of them that a rank writes; sharded_reading.py has that of files. `copy_to_host` copies a nested
-state.
+`RemoteTensor` is their interface: shape, dtype, `rows` and `gather`. `ShardedRows` is sharded over ranks, `Chunk` is
+what one rank writes of it; sharded_reading.StoredTensor is in files. `copy_to_host` copies a nested state.
 """
 
 from dataclasses import dataclass, replace
@@ -11,21 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SMALL_CHUNK = 1 << 20                     # bytes of rows up to which one of the ranks that have them writes them all
+SMALL_CHUNK = 1 << 20                     # bytes; replicated rows up to this size are written by one rank
 
 
 class RemoteTensor:
-    """A tensor of a state, of which this process has no rows or some."""
+    """A tensor of which this process holds some rows or none."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def rows(self, first: int = 0, end: int | None = None) -> Tensor:
-        """Return some rows, or all, in host memory, where any rank can read them by itself."""
+        """Return some rows, or all, in host memory; only if any rank can read them without the others."""
         raise NotImplementedError(type(self).__name__)
 
     def gather(self, into=None):
-        """Return the tensor in host memory, in the copy of an earlier time where that fits. Of one that ranks share
-        every rank calls it."""
+        """Return the tensor in host memory, in the buffer `into` if that fits. Every rank calls it if the tensor is
+        sharded over ranks."""
         return self.rows()
 
 
@@ -33,7 +32,7 @@ class RemoteTensor:
 class ShardedRows(RemoteTensor):
     """A tensor of which each rank holds the rows of its shard; rank = replica * shards + shard."""
     local: Tensor
-    bounds: list[int]                     # first row of each shard, and behind the last one
+    bounds: list[int]                     # first row of each shard, and the number of rows
     rank: int
     ranks: int
 
@@ -50,7 +49,7 @@ class ShardedRows(RemoteTensor):
         return len(self.bounds) - 1
 
     def gather(self, into=None) -> Tensor | None:
-        """Return all rows on rank 0; None on the others, of which those of the first replica send theirs."""
+        """Return all rows on rank 0, and None on the others; those of the first replica send their rows."""
         if self.rank:
             if self.rank < self.shards and self.local.numel():
                 dist.send(self.local.detach().contiguous(), 0)
@@ -69,7 +68,7 @@ class ShardedRows(RemoteTensor):
 
 @dataclass
 class Chunk(RemoteTensor):
-    """The rows of a tensor that one rank writes to a sharded checkpoint; without `local`, none."""
+    """The rows of a tensor that one rank writes to a sharded checkpoint; `local` is None if it writes none."""
     local: Tensor | None
     first: int                            # of the tensor's rows
     shape: tuple[int, ...]                # of the whole tensor
@@ -81,8 +80,8 @@ class Chunk(RemoteTensor):
 
 
 def chunk_to_write(value: Tensor | ShardedRows, rank: int, ranks: int) -> Chunk:
-    """Choose the rows of a tensor that a rank writes, so that all ranks together write each row once. The ranks that
-    hold the same rows take equal numbers of them; where the rows are small, the first such rank takes all."""
+    """Choose the rows of a tensor that a rank writes, so that each row is written once. Ranks that hold the same rows
+    write equal numbers of them, or the first one all if they are small."""
     if isinstance(value, ShardedRows):
         local, bounds, shards = value.local, value.bounds, value.shards
     else:
@@ -99,15 +98,15 @@ def chunk_to_write(value: Tensor | ShardedRows, rank: int, ranks: int) -> Chunk:
 
 
 def host_buffer(like: Tensor | RemoteTensor, into, pinned: bool) -> Tensor:
-    """Return `into` where it is a tensor of this shape and dtype, else a new one in host memory."""
+    """Return `into` if it is a tensor of this shape and dtype, else a new one in host memory."""
     if isinstance(into, Tensor) and (tuple(into.shape), into.dtype) == (tuple(like.shape), like.dtype):
         return into
     return torch.empty(tuple(like.shape), dtype=like.dtype, pin_memory=pinned)
 
 
 def copy_to_host(value, into=None):
-    """Copy a nested state to host memory, into the tensors of an earlier copy where they fit. Remote tensors are
-    gathered: of those of several ranks every rank calls it."""
+    """Copy a nested state to host memory, into the tensors of an earlier copy if they fit. This gathers remote tensors,
+    so every rank calls it if there are any."""
     if isinstance(value, RemoteTensor):
         return value.gather(into)
     if isinstance(value, Tensor):

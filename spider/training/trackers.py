@@ -1,4 +1,4 @@
-"""Trackers beside the log: wandb and torch's profiler."""
+"""wandb and torch's profiler."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,14 +12,14 @@ from spider.training.progress import RunProgress
 
 
 def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunProgress, closing: ExitStack):
-    """Start the wandb run that --run names, or return None; a checkpoint of the same name says which one to resume."""
+    """Start the wandb run of --run, or return None; resume the run of that name that the checkpoint recorded."""
     if not name:
         return None
     before = progress.wandb if progress.wandb and progress.wandb["name"] == name else {}
     try:
         import wandb
         run = wandb.init(project="spider", name=name, id=before.get("id"), resume="allow", config=dict(settings))
-    except Exception as fault:            # of its installation, its settings, its network, its service
+    except Exception as fault:            # installation, settings, network or service
         raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
     progress.wandb = dict(name=name, id=run.id)
     closing.callback(run.finish)
@@ -27,7 +27,7 @@ def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunP
 
 
 def start_profiler(device: torch.device, directory: Path, closing: ExitStack):
-    """Start torch's profiler over steps 3 to 5 of this process; leaves trace.json for chrome://tracing or Perfetto."""
+    """Profile steps 3 to 5 of this process; write trace.json for chrome://tracing or Perfetto."""
     from torch.profiler import ProfilerActivity, profile, schedule
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
 

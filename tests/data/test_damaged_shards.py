@@ -182,7 +182,7 @@ def test_what_is_no_file_among_the_shards_is_named_and_never_waited_for(prepared
     make(prepared / name)
     for reader in (["verify", prepared], ["show", prepared, "--seq_len", "9"]):
         line = complaint(capsys, *reader)
-        assert f"{prepared / name}: a {make.__name__.removeprefix('a_')}, no file: delete it" in line
+        assert f"{prepared / name} is a {make.__name__.removeprefix('a_')}, not a file: delete it" in line
 
 
 def shortened(rng, path):

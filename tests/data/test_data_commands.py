@@ -25,10 +25,10 @@ def test_verify_notices_what_changed(tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 300)
     out = tmp_path / "o"
     assert prepare(tmp_path / "a.txt", "--out", out, "--unit_mb", "0.02") == 0 and data.main(["verify", str(out)]) == 0
-    assert "shards are sound\n" in capsys.readouterr().out
+    assert "shards are valid\n" in capsys.readouterr().out
     shard = out / "train-00001.bin"
     sound = shard.read_bytes()
-    for change, said in [(bytes([sound[0], sound[1], sound[2] ^ 1]) + sound[3:], "SHA-256"), (sound[:-2], "cut off"),
+    for change, said in [(bytes([sound[0], sound[1], sound[2] ^ 1]) + sound[3:], "SHA-256"), (sound[:-2], "truncated"),
                          (sound[:4] + b"\xff\xff" + sound[6:], "byte offset 4: id 65535"), (b"", "empty")]:
         shard.write_bytes(change)
         assert data.main(["verify", str(out)]) == 2
@@ -41,7 +41,7 @@ def test_verify_notices_what_changed(tmp_path, capsys):
 def test_verify_without_metadata_says_that_it_checked_the_format_alone(tmp_path, capsys):
     write_shard(tmp_path / "a" / "x.bin", range(100))
     assert data.main(["verify", str(tmp_path)]) == 0
-    assert "1 shards are sound, 1 of them by their format alone" in capsys.readouterr().out
+    assert "1 shards are valid; 1 of them are not in a metadata.json" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["prepare", "nowhere", "--out", "o"], ["verify", "nowhere"], ["verify"],
@@ -80,7 +80,7 @@ def test_whatever_is_in_a_name_is_printed_escaped(tmp_path, capsys):
     assert data.main(["verify", str(stranger)]) == 2
     out, err = capsys.readouterr()
     assert all(line.isprintable() for line in (out + err).split("\n")), [out, err]
-    assert "shards are sound" in out and "already prepared" in out and r"\x1b[2Jred\n" in out
+    assert "shards are valid" in out and "already prepared" in out and r"\x1b[2Jred\n" in out
 
 
 def shown(text: str) -> list[int]:

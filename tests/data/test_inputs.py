@@ -50,11 +50,11 @@ def test_a_mixed_folder_says_what_is_passed_over_and_how_many(mixed, tmp_path, c
     (mixed / "sub" / "again.txt").symlink_to(mixed / "a.txt")
     assert prepare(mixed, "--out", tmp_path / "o") == 0
     again, line, _ = capsys.readouterr().err.splitlines()
-    assert again == (f"prepare: {mixed}: skipped {mixed}/sub/again.txt: link loops, or other names of what is read "
-                     "anyway")
+    assert again == (f"prepare: {mixed}: skipped {mixed}/sub/again.txt: link loops, or other names of files that are "
+                     "read")
     assert line.startswith(f"prepare: {mixed}: skipped 3 .md ({mixed}/b.md, ...), 2 hidden ({mixed}/.git, ...), 1 ")
-    assert line.count(" 1 ") == 6 and ", ...; --ext takes other kinds" in line and r".\x07" in line
-    assert prepare(mixed / "a.txt", "--out", tmp_path / "p") == 0 and "passed" not in capsys.readouterr().err
+    assert line.count(" 1 ") == 6 and ", ...; use --ext to read other files" in line and r".\x07" in line
+    assert prepare(mixed / "a.txt", "--out", tmp_path / "p") == 0 and "skipped" not in capsys.readouterr().err
 
 
 def code_folder(folder: Path, count: int = 100) -> dict[str, bytes]:
@@ -128,7 +128,7 @@ def test_standard_input_of_another_format_is_that_or_refused_with_the_remedy(tmp
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
             capsys.readouterr()
             assert prepare("-", *options, "--out", tmp_path / "".join([kind, *options])) == status
-            assert ("--format says what it is" in capsys.readouterr().err) == (status == 2)
+            assert ("name its format by --format" in capsys.readouterr().err) == (status == 2)
         for split in ("train", "val"):
             assert joined(tmp_path / f"{kind}--format{kind}", split) == joined(tmp_path / f"from_{kind}", split)
         assert len(documents(tmp_path / f"{kind}--formattxt", "train")) == 1
@@ -137,7 +137,7 @@ def test_standard_input_of_another_format_is_that_or_refused_with_the_remedy(tmp
         assert prepare("-", "--out", tmp_path / "p") == 2 and said in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "fine"}\n{"text": 5}')))
     assert prepare("-", "--format", "jsonl", "--out", tmp_path / "p") == 2
-    assert "error: -:2: no object with a string 'text'" in capsys.readouterr().err
+    assert "error: -:2: not an object with a string 'text'" in capsys.readouterr().err
 
 
 def test_what_was_prepared_before_there_were_ext_and_format_is_recognised(mixed, tmp_path, capsys):
@@ -207,7 +207,7 @@ def test_a_killed_prepare_of_packed_files_goes_on_and_ends_byte_for_byte_the_sam
     assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
     assert not (tmp_path / "o" / "metadata.json").exists() and prepare(*arguments, tmp_path / "o") == 0
     assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed") and len(contents(tmp_path / "o")) > 12
-    assert ("resumes; 1 of 2" in capfd.readouterr().out) == (count > 8)
+    assert ("resuming; 1 of 2" in capfd.readouterr().out) == (count > 8)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.py"])
@@ -238,14 +238,15 @@ def test_a_packed_file_that_is_damaged_or_cut_off_is_named_and_leaves_no_shard(t
 
 def test_what_is_packed_and_empty_or_not_packed_at_all_is_named(tmp_path, capsys, packing):
     path = tmp_path / f"a.txt{packing}"
-    for content, said in ((pack(b"", packing), "empty"), (b"", "empty"), (b"plain text", "cannot be unpacked")):
+    for content, said in ((pack(b"", packing), "empty"), (b"", "empty"), (b"plain text", "cannot be decompressed")):
         path.write_bytes(content)
         assert prepare(path, "--out", tmp_path / "o") == 2 and os.listdir(tmp_path) == [path.name]
         assert f"{path}: {said}" in capsys.readouterr().err
     for name in ("a.parquet", "a.tar"):
         (tmp_path / (name + packing)).write_bytes(pack(b"x", packing))
         assert prepare(tmp_path / (name + packing), "--out", tmp_path / "o") == 2
-        assert f"{name}{packing}: takes .txt, .jsonl, .ndjson, .parquet, all but the last" in capsys.readouterr().err
+        supported = ".txt, .jsonl, .ndjson, .parquet, all but the last"
+        assert f"{name}{packing}: supported are {supported}" in capsys.readouterr().err
     path.write_bytes(pack(b"some text", packing))
     assert prepare(tmp_path, "--val_fraction", "0", "--out", tmp_path / "o") == 0
     assert f"1 .tar{packing} (" in (err := capsys.readouterr().err) and f"1 .parquet{packing} (" in err
@@ -333,7 +334,7 @@ def test_what_is_no_file_among_the_inputs_is_named_and_never_waited_for(tmp_path
     make(tmp_path / name)
     for given in [tmp_path / "in"] + [tmp_path / name] * name.startswith("in"):
         line = complaint(capsys, "prepare", given, "--workers", "1", "--out", tmp_path / "o")
-        assert f"{tmp_path / name}: a {make.__name__.removeprefix('a_')}, no file: delete it" in line
+        assert f"{tmp_path / name} is a {make.__name__.removeprefix('a_')}, not a file: delete it" in line
     assert sorted(os.listdir(tmp_path / "in")) == sorted({"a.txt", *([] if name[0] == "o" else [name[3:]])})
 
 

@@ -171,14 +171,14 @@ def test_validation_sets_stand_in_the_order_of_the_sources_without_those_that_ha
 
 @pytest.mark.parametrize("val, tokens", [([], 10), ([1], 10), ([1, 2], 0)])
 def test_validation_without_a_byte_is_refused(val, tokens):
-    with pytest.raises(errors.DataError, match="s: no byte to validate on"):
+    with pytest.raises(errors.DataError, match="s: no validation data"):
         validation_sets([source([1, 2], val)], 4, tokens)
 
 
 @pytest.mark.parametrize("sources, said", [
     ([source(range(64))], "s: a sequence of 64 bytes is longer than the data (63 bytes): lower --seq_len"),
     ([source([])], "s: a sequence of 64 bytes is longer than the data (0 bytes): lower --seq_len"),
-    ([source(range(99)), source(range(99), name="t", weight=1e-5)], "t: weight 1e-05 is not one sequence in 10,000"),
+    ([source(range(99)), source(range(99), name="t", weight=1e-5)], "t: weight 1e-05 is less than one sequence"),
 ])
 def test_sources_that_cannot_be_drawn_from_are_refused(sources, said):
     with pytest.raises(errors.DataError) as fault:

@@ -98,7 +98,7 @@ def test_a_killed_prepare_goes_on_and_ends_byte_for_byte_the_same(mixed, tmp_pat
     assert prepare(*arguments, tmp_path / "o") == 0
     assert contents(tmp_path / "o") == contents(tmp_path / "undisturbed")
     kept = sum(path.stat().st_mtime_ns == changed for path, changed in shards.items())
-    assert kept >= len(shards) - 2 and ("resumes" in capfd.readouterr().out) == (kept > 0)
+    assert kept >= len(shards) - 2 and ("resuming" in capfd.readouterr().out) == (kept > 0)
 
 
 def test_a_journal_line_cut_short_and_a_lost_shard_are_done_again(mixed, tmp_path, monkeypatch):
@@ -192,20 +192,20 @@ def test_two_that_prepare_into_one_directory_do_not_meet(tmp_path, capsys):
         time.sleep(0.01)
     for given in (tmp_path / "a.txt", "-"):                   # the second is refused before it reads anything
         assert prepare(given, "--out", tmp_path / "o") == 2
-        assert capsys.readouterr().err == (f"data.py: error: {tmp_path}/o: another prepare works in it: wait for it, "
-                                           "or choose another --out\n")
+        assert capsys.readouterr().err == (f"data.py: error: {tmp_path}/o: another prepare is using it: wait for it, "
+                                           "or use another --out\n")
     assert os.listdir(tmp_path / "o") == [".stdin.txt"]
     first.communicate(b"a text")
     assert first.returncode == 0 and documents(tmp_path / "o", "train") == [b"a tex"]
     assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 2    # the lock is free again
-    assert "holds shards from other inputs" in capsys.readouterr().err
+    assert "has shards of other inputs" in capsys.readouterr().err
 
 
 def test_a_directory_that_another_prepare_has_just_deleted_is_not_worked_in(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("some text")
     monkeypatch.setattr(fcntl, "flock", lambda *_: (tmp_path / "o").rmdir())
     assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 2
-    assert "another prepare works in it" in capsys.readouterr().err and os.listdir(tmp_path) == ["a.txt"]
+    assert "another prepare is using it" in capsys.readouterr().err and os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_a_file_system_without_locks_is_said_and_worked_in(tmp_path, monkeypatch, capsys):
@@ -227,7 +227,7 @@ BAD = {
     "broken line": ({"x.jsonl": 2 * LINE + b'\n{"text": "fi\n'}, ["x.jsonl"], ["x.jsonl:4: not JSON", "offset 35"]),
     "no object": ({"x.jsonl": LINE + b'["text"]\n'}, ["x.jsonl"], ["x.jsonl:2: no object", "'text'"]),
     "no field": ({"x.jsonl": LINE}, ["x.jsonl", "--field", "body"], ["x.jsonl:1:", "'body'", "--field"]),
-    "no string": ({"x.jsonl": LINE + b'{"text": 5}'}, ["x.jsonl"], ["x.jsonl:2: no object with a string 'text'"]),
+    "no string": ({"x.jsonl": LINE + b'{"text": 5}'}, ["x.jsonl"], ["x.jsonl:2: not an object with a string 'text'"]),
     "not UTF-8": ({"x.jsonl": LINE + b'{"text": "\xff"}\n'}, ["x.jsonl"], ["x.jsonl:2: not UTF-8 at byte 10"]),
     "surrogate": ({"x.jsonl": b'{"text": "ab\\ud800"}'}, ["x.jsonl"], ["x.jsonl:1: a lone surrogate at character 2"]),
     "deep": ({"x.jsonl": b"[" * 200_000}, ["x.jsonl"], ["x.jsonl:1: "]),
@@ -236,8 +236,8 @@ BAD = {
     "only blank": ({"x.jsonl": b"\n \n"}, ["x.jsonl"], ["x.jsonl: no document"]),
     "empty": ({"x.txt": b""}, ["x.txt"], ["x.txt: empty"]),
     "missing": ({}, ["x.txt"], ["x.txt: No such file"]),
-    "other kind": ({"x.csv": b"a"}, ["x.csv"], ["x.csv: takes .txt, .jsonl, .ndjson, .parquet"]),
-    "nothing in it": ({"d/x.csv": b"a"}, ["d"], ["d: takes .txt"]),
+    "other kind": ({"x.csv": b"a"}, ["x.csv"], ["x.csv: supported are .txt, .jsonl, .ndjson, .parquet"]),
+    "nothing in it": ({"d/x.csv": b"a"}, ["d"], ["d: supported are .txt"]),
     "fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "1"], ["--val_fraction", "below 1"]),
     "negative": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "-0.1"], ["--val_fraction"]),
     "no fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "nan"], ["--val_fraction"]),
@@ -249,8 +249,8 @@ BAD = {
     "no ending": ({"x.py": b"a"}, ["x.py", "--ext", "py"], ["--ext", "'py'", ".py,.md", "text"]),
     "empty ending": ({"x.py": b"a"}, ["x.py", "--ext", ".py,"], ["--ext", "'.py,'"]),
     "lines by ext": ({"x.jsonl": LINE}, ["x.jsonl", "--ext", ".md,.jsonl"], ["--ext", ".jsonl would be taken as it"]),
-    "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: --ext .py,.md takes nothing of it"]),
-    "none of them": ({"d/x.txt": b"a", "d/y.py": b""}, ["d", "--ext", ".py"], ["d: --ext .py takes nothing of it"]),
+    "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: nothing in it matches --ext .py,.md"]),
+    "none of them": ({"d/x.txt": b"a", "d/y.py": b""}, ["d", "--ext", ".py"], ["d: nothing in it matches --ext .py"]),
     "no stdin": ({"x.txt": b"a"}, ["x.txt", "--format", "jsonl"], ["--format", "- is not among the inputs"]),
     "no format": ({"x.txt": b"a"}, ["-", "--format", "csv"], ["--format", "'csv'", "jsonl"]),
     "unknown flag": ({"x.txt": b"a"}, ["x.txt", "--fast"], ["--fast"]),
@@ -284,7 +284,7 @@ def test_a_full_disk_is_one_line_that_names_the_shard_and_the_command_goes_on(mi
     shards = [f"{split}-{unit}.bin" for split in ("train", "val") for unit in ("00000", "00001")]
     assert sorted(contents(tmp_path / "o")) == ["prepare.jsonl", *shards]
     monkeypatch.undo()
-    assert prepare(*arguments) == 0 and "resumes; 2 of" in capsys.readouterr().out
+    assert prepare(*arguments) == 0 and "resuming; 2 of" in capsys.readouterr().out
 
 
 def test_a_journal_of_any_content_is_named_or_its_units_are_done_again(tmp_path, monkeypatch, capsys):
@@ -324,7 +324,7 @@ def test_a_journal_of_any_content_is_named_or_its_units_are_done_again(tmp_path,
         if status := data.main([*argv, str(out)]):
             refused += 1
             lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(PROGRESS)]
-            assert status == 2 and len(lines) == 1 and f"{out}: holds shards from other" in lines[0], (bad, lines)
+            assert status == 2 and len(lines) == 1 and f"{out}: has shards of other" in lines[0], (bad, lines)
         else:
             made = {path.name: content for path, content in snapshot(out).items()}
             assert made == {path.name: content for path, content in done.items()} or case % 4 != 1, bad

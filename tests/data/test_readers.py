@@ -52,7 +52,7 @@ def test_parquet_rows_become_documents(tmp_path, capsys):
     parquet.write_table(pyarrow.table(dict(text=["a", None])), tmp_path / "null.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     capsys.readouterr()
-    for name, field, said in [("a", "body", "no string column 'body'; --field names another of: id (int64), text"),
+    for name, field, said in [("a", "body", "no string column 'body'; use --field for one of: id (int64), text"),
                               ("a", "id", "no string column 'id'"), ("null", "text", "row 1 (from 0) has no 'text'"),
                               ("broken", "text", "magic bytes not found")]:
         assert prepare(tmp_path / f"{name}.parquet", "--field", field, "--out", tmp_path / "bad") == 2
@@ -148,9 +148,9 @@ def bad_line(rng: random.Random) -> tuple[bytes, str]:
     good = json.dumps(dict(id=5, text="a word " + text(rng, 20).encode("utf-8", "ignore").decode())).encode()
     match rng.randrange(8):
         case 0: return good[:rng.randrange(1, len(good))], "not JSON"
-        case 1: return good.replace(b'"text"', b'"body"'), "no object with a string 'text'"
-        case 2: return json.dumps(dict(text=rng.choice(JUNK[:7] + JUNK[-5:]))).encode(), "no object with a string"
-        case 3: return json.dumps(rng.choice(JUNK)).encode(), "no object with a string"
+        case 1: return good.replace(b'"text"', b'"body"'), "not an object with a string 'text'"
+        case 2: return json.dumps(dict(text=rng.choice(JUNK[:7] + JUNK[-5:]))).encode(), "not an object with a string"
+        case 3: return json.dumps(rng.choice(JUNK)).encode(), "not an object with a string"
         case 4: return good[:-4] + rng.choice((b"\xff", b"\xc3", b"\xed\xa0\x80")) + good[-4:], "not UTF-8 at byte"
         case 5: return good[:-2] + b'\\ud8%02x"}' % rng.randrange(256), "a lone surrogate at character"
         case 6: return good[:-2] + b"x" * rng.randrange(LIMIT, 2 * LIMIT) + b'"}', f"a line of more than {LIMIT:,} byte"

@@ -171,7 +171,7 @@ def test_a_source_that_is_named_twice_is_refused_under_whatever_names(tmp_path, 
         Path(name).mkdir()
         np.zeros(300, "<u2").tofile(f"{name}/x.bin")
     Path("link").symlink_to("web")
-    assert f"{spec}: names a directory twice" in complaint(capsys, "show", "--seq_len", "8", spec)
+    assert f"{spec}: a directory is named twice" in complaint(capsys, "show", "--seq_len", "8", spec)
     assert len(open_data("web:1,code:1")) == 2
 
 

@@ -34,7 +34,7 @@ def test_a_run_starts_with_the_weights_of_an_export_and_can_be_taken_up_again(ex
 
 def test_weights_alone_go_on_with_no_run(exported, tmp_path, capsys):
     line = refusal(capsys, resuming(tmp_path, exported))
-    assert "has weights alone: --reset_steps starts a run with them" in line and str(exported) in line
+    assert "has no optimizer state: add --reset_steps" in line and str(exported) in line
     assert not (tmp_path / "on").exists()
 
 
@@ -110,14 +110,14 @@ def pipe(name):
 
 SPOILT = {
     "no config": (lambda d: (d / "config.json").write_text("no JSON"), "config.json is not a checkpoint"),
-    "list": (lambda d: (d / "config.json").write_text("[]"), "no JSON object"),
+    "list": (lambda d: (d / "config.json").write_text("[]"), "not a JSON object"),
     "deep": (lambda d: (d / "config.json").write_text("[" * 100_000), "config.json is not a checkpoint"),
-    "pipe for config": (pipe("config.json"), "no regular file"),
+    "pipe for config": (pipe("config.json"), "not a regular file"),
     "another model": (spoil_config(lambda c: c.pop("spider")), "spider"),
     "foreign field": (spoil_config(lambda c: c["spider"].update(code="x")), "unexpected keyword argument 'code'"),
     "odd size": (spoil_config(lambda c: c["spider"].update(hidden_size=1 << 40)), "cfg: hidden_size"),
-    "other size": (spoil_config(lambda c: c["spider"].update(hidden_size=48)), "weights differ from its cfg's"),
-    "many layers": (spoil_config(lambda c: c["spider"].update(n_coda_layers=200)), "more layers than there are"),
+    "other size": (spoil_config(lambda c: c["spider"].update(hidden_size=48)), "weights do not match its cfg"),
+    "many layers": (spoil_config(lambda c: c["spider"].update(n_coda_layers=200)), "more layers than weights"),
     "nan": (spoil_config(lambda c: c["spider"].update(rope_theta=float("nan"))), "rope_theta"),
     "loops": (spoil_config(lambda c: c.update(n_loops=1 << 40)), "n_loops"),
     "recipe": (spoil_config(lambda c: c["training"].update(recipe="x")), "recipe"),
@@ -126,14 +126,14 @@ SPOILT = {
     "training": (spoil_config(lambda c: c.update(training=3)), "config.json is not a checkpoint"),
     "cut off": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors is not a checkpoint"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors does not exist"),
-    "pipe for weights": (pipe("model.safetensors"), "no regular file"),
+    "pipe for weights": (pipe("model.safetensors"), "not a regular file"),
     "missing": (spoil_weights(lambda w: w.pop("spider.null_segment")), "null_segment"),
     "too many": (spoil_weights(lambda w: w.update(more=torch.ones(2))), "more"),
     "shape": (spoil_weights(lambda w: w.update({"spider.null_segment": torch.ones(33)})), "null_segment"),
     "numbers": (spoil_weights(lambda w: w.update({"spider.null_segment": torch.ones(32).long()})), "null_segment"),
     "type": (spoil_weights(lambda w: w.update({"spider.null_segment": torch.ones(32).bool()})), "is of type BOOL"),
-    "elsewhere": (index_of("../model.safetensors"), "is no file beside it"),
-    "in the root": (index_of("/dev/zero"), "is no file beside it"),
+    "elsewhere": (index_of("../model.safetensors"), "is not a file beside it"),
+    "in the root": (index_of("/dev/zero"), "is not a file beside it"),
     "no name": (index_of([1]), INDEX),
     "a number": (index_of(3), INDEX),
     "control characters": (index_of("\x1b[2J"), "\\x1b[2J does not exist"),

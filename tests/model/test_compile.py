@@ -184,7 +184,7 @@ def test_a_cpu_compiles_only_when_it_is_told_to(gpu):
 
 
 def test_compilation_that_was_asked_for_and_does_not_work_is_an_error(gpu):
-    with pytest.raises(UsageError, match="--compile: there is no Triton; --compile off goes without"):
+    with pytest.raises(UsageError, match="--compile: there is no Triton; or use --compile off"):
         resolve_compile("on", gpu(obstacle="there is no Triton"))
 
 

@@ -64,7 +64,7 @@ def bad_data(step):
 
     def faulty(self, number, first):
         if number == step:
-            raise DataError("bad.bin: byte offset 6: id 999 is above 271: damaged, or no shard")
+            raise DataError("bad.bin: byte offset 6: id 999 is above 271: damaged, or not a shard")
         return fetch(self, number, first)
     batches.Feed._fetch = faulty
 

@@ -46,7 +46,7 @@ def test_another_vocabulary_is_refused(tmp_path, shards, capsys):
     assert train.command_line(argv) == 0
     plain = [word for word in run_flags(shards, tmp_path / "run", steps=2) if word not in ("--set", SMALL)]
     assert train.command_line(plain) == 2
-    assert "another vocabulary: 300 ids, here are 272" in capsys.readouterr().err.splitlines()[-1]
+    assert "another vocabulary: 300 ids instead of 272" in capsys.readouterr().err.splitlines()[-1]
     assert train.command_line(argv) == 0
 
 
@@ -86,7 +86,7 @@ def test_the_most_loops_that_a_flag_takes_are_read_back(tmp_path, trained, capsy
     (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg"),
     (dict(cfg={"engram_byte_rows": 10 ** 18}), "cfg: engram_byte_rows"), (dict(cfg={"act": 1}), "cfg: act"),
     (dict(cfg={"engram_orders": [3, "4"]}), "cfg: engram_orders"), (dict(cfg={"n_heads": 2.0}), "cfg: n_heads"),
-    (dict(model_state_dict={}), "more layers than there are weights")))
+    (dict(model_state_dict={}), "more layers than weights")))
 def test_a_checkpoint_of_another_program_is_refused_with_the_difference(tmp_path, shards, change, complaint, capsys):
     directory = run(tmp_path, shards, steps=1)
     foreign = tmp_path / "foreign.pt"
@@ -105,7 +105,7 @@ def test_a_checkpoint_names_classes_that_are_not_ours_and_no_other_ones_run_on_i
         assert train.command_line(run_flags(shards, tmp_path / "own", steps=steps), model_class=OwnSpider) == 0
     assert final_state(tmp_path / "own")["classes"] == [f"{__name__}.OwnSpider"]
     assert train.command_line([*argv, "--max_steps", "3"]) == 2
-    words = f"its model was made with {__name__}.OwnSpider, this one is made with Spider's own classes alone"
+    words = f"its model uses {__name__}.OwnSpider, but this one uses only Spider's own classes"
     assert words in capsys.readouterr().err
     assert sample.main([str(tmp_path / "own"), "--prompt", "a"]) == 2 and words in capsys.readouterr().err
     assert train.command_line([*argv, "--reset_steps"]) == 0                   # on purpose: the weights alone

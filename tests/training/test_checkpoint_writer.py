@@ -88,7 +88,7 @@ def test_a_disk_that_stays_full_ends_in_status_2_with_the_older_checkpoints_inta
     process = start(processes, tmp_path, run_flags(shards, directory, "--ckpt_every", "4", steps=6), file_limit=100_000)
     process.join()
     said = (tmp_path / "log").read_text().splitlines()
-    assert process.exitcode == 2 and "older checkpoints are as they were" in said[-1]
+    assert process.exitcode == 2 and "older checkpoints are intact" in said[-1]
     assert any("CHECKPOINT NOT SAVED" in line and "File too large" in line for line in said)
     assert [path.read_bytes() for path in directory.glob("*.pt")] == [before] and not list(directory.glob(".*.tmp"))
     assert len(metrics(directory)) == 6
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, shards, monk
         original(path, missing_ok)
     monkeypatch.setattr(Path, "unlink", refuse)
     directory = run(tmp_path, shards, "--ckpt_every", "1", steps=5)
-    assert "spider-step1.pt stays: Operation not permitted" in capsys.readouterr().err
+    assert "spider-step1.pt cannot be deleted: Operation not permitted" in capsys.readouterr().err
     assert final_state(directory)["step"] == 5
 
 

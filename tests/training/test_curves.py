@@ -60,9 +60,9 @@ def test_a_run_leaves_its_curves_however_it_ends_and_never_fails_for_them(tmp_pa
     with monkeypatch.context() as patch:                                 # as if it were not installed
         for name in ("matplotlib", "matplotlib.figure"):
             patch.setitem(sys.modules, name, None)
-        assert "curves.png is not drawn" not in left("without") and not (tmp_path / "without" / "curves.png").exists()
+        assert "could not draw curves.png" not in left("without") and not (tmp_path / "without" / "curves.png").exists()
     pytest.importorskip("matplotlib")
-    assert "curves.png is not drawn" not in left("run") and picture.read_bytes().startswith(b"\x89PNG")
+    assert "could not draw curves.png" not in left("run") and picture.read_bytes().startswith(b"\x89PNG")
     before = picture.stat().st_mtime_ns
     with monkeypatch.context() as patch:
         def diverges(*_):
@@ -73,7 +73,7 @@ def test_a_run_leaves_its_curves_however_it_ends_and_never_fails_for_them(tmp_pa
     curves.write_curves(picture.parent, signal.SIGTERM)
     assert not picture.exists()
     picture.mkdir()
-    assert "curves.png is not drawn" in left("run", steps=5)
+    assert "could not draw curves.png" in left("run", steps=5)
 
 
 def test_curves_of_several_runs_are_one_picture_and_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
@@ -89,7 +89,7 @@ def test_curves_of_several_runs_are_one_picture_and_what_is_missing_is_named(tmp
         assert curves.main([str(out), *argv]) == 2 and not out.exists()
         return capsys.readouterr().err
     assert "LABEL=DIR" in refused() and "LABEL=DIR" in refused("a") and "LABEL=DIR" in refused("=x")
-    assert "one: there are no lines" in refused(f"two={tmp_path / 'a'}", f"one={tmp_path}")
+    assert "one: no metrics.jsonl, or no lines" in refused(f"two={tmp_path / 'a'}", f"one={tmp_path}")
     assert curves.main([str(out), f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
 

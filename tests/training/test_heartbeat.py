@@ -75,4 +75,4 @@ def test_torchrun_starts_again_from_the_checkpoint_when_a_rank_was_killed(tmp_pa
     os.kill(workers(directory)[1], signal.SIGKILL)
     _, log = job.communicate(timeout=LIMIT)
     assert job.returncode == 0, log
-    assert "resumes from" in log and [line["step"] for line in metrics(directory)] == list(range(1, 401))
+    assert "resuming from" in log and [line["step"] for line in metrics(directory)] == list(range(1, 401))

@@ -53,7 +53,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(tmp_p
     (None, signal.SIGTERM), ("train.evaluate", signal.SIGINT), ("train.print_sample", signal.SIGTERM),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (None, signal.SIGINT), ("train.evaluate", signal.SIGTERM), ("train.print_sample", signal.SIGINT)))))
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, shards, processes, slow, number):
+def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shards, processes, slow, number):
     flags = ("--eval_every", "7")
     sampling = ("--sample_every", "7") if slow == "train.print_sample" else ()
     argv = run_flags(shards, tmp_path / "stopped", *flags, *sampling, steps=100_000)
@@ -143,7 +143,7 @@ def test_a_second_signal_leaves_at_once(tmp_path, shards, processes):
     process = start(processes, tmp_path, run_flags(shards, tmp_path / "run"), slow="train.accumulate")
     until_said(tmp_path, "SLEEPS")
     process.terminate()
-    until_said(tmp_path, "once more: at once")
+    until_said(tmp_path, "repeat to quit at once")
     asked = time.monotonic()
     process.terminate()
     process.join()
@@ -163,7 +163,7 @@ def test_a_signal_during_compilation_leaves_within_twenty_seconds(tmp_path, shar
 
 def test_a_micro_batch_that_no_memory_holds_is_refused_at_start(tmp_path, shards, capsys):
     assert train.command_line(run_flags(shards, tmp_path / "run", "--micro_batch", "1e6")) == 2
-    assert "--micro_batch: a run takes about" in capsys.readouterr().err.splitlines()[-1]
+    assert "--micro_batch: the run needs about" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
@@ -181,17 +181,17 @@ def test_want_of_memory_in_an_evaluation_loses_no_step_either(tmp_path, undistur
         raise MemoryError("Unable to allocate 14.9 GiB")
     monkeypatch.setattr(train, "evaluate", failing)
     assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
-    assert "14.9 GiB were asked for" in capsys.readouterr().err.splitlines()[-1]
+    assert "(14.9 GiB requested)" in capsys.readouterr().err.splitlines()[-1]
     assert final_state(tmp_path / "run")["owed"]["step"] == 4
     monkeypatch.undo()
     assert_same_runs(run(tmp_path, shards), undisturbed)
 
 
 @pytest.mark.parametrize("fault,said", (
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB were asked for"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "(2.50 GiB requested)"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
-                  "allocate 80000000000 bytes. Error code 12"), "80000000000 bytes were asked for"),
-    (MemoryError("Unable to allocate 14.9 GiB for an array"), "14.9 GiB were asked for"),
+                  "allocate 80000000000 bytes. Error code 12"), "(80000000000 bytes requested)"),
+    (MemoryError("Unable to allocate 14.9 GiB for an array"), "(14.9 GiB requested)"),
     (errors.DataError("a.bin: changed during the run"), "a.bin: changed")))
 def test_want_of_memory_and_bad_data_end_a_run_with_advice_and_lose_no_step(tmp_path, undisturbed, monkeypatch,
                                                                            capsys, fault, said):

@@ -59,7 +59,7 @@ def test_without_keep_best_only_the_newest_stay_and_the_best_of_them_is_found(tm
     directory = run(tmp_path, shards, *FLAGS[:-1], steps=18)
     assert steps_of(directory) == {15, 18} and best_checkpoint(directory).step == 18
     directory = run(tmp_path, shards, "--eval_every", "0", steps=3, ckpt="other")
-    with pytest.raises(CheckpointError, match="no checkpoint there was saved after an evaluation"):
+    with pytest.raises(CheckpointError, match="no checkpoint in it was saved after an evaluation"):
         best_checkpoint(directory)
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_is_changed_has_its_patience_back(tmp_path, shards):
 @pytest.mark.parametrize("flag", (("--keep_best",), ("--patience", "3")))
 def test_what_goes_by_the_validation_loss_is_refused_without_evaluation(tmp_path, shards, capsys, flag):
     assert train.command_line(run_flags(shards, tmp_path / "run", "--eval_every", "0", *flag)) == 2
-    assert f"{flag[0]}: it goes by the validation loss" in capsys.readouterr().err.splitlines()[-1]
+    assert f"{flag[0]} needs the validation loss" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 

@@ -17,7 +17,7 @@ def test_the_batch_of_all_ranks_settles_the_micro_steps_or_the_other_way_round(r
 
 
 @pytest.mark.parametrize("ranks, flags, words", (
-    (3, ("--global_batch", "4096"), "not a multiple of the 384"),
+    (3, ("--global_batch", "4096"), "not a multiple of a micro-step.s 384"),
     (2, ("--global_batch", "4096", "--grad_accum", "4"), "--grad_accum: 4 makes 1,024 bytes a step on 2 ranks")))
 def test_a_batch_that_cannot_be_or_contradicts_is_one_line(ranks, flags, words):
     with pytest.raises(UsageError, match=words):

@@ -20,8 +20,9 @@ from spider.training.ranks import World, agree_on_prefix
 
 @pytest.mark.parametrize("environ, shards, words", (
     (dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4", MASTER_ADDR="here", MASTER_PORT="1"), 3,
-     "--shards 3: does not divide 4 ranks"), ({}, 2, "--shards 2: does not divide 1 rank:"),
-    (dict(RANK="x"), 1, "RANK='x': start by torchrun"), (dict(WORLD_SIZE="8"), 1, "WORLD_SIZE=8, but RANK is not set")))
+     "--shards 3 does not divide 4 ranks"), ({}, 2, "--shards 2 does not divide 1 rank:"),
+    (dict(RANK="x"), 1, "RANK='x': start with torchrun"),
+    (dict(WORLD_SIZE="8"), 1, "WORLD_SIZE=8, but RANK is not set")))
 def test_ranks_that_cannot_be_arranged_are_refused_in_one_line(environ, shards, words):
     with pytest.raises(WorldError, match=words):
         World(environ).join(torch.device("cpu"), shards, 1.0)
@@ -62,7 +63,7 @@ def test_bad_data_seen_by_one_rank_is_said_once_and_all_that_was_done_is_saved(t
     argv = run_flags(shards, tmp_path / "run", steps=100)
     statuses, log = Job(processes, tmp_path, 2, argv, faults=[(bad_data, 1, 3)]).end()
     assert statuses == [2, 2], log
-    assert last_lines(log) == ["train.py: error: bad.bin: byte offset 6: id 999 is above 271: damaged, or no shard"]
+    assert last_lines(log) == ["train.py: error: bad.bin: byte offset 6: id 999 is above 271: damaged, or not a shard"]
     assert final_state(tmp_path / "run")["step"] == 3 and "Traceback" not in log
 
 
@@ -148,7 +149,7 @@ def test_a_second_job_in_the_same_directory_is_refused_once(tmp_path, shards, pr
     first = Job(processes, tmp_path, 2, argv)
     until(lambda: steps_done(tmp_path / "run") > 1)
     statuses, log = Job(processes, tmp_path, 2, argv).end()
-    assert statuses == [2, 2] and len(set(last_lines(log))) == 1 and "another run works in" in log, log
+    assert statuses == [2, 2] and len(set(last_lines(log))) == 1 and "another run is using" in log, log
     os.kill(first.ranks[1].pid, signal.SIGTERM)
     statuses, log = first.end()
     assert statuses == [143, 143] and len(last_lines(log)) == 1, log

@@ -47,7 +47,7 @@ def test_a_directory_of_checkpoints_is_none_and_one_in_it_is_asked_for(tmp_path,
     argv = run_flags(shards, tmp_path / "new", "--resume", str(tmp_path / "checkpoints"), "--reset_steps")
     assert train.command_line(argv) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"--resume: {tmp_path / 'checkpoints'} is not a checkpoint: it is a directory" in said
+    assert f"--resume: {tmp_path / 'checkpoints'} is a directory, but neither a checkpoint" in said
     assert "name one in it" in said
 
 
@@ -69,7 +69,7 @@ def test_a_run_from_a_checkpoint_that_is_gone_or_from_a_damaged_note_of_it_is_re
 def test_too_little_space_for_two_checkpoints_is_refused_at_start(tmp_path, shards, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=200_000))
     assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
-    assert "0.0002 GB free, 2 checkpoints of" in capsys.readouterr().err.splitlines()[-1]
+    assert "0.0002 GB free, but needs room for 2 checkpoints" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
@@ -83,7 +83,7 @@ def test_a_run_that_another_overtakes_between_look_and_lock_is_refused(tmp_path,
     monkeypatch.setattr(train, "build_model", overtaken)
     with ExitStack() as others:
         assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
-    assert "another run works in" in capsys.readouterr().err.splitlines()[-1]
+    assert "another run is using" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_a_killed_save_left_behind_makes_room_before_room_is_looked_for(tmp_path, shards, monkeypatch):
@@ -98,7 +98,7 @@ def test_two_runs_cannot_work_in_one_directory(tmp_path, shards, processes, caps
     process = start(processes, tmp_path, run_flags(shards, tmp_path / "run"), slow="train.accumulate")
     until_said(tmp_path, "SLEEPS")
     assert train.command_line(run_flags(shards, tmp_path / "run")) == 2
-    assert "another run works in" in capsys.readouterr().err.splitlines()[-1]
+    assert "another run is using" in capsys.readouterr().err.splitlines()[-1]
     process.kill()
     process.join()
     run(tmp_path, shards)                                                     # the lock died with its process
@@ -112,7 +112,7 @@ def test_an_altered_newest_checkpoint_is_passed_over_and_the_run_still_ends_exac
         newest.write_bytes(damage(newest.read_bytes()))
         run(tmp_path, shards, "--ckpt_every", "3", steps=6)
         said = capsys.readouterr().err
-        assert "skipped" in said and "spider-step6.pt" in said and f"resumes from {directory}/spider-step3" in said
+        assert "skipped" in said and "spider-step6.pt" in said and f"resuming from {directory}/spider-step3" in said
         assert_same(final_state(directory), undamaged)
 
 
@@ -148,7 +148,7 @@ def test_what_is_no_file_is_named_and_never_opened(tmp_path, shards, capsys, mak
     odd = directory / "spider-step3.pt"
     make(odd)
     run(tmp_path, shards, steps=3)
-    assert f"skipped: {odd} is not a checkpoint that can be read safely: it is no reg" in capsys.readouterr().err
+    assert f"skipped: {odd} is not a checkpoint that can be read safely: it is not a reg" in capsys.readouterr().err
     assert odd.is_file() and final_state(directory)["step"] == 3          # and what was there is set aside
     [aside] = directory.glob("spider-step3.before-*.pt")
     assert train.command_line(run_flags(shards, tmp_path / "new", "--resume", str(aside))) == 2
@@ -156,7 +156,7 @@ def test_what_is_no_file_is_named_and_never_opened(tmp_path, shards, capsys, mak
     (directory / "metrics.jsonl").unlink()
     make(directory / "metrics.jsonl")
     assert train.command_line(run_flags(shards, directory, steps=4)) == 2
-    assert "metrics.jsonl is no regular file: move it away" in capsys.readouterr().err.splitlines()[-1]
+    assert "metrics.jsonl is not a regular file: move it away" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_leads_outside_is_never_written_through(tmp_path, shards):

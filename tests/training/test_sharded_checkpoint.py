@@ -82,7 +82,7 @@ def test_two_ranks_then_one_then_two_have_the_losses_of_one_that_writes_files(tm
             runs_alone(argv)
             continue
         statuses, log = Job(processes, tmp_path, ranks, argv, faults=[(counts_memory, ANY, 0)]).end()
-        assert statuses == [0, 0] and log.count("saved ") == 1 + (steps == 4) and "not the same run" not in log, log
+        assert statuses == [0, 0] and log.count("saved ") == 1 + (steps == 4) and "settings differ" not in log, log
         if steps == 4:
             whole, first, other = memory_taken(tmp_path / "parts", log)
             assert first + other == whole and other > 0.4 * whole
@@ -349,7 +349,7 @@ def test_nothing_that_a_checkpoint_pickles_is_ever_run(directory, tmp_path):
     path, ran = directory / "spider-step2", tmp_path / "ran"
     before = load_checkpoint(path)
     (path / ".metadata").write_bytes(pickle.dumps(Harm(ran)))
-    with pytest.raises(CheckpointError, match=".metadata is cut off or altered"):
+    with pytest.raises(CheckpointError, match=".metadata is truncated or altered"):
         load_checkpoint(path)
     forge(path, lambda state: None)                              # nobody here unpickles it, whatever it holds
     assert_same(load_checkpoint(path), before)
@@ -409,7 +409,7 @@ def test_a_conversion_that_cannot_be_is_one_line(directory, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     os.mkfifo(tmp_path / "pipe.pt")
     for source, target, words in ((directory / "spider-step2", tmp_path / "there", "is there already"),
-                                  (tmp_path / "pipe.pt", tmp_path / "new", "is no regular file"),
+                                  (tmp_path / "pipe.pt", tmp_path / "new", "is not a regular file"),
                                   (tmp_path / "nowhere.pt", tmp_path / "new", "there is no checkpoint there"),
                                   (directory / "spider-step2", tmp_path / "no" / "new.pt", "No such file")):
         assert sample.main([str(source), "--convert", str(target)]) == 2

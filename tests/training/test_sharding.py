@@ -28,7 +28,7 @@ def test_two_ranks_go_on_from_one_and_one_from_two_with_the_same_losses(tmp_path
             else:
                 statuses, log = Job(processes, tmp_path, ranks, argv).end()
                 assert statuses == [0, 0], log
-                assert log.count(f"step {steps}/{steps}") == 1 and "not the same run" not in log
+                assert log.count(f"step {steps}/{steps}") == 1 and "settings differ" not in log
                 assert log.count(f"step {steps} continues") == ("--sample_every" in argv)
         assert_same_losses(tmp_path / "alone", tmp_path / name, steps=12)
         one, other = (final_state(tmp_path / part) for part in ("alone", name))
@@ -50,7 +50,7 @@ def test_any_layout_gives_the_losses_of_one_rank_over_twenty_steps(tmp_path, sha
     argv = run_flags(shards, tmp_path / "ranks", *flags, "--shards", str(split), steps=20)
     statuses, log = Job(processes, tmp_path, ranks, argv).end()
     if optimizer == "adamw8bit" and split > 2:
-        assert statuses == [2] * ranks and "8-bit AdamW scales 256 numbers together" in log, log
+        assert statuses == [2] * ranks and "a scale in 8-bit AdamW" in log, log
         return
     assert statuses == [0] * ranks, log
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks")
@@ -90,7 +90,7 @@ def test_on_the_same_layout_a_stopped_run_goes_on_bit_for_bit(tmp_path, shards, 
     argvs = [run_flags(shards, tmp_path / name, *flags, steps=end)
              for name, end in (("whole", steps), ("parts", steps // 2), ("parts", steps))]
     statuses, log = Job(processes, tmp_path, ranks, *argvs).end()
-    assert statuses == [0] * ranks and log.count("resumes from") == 1, log
+    assert statuses == [0] * ranks and log.count("resuming from") == 1, log
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "parts")
     assert_same(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
 
