@@ -1,18 +1,18 @@
-"""Measure Spider on whatever machine this is: ceilings, throughput, parts of a step.
+"""Benchmark Spider on this machine: peak rates, throughput, breakdown of a step.
 
-    python bench.py                                   # everything that suits the machine, minutes on a GPU or a CPU
-    python bench.py --only ceilings,backends          # some of it
-    python bench.py --model tiny --only core --data_dir data --seq_len 4096 --micro_batch 1     # beside byte layers
-    python bench.py --model 1b --only traffic         # several ranks on paper: what they send, and how long it takes
-    torchrun --standalone --nproc_per_node 4 bench.py --model tiny --only traffic --device cpu       # counted
-    python bench.py --rehearse h200                   # a step on a GPU that is not there (spider/dev/rehearsal.py)
-    python bench.py --rehearse h200 --compiled        # what torch.compile makes of it (spider/dev/compiled.py)
+    python bench.py                                   # all sections for this machine: minutes on a GPU or a CPU
+    python bench.py --only ceilings,backends          # some sections
+    python bench.py --model tiny --only core --data_dir data --seq_len 4096 --micro_batch 1     # core vs. byte layers
+    python bench.py --model 1b --only traffic         # several ranks, calculated: bytes sent and time
+    torchrun --standalone --nproc_per_node 4 bench.py --model tiny --only traffic --device cpu       # measured
+    python bench.py --rehearse h200                   # estimate a step without the GPU (spider/dev/rehearsal.py)
+    python bench.py --rehearse h200 --compiled        # the same with torch.compile (spider/dev/compiled.py)
 
-Prints Markdown tables; with --out it writes bench-DEVICE.json after every section and bench-DEVICE.png at the end, or
-rehearsal-CARD.json. On a GPU the steps that --rehearse has bounds for come first, and last the figures that missed
-theirs by more than 1.5 times. Each measurement is a median over repetitions, of CPU time on one thread of a CPU; what
-is compared alternates in one process, since machines drift. tok_per_sec counts bytes; bf16_mfu is the model's FLOPs
-(recomputation not counted) against the bf16 matrix rate measured here, `of ceiling` against that of the precision used.
+Prints Markdown tables. With --out it writes bench-DEVICE.json after every section and bench-DEVICE.png at the end, or
+rehearsal-CARD.json. On a GPU the steps of --rehearse come first, and at the end the figures that exceed their estimate
+by more than 1.5 times. Each figure is a median over repetitions, on a single-threaded CPU of CPU time. Variants
+alternate in one process, since machines drift. tok_per_sec counts bytes. bf16_mfu is the model's FLOPs (without
+recomputation) relative to the measured bf16 matrix rate, `of ceiling` relative to that of the precision used.
 """
 
 import argparse
@@ -52,12 +52,12 @@ from spider_model import Spider
 
 
 class Bench(Meter):
-    """The machine, the settings, and what was measured so far."""
+    """The machine, the settings, and the results so far."""
 
     def __init__(self, world: World, device: str = "auto", model: str | None = None, settings: str | None = None,
                  seq_len: str | None = None, micro_batch: str | None = None, data_dir: str | None = None,
                  out: Path | None = None):
-        """settings: --set; seq_len and micro_batch as they were written. UsageError for what train.py refuses."""
+        """settings: --set; seq_len, micro_batch: unparsed text. Raise UsageError for values that train.py refuses."""
         device = world.local_device(resolve_device(device))
         super().__init__(device, resolve_precision("auto", device, compiles=True)[0] == "fp8",
                          out if world.is_rank0 else None)
@@ -72,7 +72,7 @@ class Bench(Meter):
         self.card = absent_gpu.card_of(torch.cuda.get_device_name()) if self.gpu else None
 
     def plan(self, world: World | None = None, **flags) -> Plan:
-        """Settle train.py's plan for these settings and other flags; --set is theirs where they have one."""
+        """Settle train.py's plan for these settings and other flags, whose `set` overrides --set."""
         if self.settings:
             flags.setdefault("set", self.settings)
         common = dict(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=0.001, compile="off")
@@ -85,12 +85,12 @@ def flags_of(flags: dict) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The steps that are rehearsed, measured
+# Measure the steps that --rehearse estimates
 
 
 def headline(b: Bench):
-    """Measure every step of the rehearsal's table: time, memory; of the first also its kernels and the host's time.
-    Elsewhere than on a GPU those of them that suit, in the precision that does."""
+    """Measure time and memory of every step in the rehearsal's table, and kernels and host time of the first one. On a
+    CPU, measure only suitable steps, in a suitable precision."""
     rows = []
     for name, flags in rehearsal.SETTINGS.items():
         if flags["precision"] == "fp8" and not b.fp8 or "seq_len" in flags and not b.gpu:
@@ -121,14 +121,14 @@ def headline(b: Bench):
 
 
 def host_time(b: Bench, **flags) -> float:
-    """Return the milliseconds of a step of 1b's layers and loops with next to nothing in them, on one thread: Python,
-    dispatcher and launches."""
+    """Measure the host's milliseconds of a step (Python, dispatcher, launches): run 1b's layers and loops at minimal
+    sizes, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         step = Step(b, **dict(model="1b", set=rehearsal.HOST_SIZES, seq_len=16, micro_batch=2, precision="bf16",
                               recompute="core") | flags)
-        for _ in range(3):                # sizes change with each: graphs of layers are made
+        for _ in range(3):                # with varying sizes, so that all graphs are compiled
             step()
         return statistics.median(b.spent(step) for _ in range(9)) * 1e3
     finally:
@@ -136,13 +136,13 @@ def host_time(b: Bench, **flags) -> float:
 
 
 def bounds(b: Bench, found: dict):
-    """Put the figures of `headline` beside the rehearsed ones of this card; the last table is where to look."""
+    """Compare the figures of `headline` with the estimates for this card; list those that miss them."""
     rows, missed = rehearsal.against_bounds(b.results["headline"], found)
     b.table("measured and rehearsed", rows)
     b.results["missed"] = missed
     if missed:
         return b.table(f"missed its bound by more than {rehearsal.MISS} times", missed)
-    print(f"\nnothing missed its bound by more than {rehearsal.MISS} times")
+    print(f"\nno figure missed its bound by more than {rehearsal.MISS} times")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,13 +150,12 @@ def bounds(b: Bench, found: dict):
 
 
 class Step:
-    """A whole optimizer step of a model of its own, by train.py's flags; `rate` sets the bytes per segment, else the
-    config does."""
+    """An optimizer step of a new model with train.py's flags; `rate`: bytes per segment, by default the config's."""
 
     def __init__(self, b: Bench, rate: float | None = None, world: World | None = None, **flags):
         if flags.get("compile") == "on":
-            torch._dynamo.reset()  # else graphs of the variants before count against the few that are kept
-        if rate is not None:              # which learned cuts alone can be set to
+            torch._dynamo.reset()  # else graphs of earlier variants count towards dynamo's limit
+        if rate is not None:              # only learned boundaries have an adjustable rate
             flags["set"] = ",".join(filter(None, (flags.get("set", b.settings), "boundaries=learned")))
         self.plan = plan = b.plan(world, **flags)
         self.model = train.build_model(plan, b.device, world)
@@ -166,24 +165,24 @@ class Step:
                 self.model.boundary_predictor[2].weight.zero_()
                 self.model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -math.log(rate - 1))
         self.optimizers = Optimizers(self.model, plan.optimizer)
-        self.optimizers.set_lr(1e-20, 1.0)  # boundaries stay where they are; at 0 Muon would leave its products out
+        self.optimizers.set_lr(1e-20, 1.0)  # keeps the boundaries unchanged; at 0 Muon would skip its products
         self.loader, self.steps = Loader(b.sources, plan.batch.seq_len, 0), itertools.count()
         self.world = World({}) if world is None else world
         self.world.device = b.device
 
     def __call__(self) -> dict:
-        """Do the step; return its statistics."""
+        """Run the step; return its metrics."""
         step = next(self.steps)
         batches = list(batches_of(self.loader, self.plan.batch, 0, self.world, step, step * self.plan.batch.sequences))
         return train.step_alone(self.model, self.optimizers, batches, self.plan.n_loops, self.plan.optimizer.grad_clip)
 
     def flops(self, bytes_per_segment: float) -> float:
-        """Count the FLOPs of a byte."""
+        """Count FLOPs per byte."""
         return self.model.flops_per_byte(bytes_per_segment, self.plan.n_loops, self.plan.batch.seq_len)
 
 
 def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int):
-    """Measure variants of the training step, in turn where memory allows (CPU), else one after the other."""
+    """Measure variants of the training step: alternating on a CPU, one after the other on a GPU, to save memory."""
     rows, built = [], {}
     for label, flags in variants:
         b.start_afresh()
@@ -200,7 +199,7 @@ def compare(b: Bench, name: str, variants: list[tuple[str, dict]], rounds: int):
     for _ in range(rounds):
         for step, times, _ in built.values():
             times.append(b.spent(step))
-    for label, entry in built.items():    # its steps against the first variant's of the same rounds
+    for label, entry in built.items():    # relative to the first variant in the same round
         first = next(iter(built.values()))[1]
         rows.append(row_of(b, label, *entry) | {
             "times the first's": statistics.median(map(operator.truediv, entry[1], first))})
@@ -239,7 +238,7 @@ def sequences(b: Bench):
 
 
 def core(b: Bench):
-    """Yield the core beside byte layers in its place."""
+    """Yield the model with the core, without it, and with more byte layers instead."""
     without = ",".join(filter(None, (b.settings, "n_recurrent_layers=0")))
     yield from (("no core", dict(set=without)), ("core", {}))
     for n in (1, 2):
@@ -252,7 +251,7 @@ def backend_names(b: Bench) -> list[str]:
             or tile_moe.resolve_backend("auto", b.device, b.config, dtype) == "tile"]
 
 
-# Sections that compare variants of a training step: title, rounds, and a label and train.py's flags of each variant.
+# Sections that compare variants of a training step: title, rounds, and (label, train.py's flags) of each variant.
 VARIANTS = {
     "precisions": ("precisions", 7, precisions),
     "backends": ("backends", 7, lambda b: ((name, dict(moe_backend=name)) for name in backend_names(b))),
@@ -301,11 +300,11 @@ def experts(b: Bench):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Inside a step
+# Breakdown of a step
 
 
 def parts(b: Bench):
-    """Measure a step by part, not compiled: the forward pass by module, synchronised around each; then backward, clip,
+    """Break down an eager step: the forward pass by module, with a synchronization around each; backward, clipping,
     optimizers."""
     step = Step(b)
     model = step.model
@@ -330,7 +329,7 @@ def parts(b: Bench):
             "forward, all": (model,)}.items():
         for module in modules:
             handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after(name))]
-    model.recompute = "nothing"           # its second forward pass would be counted here
+    model.recompute = "nothing"           # recomputation would count as forward
     model.update_expert_bias = b.timed(spent, "expert bias", model.update_expert_bias)
     torch.Tensor.backward, original = b.timed(spent, "backward", torch.Tensor.backward), torch.Tensor.backward
     Optimizers.step, optimize = b.timed(spent, "optimizers", Optimizers.step), Optimizers.step
@@ -358,9 +357,9 @@ def parts(b: Bench):
 
 
 def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024):
-    """Measure a byte that one row writes behind texts of several lengths, beside the full pass over 1,024 bytes that it
-    stands for, in turn, on a CPU in fp32; fresh weights, so that no segment halts early. The floor: weights multiplied
-    (of experts the chosen ones, of the core once a visit) and latents read, at the measured rate of a copy."""
+    """Measure the time per decoded byte after texts of several lengths, alternating with a full pass over 1,024 bytes,
+    on a CPU in fp32. Weights are fresh, so that no segment halts early. The floor is the time to read the weights
+    (chosen experts only, the core once per visit) and latents at the measured copy bandwidth."""
     rows = []
     torch.manual_seed(0)
     model = Spider(b.config).to(b.device).eval()
@@ -399,7 +398,7 @@ def decoding(b: Bench, rounds: int = 7, steps: int = 48, recomputed: int = 1024)
 
 
 def traffic(b: Bench):
-    """Tell what a rank sends in an optimizer step: counted where there are several, by the formula otherwise."""
+    """Report the bytes that a rank sends per optimizer step: counted with several ranks, else calculated."""
     world = b.world
     if world.ranks > 1:
         layouts = [shards for shards in range(1, world.ranks + 1) if world.ranks % shards == 0]
@@ -411,7 +410,7 @@ def traffic(b: Bench):
 
 
 def counted(b: Bench, shards: int, grad_accum: int, precision: str) -> dict:
-    """Count the bytes that this rank sends in the second of two steps, beside the formula."""
+    """Count the bytes that this rank sends in the second of two steps, and compare them with the formula."""
     world = b.world
     world.make_mesh(shards)
     step = Step(b, None, world, grad_accum=grad_accum, precision=precision, moe_backend="grouped", optimizer="muon",
@@ -428,32 +427,33 @@ def counted(b: Bench, shards: int, grad_accum: int, precision: str) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A device that is not there
+# Estimates without the GPU
 
 
 def rehearsed_step(card: str, flags: list[str]) -> dict:
-    """Rehearse a step by train.py's flags; for `absent_gpu.in_child`."""
+    """Estimate a step with train.py's flags; for `absent_gpu.in_child`."""
     train.logger.remove()
     card = absent_gpu.CARDS[card]
     return rehearsal.summary(card, rehearsal.rehearse(card, flags, train))
 
 
 def compiled_step(card: str, flags: list[str]) -> dict:
-    """Compile a step by train.py's flags; for `absent_gpu.in_child`."""
+    """Compile a step with train.py's flags; for `absent_gpu.in_child`."""
     train.logger.remove()
     from spider.dev import compiled       # it needs Triton
     return compiled.compile_step(absent_gpu.CARDS[card], flags, train)
 
 
 def rehearse(card_name: str, common: list[str], flags: str | None, compiles: bool) -> dict[str, list[dict]]:
-    """Return the tables of a step on a card, of the settings of the table or of these flags; each line is printed as
+    """Return the tables of estimates for a card, with the settings of the table or with `flags`; print each line as
     soon as it is known."""
     if reason := absent_gpu.obstacle():
         raise absent_gpu.RehearsalError(f"--rehearse: {reason}")
     card = absent_gpu.CARDS[card_name]
-    print(f"{card.name}, rehearsed without it: products {card.bf16 / 1e12:.0f} (bf16), {card.fp8 / 1e12:.0f} (FP8), "
+    print(f"{card.name}, estimated without it: {card.bf16 / 1e12:.0f} (bf16), {card.fp8 / 1e12:.0f} (FP8), "
           f"{card.fp32 / 1e12:.0f} (TF32) TFLOP/s, memory {card.bandwidth / 1e12:.2f} TB/s, {card.memory / 1e9:.0f} "
-          f"GB; no kernel below {operations.FLOOR * 1e6:g} us, {operations.LAUNCH * 1e6:g} us of the host each.\n"
+          f"GB; each kernel takes at least {operations.FLOOR * 1e6:g} us, and {operations.LAUNCH * 1e6:g} us on the "
+          f"host.\n"
           f"{card.source}\ntorch {torch.__version__}; commit {commit()}", flush=True)
     if compiles:
         tables = absent_gpu.in_child(compiled_step, card_name, common + (flags or "--precision bf16").split())
@@ -485,7 +485,7 @@ def rehearse(card_name: str, common: list[str], flags: str | None, compiles: boo
 
 
 def plot(b: Bench, path: Path):
-    """Draw throughput over sequence length, where it was measured and matplotlib is there."""
+    """Plot throughput over sequence length, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -501,7 +501,7 @@ def plot(b: Bench, path: Path):
     figure.savefig(path, dpi=120)
 
 
-# In this order: a run that is cut off after five minutes still has what matters most.
+# Ordered by importance, in case the run is stopped early.
 SECTIONS = ("ceilings", "headline", "parts", "precisions", "backends", "segments", "rates", "sequences", "loops",
             "core", "decoding", "traffic", "compiled")
 
@@ -514,22 +514,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq_len", help="bytes per sequence (256)")
     parser.add_argument("--micro_batch", help="sequences per step (112 on a GPU, else 8)")
     parser.add_argument("--data_dir", type=path_name,
-                        help="a directory of shards for the training steps (made-up sentences)")
-    parser.add_argument("--only", default=",".join(SECTIONS), help=f"some of {','.join(SECTIONS)}")
+                        help="directory of shards for the training steps (default: synthetic sentences)")
+    parser.add_argument("--only", default=",".join(SECTIONS), metavar="SECTION,...",
+                        help=f"sections to run: {', '.join(SECTIONS)}")
     parser.add_argument("--out", type=path_name, help="directory for bench-DEVICE.json and .png")
-    parser.add_argument("--rehearse", choices=tuple(absent_gpu.CARDS), help="what a step would cost on a card")
+    parser.add_argument("--rehearse", choices=tuple(absent_gpu.CARDS), help="estimate a step on this GPU, without it")
     parser.add_argument("--minutes", type=real(0),
-                        help="begin no section when so many are nearly over; on a GPU 10")
-    parser.add_argument("--flags", help="with --rehearse: train.py's flags of the one step to rehearse")
-    parser.add_argument("--compiled", action="store_true", help="with --rehearse: what torch.compile makes of the step")
+                        help="start no further section when this time is nearly over (10 on a GPU)")
+    parser.add_argument("--flags", help="with --rehearse: train.py's flags of a single step to estimate")
+    parser.add_argument("--compiled", action="store_true", help="with --rehearse: compile the step by torch.compile")
     args = parser.parse_args(argv)
     args.out = args.out and Path(args.out)
     if args.flags is not None and not args.rehearse:
-        parser.error("--flags: it goes with --rehearse CARD")
+        parser.error("--flags needs --rehearse CARD")
     if args.compiled and not args.rehearse:
-        parser.error("--compiled: it goes with --rehearse CARD")
+        parser.error("--compiled needs --rehearse CARD")
     if args.data_dir is not None and args.rehearse:
-        parser.error("--data_dir: a rehearsal reads made-up sentences")
+        parser.error("--data_dir does not apply to --rehearse, which uses synthetic sentences")
     unknown = set(args.only.split(",")) - set(SECTIONS)
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(SECTIONS)}")
@@ -537,7 +538,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def describe(b: Bench):
-    """Print the machine and the settings, and keep them for --out."""
+    """Print machine and settings, and record them for --out."""
     machine = torch.cuda.get_device_name() if b.gpu else f"{processor()}, {torch.get_num_threads()} threads"
     print(f"{machine}; torch {torch.__version__}; commit {commit()}; model {b.model}, {b.precision}, micro-batch "
           f"{b.micro_batch}, sequence {b.seq_len}")
@@ -545,13 +546,13 @@ def describe(b: Bench):
 
 
 def measure_sections(b: Bench, sections: list[str], minutes: float | None):
-    """Measure every section that was asked for: tables on stdout, and figures in --out."""
+    """Measure the given sections: print tables, and write figures to --out."""
     start, limit = time.monotonic(), 10 if minutes is None and b.gpu else minutes
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
         rehearsed = rehearsed_beside(b, pool) if "headline" in sections and b.gpu else {}
         for section in sections:
-            if limit is not None and time.monotonic() - start > 50 * limit:  # a sixth of it is left for the bounds
-                print(f"\n{section}: not measured, {limit} minutes are nearly over (--minutes)")
+            if limit is not None and time.monotonic() - start > 50 * limit:  # leaves a sixth for the bounds
+                print(f"\n{section}: skipped, {limit} minutes are nearly over (--minutes)")
                 continue
             measure_section(b, section)
             b.keep()
@@ -563,11 +564,10 @@ def measure_sections(b: Bench, sections: list[str], minutes: float | None):
 
 
 def rehearsed_beside(b: Bench, pool: ThreadPoolExecutor) -> dict:
-    """Start the rehearsals of what `headline` measures on this card, in other processes; return {} where there are
-    none."""
-    reason = absent_gpu.obstacle() or (None if b.card else f"{torch.cuda.get_device_name()} is none of its cards")
+    """Start the estimates for the steps of `headline` in other processes; return {} if this card has none."""
+    reason = absent_gpu.obstacle() or (None if b.card else f"{torch.cuda.get_device_name()} is not a known card")
     if reason:
-        print(f"no bounds: {reason}")
+        print(f"no estimates: {reason}")
         return {}
     common = [f"--model={b.model}"] + [f"--set={b.settings}"] * bool(b.settings)
     return {name: pool.submit(absent_gpu.in_child, rehearsed_step, b.card, common + flags_of(flags))
@@ -575,7 +575,7 @@ def rehearsed_beside(b: Bench, pool: ThreadPoolExecutor) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit status: 0; 2 with one line on stderr for a bad flag or file."""
+    """Run bench.py. Exit status: 0, or 2 with one line on stderr for a bad flag or file."""
     train.logger.remove()
 
     def run():
@@ -591,7 +591,7 @@ def main(argv: list[str] | None = None) -> int:
                     json.dumps(about | tables, indent=1, allow_nan=False) + "\n")
             return
         if world.ranks > 1 and args.only != "traffic":
-            raise UsageError("several ranks measure --only traffic: start one process for the rest")
+            raise UsageError("several ranks only support --only traffic: use one process for the other sections")
         with world, nullcontext() if world.is_rank0 else redirect_stdout(None):
             b = Bench(world, args.device, args.model, args.set, args.seq_len, args.micro_batch, args.data_dir, args.out)
             world.join(b.device, 1, FIRST_STEP_TIMEOUT)

@@ -3,22 +3,21 @@
     bytes -> embed_tokens -> prelude (byte rate) -> segments -> recurrent core (segment rate, looped)
           -> unpool + residual -> coda (byte rate) -> norm -> lm_head
 
-What it is made of, and where each comes from; the modules are those of spider/model/:
+Features and their sources; the modules are in spider/model/:
     MLA, latent attention with a decoupled rotary key                                     DeepSeek-V2, arXiv 2405.04434
-    mixture of experts, balanced by a bias on the selection, without capacity             DeepSeek-V3, arXiv 2412.19437
+    mixture of experts, balanced by a selection bias, no capacity limit                   DeepSeek-V3, arXiv 2412.19437
     learned segments, mean pooling                           FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
     segments that end with a word                                                          SpaceByte, arXiv 2404.14408
     recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946
     adaptive computation time (ACT)                                                             Graves, arXiv 1603.08983
     Engram, a memory of hashed n-grams, at segment rate and at byte rate     arXiv 2601.07372; BLT, arXiv 2412.09871
-    what followed in the document where the last bytes stood before              the match model of PAQ, Mahoney 2005
+    match memory: the byte after the last occurrence of a context in the document  PAQ's match model, Mahoney 2005
 
-Everything runs on packed rows, [rows, hidden_size], with `cu_seqlens` marking where a document starts: nothing is
-padded to a longest row, memory grows with the number of bytes, and no document sees another. Shapes in comments:
-B sequences of T bytes, M = B * T bytes, N segments of them, D hidden size, H heads, E experts, k experts per token,
-L core layers.
-Parameters are fp32, or the type that they were given; products run in `Spider.compute_dtype`; sums over rows, logits
-and losses are fp32 at least (`wide_dtype`).
+Everything runs on packed rows, [rows, hidden_size]; `cu_seqlens` marks where documents start. Sequences are not padded,
+memory grows with the number of bytes, and documents do not see each other. Shapes in comments: B sequences of T bytes,
+M = B * T bytes, N segments, D hidden size, H heads, E experts, k experts per token, L core layers.
+Parameters are fp32 (or another dtype, if converted); products run in `Spider.compute_dtype`; sums over rows, logits and
+losses are at least fp32 (`wide_dtype`).
 """
 
 from collections.abc import Callable
@@ -58,7 +57,7 @@ from tile_moe import Routing, assign_rows, balance, fp8_grouped_product, grouped
 # Experts and the layer of the core
 
 class MoE(nn.Module):
-    """Routed experts and a shared one, [N, D] -> [N, D]; no capacity, no token is dropped."""
+    """Routed experts and a shared one, [N, D] -> [N, D]; there is no capacity limit, so no token is dropped."""
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
@@ -71,8 +70,8 @@ class MoE(nn.Module):
             self.w_down = nn.Parameter(torch.empty(experts, width, c.hidden_size))
         self.register_buffer("expert_bias", torch.empty(experts))
         self.shared = SwiGLU(c.hidden_size, c.n_shared_experts * width) if c.n_shared_experts else None
-        self.fp8 = False                  # whether the routed experts multiply in FP8 when training
-        self.cast = None                  # of the routed experts' weights, see spider.model.casting
+        self.fp8 = False                  # whether the routed experts train in FP8
+        self.cast = None                  # cast weights of the routed experts, see spider.model.casting
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
         """Cast w_gate, w_up and w_down for the backend, see casting.cast_experts."""
@@ -82,7 +81,7 @@ class MoE(nn.Module):
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
 
     def forward(self, x: Tensor, decided: Routing | None = None) -> tuple[Tensor, Routing]:
-        """Route each row to its experts. `decided`, the routing of an earlier pass over the same rows, is kept."""
+        """Route each row to its experts, or reuse `decided`, the routing of an earlier pass over the same rows."""
         if not self.config.n_routed_experts:
             return self.shared(x), Routing(None, None, None)
         score = self.router(x)                                                               # [N, E]
@@ -98,7 +97,7 @@ class MoE(nn.Module):
 
 
 class RecurrentBlock(nn.Module):
-    """A layer of the core at segment rate: memory where it has one, attention, experts."""
+    """A layer of the core at segment rate: Engram in some layers, attention, experts."""
 
     compiled: Callable | None = None      # of `in_one_graph`, see spider.model.compilation
 
@@ -110,7 +109,7 @@ class RecurrentBlock(nn.Module):
 
     def forward(self, x: Tensor, packing: Packing, recalled: Recalled | None, active: ActiveRows, state: LayerState,
                 caches: LayerCaches, decided: Routing | None = None) -> tuple[Tensor, Routing, LayerState]:
-        """Compute one visit of the active rows x [n, D]; `state` is that of the loop before; `decided`, see MoE."""
+        """Compute one visit of the active rows x [n, D]. `state`: of the loop before; `decided`: see MoE."""
         latent, read = state
         if self.engram is not None:
             x, read = self.engram(x, recalled, active, read, caches[1])
@@ -121,8 +120,8 @@ class RecurrentBlock(nn.Module):
 
     def in_one_graph(self, x: Tensor, packing: Packing, recalled: Recalled | None, active: ActiveRows,
                      state: LayerState, recompute: bool) -> tuple[Tensor | None, ...]:
-        """Compute the same in the form that torch.compile takes for one graph, forward and backward: the results in a
-        flat tuple. Recomputation is then a part of the backward graph, fused with it, and keeps the routing."""
+        """Run `forward` as a single graph for torch.compile, with a flat tuple of results. Recomputation is then part
+        of the backward graph, and reuses the routing."""
         def run(x):
             y, routing, (latent, read) = self(x, packing, recalled, active, state, (None, None))
             return y, latent, read, routing.score, routing.topk_idx
@@ -132,7 +131,7 @@ class RecurrentBlock(nn.Module):
 
 
 def keeping_routing():
-    """Make checkpoint's contexts for a visit: of what it computes, the choice of experts alone is kept."""
+    """Make the contexts of a checkpointed visit, which only saves the choice of experts."""
     return create_selective_checkpoint_contexts([torch.ops.aten.sort.stable])
 
 
@@ -140,7 +139,7 @@ def keeping_routing():
 # The recurrent core
 
 class RecurrentCore(nn.Module):
-    """The looped layers: h <- y + LoRA_t(y), y = layers(A h + B e + loop_embedding[t]), read out by ACT."""
+    """The looped layers: h <- y + LoRA_t(y), y = layers(A h + B e + loop_embedding[t]), weighted by ACT."""
 
     def __init__(self, config: SpiderConfig, block_class: type[nn.Module] = RecurrentBlock,
                  attention_class: type[nn.Module] = MLA):
@@ -156,12 +155,12 @@ class RecurrentCore(nn.Module):
             self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
         self.halt_predictor = WideLinear(d, 1, bias=True) if config.act else None
         self.out_proj = Linear(d, d)
-        if config.places > 1:                 # what each offset behind a boundary has beside it, [places, out, in]
+        if config.places > 1:                 # added to out_proj for each segment offset, [places, out, in]
             self.place_proj = nn.Parameter(torch.empty(config.places, d, d))
-        self.halted_leave: bool | None = None  # whether halted rows leave the products; None: on a CPU
+        self.halted_leave: bool | None = None  # whether halted rows leave the products; None: only on a CPU
 
     def decay(self) -> Tensor:
-        """Return A [D] = exp(-dt * exp(log_A)), inside (0, 1) in fp32 whatever is learned."""
+        """Return A [D] = exp(-dt * exp(log_A)), always inside (0, 1) in fp32."""
         rate = F.softplus(wide(self.dt)) * wide(self.log_A).clamp(-15, 15).exp()
         return torch.exp(-rate.clamp(1e-4, 15))
 
@@ -175,13 +174,13 @@ class RecurrentCore(nn.Module):
         return (v if h is None else torch.addcmul(v, decay, h)).to(e.dtype)
 
     def adapt(self, y: Tensor, loop: int) -> Tensor:
-        """Apply the loop's adapter to the normed state: what it adds is bounded, so that it cannot undo A < 1."""
+        """Apply the loop's adapter to the normed state, so that its output is bounded and cannot undo A < 1."""
         if not self.config.lora_rank:
             return y
         return y + rms_norm(y) @ self.lora_down[loop].to(y.dtype) @ self.lora_up[loop].to(y.dtype)
 
     def halt(self, h: Tensor) -> Tensor:
-        """Return halting probabilities [n] of states [n, D]; without ACT no segment halts before the last loop."""
+        """Return halting probabilities [n] of states [n, D]; without ACT they are 0."""
         if self.halt_predictor is None:
             return self.loop_embedding.new_zeros(len(h))
         return self.halt_predictor(rms_norm(h)).sigmoid().squeeze(1)
@@ -189,7 +188,8 @@ class RecurrentCore(nn.Module):
     def forward(self, z: Tensor, run: CorePass) -> tuple[Tensor, CoreStats | None]:
         """Loop over the pooled segments z [N, D].
 
-        Returns the rows that bytes receive of each segment, [N, places * D], and statistics, None when decoding."""
+        Returns the output of each segment for all segment offsets, [N, places * D], and statistics (None in
+        decoding)."""
         decoding = run.latents is not None
         leave = decoding or not z.is_cuda if self.halted_leave is None else self.halted_leave
         halting = Halting(run.share, self.config.act_threshold, leave, ends=not decoding)
@@ -215,26 +215,26 @@ class RecurrentCore(nn.Module):
         aux_loss, z_loss, load = self.balance(visits)
         means = (loss / (len(self.layers) * halting.loops.clamp_min(1e-9)) for loss in (aux_loss, z_loss))
         ponder = halting.ponder
-        if decay is not None and run.n_loops > 1:  # a gradient on every rank, also where all segments halt at once
+        if decay is not None and run.n_loops > 1:  # a gradient on every rank, even if all segments halt at once
             ponder = ponder + 0 * decay.sum()
-        return output, CoreStats(*means, ponder, halting.loops, load.detach())                 # 0 without a segment
+        return output, CoreStats(*means, ponder, halting.loops, load.detach())                 # 0 without segments
 
     def _caches(self, run: CorePass, layer: int, loop: int) -> LayerCaches:
-        """Return what a layer reads of earlier steps in a loop."""
+        """Return the caches of a layer in a loop; None outside decoding."""
         if run.latents is None:
             return None, None
         return run.latents.of(layer, loop), run.convolved.of(sum(i < layer for i in self.config.engram_layers), loop)
 
     def _read_out(self, normed: Tensor) -> Tensor:
-        """Project states [N, D] to what bytes receive, one row for each offset behind the boundary."""
+        """Project states [N, D] to outputs [N, places * D], one row per segment offset."""
         output, places = self.out_proj(normed), self.config.places
         if places > 1:
             output = output.repeat(1, places) + F.linear(normed, self.place_proj.to(normed.dtype).flatten(0, 1))
         return output
 
     def balance(self, visits: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum the losses of visits, see tile_moe.balance, and the load [L, E]; of each visit (score, topk_idx, share).
-        Those of equally many rows are computed together."""
+        """Sum the balance losses (see tile_moe.balance) and the load [L, E] of visits (score, topk_idx, share). Visits
+        with equally many rows are computed together."""
         layers, none = len(self.layers), visits[0][2].new_zeros(())
         if not self.config.n_routed_experts:
             return none, none, none.new_zeros(layers, 0)
@@ -247,11 +247,11 @@ class RecurrentCore(nn.Module):
 
 def visit(layer: nn.Module, x: Tensor, packing: Packing, recalled, active: ActiveRows, state: LayerState,
           caches: LayerCaches, recompute: bool) -> tuple[Tensor, Routing, LayerState]:
-    """Run a core layer once, its activations recomputed in backward if asked: with the routing of the first time, since
-    a near-tie that falls the other way would corrupt the gradient."""
+    """Run a core layer once, with activation checkpointing if asked. Recomputation reuses the routing, since a near-tie
+    that falls the other way would corrupt the gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
         for given in (x, active.mask, *(recalled or ()), *state, *vars(packing).values()):
-            if isinstance(given, Tensor):  # the number of rows differs each time
+            if isinstance(given, Tensor):  # the number of rows varies
                 torch._dynamo.maybe_mark_dynamic(given, 0)
         y, latent, read, score, topk_idx = layer.compiled(layer, x, packing, recalled, active, state, recompute)
         return y, Routing(score, topk_idx, None), (latent, read)
@@ -271,26 +271,26 @@ def visit(layer: nn.Module, x: Tensor, packing: Packing, recalled, active: Activ
 
 @dataclass
 class SpiderOutput:
-    """Result of a forward pass; tensors are scalars unless a shape is given."""
+    """The result of a forward pass; tensors are scalars unless a shape is given."""
     logits: Tensor                        # [B, T, vocab_size], fp32
-    loss: Tensor | None                   # what is minimised; None without labels
-    nats_per_byte: Tensor | None          # cross-entropy alone, over the labels that count
-    segments: Tensor                      # number of segments, all sequences together
+    loss: Tensor | None                   # to minimize; None without labels
+    nats_per_byte: Tensor | None          # cross-entropy alone, without labels of -100
+    segments: Tensor                      # number of segments in all sequences
     mean_loops: Tensor
     tokens_per_expert: Tensor             # [L, E] fp32, over all loops
-    loss_terms: dict[str, Tensor] | None = None  # what each term adds to nats_per_byte in the loss, detached
-    by_byte: Tensor | None = None         # of the loss nats_per_byte and BYTE_TERMS, the means over bytes
+    loss_terms: dict[str, Tensor] | None = None  # the weighted terms of the loss beside nats_per_byte, detached
+    by_byte: Tensor | None = None         # the part of the loss that is a mean over bytes: nats_per_byte, BYTE_TERMS
     BYTE_TERMS: ClassVar = ("core_loss",)
 
 
 def add_losses(model: "Spider", out: SpiderOutput, labels: Tensor, stats: CoreStats, cut_loss: Tensor,
                unpooled: Tensor | None) -> SpiderOutput:
-    """Fill in the loss and its terms; unpooled [M, D] is what bytes received of the core."""
+    """Fill in the loss and its terms; unpooled [M, D]: the core's output, unpooled to bytes."""
     c, targets, logits = model.config, labels.reshape(-1), out.logits.flatten(0, 1)
     counted = (targets != -100).sum().clamp_min(1)
     out.nats_per_byte = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted
     core_loss = cut_loss.new_zeros(())
-    if model.training and c.scores_core:  # at first 0 is unpooled: the gradient's norm is above 100, and clipped
+    if model.training and c.scores_core:  # initially unpooled is 0: the gradient's norm exceeds 100, and is clipped
         of_core = model.lm_head(rms_norm(unpooled)).to(logits.dtype)
         core_loss = F.cross_entropy(of_core, targets, ignore_index=-100, reduction="sum") / counted
     terms = dict(boundary_loss=c.boundary_loss_weight * cut_loss, aux_loss=c.aux_loss_weight * stats.aux_loss,
@@ -305,9 +305,9 @@ def add_losses(model: "Spider", out: SpiderOutput, labels: Tensor, stats: CoreSt
 
 
 class Spider(DecodingMixin, nn.Module):
-    """The model; see the head of the file for what it is made of.
+    """The model; see the module's docstring for its features.
 
-    For one's own ideas (docs/guide/trying-an-idea.md) a subclass names other classes of layers, or overrides a method:
+    To try an idea (docs/guide/trying-an-idea.md), a subclass replaces classes of layers or overrides a method:
     block_class(config, attention_class), core_block_class(config, has_engram, attention_class),
     attention_class(config), and `extra_losses`."""
 
@@ -318,13 +318,13 @@ class Spider(DecodingMixin, nn.Module):
     def __init__(self, config: SpiderConfig):
         super().__init__()
         self.config, c = config, config
-        random_state = torch.get_rng_state()     # modules of others may draw values here, which init_weights replaces
-        self.compute_dtype = torch.float32       # type of products and activations; parameters keep theirs
+        random_state = torch.get_rng_state()     # restored below: a subclass's modules may draw random values here
+        self.compute_dtype = torch.float32       # dtype of products and activations, not of parameters
         self.recompute = "nothing"               # one of RECOMPUTE: layers with activation checkpointing
         self.compiled = False                    # see compile_layers
-        self.casts_early = True                  # False: weights are whole in their group's forward alone, cast there
-        self.halting_warmup = 1.0                # in training on halting probabilities and ponder_weight
-        self.dropout = 0.0                       # in training, at both ends of the core; of bytes a fifth of it
+        self.casts_early = True                  # False under FSDP, which casts in each group's forward
+        self.halting_warmup = 1.0                # in training, factor on halting probabilities and ponder_weight
+        self.dropout = 0.0                       # in training, at both ends of the core; a fifth of it for bytes
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
         self.engram_match = MatchMemory(c.engram_match_orders, c.engram_match_words) if c.match_contexts else None
@@ -345,16 +345,16 @@ class Spider(DecodingMixin, nn.Module):
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The type of sums, logits and losses: at least fp32, whatever parameters and products are."""
+        """The dtype of sums, logits and losses: at least fp32."""
         return torch.promote_types(torch.promote_types(self.embed_tokens.dtype, self.compute_dtype), torch.float32)
 
     def _apply(self, fn, recurse: bool = True):
-        """Do to the type of products what `half()`, `to(dtype)` and the like do to parameters."""
+        """Apply `half()`, `to(dtype)` and the like to compute_dtype, too."""
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
         return super()._apply(fn, recurse)
 
     def init_weights(self):
-        """Initialize every value of the model, buffers included, see initialization.init_weights."""
+        """Initialize all parameters and buffers, see initialization.init_weights."""
         init_weights(self)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -362,8 +362,8 @@ class Spider(DecodingMixin, nn.Module):
 
     def boundaries(self, x: Tensor, input_ids: Tensor, shifted: Tensor, packing: Packing, noise: Tensor | None,
                    summed: Tensor | None = None) -> Tensor:
-        """Decide where segments end: b [M] fp32 (0 or 1 in value), of x [M, D]. EOS always ends one, PAD never. noise
-        [M] and summed [documents]: see boundaries.learned_boundaries."""
+        """Decide where segments end, from x [M, D]: b [M] fp32, 0 or 1. EOS always ends a segment, PAD never. noise [M]
+        and summed [documents]: see boundaries.learned_boundaries."""
         ids = input_ids.reshape(-1)
         if self.config.boundaries == "learned":
             p = self.boundary_predictor(rms_norm(x)).squeeze(1).sigmoid()                    # [M]
@@ -374,11 +374,11 @@ class Spider(DecodingMixin, nn.Module):
 
     def run_core(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
                  noise: Tensor | None) -> tuple[Tensor, CoreStats]:
-        """Run the core on pooled segments z [N, D] that end where b [M] is 1, no document longer than `longest`; noise
-        [M], when training, is dropout's.
+        """Run the core on pooled segments z [N, D] that end where b [M] is 1. longest: maximum length of a document;
+        noise [M]: for dropout in training.
 
-        Its rows are filled up to few sizes, since kernels are made once per size; the surplus is a document apart. It
-        is never empty: every rank runs the same modules, and none leaves the others waiting."""
+        Rows are padded to a few sizes, since each size needs its own kernels; the padding is a separate document. The
+        core runs even without segments, because all ranks must run the same collectives."""
         segments = len(z)
         rows = round_up(max(1, segments), max(1, min(longest, len(b) // 64)))
         last_byte = last_byte_of(b, rows)
@@ -393,13 +393,13 @@ class Spider(DecodingMixin, nn.Module):
         return z[:segments], stats
 
     def null_rows(self) -> Tensor:
-        """Return what bytes before a document's first boundary receive, for all offsets: [places * D]."""
+        """Return the unpooled output for bytes before a document's first boundary, at all offsets: [places * D]."""
         return self.null_segment.repeat(self.config.places)
 
     def unpool(self, z: Tensor, null: Tensor, b: Tensor, packing: Packing, segment_cu_seqlens: Tensor,
                open_bytes: Tensor | int = 0) -> Tensor:
-        """Give bytes what they receive of the core's output: z [N, places * D], null [places * D] or one for each
-        document, b [M] -> [M, D]; open_bytes: see segment_offsets."""
+        """Unpool the core's output to bytes: z [N, places * D], null [places * D] or one per document, b [M] -> [M, D];
+        open_bytes: see segment_offsets."""
         places, cu_seqlens, offset = self.config.places, packing.cu_seqlens, None
         if places > 1:
             z, null = z.unflatten(-1, (places, -1)), null.unflatten(-1, (places, -1))
@@ -420,7 +420,7 @@ class Spider(DecodingMixin, nn.Module):
         return x
 
     def run(self, block: Block, x: Tensor, packing: Packing, cache: Cache | None) -> Tensor:
-        """Run a byte layer, its activations recomputed in the backward pass where all are."""
+        """Run a byte layer, with activation checkpointing if `recompute` is "all"."""
         if self.recompute == "all" and torch.is_grad_enabled():
             return checkpoint(block, x, packing, use_reentrant=False, preserve_rng_state=False)
         return block(x, packing, cache)
@@ -436,14 +436,14 @@ class Spider(DecodingMixin, nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
                 noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
-        """Compute logits and, given labels, the loss. input_ids [B, T] int64; labels [B, T], already shifted, -100
-        ignored; n_loops, or the config's.
+        """Compute logits and, given labels, the loss. input_ids [B, T] int64; labels [B, T], already shifted, -100 is
+        ignored; n_loops defaults to the config's.
 
-        In training mode row i's noise, of segments and dropout, is a function of noise_seed + i, or comes from torch's
-        default generator where that is None. Documents end at EOS and begin at BOS; every row begins one. cu_seqlens is
-        document_cu_seqlens(input_ids): computed beforehand on the host, it saves a wait for the device.
+        In training mode the noise of row i (for segments and dropout) is a function of noise_seed + i; without a seed,
+        torch's default generator draws it. Documents end at EOS and begin at BOS; every row begins one. cu_seqlens:
+        document_cu_seqlens(input_ids), if computed on the host beforehand, which saves a wait for the device.
 
-        ValueError for input_ids or labels of another form.
+        Raise ValueError for bad shapes or dtypes.
         """
         check_ids("input_ids", input_ids)
         c, (sequences, length) = self.config, input_ids.shape
@@ -452,7 +452,7 @@ class Spider(DecodingMixin, nn.Module):
         n_loops = c.n_loops if n_loops is None else n_loops
         ids = input_ids.reshape(-1)
         cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
-        if self.compiled:                 # else a graph is made anew for another number of documents
+        if self.compiled:                 # else each number of documents would need another graph
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
         shifted = shifted_bytes(ids, packing.position, c.longest_order)
@@ -473,36 +473,36 @@ class Spider(DecodingMixin, nn.Module):
             unpooled = self.unpool(z, self.null_rows(), b, packing, segment_cu_seqlens)
             x = x + unpooled
         logits = self.after_core(dropped(x, of_bytes, noise, 3), packing, shifted, matched)  # [M, vocab_size]
-        tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # they are whole
+        tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # integers
         out = SpiderOutput(logits.view(sequences, length, -1), None, None, none + segments, stats.mean_loops.detach(),
                            tokens)
         return out if labels is None else add_losses(self, out, labels, stats, cut_loss, unpooled)
 
     def extra_losses(self, out: SpiderOutput, labels: Tensor) -> dict[str, Tensor]:
-        """Return further terms of the loss in training, scalars by name: a hook for subclasses. train.py averages them
-        over micro-steps and ranks, and logs them by name in metrics.jsonl."""
+        """Return further loss terms for training, scalars by name: a hook for subclasses. train.py averages them over
+        micro-steps and ranks, and logs them to metrics.jsonl."""
         return {}
 
     # -----------------------------------------------------------------------------------------------------------------
     # Training
 
     def cast_weights_once(self):
-        """Keep one cast of weights, inside, for all passes of an optimizer step, see casting.cast_weights_once."""
+        """Cast weights once for all passes inside, see casting.cast_weights_once."""
         return cast_weights_once(self)
 
     def zero_grad(self, set_to_none: bool = True):
-        """Drop all gradients, also those that Engram tables have gathered."""
+        """Drop all gradients, including those gathered by Engram tables."""
         super().zero_grad(set_to_none)
         for module in self.modules():
             if isinstance(module, EngramTable):
                 module.forget()
 
     def compile_layers(self, **settings) -> str | None:
-        """Compile the layers; return why those of the core are left out, or None. See compilation.compile_layers."""
+        """Compile the layers; return why those of the core cannot be, or None. See compilation.compile_layers."""
         return compile_layers(self, **settings)
 
     def set_backend(self, backend: str):
-        """Choose which of config.BACKENDS computes the experts; ValueError for any other name."""
+        """Choose the backend of the experts, one of config.BACKENDS; raise ValueError for any other name."""
         if backend not in BACKENDS:
             raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
         for module in self.modules():
@@ -511,8 +511,8 @@ class Spider(DecodingMixin, nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: Tensor):
-        """Move each expert's bias towards balance, once per optimizer step, by the tokens [L, E] that it received in
-        all loops, micro-steps and ranks."""
+        """Adjust the experts' selection bias towards an even load, once per optimizer step. tokens_per_expert [L, E]:
+        over all loops, micro-steps and ranks."""
         for layer, tokens in zip(() if self.core is None else self.core.layers, tokens_per_expert):
             layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
 

@@ -1,12 +1,12 @@
 """Routing and experts of a mixture-of-experts layer, behind one signature for three backends.
 
-    loop      one expert after the other in plain Python: the reference that the others are tested against
-    grouped   rows sorted by expert, one grouped product per weight (torch's grouped_mm), no host synchronisation
-    tile      the same, with the gating, sorting, expanding and reducing done by DeepSeek's TileKernels
+    loop      one expert after the other in plain Python: the reference for tests of the others
+    grouped   rows sorted by expert, one grouped product per weight (torch's grouped_mm), no host synchronization
+    tile      the same, with gating, sorting, expanding and reducing by DeepSeek's TileKernels
 
 Shapes: N tokens, k experts per token, E experts, D hidden size, F expert width, P rows sorted by expert: every token k
-times, each expert's rows filled up to a multiple of ALIGNMENT, and a tail up to a bound that needs no look at the data.
-No backend drops a token, and an expert may receive none or all of them. -1 in place of an expert is none.
+times, each expert's rows padded to a multiple of ALIGNMENT, and padding at the end up to a bound that does not depend
+on the data. No backend drops a token; an expert may get none or all of them. Expert -1 means none.
 """
 
 import importlib.util
@@ -23,23 +23,24 @@ from torch import Tensor
 
 from spider.errors import SpiderError
 
-ALIGNMENT = 16                         # rows: what FP8 products need, and few distinct sizes for a CPU's kernels
-TILE_CAPABILITY = (9, 0)  # of a GPU, at least: Hopper, Blackwell (sm_120 stands in no list, but the original ran there)
-TILE_WIDTH = 256          # TileKernels reduces hidden sizes that are multiples of this
+ALIGNMENT = 16                         # rows: required by FP8 products; also limits the number of CPU kernels
+TILE_CAPABILITY = (9, 0)  # minimum of TileKernels: Hopper, Blackwell (sm_120 is not listed, but the original ran there)
+TILE_WIDTH = 256          # TileKernels needs hidden sizes that are multiples of this
 
 
 class BackendError(SpiderError, RuntimeError):
-    """A backend was asked for that cannot run here; the message names the remedy."""
+    """The requested backend cannot run here; the message names the remedy."""
 
 
 def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype, say: Callable = lambda line: None,
                     agree: Callable = bool, compiled: bool = False) -> str:
-    """Resolve a backend: `auto` becomes `tile` where TileKernels pass a check on this GPU, else `grouped`, as it does
-    where layers are compiled, which tile's operations would keep the core from; a `tile` that fails is an error. config
-    has hidden_size, n_routed_experts and n_experts_per_tok; dtype is that of the products.
+    """Resolve a backend. `auto` becomes `grouped` with compiled layers, since torch.compile does not support
+    TileKernels; else `tile` if TileKernels pass a test on this GPU, else `grouped`. Raise BackendError if `tile` is
+    requested but fails.
 
-    `say` gets a line where `auto` does without TileKernels on a GPU, and one where torch's grouped product is slow;
-    `agree` says, given whether this rank can, whether all can."""
+    config: has hidden_size, n_routed_experts and n_experts_per_tok. dtype: of the products. say: gets a line if `auto`
+    cannot use TileKernels on a GPU, and a warning if torch's grouped product is slow. agree: maps whether this rank
+    passes to whether all ranks do."""
     on_gpu = device.type == "cuda"
     if name == "tile" and (obstacle := find_obstacle(device, config, dtype)):
         raise BackendError(f"--moe_backend tile: {obstacle}; or use --moe_backend grouped")
@@ -49,16 +50,16 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
         obstacle = find_obstacle(device, config, dtype) if on_gpu else "no GPU"
         name = "tile" if on_gpu and agree(obstacle is None) else "grouped"
         if on_gpu and name == "grouped":
-            say(f"experts without TileKernels: {obstacle or 'on another rank --moe_backend tile says why'}")
+            say(f"TileKernels not used: {obstacle or 'it fails on another rank; --moe_backend tile shows the reason'}")
     if on_gpu and name != "loop" and not multiplies_at_once(device, dtype):
-        say(f"on this GPU ({describe(device)}) torch multiplies {str(dtype)[6:]} experts one after the other and waits "
-            f"for the device at each grouped product (docs/results/performance.md, Grouped products)")
+        say(f"on this GPU ({describe(device)}) torch runs {str(dtype)[6:]} experts one after the other and waits for "
+            f"the device at each grouped product (docs/results/performance.md, Grouped products)")
     return name
 
 
 def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a grouped product is one kernel that needs no look at the group sizes: in torch's GroupedBlas.cpp
-    bf16 on compute capability 9.x and 10.x; elsewhere it reads them back and calls mm for each group."""
+    """Return whether a grouped product is a single kernel without a host sync: in torch's GroupedBlas.cpp, bf16 on
+    compute capability 9.x and 10.x. Otherwise torch copies the group sizes to the host and calls mm for each group."""
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
@@ -67,12 +68,12 @@ def describe(device: torch.device) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whether TileKernels can serve
+# Check of TileKernels
 
 
 def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | None:
-    """Return why TileKernels cannot serve this model on this device, and the remedy; None if they can. Compiles the
-    kernels that training will call: seconds for each the first time, then they come from tilelang's cache."""
+    """Return why TileKernels cannot run this model on this device, with the remedy, or None. Compiles the kernels of
+    training: seconds for each the first time, later from tilelang's cache."""
     too_old = "TileKernels needs a GPU from Hopper on (sm_90 or above)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < TILE_CAPABILITY:
         return too_old
@@ -87,38 +88,38 @@ def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | Non
     try:
         from tile_kernels import moe
         from tilelang.contrib.nvcc import get_nvcc_compiler
-    except Exception as fault:            # other versions fail in other ways: no module, no attribute, an assertion
-        return f'TileKernels does not import ({first_error(fault)}): pip install -e ".[tile]"'
+    except Exception as fault:            # depends on the version: no module, no attribute, an assertion
+        return f'TileKernels cannot be imported ({first_error(fault)}): pip install -e ".[tile]"'
     try:
         compiler = get_nvcc_compiler()    # CUDA_HOME, PATH, the wheel nvidia-cuda-nvcc, /usr/local/cuda
     except RuntimeError:
         compiler = ""
     if shutil.which(compiler) is None:
-        return f"TileKernels is compiled by nvcc, and there is no {compiler or 'nvcc'}: set CUDA_HOME to a CUDA toolkit"
+        return f"TileKernels needs nvcc, and there is no {compiler or 'nvcc'}: set CUDA_HOME to a CUDA toolkit"
     try:
-        with torch.cuda.device(device):   # where TileKernels puts its results
+        with torch.cuda.device(device):   # TileKernels allocates its results on the current device
             wrong = find_disagreement(moe, device, config, dtype)
-        obstacle = wrong and f"{wrong} of TileKernels does not compute what it should on this GPU ({describe(device)})"
+        obstacle = wrong and f"TileKernels computes wrong results on this GPU ({describe(device)}): {wrong}"
     except Exception as fault:
         obstacle = f"TileKernels fails on this GPU ({describe(device)}): {first_error(fault)}"
     try:
         torch.cuda.synchronize(device)
-    except RuntimeError as fault:         # a fault of a kernel stays with the process: nothing else would run either
-        raise BackendError(f"the check of TileKernels left the GPU in error ({first_error(fault)}); start again with "
+    except RuntimeError as fault:         # a kernel's error stays in the CUDA context, so nothing else can run
+        raise BackendError(f"a test of TileKernels crashed on the GPU ({first_error(fault)}); start again with "
                            f"--moe_backend grouped") from None
     return obstacle
 
 
 def first_error(fault: Exception) -> str:
-    """Describe a fault in a line: of a compiler's output, which stands behind a whole source, the first error."""
+    """Describe an error in one line; of a compiler's output, which follows the source, take the first error."""
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()] or [""]
     line = next((line for line in lines if re.search(r"(error|fatal)\s*: *\S", line)), lines[0])
     return f"{type(fault).__name__}: {line[:200]}".removesuffix(": ")
 
 
 def find_disagreement(ops, device: torch.device, config, dtype: torch.dtype) -> str | None:
-    """Name the first of six operations that differs from the plain one, on tokens with ties, weights of zero, and slots
-    without an expert; enough tokens for several of a GPU's processors. Numbers are such that all sums are exact."""
+    """Name the first of the six operations that differs from plain torch, or return None. The data has ties, zero
+    weights and slots without an expert, is large enough for several SMs, and makes all sums exact."""
     plain, generator = TORCH_OPERATIONS, torch.Generator().manual_seed(0)
     tokens, experts, k = 1000, config.n_routed_experts, config.n_experts_per_tok
     def draw(low, high, *shape, dtype=torch.float32):
@@ -151,8 +152,8 @@ def find_disagreement(ops, device: torch.device, config, dtype: torch.dtype) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The six operations, with the names and signatures of tile_kernels.moe; none of them carries a gradient. Ties go to the
-# smaller index, weights of zero stay zero, -1 is skipped.
+# The six operations, with the names and signatures of tile_kernels.moe; none has a gradient. Ties go to the smaller
+# index, zero weights stay zero, -1 is skipped.
 
 def operations(backend: str):
     """Return the module of TileKernels for `tile`, the plain-torch equivalents for the others."""
@@ -163,7 +164,7 @@ def operations(backend: str):
 
 
 def _topk_gate(scores, num_topk):
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_topk].contiguous()  # topk: ties anyhow
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_topk].contiguous()  # topk is not stable
 
 
 def _normalize_weight(weights):
@@ -172,18 +173,18 @@ def _normalize_weight(weights):
 
 
 def _aux_fi(topk_idx, num_experts, num_aux_topk):
-    chosen = topk_idx.flatten() + 1  # -1, no expert, counts in the first count, which is dropped
+    chosen = topk_idx.flatten() + 1  # -1 goes to the first count, which is dropped
     count = torch.zeros(num_experts + 1, device=chosen.device)
     count.index_add_(0, chosen, torch.ones(len(chosen), device=chosen.device))
     return count[1:] * (num_experts / (len(topk_idx) * num_aux_topk))
 
 
 def _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment):
-    """Assign rows by counting: no sort, no look at the data. -> of each slot its row, int64 [N, k], -1 for a slot
-    of no expert; of each row its slot, [P], -1 where nothing lies; expert_end and aligned counts, [E]."""
+    """Assign rows by counting, without a sort or host sync. Return the row of each slot, int64 [N, k], -1 for slots
+    without an expert; the slot of each row, [P], -1 for padding; expert_end and aligned counts, [E]."""
     slots, device = topk_idx.numel(), topk_idx.device
     chosen = torch.arange(num_experts, device=device)[:, None] == topk_idx.flatten()         # [E, slots]
-    rank = chosen.cumsum(1)               # of a slot among those of its expert, from 1 on
+    rank = chosen.cumsum(1)               # of a slot within its expert, from 1 on
     aligned = (rank[:, -1] + (alignment - 1)) // alignment * alignment
     end = aligned.cumsum(0)
     row = rank.add_((end - aligned)[:, None]).mul_(chosen).sum(0)                          # from 1 on
@@ -192,9 +193,8 @@ def _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment):
 
 
 def _get_fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment):
-    """Return pos_to_expert [P], pos_to_token [P], pos_to_token_topk [P] (-1 where nothing lies), token_topk_to_pos [N,
-    k], expert_start, expert_end, num_tokens_per_expert [E], all int32 and aligned; like the original's, the last is
-    []."""
+    """Return pos_to_expert [P], pos_to_token [P], pos_to_token_topk [P] (-1 for padding), token_topk_to_pos [N, k],
+    expert_start, expert_end, num_tokens_per_expert [E], all int32 and aligned, and [] like the original."""
     row, slot, end, aligned = _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment)
     expert = torch.where(slot < 0, -1, topk_idx.flatten()[slot])
     mapping = expert, slot.div(topk_idx.shape[1], rounding_mode="floor"), slot, row, end - aligned, end, aligned
@@ -220,7 +220,7 @@ TORCH_OPERATIONS = SimpleNamespace(
 
 
 class _Normalize(torch.autograd.Function):
-    """Rows [N, k] divided by their sums."""
+    """Divide rows [N, k] by their sums."""
 
     @staticmethod
     def forward(ctx, weights, ops):
@@ -235,14 +235,14 @@ class _Normalize(torch.autograd.Function):
 
 
 class ExpertRows(NamedTuple):
-    """Where tokens' rows lie, of the backends that sort them."""
-    row: Tensor               # [N, k], of each token
-    source: Tensor            # [P]: of each row its token, of one that only fills up any; of `tile` its expert, or -1
+    """The sorted order of tokens' rows, for the backends that sort."""
+    row: Tensor               # [N, k], rows of each token
+    source: Tensor            # [P], token of each row (any for padding); for `tile` its expert, or -1
     expert_end: Tensor        # [E] int32
 
 
 def assign_rows(topk_idx: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
-    """Sort the slots [N, k] by expert; the reference, `loop`, has no use for that."""
+    """Sort the slots [N, k] by expert; return None for `loop`, which does not sort."""
     if backend == "loop":
         return None
     bound = row_bound(topk_idx.numel(), n_experts)
@@ -255,18 +255,18 @@ def assign_rows(topk_idx: Tensor, n_experts: int, backend: str) -> ExpertRows | 
 
 
 def _expand(x, row, source, tile):
-    """Copy tokens [N, D] to their rows [P, D]; rows that only fill up hold anything finite: they weigh nothing."""
+    """Copy tokens [N, D] to their rows [P, D]; padding rows get any finite values, since their weight is 0."""
     return operations("tile").expand_to_fused(x.contiguous(), row, source) if tile else x.index_select(0, source)
 
 
 def _reduce(rows, row, tile):
-    """Sum rows [P, D] to their tokens [N, D]; rows of no token are never read."""
+    """Sum rows [P, D] to their tokens [N, D]; padding rows are never read."""
     rows = rows.detach().contiguous()
     return operations("tile").reduce_fused(rows, None, row) if tile else F.embedding_bag(row, rows, mode="sum")
 
 
 class _Expand(torch.autograd.Function):
-    """Tokens to their rows; the gradient of a token is the sum over its rows."""
+    """Copy tokens to their rows; the gradient of a token is the sum over its rows."""
 
     @staticmethod
     def forward(ctx, x, row, source, tile):
@@ -280,7 +280,7 @@ class _Expand(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Rows to their tokens: _Expand the other way round."""
+    """Sum rows to their tokens, the transpose of _Expand."""
 
     @staticmethod
     def forward(ctx, rows, row, source, tile):
@@ -298,47 +298,47 @@ class _Reduce(torch.autograd.Function):
 
 
 class Routing(NamedTuple):
-    """One router's decision on N tokens."""
-    score: Tensor | None      # [N, E] fp32; None without routed experts, as all the rest
+    """The routing of N tokens; all None without routed experts."""
+    score: Tensor | None      # [N, E] fp32
     topk_idx: Tensor | None   # [N, k] int64
-    rows: ExpertRows | None   # in the backends that sort them
+    rows: ExpertRows | None   # for backends that sort
 
 
 def route(score: Tensor, expert_bias: Tensor, k: int, backend: str, topk_idx: Tensor | None = None
           ) -> tuple[Tensor, Tensor]:
-    """Choose experts by a softmax over the scores [N, E]; selection by probability + expert_bias [E], weights from the
-    probabilities alone: topk_idx [N, k] int64 and topk_weights [N, k] fp32, each row of which sums to 1.
+    """Choose experts by a softmax over the scores [N, E]. Selection uses probability + expert_bias [E], weights only
+    the probabilities: topk_idx [N, k] int64 and topk_weights [N, k] fp32, whose rows sum to 1.
 
-    A given topk_idx, the decision of an earlier pass, is kept whatever the scores say now (recomputation).
+    A given topk_idx, from an earlier pass, is reused (recomputation).
     """
     ops, tile = operations(backend), backend == "tile"
     if topk_idx is None:
         topk_idx = ops.topk_gate(score.detach().softmax(-1) + expert_bias, k)
-        if tile:                          # of a row of NaN it gives 2^31 - 1: any expert, the loss will be NaN anyway
+        if tile:                          # it returns 2^31 - 1 for NaN scores; the loss will be NaN anyway
             topk_idx.clamp_(0, len(expert_bias) - 1)
     if tile:
         return topk_idx, _Normalize.apply(score.softmax(-1).gather(1, topk_idx), ops)
-    return topk_idx, score.gather(1, topk_idx).softmax(-1)  # the same: what all share cancels out
+    return topk_idx, score.gather(1, topk_idx).softmax(-1)  # equivalent: the common factor cancels
 
 
 def balance(score: Tensor, topk_idx: Tensor, share: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what V decisions cost, together: scores [V, N, E], topk_idx [V, N, k], share [V, N], each token's part in
-    the means, 0 for a row that only fills up.
+    """Compute the balance losses of V routings: scores [V, N, E], topk_idx [V, N, k]; share [V, N], each token's weight
+    in the means, 0 for padding.
 
-    Returns sums over V of aux_loss, sum_e f_e P_e, with P_e the mean probability and f_e an expert's tokens relative to
-    an even share: 1 when balanced; and of z_loss, the mean squared log-partition of the scores; and f [V, E]."""
+    Returns sums over V of aux_loss = sum_e f_e P_e, where P_e is the mean probability and f_e an expert's tokens
+    relative to an even load (1 if balanced), and of z_loss, the mean squared log-partition; and f [V, E]."""
     (visits, tokens, experts), k = score.shape, topk_idx.shape[2]
     counted = topk_idx.masked_fill((share == 0)[:, :, None], -1)
-    if backend == "tile" and not torch.are_deterministic_algorithms_enabled():  # alone of the six it adds in any order
-        load = torch.stack([operations(backend).aux_fi(part, experts, k) for part in counted])
-    else:                                 # all in one: as if every decision had experts of its own
+    if backend == "tile" and not torch.are_deterministic_algorithms_enabled():  # TileKernels' aux_fi is not
+        load = torch.stack([operations(backend).aux_fi(routing, experts, k) for routing in counted])
+    else:                                 # all at once, as if every routing had its own experts
         first = torch.arange(0, visits * experts, experts, device=score.device)[:, None, None]
         load = _aux_fi(torch.where(counted < 0, -1, counted + first).flatten(0, 1), visits * experts, k)
         load = load.view(visits, experts)
-    part = share.sum(1)
+    total = share.sum(1)
     load = load * (tokens * share.amax(1))[:, None]  # aux_fi divides by all rows
     mean = torch.bmm(share[:, None], score.softmax(-1)).squeeze(1)                           # [V, E]
-    aux_loss = (load / part.clamp_min(1e-9)[:, None] * mean).sum()
+    aux_loss = (load / total.clamp_min(1e-9)[:, None] * mean).sum()
     return aux_loss, share.flatten() @ score.logsumexp(-1).square().flatten(), load
 
 
@@ -347,26 +347,26 @@ def balance(score: Tensor, topk_idx: Tensor, share: Tensor, backend: str) -> tup
 
 
 def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
-    """Multiply rows [P, D], sorted by expert, each by its expert's weights [E, D, F]; expert_end [E] int32 -> [P, F].
+    """Multiply rows [P, D], sorted by expert, by their experts' weights [E, D, F]; expert_end [E] int32 -> [P, F].
 
-    Rows behind the last expert's, and their gradients, come out uninitialised: nothing may sum over them."""
+    Rows after the last expert's, and their gradients, are uninitialized: nothing may sum over them."""
     product = {torch.bfloat16: F.grouped_mm, torch.float64: _multiply_in_turn}.get(rows.dtype, _uncompiled_grouped_mm)
     return product(rows, weights, offs=expert_end)
 
 
 def _multiply_in_turn(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """Do grouped_mm in float64, which torch's has not: one product after the other, for what is to be exact."""
+    """Compute grouped_mm in float64, which torch does not support, by a loop; for exact references."""
     *groups, tail = rows.tensor_split(offs.tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, weights)] + [tail @ torch.zeros_like(weights[0])])
 
 
-_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # torch.compile accepts it in bf16 alone
+_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # torch.compile supports it only in bf16
 
 
 def fp8_grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
-    """Do the same with operands rounded to FP8 (e4m3), a power-of-two scale for each row and each weight column.
+    """Compute grouped_product in FP8 (e4m3), with a power-of-two scale per row and per weight column.
 
-    torchao's kernels on a GPU (16 rows aligned, column-major weights); elsewhere a plain emulation, for tests."""
+    Uses torchao's kernels on a GPU (rows aligned to 16, column-major weights), elsewhere an emulation for tests."""
     if not rows.is_cuda:
         return _EmulatedFP8.apply(rows, weights, expert_end)
     from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
@@ -374,7 +374,7 @@ def fp8_grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Te
 
 
 class _EmulatedFP8(torch.autograd.Function):
-    """All three products of torchao's FP8 grouped product, operands rounded and multiplied in their own type."""
+    """Emulate the three products of torchao's FP8 grouped product: round the operands, multiply in their dtype."""
 
     @staticmethod
     def forward(ctx, rows, weights, expert_end):
@@ -391,7 +391,7 @@ class _EmulatedFP8(torch.autograd.Function):
 
 
 def _round_fp8(x: Tensor, dim: int) -> Tensor:
-    """Round x to e4m3 under a power-of-two scale for each slice along `dim`, in its own type again."""
+    """Round x to e4m3 with a power-of-two scale per slice along `dim`; return it in its own dtype."""
     largest = x.float().abs().amax(dim, keepdim=True).clamp_min(1e-12)
     scale = torch.exp2((448 / largest).log2().floor())
     return ((x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
@@ -403,10 +403,10 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
     """Return the weighted sum of each token's experts: y[n] = sum_j topk_weights[n, j] * SwiGLU_e(x[n]), e =
     topk_idx[n, j].
 
-    x [N, D]; topk_idx [N, k] int64, -1 for none; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D],
-    of x's type. w_up is None where w_gate holds both side by side, [E, D, 2F]: `grouped` and `tile` then need not join
-    them. product is one of the two above; expert_rows, where known, `assign_rows` of topk_idx. Returns y [N, D].
-    Differentiable in x, topk_weights and the three weights.
+    x [N, D]; topk_idx [N, k] int64, -1 for none; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D]
+    in x's dtype. w_up is None if w_gate has both concatenated, [E, D, 2F], which saves `grouped` and `tile` a copy.
+    product: one of the two above; expert_rows: `assign_rows` of topk_idx, if known. Returns y [N, D]. Differentiable in
+    x, topk_weights and the three weights.
     """
     if len(x) == 1 and not (x.is_cuda or torch.is_grad_enabled()):
         return _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down)
@@ -415,7 +415,7 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
         return _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product)
     w_gate_up = w_gate if w_up is None else torch.cat((w_gate, w_up), dim=-1)
     if expert_rows is None:
-        topk_weights = topk_weights.masked_fill(topk_idx < 0, 0)  # as if it were the first expert's, for nothing
+        topk_weights = topk_weights.masked_fill(topk_idx < 0, 0)  # computed by the first expert with weight 0
         expert_rows = assign_rows(topk_idx.clamp_min(0), len(w_down), backend)
     return _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, backend == "tile")
 
@@ -433,8 +433,7 @@ def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
 
 
 def _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down):
-    """Compute a token alone, as decoding brings it to a CPU: nothing is sorted, experts' weights are read where they
-    lie."""
+    """Compute a single token, for decoding on a CPU, without sorting rows or copying weights."""
     y = torch.zeros_like(x)
     for expert, weight in zip(topk_idx[0].tolist(), topk_weights.to(x.dtype).unbind(1)):
         if expert < 0:
@@ -445,14 +444,14 @@ def _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down):
 
 
 def _multiply_group(product, rows, weight):
-    """Multiply one expert's rows [n, D] by its weight [D, F] by a grouped product, filled up to its alignment."""
+    """Multiply one expert's rows [n, D] by its weight [D, F] with a grouped product, padded to its alignment."""
     padded = F.pad(rows, (0, 0, 0, -len(rows) % ALIGNMENT))
     end = torch.full((1,), len(padded), dtype=torch.int32, device=rows.device)
     return product(padded, weight[None], end)[:len(rows)]
 
 
 def row_bound(slots: int, experts: int) -> int:
-    """Return P, which holds for any routing of so many slots; into fewer rows TileKernels would write out of bounds."""
+    """Return P, enough rows for any routing of `slots` slots; with fewer, TileKernels would write out of bounds."""
     return (slots + (ALIGNMENT - 1) * experts) // ALIGNMENT * ALIGNMENT
 
 
@@ -460,7 +459,7 @@ def _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, tile):
     row, source, expert_end = expert_rows
     rows = _Expand.apply(x, row, source, tile)                                                # [P, D]
     weights = topk_weights.to(x.dtype).flatten()
-    row_weights = weights.new_zeros(len(source)).scatter_(0, row.flatten().long(), weights)   # 0 where nothing lies
+    row_weights = weights.new_zeros(len(source)).scatter_(0, row.flatten().long(), weights)   # 0 for padding
     gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]
-    hidden = F.silu(gate) * up * row_weights[:, None]  # weighted where a row is narrowest
+    hidden = F.silu(gate) * up * row_weights[:, None]  # weighted here, where rows are narrowest
     return _Reduce.apply(product(hidden, w_down, expert_end), row, source, tile)

@@ -170,8 +170,7 @@ RECIPES = {
 
 
 def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
-    """Return the values of all flags by name, with `given`, the names of those that were set, and `environment`, a line
-    for each variable that was used. Raise UsageError for a bad value or contradicting flags."""
+    """Parse flags, see flags.parse_flags for the result; raise UsageError for a bad value or contradicting flags."""
     args = parse_flags(GROUPS, argv, environ, prog="train.py", doc=__doc__, recipes=RECIPES, alternatives=ALTERNATIVES)
     if args.no_gradient_checkpointing and args.recompute not in ("auto", "nothing"):
         raise UsageError("--no_gradient_checkpointing means --recompute nothing, which contradicts --recompute "
@@ -367,10 +366,8 @@ def lr_factor(step: int, horizon: int, schedule: Schedule) -> float:
 
 
 def empties_tables(plan: Plan, loader: Loader, first: int) -> bool:
-    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`.
-
-    Keep them if the run reads less than half of the epoch: nearly empty tables at its end cost more than memorized
-    rows."""
+    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`. Not if less than half of
+    it will be read: nearly empty tables at the end of a run cost more than memorized rows."""
     left = epochs_over(loader, plan.schedule.target_tokens - first * plan.batch.seq_len)
     return plan.schedule.engram_reset and float(loader.share @ left) >= 0.5
 
@@ -502,7 +499,7 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
 
 def step_alone(model: Spider, optimizers: Optimizers, batches: list[Batch], n_loops: int, grad_clip: float = 1.0
                ) -> dict:
-    """Do an optimizer step of a model outside of a run; return its statistics."""
+    """Run an optimizer step of a model outside of a run; return its metrics."""
     sums, tokens = accumulate(model, batches, n_loops)
     return update(model, optimizers, sums, tokens, sum(batch.real for batch in batches), grad_clip)
 

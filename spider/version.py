@@ -1,4 +1,4 @@
-"""The commit of this checkout, for whatever writes figures or models: `commit`."""
+"""The commit of this checkout, to record it with results and models: `commit`."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def commit() -> str | None:
-    """Return the commit that this code is of, with `-dirty` where it was changed since; None where it is not known."""
+    """Return the commit of this code, with `-dirty` if it was changed since; None if unknown."""
     if not (ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

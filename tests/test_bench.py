@@ -17,10 +17,10 @@ from spider.training.ranks import World
 @pytest.mark.parametrize("flags,complaint", (
     (["--set", "nonsense=1"], "not a field"), (["--seq_len", "4e18"], "--seq_len: '4e18' is not"),
     (["--micro_batch=0"], "--micro_batch"), (["--model", "2b"], "2b"), (["--only", "x"], "--only: x"), (["--x"], "--x"),
-    (["--out", __file__], "File exists"), (["--flags", "x"], "--flags: it goes with --rehearse"),
-    (["--compiled"], "--compiled: it goes with --rehearse"),
+    (["--out", __file__], "File exists"), (["--flags", "x"], "--flags needs --rehearse"),
+    (["--compiled"], "--compiled needs --rehearse"),
     (["--data_dir", "/no/such"], "no such directory"),
-    (["--data_dir", ".", "--rehearse", "h200"], "a rehearsal reads made-up sentences")))
+    (["--data_dir", ".", "--rehearse", "h200"], "uses synthetic sentences")))
 def test_what_the_benchmark_cannot_do_is_one_line_before_anything_is_measured(flags, complaint, capsys):
     assert bench.main(["--device", "cpu", *flags]) == 2
     said = capsys.readouterr()
@@ -67,4 +67,4 @@ def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
 def test_a_section_that_the_time_no_longer_suffices_for_is_named(capsys):
     assert bench.main(["--device", "cpu", "--only", "segments", "--minutes", "0"]) == 0
     said = capsys.readouterr().out
-    assert "segments: not measured, 0.0 minutes are nearly over (--minutes)" in said and "###" not in said
+    assert "segments: skipped, 0.0 minutes are nearly over (--minutes)" in said and "###" not in said

@@ -80,7 +80,7 @@ def test_a_directory_stands_for_its_newest_checkpoint_that_is_intact(trained, tm
     assert sample.main([str(tmp_path), "--prompt", "", "--bytes", "1"]) == 0
     err = capsys.readouterr().err
     assert f"{tmp_path / 'spider-step1.pt'}: the newest checkpoint in {tmp_path}, step 1\n" in err
-    assert "step2.pt is not a checkpoint that can be read safely: it is no regular" in err
+    assert "step2.pt is not a checkpoint that can be read safely: it is not a regular" in err
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spider-step1.pt").rename(tmp_path / "checkpoints" / "spider-step1.pt")
     assert sample.main(["--prompt", "", "--bytes", "1"]) == 0

@@ -1,10 +1,9 @@
-"""Stand in for a GPU that is not there, so that a step for one can be counted, checked or compiled.
+"""Simulate a GPU, to count, check or compile a training step without one.
 
-`stand_in(card)` gives this process one of CARDS, whose tensors are torch's fake ones: a device, a shape and strides,
-but no memory. Their backward passes need a library of its own, loaded before torch: `in_child` starts a process with it
-and calls a function there. `settle` and `build` make the plan, model and optimizers of a step by train.py, a module
-that they are given; `absent` makes a model class whose weights are never filled; `obstacle` says why counts would not
-be true here.
+`stand_in(card)` gives this process one of CARDS, with torch's fake tensors: a device, a shape and strides, but no
+memory. Their backward passes need a library that is loaded before torch: `in_child` starts a process with it and calls
+a function there. `settle` and `build` make the plan, model and optimizers of a step by train.py, which is passed as a
+module. `absent` derives a model class with uninitialized weights; `obstacle` returns why counts would be wrong here.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ from spider.training.ranks import World
 
 
 class RehearsalError(SpiderError):
-    """A step cannot be rehearsed here; the message is one line that names the remedy."""
+    """A step cannot be rehearsed here; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Card:
     capability: tuple[int, int]
     bf16: float
     fp8: float
-    fp32: float                           # as torch multiplies it here: in TF32
+    fp32: float                           # in TF32, as set here
     bandwidth: float
     memory: float
     processors: int                       # streaming multiprocessors
     source: str
 
 
-# Of published peaks four fifths are taken, of published bandwidths 0.83: what an H200 reaches of its own.
+# Assumed fractions of published peaks are 4/5, of published bandwidths 0.83: those that an H200 reaches.
 CARDS = {
     "h200": Card("NVIDIA H200", (9, 0), 790e12, 1450e12, 395e12, 4.0e12, 150.1e9, 132,
                  "bf16 and copies (4.3 TB/s; 4.0 for the kernels of a step) measured on one by others, FP8 and TF32 "
@@ -65,8 +64,8 @@ CARDS = {
 }
 
 
-# Autograd asks a device for streams and guards, and a CUDA build has them from a driver. These say: one device, nothing
-# to wait for. Registered with precedence, after torch is loaded and before it asks.
+# Autograd needs streams and guards of a device, which come from the driver in a CUDA build. These stubs have one device
+# and never wait. They are registered with precedence, after torch is loaded and before its first use.
 SHIM = r"""
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -106,10 +105,10 @@ extern "C" void install() { impl::registerDeviceGuard(DeviceType::CUDA, new Guar
 
 
 def obstacle() -> str | None:
-    """Return why counts would not be true here, and the remedy; None where they would."""
+    """Return why counts would be wrong here, with the remedy, or None."""
     if torch.version.cuda is None:
-        return (f"torch {torch.__version__} is built without CUDA, and takes some operations apart that a GPU does "
-                "whole; in an environment apart (no GPU needed): pip install torch==2.11.0 torchao==0.18.0 "
+        return (f"torch {torch.__version__} is built without CUDA and decomposes some operations that are one kernel "
+                "on a GPU; in a separate environment (no GPU needed): pip install torch==2.11.0 torchao==0.18.0 "
                 "numpy loguru")
     return no_compiler()
 
@@ -121,7 +120,7 @@ def no_compiler() -> str | None:
 
 
 def build_shim() -> Path:
-    """Build the stand-in for CUDA, once for each torch, which takes seconds; return the library's path."""
+    """Build the stand-in for CUDA, once per version of torch (seconds); return the library's path."""
     torch_at, cache = Path(torch.__file__).parent, os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     command = [os.environ.get("CXX") or "g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_at}/include",
                f"-I{torch_at}/include/torch/csrc/api/include", f"-L{torch_at}/lib", f"-Wl,-rpath,{torch_at}/lib",
@@ -146,8 +145,7 @@ LEAST_FLAGS = ("--model=1b", "--seq_len=256", "--micro_batch=112", "--compile=of
 
 @contextmanager
 def stand_in(card: Card):
-    """Give this process one GPU, `card`, in torch's eyes alone; a plan can be settled for it, and `fake_tensors`
-    made."""
+    """Make torch report one GPU, `card`, so that a plan can be settled for it and `fake_tensors` created."""
     properties = SimpleNamespace(
         name=card.name, major=card.capability[0], minor=card.capability[1], multi_processor_count=card.processors,
         total_memory=int(card.memory), warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
@@ -164,8 +162,8 @@ def stand_in(card: Card):
 
 @contextmanager
 def fake_tensors():
-    """Make every tensor a fake one, inside `stand_in`."""
-    packing.frequencies.cache_clear()     # a fake tensor is of its mode alone
+    """Make all tensors fake, inside `stand_in`."""
+    packing.frequencies.cache_clear()     # fake tensors belong to one mode
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
@@ -174,7 +172,7 @@ def fake_tensors():
 
 
 def absent(model_class: type[nn.Module]) -> type[nn.Module]:
-    """Make of a model class one whose weights lie on the GPU at once, and are never filled."""
+    """Derive a model class whose weights are created on the GPU and never initialized."""
     class Absent(model_class):
         def __init__(self, config):
             with torch.device("cuda"):
@@ -189,13 +187,13 @@ def absent(model_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def settle(trainer: ModuleType, flags: list[str]) -> Plan:
-    """Settle the plan of a step by train.py's flags, 1b's where they do not say otherwise, inside `stand_in`."""
+    """Settle the plan of a step by train.py's flags, by default for 1b, inside `stand_in`."""
     args = trainer.parse_args([*LEAST_FLAGS, *flags], environ={})
     return trainer.settle(args, torch.device("cuda"), World({}))
 
 
 def build(trainer: ModuleType, plan: Plan) -> tuple[nn.Module, Optimizers]:
-    """Return a plan's model and optimizers as train.py makes them, of fake tensors."""
+    """Build a plan's model and optimizers like train.py, with fake tensors."""
     model = trainer.build_model(plan, torch.device("cuda"), model_class=absent(trainer.Spider))
     optimizers = Optimizers(model, plan.optimizer)
     optimizers.set_lr(plan.schedule.lr, 1.0)
@@ -203,7 +201,7 @@ def build(trainer: ModuleType, plan: Plan) -> tuple[nn.Module, Optimizers]:
 
 
 def fake_batch(plan: Plan, documents: int) -> Batch:
-    """Return a micro-batch of so many documents."""
+    """Return a micro-batch with this number of documents."""
     ids = torch.empty(plan.batch.micro_batch, plan.batch.seq_len, dtype=torch.int64, device="cuda")
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="cuda")
     return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
@@ -222,9 +220,9 @@ print(json.dumps(runpy.run_path(file, run_name="in_child")[name](*json.loads(val
 
 
 def in_child(function: Callable, card: str, flags: list[str]) -> dict:
-    """Call function(card, flags), of a script's own, in a process where the stand-in for CUDA is there before torch is;
-    a GPU that is there is not touched. Returns what it returns, by way of JSON. In a build without CUDA shapes are
-    checked, but counts are not true. RehearsalError where it fails."""
+    """Call a script's function(card, flags) in a process that loads the stand-in for CUDA before torch; a real GPU is
+    not used. Returns its result, passed as JSON. With a CPU build of torch shapes are checked, but counts are wrong.
+    Raise RehearsalError if it fails."""
     if reason := no_compiler():
         raise RehearsalError(reason)
     command = [sys.executable, "-c", CHILD, str(build_shim()), inspect.getfile(function), function.__name__,
@@ -238,5 +236,5 @@ def in_child(function: Callable, card: str, flags: list[str]) -> dict:
 
 
 def card_of(name: str) -> str | None:
-    """Return the card of CARDS that a GPU's name says it is, None for another one."""
+    """Return the key in CARDS for a GPU's name, or None."""
     return next((key for key, card in CARDS.items() if name.startswith(card.name)), None)

@@ -1,12 +1,12 @@
-"""Compile a training step without a GPU: count graphs, kernels and bytes, and make the code for the card.
+"""Compile a training step without a GPU: generate the code for a card, and count graphs, kernels and bytes.
 
     python bench.py --rehearse h200 --compiled                                 # minutes; bf16
     python bench.py --rehearse h200 --compiled --flags="--precision fp8"       # other flags of train.py
     KERNELS=1 python bench.py --rehearse h200 --compiled                       # compile the Triton kernels as well
 
-Dynamo, AOTAutograd and Inductor do what they do on the card, up to the code that they generate. That code is counted
-and, with KERNELS, its Triton kernels are compiled as Inductor's own workers do it; it is not run: a graph's operations
-run on fake tensors in its place. What is not compiled is counted as in a rehearsal (rehearsal.py)."""
+Dynamo, AOTAutograd and Inductor generate the same code as on the card. That code is counted and, with KERNELS, its
+Triton kernels are compiled like in Inductor's workers. It is not run: the operations of a graph run on fake tensors
+instead. Eager operations are counted like in rehearsal.py."""
 
 import os
 import re
@@ -28,12 +28,12 @@ from spider.dev.absent_gpu import Card, build, fake_batch, fake_tensors, settle,
 from spider.dev.operations import KERNELS, Trace
 from spider.training.sharding import Unsharded
 
-STEPS = 3                                 # the last one is counted: the first two compile for sizes that change
+STEPS = 3                                 # the last one is counted; the first two compile for varying sizes
 RATE = 3.3                                # bytes per segment
 
 
 class Driver:
-    """Answer what Triton asks of a driver while it compiles."""
+    """Provide the driver interface that Triton needs to compile."""
 
     def __init__(self, card: Card):
         self.capability = 10 * card.capability[0] + card.capability[1]
@@ -49,7 +49,7 @@ class Driver:
 
 
 class OnHost(TorchDispatchMode):
-    """Make constants that Inductor folds, real tensors, where there is memory."""
+    """Create the constants that Inductor folds, real tensors, on the host."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -59,13 +59,13 @@ class OnHost(TorchDispatchMode):
 
 
 class Graph:
-    """A graph that Inductor has generated code for; called, it computes its operations on fake tensors."""
+    """A graph for which Inductor has generated code; a call runs its operations on fake tensors."""
     made: list["Graph"] = []
-    running = 0                           # graphs that are being called: what they compute is not counted as eager
+    running = 0                           # graphs in execution, whose operations do not count as eager
 
     def __init__(self, lowering, source: str):
         self.source, self.module, self.backward, self.runs = source, lowering.orig_gm, lowering.is_backward, 0
-        self.__file__ = self.key = ""     # which Inductor logs
+        self.__file__ = self.key = ""     # Inductor logs them
         self.bytes = lowering.count_bytes()[0]                                               # read and written
         code = source[source.index("def call("):]
         extern = re.findall(r"extern_kernels\.(\w+)\(|(?:torch\.ops\.\w+|(?<!\.)\baten)\.(\w+)[.\w]*\(", code)
@@ -73,8 +73,8 @@ class Graph:
         self.kernels = sum(n * KERNELS.get(name, 1) for name, n in self.calls.items())
 
     def kept(self) -> float:
-        """Return the bytes that a forward graph returns beside its inputs: results, and what its backward graph
-        reads."""
+        """Return the bytes of a forward graph's outputs other than its inputs: results, and tensors saved for
+        backward."""
         outputs = {node for node in self.module.graph.output_node().args[0] if isinstance(node, torch.fx.Node)}
         values = [node.meta["val"] for node in outputs if node.op != "placeholder"]
         return sum(torch.ops.aten.sym_numel(v).node.hint * v.itemsize if isinstance(v.numel(), torch.SymInt)
@@ -89,14 +89,13 @@ class Graph:
 
     @classmethod
     def make(cls, lowering):
-        """Stand in for GraphLowering.compile_to_module, which would load what was generated."""
+        """Replace GraphLowering.compile_to_module, which would load the generated code."""
         cls.made.append(cls(lowering, lowering.codegen()[0].value))
         return cls.made[-1]
 
 
 class Eager(Trace):
-    """Count what runs outside of compiled graphs. The number of segments, which the host reads, is another each
-    time."""
+    """Count eager operations. The number of segments that the host reads varies from step to step."""
 
     def __init__(self, bytes_at_once: int):
         super().__init__(0)
@@ -126,7 +125,7 @@ class InPhases(Unsharded):
 
 
 def pretend(stack: ExitStack, card: Card):
-    """Answer what Dynamo, Inductor and Triton ask of the driver, inside `stand_in`."""
+    """Fake the driver calls of Dynamo, Inductor and Triton, inside `stand_in`."""
     def patch(target, value):
         stack.enter_context(mock.patch(target, value))
 
@@ -169,7 +168,7 @@ def compile_kernels(graph: Graph) -> dict:
 
 
 def compile_step(card: Card, flags: list[str], trainer: ModuleType) -> dict[str, list[dict]]:
-    """Compile a step by train.py's flags; return tables of its graphs and of what runs outside of them."""
+    """Compile a step with train.py's flags; return tables of its graphs and of eager operations."""
     torch.set_float32_matmul_precision("high")
     made = []
     with ExitStack() as stack:

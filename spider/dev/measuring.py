@@ -1,9 +1,9 @@
-"""Time calls on a device, measure what it can do at most, and keep the figures as tables.
+"""Time calls on a device, measure its peak rates, and collect the figures as tables.
 
-Meter          a device, a clock for it, and what was measured so far
-ceilings       rates of matrix products and copies; copy_rate and matrix_rate look them up
-segments       pooling and unpooling alone
-print_rows     a table of Markdown
+Meter          a device, its clock, and the results so far
+ceilings       measure rates of matrix products and copies; copy_rate and matrix_rate look them up
+segments       measure pooling and unpooling
+print_rows     print a Markdown table
 """
 
 import gc
@@ -20,21 +20,21 @@ from spider.training.machine import multiplies_bf16
 
 
 class Meter:
-    """A device, and what was measured on it so far; with `out` as a file in that directory."""
+    """A device and its results so far, which `keep` writes to the directory `out`."""
 
     def __init__(self, device: torch.device, fp8: bool, out: Path | None = None):
         self.device, self.gpu, self.fp8, self.out = device, device.type == "cuda", fp8, out
         self.about, self.results = {}, {}
 
     def keep(self):
-        """Write what was measured so far to --out."""
+        """Write the results so far to --out."""
         if self.out:
             path = self.out / f"bench-{self.device.type}.json"
             path.with_suffix(".tmp").write_text(json.dumps(self.about | self.results, indent=1, allow_nan=False) + "\n")
             path.with_suffix(".tmp").replace(path)
 
     def start_afresh(self):
-        """Free the memory of the model before, and count from here."""
+        """Free the memory of the previous model, and reset the peak."""
         if self.gpu:
             gc.collect()
             torch.cuda.empty_cache()
@@ -45,8 +45,8 @@ class Meter:
             torch.cuda.synchronize()
 
     def spent(self, function) -> float:
-        """Return the seconds of a call; of CPU time where one thread does it all, to which other processes add
-        little."""
+        """Return the seconds of a call: CPU time with a single thread, which other processes hardly affect, else wall
+        time."""
         alone = not self.gpu and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
         self.wait()
@@ -56,7 +56,7 @@ class Meter:
         return clock() - start
 
     def seconds(self, function, at_least: float = 0.3) -> float:
-        """Return the median time of a call, after two for warming up."""
+        """Return the median time of a call, after two warm-up calls."""
         for _ in range(2):
             function()
         times, begun = [], time.perf_counter()
@@ -69,7 +69,7 @@ class Meter:
         print_rows(name, rows)
 
     def timed(self, spent: dict, name: str, function):
-        """Wrap a function so that the seconds of its calls are added to spent[name]."""
+        """Wrap a function to add the seconds of its calls to spent[name]."""
         def wrapper(*arguments, **options):
             self.wait()
             start = time.perf_counter()
@@ -81,7 +81,7 @@ class Meter:
 
 
 def print_rows(name: str, rows: list[dict], head: bool = True):
-    """Print a table of Markdown; without `head`, more rows of the one before."""
+    """Print a Markdown table; without `head`, append rows to the previous one."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     if head:
         print(f"\n### {name}\n\n| {' | '.join(keys)} |\n|{'---|' * len(keys)}")
@@ -96,7 +96,7 @@ def show(value) -> str:
 
 
 def processor() -> str:
-    """Return the CPU's name and its widest instructions."""
+    """Return the CPU's name and its widest instruction set."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")),
                 platform.processor())
@@ -105,7 +105,7 @@ def processor() -> str:
 
 
 def kernels(step) -> int:
-    """Count the kernels, copies and fills that a step has the GPU do."""
+    """Count the kernels, copies and fills of a step on the GPU."""
     from torch.profiler import ProfilerActivity, profile
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step()
@@ -114,7 +114,7 @@ def kernels(step) -> int:
 
 
 def ceilings(b: Meter):
-    """Measure matrix products and copies as large as fit, which nothing can exceed."""
+    """Measure the peak rates of large matrix products and copies."""
     n, rows = 8192 if b.gpu else 2048, []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         if dtype == torch.bfloat16 and not multiplies_bf16(b.device):
@@ -135,14 +135,14 @@ def ceilings(b: Meter):
 
 
 def copy_rate(b: Meter) -> float:
-    """Return the measured bytes/s of a large copy, read and written."""
+    """Return the measured bytes/s of a large copy, counting reads and writes."""
     if "ceilings" not in b.results:
         ceilings(b)
     return next(row["rate"] * 1e9 for row in b.results["ceilings"] if row["unit"] == "GB/s")
 
 
 def matrix_rate(b: Meter, precision: str) -> float:
-    """Return the measured FLOP/s of a large product; for a name without one that of bf16, or of fp32."""
+    """Return the measured FLOP/s of a large product in a precision, or else in bf16, or else in fp32."""
     if "ceilings" not in b.results:
         ceilings(b)
     rates = {row["what"].split()[0]: row["rate"] * 1e12 for row in b.results["ceilings"]}
@@ -150,8 +150,8 @@ def matrix_rate(b: Meter, precision: str) -> float:
 
 
 def segments(b: Meter):
-    """Measure pooling and unpooling, forward and backward, per byte over the number of bytes, beside the dense
-    published form."""
+    """Measure pooling and unpooling, forward and backward, for several numbers of bytes, and the published dense
+    form."""
     rows = []
     for count in (4096, 16384, 65536):
         h = torch.randn(count, 128, device=b.device, requires_grad=True)

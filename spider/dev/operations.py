@@ -1,7 +1,6 @@
-"""Operations of a step on fake tensors, counted as they pass by: kernels, FLOPs, bytes, and the least time that they
-take.
+"""Count the operations of a step on fake tensors: kernels, FLOPs, bytes, and lower bounds of time.
 
-`Trace` records every Operation inside it; `fused_seconds` bounds what a compiler could make of them."""
+`Trace` records every Operation inside it; `fused_seconds` bounds the time that a compiler could reach."""
 
 import math
 import re
@@ -19,18 +18,18 @@ from spider.dev.absent_gpu import Card
 
 ATTENTION = 0.38                          # FlashAttention 2 on Hopper, of the bf16 rate: optimistic at short sequences
 FLOOR = 2.0e-6                            # s, the shortest kernel: assumed
-LAUNCH = 4.5e-6                           # s of the host a kernel, the least that an eager operation costs: assumed
+LAUNCH = 4.5e-6                           # s of the host per kernel of an eager operation, at least: assumed
 
 NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "alias",
              "_unsafe_view", "set_", "resize_", "device", "is_same_size"}
 
-# Of an eager operation; one that is not here is one kernel. Sorting, scans and attention vary with sizes.
+# Kernels per eager operation, one by default. Sorting, scans and attention vary with sizes.
 KERNELS = {"sort": 5, "topk": 2, "cumsum": 2, "cummax": 2, "_varlen_attn": 2, "_varlen_attn_backward": 4,
            "_grouped_mm": 2, "_scaled_grouped_mm": 2, "_embedding_bag": 3, "slice_backward": 2, "select_backward": 2,
            "constant_pad_nd": 2, "index_add": 2, "index_copy": 2, "scatter": 2, "baddbmm": 2, "nonzero": 3}
 GATHERS = {"index_select", "embedding", "gather", "index", "_embedding_bag", "_embedding_bag_forward_only"}
-WRITES_ROWS = {"index_add_": 2, "index_copy_": 1, "scatter_": 1, "index_put_": 1}  # passes over rows that they write
-FOREACH_TENSORS, FOREACH_NUMBERS = 36, 320 * 65536  # most that a kernel over a list of tensors takes
+WRITES_ROWS = {"index_add_": 2, "index_copy_": 1, "scatter_": 1, "index_put_": 1}  # passes over the written rows
+FOREACH_TENSORS, FOREACH_NUMBERS = 36, 320 * 65536  # maximum per kernel over a list of tensors
 
 
 def grouped_flops(a, b, *_, **__) -> float:
@@ -44,7 +43,7 @@ def attention_flops(q, cu_seqlens) -> float:
     return 2 * 2 * rows * heads * width * rows / (len(cu_seqlens) - 1) / 2
 
 
-OWN_FLOPS = {                             # what torch has no formula for
+OWN_FLOPS = {                             # for operations without a formula in torch
     "_grouped_mm": grouped_flops, "_scaled_grouped_mm": grouped_flops,
     "_varlen_attn": lambda q, k, v, cu_seqlens, *_, **__: attention_flops(q, cu_seqlens),
     "_varlen_attn_backward": lambda grad, q, k, v, out, lse, cu_seqlens, *_, **__: 2.5 * attention_flops(q, cu_seqlens),
@@ -60,12 +59,12 @@ class Operation:
     kernels: int
     flops: float
     moved: float                          # bytes read and written
-    rate: str                             # of its products: bf16, fp8, fp32, attention; else elementwise
-    reads: list[tuple[int, int]]          # storages, numbered, and bytes
+    rate: str                             # kind of its products: bf16, fp8, fp32, attention; else elementwise
+    reads: list[tuple[int, int]]          # (number of a storage, bytes)
     writes: list[tuple[int, int]]
 
     def seconds(self, card: Card) -> float:
-        """Return the least that it takes on a card."""
+        """Return a lower bound of its time on a card."""
         if not self.kernels:
             return 0.0
         rate = ATTENTION * card.bf16 if self.rate == "attention" else getattr(card, self.rate, math.inf)
@@ -73,7 +72,7 @@ class Operation:
 
 
 def nbytes(t: Tensor) -> int:
-    """Count the bytes that a kernel reads of a tensor: of an expanded dimension one row."""
+    """Count the bytes that a kernel reads of a tensor; expanded dimensions count once."""
     return math.prod(size for size, stride in zip(t.shape, t.stride()) if stride) * t.element_size()
 
 
@@ -87,8 +86,7 @@ def shape_of(t: Tensor) -> str:
 
 
 class Trace(TorchDispatchMode):
-    """Record every operation inside, and where it came from. `segments`: the number that the host reads of the
-    device."""
+    """Record every operation inside, with its origin. `segments`: the number that the host reads from the device."""
 
     def __init__(self, segments: int):
         super().__init__()
@@ -101,14 +99,14 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented         # torchao's FP8 tensor: its own operations come by here
+            return NotImplemented         # torchao's FP8 tensor: its inner operations are dispatched here again
         kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
         if name == "_local_scalar_dense":
             self.waits += 1
             return self.segments if not args[0].is_floating_point() else 1.0
         out = func(*args, **kwargs)
         if self.phase == "forward":
-            node = torch._C._autograd._get_sequence_nr() - 1  # made just before
+            node = torch._C._autograd._get_sequence_nr() - 1  # the last one created
             self.module_of.setdefault(node, self.stack[-1] if self.stack else "")
         given, made = tensors((args, kwargs)), tensors(out)
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
@@ -143,12 +141,12 @@ class Trace(TorchDispatchMode):
 
     def bytes_of(self, name, given, written) -> float:
         out = sum(nbytes(t) for t in written)
-        if name in WRITES_ROWS:           # rows alone, not all that they lie in
+        if name in WRITES_ROWS:           # only the written rows, not the whole tensor
             return sum(nbytes(t) for t in given[1:]) + WRITES_ROWS[name] * nbytes(given[-1])
         if name in GATHERS:
             return min(nbytes(given[0]), out) + sum(nbytes(t) for t in given[1:]) + out
         moved = sum(nbytes(t) for t in {id(t): t for t in given}.values()) + out
-        return moved + 2 * out if name == "baddbmm" else moved  # what is added to is copied first
+        return moved + 2 * out if name == "baddbmm" else moved  # it copies its first operand
 
     def module(self) -> str:
         name = self.stack[-1] if self.stack else ""
@@ -158,7 +156,7 @@ class Trace(TorchDispatchMode):
         return re.sub(r"\.\d+", "", name)
 
     def number(self, t: Tensor) -> tuple[int, int]:
-        """Return a tensor's storage, as a number that no other one had, and the bytes read or written of it."""
+        """Return a unique number of a tensor's storage, and the bytes read or written."""
         storage = t.untyped_storage()
         key = storage._cdata
         if key not in self.numbers:
@@ -168,13 +166,12 @@ class Trace(TorchDispatchMode):
 
 
 BARRIERS = {"sort", "topk", "cumsum", "cummax", "searchsorted", "index_add", "index_add_", "index_copy", "scatter",
-            "scatter_", "_embedding_bag", "embedding", "_embedding_bag_forward_only"}  # what no fused kernel contains
+            "scatter_", "_embedding_bag", "embedding", "_embedding_bag_forward_only"}  # cannot be fused
 
 
 def fused_seconds(operations: list[Operation], card: Card) -> float:
-    """Return the least that the step takes if what stands between products were one kernel each time, that reads what
-    was there before and writes what is read after it: a compiler could do no better. Lists of tensors stay as they
-    are."""
+    """Return a lower bound of the step's time if all operations between two products were one kernel, which reads its
+    inputs once and writes only what is read later. Foreach operations are not fused."""
     last_read, total, region = {}, 0.0, []
     for i, operation in enumerate(operations):
         last_read.update((number, i) for number, _ in operation.reads)

@@ -1,13 +1,12 @@
-"""Rehearse a training step on a GPU that is not there: count what it would launch, move, multiply and hold.
+"""Estimate a training step on a GPU without having one: count kernels, memory traffic, FLOPs and peak memory.
 
     python bench.py --rehearse h200                                            # the table; minutes, no GPU
     python bench.py --rehearse h200 --flags="--precision fp8 --grad_accum 4"   # one setting, by train.py's flags
 
-The step is train.py's own. Its tensors are torch's fake ones, which have a device, a shape and strides but no memory:
-every operation passes the checks of a CUDA build, and none computes. Each is counted as it passes by: kernels, FLOPs
-(torch's formulas), bytes; MemTracker of torch.distributed follows what is alive. Where the host reads the device, it is
-told the config's bytes per segment. A time is a bound from below: what a card multiplies and moves at its rates, and no
-kernel shorter than FLOOR."""
+This runs train.py's own step on torch's fake tensors, which have a device, a shape and strides but no memory: every
+operation passes the checks of a CUDA build, but nothing is computed. Each operation is counted: kernels, FLOPs (torch's
+formulas), bytes. MemTracker of torch.distributed tracks live memory. If the host reads a value from the device, it gets
+the number of segments by the config. Times are lower bounds, from the card's rates and FLOOR per kernel."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -31,14 +30,14 @@ class Step:
     """A rehearsed step: its operations and its memory."""
     plan: Plan
     operations: list[Operation]
-    peak: float                           # bytes alive at once, at most
+    peak: float                           # bytes of live tensors
     estimate: float                       # the same by memory.estimate_memory
-    memory: dict[str, float]              # bytes by kind, then
-    waits: int                            # numbers that the host waits for
+    memory: dict[str, float]              # bytes by kind at the peak
+    waits: int                            # host synchronizations
 
 
 class Alone(Unsharded):
-    """Mark the backward passes of a model that one process has whole in a trace."""
+    """Mark the backward passes of an unsharded model in a trace."""
 
     def __init__(self, trace: Trace, tracker: MemTracker):
         self.trace, self.tracker, self.casts = trace, tracker, 0
@@ -49,11 +48,11 @@ class Alone(Unsharded):
         self.trace.phase = "backward"
         super().backward(model, loss, last)
         self.trace.phase = "rest"
-        self.tracker.reset_mod_stats()    # which are of one pass
+        self.tracker.reset_mod_stats()    # they only support one pass
 
 
 def fill_state(optimizers):
-    """Give optimizers the state that they have after a step."""
+    """Create the optimizers' state by a step."""
     for p in optimizers.dense:
         p.grad = torch.empty_like(p)
     for table in optimizers.tables:
@@ -64,7 +63,7 @@ def fill_state(optimizers):
 
 
 def rehearse(card: Card, flags: list[str], trainer: ModuleType) -> Step:
-    """Do one optimizer step by train.py's flags."""
+    """Run one optimizer step with train.py's flags on fake tensors."""
     device = torch.device("cuda")
     torch.set_float32_matmul_precision("high")
     with stand_in(card):
@@ -98,7 +97,7 @@ def kinds(memory: dict[str, float], casts: float) -> dict[str, float]:
 
 @contextmanager
 def marked(model, optimizers, trace: Trace):
-    """Tell the trace the phase, and the modules whose forward runs."""
+    """Record the current phase and module in the trace."""
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module, _):
@@ -130,7 +129,7 @@ def marked(model, optimizers, trace: Trace):
 
 
 def summary(card: Card, step: Step) -> dict:
-    """Return a step's figures in plain values: numbers, and rows of the largest operations and of modules."""
+    """Return a step's figures as plain values: totals, and the largest operations and modules."""
     def largest(key, count):
         seconds, kernels, moved, sums = Counter(), Counter(), Counter(), []
         for operation in step.operations:
@@ -156,7 +155,7 @@ def summary(card: Card, step: Step) -> dict:
 
 
 LONG = dict(seq_len=2048, micro_batch=64)
-SETTINGS = {                              # of the table, by train.py's flags; 112 x 256 where they do not say otherwise
+SETTINGS = {                              # rows of the table, as train.py's flags; 112 x 256 by default
     "bf16": dict(precision="bf16", recompute="core"),
     "bf16, 4 micro-steps": dict(precision="bf16", recompute="core", grad_accum=4),
     "fp8": dict(precision="fp8", recompute="core"),
@@ -166,24 +165,24 @@ SETTINGS = {                              # of the table, by train.py's flags; 1
     "fp8, 64 x 2048": dict(precision="fp8", recompute="core", **LONG),
 }
 
-# The layers and loops of 1b with next to nothing in them: what is left of a step's time is the host's.
+# The layers and loops of 1b at minimal sizes, so that a step's time is that of the host.
 HOST_SIZES = ("hidden_size=32,n_heads=2,q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,"
               "v_head_dim=16,intermediate_size=32,n_routed_experts=2,moe_intermediate_size=16,engram_rows=300,"
               "engram_dim=8,engram_byte_rows=300,engram_byte_dim=8")
 BLIND ="""
-Not seen: what happens inside a kernel, so no tile that is half empty, no bank conflict, no cache that helps; memory
-that the allocator cannot hand out for its holes, and the context's own (about 0.5 GB); pinned copies; torch.compile
-(`ideally fused` is what no compiler can beat, with every elementwise operation between two products in one kernel);
-documents shorter than a sequence, unbalanced experts, segments that halt early; clocks, power, other ranks. How many
-kernels an operation takes is assumed (spider/dev/operations.py). Times are bounds from below."""
+Not modeled: the inside of kernels (partial tiles, bank conflicts, caches); fragmentation of the allocator, and the CUDA
+context (about 0.5 GB); pinned copies; torch.compile (`ideally fused` is a lower bound, with all elementwise operations
+between two products in one kernel); documents shorter than a sequence, unbalanced experts, segments that halt early;
+clocks, power, other ranks. The number of kernels per operation is assumed (spider/dev/operations.py). Times are lower
+bounds."""
 
 
-MISS = 1.5                                # times its bound, beyond which a figure is to be looked at
+MISS = 1.5                                # ratio to its bound from which a figure is listed
 
 
 def against_bounds(measured: list[dict], found: dict[str, dict]) -> tuple[list[dict], list[dict]]:
-    """Return rows of measured figures beside the rehearsed ones, and those that miss theirs by more than MISS, worst
-    first. measured: rows with `step` and some of `ms`, `peak GB`, `kernels`, `host, ms`, whose bound is the GPU's own
+    """Return rows of measured and rehearsed figures, and those that exceed theirs by more than MISS, worst first.
+    measured: rows with `step` and some of `ms`, `peak GB`, `kernels`, `host, ms`; the bound of the last is the GPU's
     time."""
     rows = []
     for row in measured:
@@ -198,7 +197,7 @@ def against_bounds(measured: list[dict], found: dict[str, dict]) -> tuple[list[d
 
 
 def row_of(card: Card, name: str, found: dict) -> dict:
-    """Return a line of the table."""
+    """Return a row of the table."""
     return {"step": name, "kernels": found["kernels"], "of a micro-step": found["kernels_of_a_micro_step"],
             "of the update": found["kernels_of_the_update"], "GPU, ms": found["seconds"] * 1e3,
             "bytes/s": found["bytes"] / found["seconds"], "ideally fused, ms": found["fused"] * 1e3,
@@ -208,7 +207,7 @@ def row_of(card: Card, name: str, found: dict) -> dict:
 
 
 def details(found: dict[str, dict]) -> dict[str, list[dict]]:
-    """Return the tables beside it: memory by kind of every step, and of the first where its time goes."""
+    """Return further tables: memory by kind for every step, and a breakdown of the time of the first one."""
     kinds = dict.fromkeys(kind for one in found.values() for kind in one["memory"])
     memory = [{"at the peak, GB": kind} | {name: one["memory"].get(kind, 0) / 1e9 for name, one in found.items()}
               for kind in kinds]

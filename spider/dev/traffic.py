@@ -1,6 +1,6 @@
-"""The traffic between ranks: `Traffic` counts what collectives send, `expected` works it out by a formula.
+"""The traffic between ranks: `Traffic` counts the bytes of collectives, `expected` calculates them.
 
-bench.py --only traffic holds one against the other; `paper_rows` has the formula for layouts of many ranks."""
+bench.py --only traffic compares the two; `paper_rows` calculates layouts of many ranks."""
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spider.model import engram, parameters
 
 NEAR, FAR, LATENCY = 450e9, 50e9, 5e-6   # bytes/s of a rank within a node and beyond it, s of a message: assumptions
-PAPER_STEP = 4 * 112 * 256               # bytes of text a rank does in a step, the original's
+PAPER_STEP = 4 * 112 * 256               # bytes of text per rank and step, as in the original
 
 
 class Traffic(TorchDispatchMode):
-    """A context that counts the collectives inside it, and the bytes that this rank sends by them, as rings send them:
-    in an all-reduce all of a message twice, but for 1 / ranks of it."""
+    """Count the collectives inside this context, and the bytes that this rank sends in ring algorithms: an all-reduce
+    sends 2 * (ranks - 1) / ranks of the message."""
 
     def __init__(self):
         super().__init__()
@@ -35,14 +35,14 @@ class Traffic(TorchDispatchMode):
             size -= args[4][group.rank()] * sent.element_size()
         else:
             size *= {"allreduce_": 2 * (ranks - 1) / ranks, "_reduce_scatter_base_": (ranks - 1) / ranks}.get(
-                name, ranks - 1)          # of a gather each rank passes on the others' parts as well
+                name, ranks - 1)          # in a gather each rank also forwards the others' data
         self.sent, self.calls = self.sent + size, self.calls + 1
 
 
 def expected(model: nn.Module, replicas: int, shards: int, grad_accum: int, width: int) -> tuple[float, float, int]:
-    """Return the bytes that a rank sends in a step under Muon within its replica and beyond, and the messages one after
-    the other; width: bytes of a number of Muon's products. The model's `compute_dtype` says what weights are gathered
-    as."""
+    """Return the bytes that a rank sends per step under Muon within its replica and beyond it, and the number of
+    sequential messages. width: bytes per number in Muon's products. `compute_dtype` of the model is the dtype of
+    gathered weights."""
     ranks, near, far, hops = replicas * shards, 0.0, 0.0, 0
     tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, engram.EngramTable)}
     halved = {id(p) for p in parameters.halved_weights(model) if len(p) % shards == 0}
@@ -54,7 +54,7 @@ def expected(model: nn.Module, replicas: int, shards: int, grad_accum: int, widt
             hops += 2 * 2 * (ranks - 1)
             continue
         gathers = 2 if grad_accum == 1 and name.split(".")[0] in ("prelude", "core", "coda") else 1
-        own = -(-len(p) // shards) * (p.numel() // len(p))  # elements of a shard, filled up
+        own = -(-len(p) // shards) * (p.numel() // len(p))  # elements of a shard, padded
         near += own * (shards - 1) * ((2 if id(p) in halved else 4) * gathers + 4)
         far += 2 * (replicas - 1) / replicas * 4 * own
         if name in matrices:
@@ -65,7 +65,7 @@ def expected(model: nn.Module, replicas: int, shards: int, grad_accum: int, widt
 
 
 def paper_rows(model: nn.Module) -> list[dict]:
-    """Return a row for each of several layouts of ranks, under bf16."""
+    """Return a row for each of several layouts of ranks, in bf16."""
     model.compute_dtype = torch.bfloat16
     rows = []
     for ranks, shards in ((8, 1), (8, 8), (64, 1), (64, 8), (64, 64), (1024, 8), (1024, 64)):

@@ -1,4 +1,5 @@
-"""Write the model card of an export, its README.md: `facts_of` a checkpoint, and `model_card`."""
+"""Write the model card (README.md) of an export: `facts_of` collects the facts of a checkpoint, `model_card` formats
+them."""
 
 import json
 import math
@@ -18,11 +19,11 @@ def as_json(value) -> str:
 
 
 def facts_of(path: Path, state: dict) -> dict:
-    """Return what is known of a model's training, as plain values: from its checkpoint, and its run's metrics.jsonl."""
+    """Return the facts of a model's training as plain values, from its checkpoint and its run's metrics.jsonl."""
     facts = {name: state[name] for name in ("step", "bytes_seen", "recipe") if name in state}
     facts["flags"] = dict(state["flags"])
     if type(where := facts["flags"].get("data_dir")) is str:
-        facts["flags"] |= dict(data_dir=re.sub("[^,]*/", "", where.rstrip("/")))  # names: where they lie is private
+        facts["flags"] |= dict(data_dir=re.sub("[^,]*/", "", where.rstrip("/")))  # only names: paths are private
     evaluated = [line for line in lines_of(path.parent / "metrics.jsonl", state)
                  if is_number(line.get("val_bpb")) and line["val_bpb"] >= 0]
     if evaluated:
@@ -33,15 +34,15 @@ def facts_of(path: Path, state: dict) -> dict:
 
 
 def lines_of(path: Path, state: dict) -> list[dict]:
-    """Read the lines of metrics.jsonl up to a checkpoint; none where they are missing, or of another run."""
+    """Read the lines of metrics.jsonl up to a checkpoint; return none if they are missing or of another run."""
     lines = [numbers for numbers in read_lines(path) if numbers["step"] <= state["step"]]
     own = lines and (lines[-1]["step"], lines[-1].get("bytes_seen")) == (state["step"], state.get("bytes_seen"))
     return lines if own else []
 
 
 def model_card(path: Path, model: nn.Module, n_loops: int, facts: dict) -> str:
-    """Write the card of a checkpoint's model, which may be on the meta device. What others wrote stands in it as JSON
-    alone, on lines of its own."""
+    """Write the card of a checkpoint's model, which may be on the meta device. Untrusted text is only inserted as JSON,
+    on lines of its own."""
     config, parameters = model.config, sum(p.numel() for p in model.parameters())
     rows = sum(module.weight.numel() for module in model.modules() if isinstance(module, EngramTable))
     lines = [f"{parameters:,} parameters, {rows:,} of them rows of Engram tables",
@@ -70,10 +71,10 @@ tags: [spider, byte-level, recurrent-depth]
 
 # A Spider model
 
-A byte-level Recurrent-Depth Transformer: its tokens are bytes, 256 pads, 257 begins a document, 258 ends one.
+A byte-level Recurrent-Depth Transformer. Its tokens are bytes; 256 is padding, 257 begins a document, 258 ends one.
 
 {facts}
-The checkpoint and the flags that it was trained with:
+The checkpoint and its training flags:
 
 ```json
 {name}
@@ -82,7 +83,7 @@ The checkpoint and the flags that it was trained with:
 
 ## Use
 
-The model's code lies beside this file (Apache-2.0, see LICENSE). `trust_remote_code` runs it, so read it first. It
+This directory includes the model's code (Apache-2.0, see LICENSE). `trust_remote_code` runs it, so read it first. It
 needs torch and transformers.
 
 ```python
@@ -96,10 +97,10 @@ print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=200), skip_
 
 - Padding, on the left (as the tokenizer pads) or on the right, does not change a row's logits or loss.
 - `generate(n_loops=...)` and `model(..., n_loops=...)` run more or fewer loops than in training.
-- `loss` is what training minimises; `nats_per_byte` beside it is the cross-entropy alone.
-- `dtype=torch.bfloat16` sets the type of products; parameters stay fp32. `model.bfloat16()` and the like cast both.
-- Bytes that are not UTF-8 are decoded as U+FFFD; `AutoTokenizer.from_pretrained(..., errors="surrogateescape")` keeps
-  them.
+- `loss` is the training loss; `nats_per_byte` is the cross-entropy alone.
+- `dtype=torch.bfloat16` sets the dtype of products; parameters stay fp32. `model.bfloat16()` and the like cast both.
+- Invalid UTF-8 is decoded as U+FFFD; `AutoTokenizer.from_pretrained(..., errors="surrogateescape")` preserves the
+  bytes.
 - To fine-tune it, run the project's `python train.py --resume DIR --reset_steps --data_dir ...`, which updates the
-  Engram tables too. It reads config.json and the weights, and runs nothing of this directory.
+  Engram tables too. It reads only config.json and the weights, and runs no code of this directory.
 '''

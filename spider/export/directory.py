@@ -1,13 +1,12 @@
-"""Export a checkpoint as a directory that Hugging Face's libraries load: `write_export`.
+"""Export a checkpoint as a directory for Hugging Face's libraries: `write_export`.
 
     python sample.py checkpoints/shakespeare --export exported
     python train.py --resume exported --reset_steps --data_dir data
 
-It holds the weights (safetensors), config.json, a model card, LICENSE, and the code: modeling_spider.py, the adapter,
-with the modules that it imports, flattened (flatten.py). So the directory works where Spider is not installed, no name
-is looked up in a package index, and the code stays the one that the model was exported with. It runs only where it is
-loaded with trust_remote_code. spider/training/export_reading.py reads weights and config.json again, and executes
-nothing.
+It has the weights (safetensors), config.json, a model card, LICENSE, and the code: modeling_spider.py, the adapter,
+and the modules that it imports, flattened (flatten.py). So the export works without installing Spider, and its code
+does not change. The code runs only with trust_remote_code. spider/training/export_reading.py reads weights and
+config.json back without executing code.
 """
 
 import os
@@ -28,22 +27,22 @@ from spider.model.config import SpiderConfig
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 ADAPTER = "modeling_spider"
-SHARD_BYTES = 5_000_000_000               # weights above so many lie in several files
+SHARD_BYTES = 5_000_000_000               # maximum size of a weights file
 
 
 def write_export(path: Path, state: dict, directory: str, model_class: type[nn.Module]):
-    """Write the model of a checkpoint, its path and content, to a new or empty directory, which is whole or not there.
+    """Write the model of a checkpoint, given its path and content, atomically to a new or empty directory.
 
-    CheckpointError where there is something in it already, or where it cannot be written."""
+    Raise CheckpointError if the directory is not empty or cannot be written."""
     if "flags" not in state or is_export(path):
-        raise CheckpointError(f"{path}: --export takes a checkpoint of a run, which says how it was trained")
+        raise CheckpointError(f"{path}: --export needs a checkpoint of a training run")
     if state.get("exploded"):
-        logger.warning(f"{path}: the loss had exploded before it")
+        logger.warning(f"{path}: the loss had exploded by then")
     library, target = safetensors(), Path(os.path.realpath(directory))
     texts = texts_of(path, state, model_class)
     try:
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-            raise CheckpointError(f"--export: {directory} is there already and not an empty directory: name another")
+            raise CheckpointError(f"--export: {directory} exists and is not an empty directory: use another name")
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
             new = Path(temporary) / "export"
@@ -52,7 +51,7 @@ def write_export(path: Path, state: dict, directory: str, model_class: type[nn.M
                 (new / name).write_text(text, encoding="utf-8")
             write_weights(library, new, state["model_state_dict"])
             for file in new.iterdir():
-                file.chmod((new / "README.md").stat().st_mode)  # safetensors' own are for their owner alone
+                file.chmod((new / "README.md").stat().st_mode)  # safetensors makes files that only the owner can read
                 sync(file)
             sync(new)
             size = sum(file.stat().st_size for file in new.iterdir())
@@ -61,12 +60,11 @@ def write_export(path: Path, state: dict, directory: str, model_class: type[nn.M
     except (OSError, library.SafetensorError) as fault:
         reason = getattr(fault, "strerror", None) or fault
         raise CheckpointError(f"--export: {directory} cannot be written: {reason}") from None
-    logger.info(f"exported step {state['step']} of {path} to {directory}: {size:,} bytes; its README.md says how to "
-                f"use it")
+    logger.info(f"exported step {state['step']} of {path} to {directory}: {size:,} bytes; see its README.md for usage")
 
 
 def write_weights(library, directory: Path, weights: dict[str, Tensor]):
-    """Write model.safetensors, or several files and the index that transformers expects of them."""
+    """Write model.safetensors, or several files and transformers' index of them."""
     shards, size = [{}], 0
     for name, weight in weights.items():
         if shards[-1] and size + weight.nbytes > SHARD_BYTES:
@@ -85,7 +83,7 @@ def write_weights(library, directory: Path, weights: dict[str, Tensor]):
 
 
 def texts_of(path: Path, state: dict, model_class: type[nn.Module]) -> dict[str, str]:
-    """Return all files of an export but the weights, by name."""
+    """Return the texts of all files of an export except the weights, by name."""
     config, facts = SpiderConfig(**state["cfg"]), facts_of(path, state)
     n_loops, ids = state.get("n_loops", config.n_loops), dict(
         pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)

@@ -1,8 +1,7 @@
-"""Flatten the adapter and all of the project that it imports into the modules of one directory: `flat_modules`.
+"""Flatten the adapter and all project modules that it imports into one directory: `flat_modules`.
 
-transformers loads the code beside a model only where every import of it reads `from .name import ...`. So each module
-keeps its text but for the imports of the project's own modules, which become such: `from spider.model.config import X`
-becomes `from .config import X`.
+transformers only loads code beside a model if its imports are `from .name import ...`. So imports of project modules
+are rewritten, `from spider.model.config import X` to `from .config import X`; all other text is kept.
 """
 
 import ast
@@ -13,15 +12,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def flat_modules(name: str) -> dict[str, str]:
-    """Return the text of a module, by its dotted name, and of all of the project's that it imports, by file name.
+    """Return the texts of a module, given by its dotted name, and of all project modules that it imports, by file name.
 
-    The imports are followed, also those in functions and for type checkers. ValueError where two modules would have one
-    file name, and where one is imported otherwise than by `from module import name`."""
+    Imports are followed recursively, including those in functions and for type checkers. Raise ValueError if two
+    modules have the same file name, or an import is not `from module import name`."""
     texts, modules, found = {}, [name], {name}
-    for module in modules:                # which grows
+    for module in modules:                # grows in the loop
         file = f"{module.rpartition('.')[2]}.py"
         if file in texts:
-            raise ValueError(f"{module}: there is another module of this name: {file} cannot stand for both")
+            raise ValueError(f"{module}: another module is also named {file}")
         texts[file], imported = with_relative_imports(module)
         modules += [other for other in imported if other not in found]
         found |= {*imported}
@@ -29,13 +28,13 @@ def flat_modules(name: str) -> dict[str, str]:
 
 
 def source_of(module: str) -> Path | None:
-    """Return the path of one of the project's modules or packages; None for a module of others."""
+    """Return the path of one of the project's modules or packages; None for other modules."""
     path = ROOT.joinpath(*module.split("."))
     return next((file for file in (path.with_name(f"{path.name}.py"), path / "__init__.py") if file.is_file()), None)
 
 
 def with_relative_imports(module: str) -> tuple[str, list[str]]:
-    """Return a module's text with relative imports of the project's modules, and the names of these, each once."""
+    """Return a module's text with relative imports of project modules, and the unique names of these."""
     path, imported = source_of(module), {}
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
@@ -48,8 +47,8 @@ def with_relative_imports(module: str) -> tuple[str, list[str]]:
                 continue
             line = lines[node.lineno - 1]
             if isinstance(node, ast.Import) or node.level or source.name == "__init__.py":
-                raise ValueError(f"{path}:{node.lineno}: {line.strip()}: an exported module imports others of the "
-                                 f"project by `from module import name` alone")
+                raise ValueError(f"{path}:{node.lineno}: {line.strip()}: exported modules must import project modules "
+                                 f"by `from module import name`")
             short = name.rpartition(".")[2]
             pattern = rf"\bfrom {re.escape(name)} import\b"
             lines[node.lineno - 1] = re.sub(pattern, f"from .{short} import", line, count=1)

@@ -1,8 +1,8 @@
-"""Spider behind Hugging Face's interfaces: configuration, model with the decoding cache, byte tokenizer.
+"""Spider with Hugging Face's interfaces: configuration, model with its decoding cache, byte tokenizer.
 
-An adapter, and no second copy of the model: `sample.py CHECKPOINT --export DIR` (export.py) lays it beside the files of
-the model that it imports, so that AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) works without
-anything else of this project. transformers shows this file what config.json and the safetensors hold, and nothing more.
+`sample.py CHECKPOINT --export DIR` copies this adapter together with the modules that it imports, so that
+AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) works without the rest of the project. It reads only
+config.json and the safetensors.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,12 +22,12 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 
 class SpiderHFConfig(PreTrainedConfig):
-    """config.json: `spider` holds the fields of SpiderConfig, `n_loops` the loops that the model was trained with, and
-    `training` what the model card says; the rest is what other libraries look for."""
+    """config.json: `spider` has the fields of SpiderConfig, `n_loops` the loops in training, `training` the facts of
+    the model card; the other fields are for other libraries."""
     model_type = "spider"
 
     def __init__(self, spider: dict | None = None, n_loops: int | None = None, **others):
-        config = SpiderConfig(**(spider or {}))                                              # checks every field
+        config = SpiderConfig(**(spider or {}))                                              # validates every field
         self.spider = asdict(config)
         self.n_loops = config.n_loops if n_loops is None else n_loops
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
@@ -38,23 +38,23 @@ class SpiderHFConfig(PreTrainedConfig):
 
 
 class SpiderCache:
-    """The decoding state of each row, in the place of a cache of keys and values; steps change it."""
+    """The decoding state as transformers' cache; each step updates it in place."""
     is_compileable = False
 
     def __init__(self, state: DecodingState):
-        self.state, self.seen = state, 0  # bytes of a row that it has read, its padding included
+        self.state, self.seen = state, 0  # bytes fed per row, including padding
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
     def reorder_cache(self, beam_idx: Tensor):
-        """Row i goes on as row beam_idx[i] did."""
+        """Continue row i from row beam_idx[i]."""
         self.state = self.state.copy(beam_idx.tolist())
 
 
 @dataclass
 class SpiderCausalLMOutput(ModelOutput):
-    """See SpiderForCausalLM.forward."""
+    """The output of SpiderForCausalLM.forward."""
     loss: Tensor | None = None
     logits: Tensor | None = None          # [B, T, vocab_size]
     past_key_values: SpiderCache | None = None
@@ -62,32 +62,33 @@ class SpiderCausalLMOutput(ModelOutput):
 
 
 class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
-    """Spider as a causal language model. Parameters stay fp32 whatever the `dtype` that it is loaded with, which is
-    that of products, as in training; `half()`, `to(dtype)` and the like cast both. float16 is for reading and writing:
-    gradients of a byte's loss are often too small for it.
+    """Spider as a causal language model.
 
-    generate() decodes a byte at a time from a DecodingState. Drafts cannot be taken back from it, so that assisted
-    generation is refused. For training there is Spider's own train.py: an optimizer from elsewhere does not move the
-    Engram tables, whose gradients are not in weight.grad; the project's docs/guide/your-own-loop.md has what does."""
+    `dtype` sets the dtype of products; parameters stay fp32, as in training. `half()`, `to(dtype)` and the like cast
+    both. Use float16 only for inference, since gradients are often too small for it.
+
+    generate() decodes byte by byte with a DecodingState. That cannot be rolled back, so assisted generation is refused.
+    Train with Spider's train.py: other optimizers do not update the Engram tables, whose gradients are not in
+    weight.grad (see docs/guide/your-own-loop.md in the project)."""
     config_class = SpiderHFConfig
     _is_stateful = True
 
     def __init__(self, config: SpiderHFConfig):
         super().__init__(config)
-        self.spider = Spider(SpiderConfig(**config.spider)).float()  # transformers loads weights as they are here
+        self.spider = Spider(SpiderConfig(**config.spider)).float()  # transformers casts loaded weights to these dtypes
         self.spider.compute_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Constants of the tables that no file holds; all other values are Spider's own, or the file's."""
+        """Set the constants of tables that are not in the files; Spider or the files set all other values."""
         if isinstance(module, EngramTable):
             multiplier = module.multiplier.clone()
             module.init_hash(0)
             module.multiplier.copy_(multiplier)
 
     def get_input_embeddings(self):
-        raise NotImplementedError("bytes are embedded together with their n-grams: there is no module to be exchanged")
+        raise NotImplementedError("Spider has no input embedding module to replace: bytes are embedded with n-grams")
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -99,7 +100,7 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: SpiderCache | None = None,
                                       attention_mask: Tensor | None = None, use_cache: bool | None = None,
                                       n_loops: int | None = None, **_) -> dict:
-        """Return the inputs of the next step: of input_ids [B, T] those that the cache has not seen."""
+        """Return the inputs of the next step: the part of input_ids [B, T] that is not in the cache."""
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         return dict(input_ids=input_ids[:, seen:], attention_mask=attention_mask, past_key_values=past_key_values,
                     use_cache=use_cache, n_loops=n_loops)
@@ -111,14 +112,15 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
                 past_key_values: SpiderCache | None = None, use_cache: bool | None = None,
                 n_loops: int | None = None, return_dict: bool | None = None) -> SpiderCausalLMOutput | tuple:
-        """input_ids [B, T] int64; attention_mask [B, bytes so far], 0 at a row's ends alone; labels [B, T], which are
-        shifted here, as everywhere in transformers: input_ids serve; n_loops, or as many as trained. A label does not
-        count where it is -100 or PAD, nor in padding: where the mask is 0, or PAD stands at a row's ends.
+        """Compute logits and, given labels, the loss; padding affects neither.
 
-        Without cache it is the full pass, and `loss` what training minimises (in evaluation mode without the core's
-        own prediction), `nats_per_byte` the cross-entropy alone; no part of either knows of padding.
-        With use_cache, which labels exclude, a SpiderCache is made or goes on; both give the same logits, a row's
-        padding or not. ValueError for a mask with holes."""
+        input_ids [B, T] int64. attention_mask [B, bytes so far]: 0 only at the ends of rows. labels [B, T]: shifted
+        here, as everywhere in transformers, so pass input_ids; labels of -100, PAD and padding are ignored. n_loops:
+        defaults to that of training. Padding is where the mask is 0, and PAD at the ends of rows.
+
+        Without a cache this is the full pass: `loss` is the training loss (in evaluation mode without the core's own
+        prediction), `nats_per_byte` the cross-entropy alone. With use_cache, which does not allow labels, a SpiderCache
+        is created or continued; the logits are the same. Raise ValueError for a mask with holes."""
         n_loops, cu_seqlens = self.config.n_loops if n_loops is None else n_loops, None
         check_ids("input_ids", input_ids)
         if labels is not None:
@@ -126,11 +128,11 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None or not past_key_values.seen:
             kept, input_ids = without_padding(input_ids, attention_mask)
             cu_seqlens = document_cu_seqlens(input_ids)
-            if labels is not None:        # the first byte's is told from nothing
+            if labels is not None:        # the first byte has no context
                 labels = labels.masked_fill(~(kept & F.pad(kept[:, :-1], (1, 0))) | (labels == PAD_ID), -100)
         if use_cache or past_key_values is not None:
             if labels is not None:
-                raise ValueError("labels: a loss is that of a full pass; leave past_key_values and use_cache out")
+                raise ValueError("labels: the loss needs a full pass, without past_key_values and use_cache")
             if past_key_values is None:
                 past_key_values = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
             output = SpiderCausalLMOutput(None, self.spider.step(input_ids, past_key_values.state), past_key_values)
@@ -143,14 +145,14 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which bytes are no padding, bool [B, T], and rows whose bytes see nothing of theirs, input_ids [B, T]; of
-    attention_mask [B, T], 0 or 1. Padding is what the mask leaves out, and PAD at a row's ends.
+    """Return which bytes are not padding, bool [B, T], and input_ids [B, T] in which padding does not affect them.
+    attention_mask [B, T], 0 or 1. Padding is where the mask is 0, and PAD at the ends of rows.
 
-    Padding in front becomes a document of its own, PAD ... EOS, behind which another begins; that behind the bytes is
-    seen by none."""
+    Left padding becomes a document of its own, PAD ... EOS, after which the text starts another one. Causal layers
+    never see right padding."""
     if attention_mask is not None and (attention_mask.shape != input_ids.shape or (
             F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0).sum(1).ne(1).any()):
-        raise ValueError("attention_mask: of the form of input_ids, with ones in a row and zeros only around them")
+        raise ValueError("attention_mask must have the shape of input_ids, with contiguous ones in each row")
     input_ids = input_ids if attention_mask is None else input_ids.where(attention_mask != 0, PAD_ID)
     real = (input_ids != PAD_ID).int()
     in_front, behind = real.cumsum(1) == 0, real.flip(1).cumsum(1).flip(1) == 0
@@ -164,12 +166,11 @@ SPECIAL_IDS = {name: i for i, name in SPECIAL.items()}
 
 
 class SpiderTokenizer(PreTrainedTokenizer):
-    """Bytes as ids 0-255, as the model's own tokenizer.py has them. A text becomes its UTF-8 bytes, with add_bos_token
-    behind BOS: a text is mostly somewhere in a document, and lm-evaluation-harness puts BOS where it wants one. A pair
-    is two documents. Nothing in a text is read as an id above 255, not even where it spells one.
+    """The byte tokenizer: ids 0-255 are the UTF-8 bytes of a text, see tokenizer.py. A pair of texts is two documents;
+    no text can spell a special id. BOS is only added with add_bos_token, since most texts are excerpts of a document,
+    and lm-evaluation-harness adds its own.
 
-    `errors` says what bytes that are not UTF-8 become when decoded, as in bytes.decode. With "surrogateescape" any
-    bytes survive: those of bytes.decode("utf-8", "surrogateescape") are encoded as the bytes that they were."""
+    `errors` is that of bytes.decode for decoding. With "surrogateescape" any bytes survive the round trip."""
     vocab_files_names = {}
     model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
@@ -197,12 +198,12 @@ class SpiderTokenizer(PreTrainedTokenizer):
         return SPECIAL[index] if index in SPECIAL else bytes([index]).decode("latin-1")
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        parts = (token.encode("latin-1" if len(token) == 1 else "ascii") for token in tokens)
-        return b"".join(parts).decode("utf-8", self.errors)
+        pieces = (token.encode("latin-1" if len(token) == 1 else "ascii") for token in tokens)
+        return b"".join(pieces).decode("utf-8", self.errors)
 
     def _decode(self, token_ids, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None,
                 **_) -> str:
-        """Ids above 255 are dropped with skip_special_tokens, as in tokenizer.py, and else named."""
+        """Decode ids; those above 255 are dropped with skip_special_tokens, else written by name."""
         ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
         return self.convert_tokens_to_string(
             [self._convert_id_to_token(i) for i in ids if i < 256 or not skip_special_tokens])

@@ -1,7 +1,7 @@
-"""Show a text as a page, and how its model was trained: `show`, behind `sample.py --show`.
+"""Show a text and its model's training curves as an HTML page: `show`, for `sample.py --show`.
 
-page.html is the page: its script draws the data, JSON that stands in it. It is one file that loads nothing; its policy
-lets no script run but its own, and what comes from a text, a checkpoint, a file or a name is drawn as text alone.
+page.html is the template; its script draws the embedded JSON data. The page is one file that loads nothing. Its content
+security policy only allows its own script, and all data (text, checkpoint, names) is inserted as text.
 """
 
 import base64
@@ -23,12 +23,12 @@ from spider.training.curves import (BY_SOURCE, PANELS, SOURCE, axis_of, curve, r
                                     span)
 
 TEMPLATE = Path(__file__).with_name("page.html")
-LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)    # where the next of eight shades begins: of an expert's load,
-GATES = tuple(part / 8 for part in range(1, 8))  # of a gate
+LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)    # thresholds between eight shades of an expert's load,
+GATES = tuple(step / 8 for step in range(1, 8))  # and of a gate
 
 
 def write_page(shown: Shown, title: str, model: nn.Module, lines: list[dict]) -> str:
-    """Fill the template: return the page as HTML."""
+    """Fill the template and return the page as HTML."""
     text, title = TEMPLATE.read_text(encoding="utf-8"), html.escape(console.one_line(title))
     style, script = (hash_of(re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]) for tag in ("style", "script"))
     data = json.dumps(page_data(shown, model, lines), allow_nan=False, separators=(",", ":"))     # in ASCII
@@ -38,12 +38,12 @@ def write_page(shown: Shown, title: str, model: nn.Module, lines: list[dict]) ->
 
 
 def hash_of(text: str) -> str:
-    """Name a script or style by its hash, as a content security policy does."""
+    """Return the hash of a script or style for a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
-    """Return what page.html draws, as plain values; of the text and its segments numbers begin at 0."""
+    """Return the data that page.html draws, as plain values; bytes and segments count from 0."""
     record, gates = shown.record, gate_rows(shown, model)
     load = [dict(name=f"{layer + 1}, {loop + 1}", tokens=[int(tokens) for tokens in load])
             for (layer, loop), load in sorted(record.load.items())]
@@ -58,15 +58,14 @@ def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
 
 
 def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str, str]]]:
-    """Return Engram's gates: name, value of each byte (None: its segment was not computed), which rows are meant and
-    what they weigh."""
+    """Return Engram's gates: name, value by byte (None: its segment was not computed), and (rows, their meaning)."""
     c, record = model.config, shown.record
-    memory = "last n bytes", "what training stored in the Engram tables behind these bytes"
-    match = "last n, in the text", "what followed earlier in this text, where its last n bytes had stood before"
+    memory = "last n bytes", "what the Engram tables learned about these bytes"
+    match = "last n, in the text", "the byte that followed the last earlier occurrence of these n bytes in this text"
     words = "word n, in the text", (
-        "the same for all bytes behind the end of the n-th last word: word 1 for those of the word that is being read, "
-        "word 2 for it and the word before it, all that stands behind the last word but one")
-    segment = "layer, loop", "what a layer of the core recalls from its Engram tables at a segment's end, in each loop"
+        "the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
+        "and the one before it")
+    segment = "layer, loop", "what a layer of the core looks up in its Engram tables for a segment, in each loop"
     rows = [(f"last {n} byte{'s' * (n > 1)}", memory) for n in c.engram_byte_orders]
     rows += [(f"last {n}, in the text", match) for n in c.engram_match_orders]
     rows += [(f"word {n}, in the text", words) for n in c.engram_match_words]
@@ -79,7 +78,7 @@ def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str
 
 
 def charts(lines: list[dict]) -> list[dict]:
-    """Return the curves of a run, a chart of each panel that has any: a smoothed line, dots of validation; and one of
+    """Return the charts of a run, one per panel with data: a smoothed line, and dots for validation; and one of
     validation by source."""
     axis, drawn = axis_of([lines]), []
     for panel in PANELS:
@@ -99,13 +98,12 @@ def charts(lines: list[dict]) -> list[dict]:
 
 
 def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: str | None):
-    """Print the text that --show names as the model reads it, and write the page: to `page`, or beside the checkpoint,
-    a file or a directory with metrics.jsonl."""
+    """Print the analysis of the text that --show names, and write the page to `page` or beside the checkpoint."""
     text, name = take_text(argument)
     directory = checkpoint if checkpoint.is_dir() and not is_sharded(checkpoint) else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
     if not files.is_replaceable(out):
-        raise errors.DataError(f"--html: {out} is not a regular file: name another")
+        raise errors.DataError(f"--html: {out} is not a regular file: use another name")
     shown = read(model, text, n_loops)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print("".join(in_terminal(shown, colour)), flush=True)
@@ -114,5 +112,5 @@ def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: 
         with files.durable(out, "wb") as file:
             file.write(content.encode())
     except OSError as fault:
-        raise errors.DataError(f"{out}: {fault.strerror}: --html names another place for the page") from None
+        raise errors.DataError(f"{out}: {fault.strerror}: use --html to write the page elsewhere") from None
     print(console.one_line(f"the page: {out}"))

@@ -1,4 +1,4 @@
-"""Read a text with a model and record what happens inside."""
+"""Run a model over a text and record its segments, loops, routing and gates (`read`)."""
 
 import math
 import os
@@ -18,22 +18,22 @@ from spider.data import shards
 from spider.model.decoding import PIECE
 from tokenizer import BOS_ID
 
-LONGEST = 4096                            # bytes of a text that are shown
-BITS = (0.5, 1, 2, 3, 4, 6, 8)            # where the next of eight shades of surprise begins
+LONGEST = 4096                            # maximum bytes of a text
+BITS = (0.5, 1, 2, 3, 4, 6, 8)            # thresholds between eight shades of surprise
 
 
 class Record:
-    """Records what a model does with a text while this is entered, by forward hooks: nothing in the model knows of it.
+    """Record the internals of a model by forward hooks, inside its context, for Spider.step on one row.
 
-    It goes with Spider.step on one row. Segments are numbered through the text, BOS's bytes included."""
+    Segments are numbered through the text, including that of BOS."""
 
     def __init__(self, model: nn.Module):
         self.model, self.handles = model, []
-        self.ends: list[bool] = []                                # of each id read: whether it ended a segment
-        self.loops: list[int] = []                                # of each finished segment
-        self.load: dict[tuple[int, int], torch.Tensor] = {}       # (layer, loop): tokens of each expert, [E]
-        self.gates: dict[tuple[int, int], dict[int, float]] = {}  # (layer, loop): Engram's gate, by segment
-        self.byte_gates: list[list[float]] = []                   # of each id read: a gate for each order
+        self.ends: list[bool] = []                                # by id: whether it ended a segment
+        self.loops: list[int] = []                                # by finished segment
+        self.load: dict[tuple[int, int], torch.Tensor] = {}       # by (layer, loop): tokens per expert, [E]
+        self.gates: dict[tuple[int, int], dict[int, float]] = {}  # by (layer, loop): Engram's gate by segment
+        self.byte_gates: list[list[float]] = []                   # by id: a gate per order
 
     def __enter__(self) -> "Record":
         model, core = self.model, self.model.core
@@ -50,7 +50,7 @@ class Record:
 
     def __exit__(self, *_):
         if self.model.core is not None:
-            del self.model.boundaries                             # the class's own again
+            del self.model.boundaries                             # restores the class's method
         for handle in self.handles:
             handle.remove()
 
@@ -63,11 +63,11 @@ class Record:
         return b
 
     def _enter_core(self, _, args):
-        self.first, self.visits = len(self.loops), Counter()      # segments before this pass; of each layer, in it
+        self.first, self.visits = len(self.loops), Counter()      # segments before this pass; visits by layer in it
         self.loops += [0] * len(args[0])
 
     def _running(self, active) -> dict[int, int]:
-        """Segments that had not halted before this loop, and the row of each among those that are computed."""
+        """Return the segments that had not halted before this loop, with their computed rows."""
         rows = range(len(self.loops) - self.first) if active.index is None else active.index.tolist()
         halted = [False] * len(rows) if active.halted is None else active.halted.tolist()
         return {self.first + row: i for i, (row, over) in enumerate(zip(rows, halted)) if not over}
@@ -79,24 +79,24 @@ class Record:
             self.gates.setdefault((i, self.visits[i]), {})[segment] = gate[row]
 
     def _visit(self, i: int, layer, args, output):
-        place, (_, routing, _), running = (i, self.visits[i]), output, self._running(args[3])
+        key, (_, routing, _), running = (i, self.visits[i]), output, self._running(args[3])
         self.visits[i] += 1
         for segment in running if i == 0 else ():
             self.loops[segment] += 1
         if routing.topk_idx is not None and running:
             chosen = routing.topk_idx[[*running.values()]].flatten()
             tokens = chosen.bincount(minlength=self.model.config.n_routed_experts).cpu()
-            self.load[place] = self.load.get(place, 0) + tokens
+            self.load[key] = self.load.get(key, 0) + tokens
 
 
 @dataclass
 class Shown:
-    """A text, and what a model did with it."""
+    """A text, and a model's record of it."""
     text: bytes
-    bits: list[float]                     # [bytes] surprise, -log2 of the probability that the byte had
-    likeliest: list[str]                  # [bytes] what the model had expected, for people
-    segment: list[int]                    # [bytes] number of the segment that the byte is in
-    ends: list[bool]                      # [bytes] whether the byte ends it
+    bits: list[float]                     # [bytes] surprise: -log2 of the byte's probability
+    likeliest: list[str]                  # [bytes] the likeliest bytes with their probabilities, as text
+    segment: list[int]                    # [bytes] number of the byte's segment
+    ends: list[bool]                      # [bytes] whether the byte ends its segment
     record: Record
 
     @property
@@ -104,25 +104,25 @@ class Shown:
         return sum(self.bits) / len(self.bits)
 
     def loops_of(self, byte: int) -> int | None:
-        """Loops that the byte's segment took; None where it is not finished."""
+        """Return the loops of the byte's segment; None if that is not finished."""
         segment = self.segment[byte]
         return self.record.loops[segment] if segment < len(self.record.loops) else None
 
 
 @torch.no_grad()
 def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
-    """Has the model, in evaluation mode, read a text of at least a byte, piece by piece.
+    """Run a model in evaluation mode over a text of at least one byte, in pieces.
 
-    FloatingPointError where a logit is no finite number."""
+    Raise FloatingPointError for a non-finite logit."""
     ids = torch.tensor([[BOS_ID, *text]], device=model.embed_tokens.device)
     state, logits = model.decoding_state(n_loops=n_loops), []
-    progress = console.ProgressBar("reads", len(text)) if sys.stderr.isatty() else None
+    progress = console.ProgressBar("reading", len(text)) if sys.stderr.isatty() else None
     with Record(model) as record, model.cast_weights_once():
-        for part in ids[:, :-1].split(PIECE, dim=1):
-            logits.append(model.step(part, state)[0])
+        for piece in ids[:, :-1].split(PIECE, dim=1):
+            logits.append(model.step(piece, state)[0])
             if progress:
-                progress.add(part.shape[1])
-        model.step(ids[:, -1:], state)    # for what the record says of the last byte
+                progress.add(piece.shape[1])
+        model.step(ids[:, -1:], state)    # for the record of the last byte
     log_p = torch.cat(logits).log_softmax(-1)                                                # [bytes, vocab_size]
     if not log_p.isfinite().all():
         raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
@@ -136,8 +136,8 @@ def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
 
 
 def characters(text: bytes) -> Iterator[tuple[str, int, int]]:
-    """Whole UTF-8 characters with their places, (what is shown, start, stop): control characters, what is invisible and
-    bytes that are no UTF-8 as escapes."""
+    """Yield the UTF-8 characters as (glyph, start, stop); control characters, invisible ones and bytes that are not
+    UTF-8 are escaped."""
     start = 0
     for c in text.decode("utf-8", "surrogateescape"):
         stop = start + len(raw := c.encode("utf-8", "surrogateescape"))
@@ -147,7 +147,7 @@ def characters(text: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def take_text(argument: str) -> tuple[bytes, str]:
-    """The text that --show names, at most LONGEST bytes of it, and a line that says what it is."""
+    """Return the first LONGEST bytes of the text that --show names, and its name."""
     if argument == "-":
         text, name = sys.stdin.buffer.read(LONGEST + 4), "standard input"
     elif os.path.exists(argument):
@@ -156,18 +156,18 @@ def take_text(argument: str) -> tuple[bytes, str]:
     else:
         text, name = os.fsencode(argument), "a text"
     if not text:
-        raise errors.DataError(f"--show: {name} is empty: there is nothing to read in it")
+        raise errors.DataError(f"--show: {name} is empty")
     stop = LONGEST
     while stop > LONGEST - 3 and text[stop:stop + 1] and text[stop] & 0xC0 == 0x80:
         stop -= 1                         # before the character that does not fit
     if text[stop:]:
         name = f"the first {stop:,} bytes of {name}"
-        logger.warning(f"--show: {name}, and no more of it")
+        logger.warning(f"--show: only {name}")
     return text[:stop], name
 
 
 def facts(shown: Shown) -> list[str]:
-    """Lines of figures, without what every text has."""
+    """Summarize a text in lines: bits per byte and, if there are any, segments and loops."""
     loops, count = Counter(shown.record.loops), len(shown.text)
     lines = [f"{count:,} bytes, {shown.bits_per_byte:.3f} bits per byte"]
     if segments := sum(shown.ends):

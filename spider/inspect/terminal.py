@@ -1,4 +1,4 @@
-"""Show a text as the model reads it, in a terminal."""
+"""Show segments, loops and surprise of a text in a terminal."""
 
 from bisect import bisect
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from spider.inspect.reading import BITS, Shown, characters, facts
 
 SHADES = ((252, 234), (255, 53), (255, 89), (255, 125), (16, 166), (16, 208), (16, 220), (16, 229))  # of 256 colours:
-                                          # text and ground, ever lighter as in "inferno", whatever the terminal's own
+                                          # (text, background), as in the color map "inferno", for any terminal theme
 SMALL_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def in_terminal(shown: Shown, colour: bool) -> Iterator[str]:
-    """The text, its segments apart, with a legend; in plain characters or with ANSI colours."""
+    """Yield the text with its segments and a legend, in plain characters or with ANSI colors."""
     differ, now = len(set(shown.record.loops)) > 1, ""
 
     def turn(style: str) -> str:
@@ -37,7 +37,7 @@ def in_terminal(shown: Shown, colour: bool) -> Iterator[str]:
         yield "bits: " + "".join(turn(shade(level)) + f" {name} " for level, name in enumerate(names)) + turn("")
         yield " and more; every other segment is underlined" if any(shown.ends) else " and more"
     elif any(shown.ends):
-        yield "segments end at │" if not differ else "segments end at a number, which says how many loops they took"
+        yield "segments end at │" if not differ else "segments end at a number, the number of their loops"
     if colour and differ:
-        yield ", the small number says how many loops it took"
+        yield ", the small number is the number of its loops"
     yield "\n" + "\n".join(facts(shown))

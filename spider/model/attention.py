@@ -12,7 +12,7 @@ from spider.model.packing import ActiveRows, Packing
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding, in place, of the last numbers of each head: x [rows, H * head_dim]."""
+    """Apply the rotary embedding in place to the last numbers of each head: x [rows, H * head_dim]."""
 
     @staticmethod
     def forward(ctx, x, heads, cos, sin):
@@ -28,35 +28,36 @@ class _Rotate(torch.autograd.Function):
 
 
 def turn_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    """Turn x by its rows' angles, or back by them (`way` -1)."""
-    part = x.view(len(x), heads, -1)[:, :, -cos.shape[2]:]
-    turned = part.roll(cos.shape[2] // 2, -1)
-    part.mul_(cos).addcmul_(turned, sin, value=way)
+    """Rotate x by its rows' angles in place, or back (`way` -1)."""
+    rope = x.view(len(x), heads, -1)[:, :, -cos.shape[2]:]
+    turned = rope.roll(cos.shape[2] // 2, -1)
+    rope.mul_(cos).addcmul_(turned, sin, value=way)
     return x
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """Attend causally inside each document by one kernel: q, k, v [rows, H, head_dim] -> [rows, H * head_dim]."""
+    """Attend causally inside each document by a varlen kernel: q, k, v [rows, H, head_dim] -> [rows, H * head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
     cu, longest = packing.cu_seqlens, packing.longest
     return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
 
 
 def attend_filled(qkv: Tensor, packing: Packing) -> Tensor:
-    """Do the same by products of documents that are filled up: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
+    """Attend like `attend`, with padded batches of documents: qkv [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
     sizes = [documents * length for documents, length in packing.buckets]
     if packing.padded_row is not None:
         qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.padded_row, qkv)
-    parts = qkv.split(sizes) if len(sizes) > 1 else [qkv]
-    parts = [_attend_padded(part.unflatten(0, bucket), packing.window).flatten(0, 1)
-             for part, bucket in zip(parts, packing.buckets)]
-    out = torch.cat(parts) if len(parts) > 1 else parts[0]
+    batches = qkv.split(sizes) if len(sizes) > 1 else [qkv]
+    batches = [_attend_padded(batch.unflatten(0, bucket), packing.window).flatten(0, 1)
+               for batch, bucket in zip(batches, packing.buckets)]
+    out = torch.cat(batches) if len(batches) > 1 else batches[0]
     return out if packing.padded_row is None else out.index_select(0, packing.padded_row)
 
 
 def _attend_padded(qkv: Tensor, window: int) -> Tensor:
-    """Do the same for qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H * head_dim]; behind a document's
-    last row nothing looks. Under a window, blocks of as many rows look at themselves and at the block before."""
+    """Attend in a padded batch: qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H * head_dim]. Padding
+    follows the last row, so the causal mask hides it. With a window, blocks of that size attend to themselves and the
+    block before."""
     documents, longest = qkv.shape[:2]
     if not 0 < window < longest:
         return _attend_block(*qkv.unbind(3), longest)
@@ -68,19 +69,19 @@ def _attend_padded(qkv: Tensor, window: int) -> Tensor:
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Let the last n of m rows look at up to `window` rows: q [B, n, H, head_dim], k, v [B, m, H, head_dim] -> [B, n, H
-    * head_dim]."""
+    """Attend from the last n of m rows, each to at most `window` rows: q [B, n, H, head_dim], k, v [B, m, H, head_dim]
+    -> [B, n, H * head_dim]."""
     batch, n, heads, width = q.shape
     m = k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if q.dtype == torch.bfloat16 and m <= 2048:  # there a CPU's plain products are faster than its SDPA in bf16
+    if q.dtype == torch.bfloat16 and m <= 2048:  # up to there plain bf16 products are faster than SDPA on a CPU
         q, k, v = (t.reshape(batch * heads, -1, width) for t in (q, k, v))
-        parts = []
-        for rows in q.split(512, dim=1):  # what lies behind all of them is not multiplied
-            last = min(m, m - n + 512 * len(parts) + rows.shape[1])
+        outs = []
+        for rows in q.split(512, dim=1):  # skip keys after the last of these rows
+            last = min(m, m - n + 512 * len(outs) + rows.shape[1])
             score = torch.baddbmm(out_of_sight(rows, last, window), rows, k[:, :last].mT, alpha=width ** -0.5)
-            parts.append(torch.bmm(score.softmax(-1), v[:, :last]))
-        out = (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).view(batch, heads, n, width)
+            outs.append(torch.bmm(score.softmax(-1), v[:, :last]))
+        out = (torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]).view(batch, heads, n, width)
     elif m > n:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=out_of_sight(q, m, window))
     else:
@@ -89,7 +90,7 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention; what later rows read of a row is its latent alone, kv_lora_rank + rope numbers."""
+    """Multi-head latent attention; later rows read only a row's latent, kv_lora_rank + qk_rope_head_dim numbers."""
 
     def __init__(self, config: "SpiderConfig"):
         super().__init__()
@@ -103,13 +104,14 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor, packing: Packing, active: ActiveRows, latent: Tensor | None = None,
                 cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """Attend for the active rows x [n, D] -> the same, and the latents [rows, kv_lora_rank + rope], unrotated: the
-        given ones, of the loop before, stay for the others. A cache holds earlier latents, normed and rotated."""
+        """Attend from the active rows x [n, D] -> [n, D]; also return the latents [rows, kv_lora_rank + rope], not
+        rotated, in which inactive rows keep the given ones of the loop before. A cache has earlier latents, normed and
+        rotated."""
         c = self.config
         latent = active.merge(latent, self.kv_a_proj(x))
         rows, heads = len(latent), c.n_heads
         q = active.spread(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
-        if not isinstance(self.q_b_proj, Linear):  # what FP8 multiplied is a view, which autograd lets nobody write to
+        if not isinstance(self.q_b_proj, Linear):  # the output of FP8 is a view, which autograd does not let us modify
             q = q.clone()
         q = _Rotate.apply(q, heads, packing.cos, packing.sin).view(rows, heads, -1)          # [rows, H, nope + rope]
         c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
@@ -120,15 +122,15 @@ class MLA(nn.Module):
         k_nope, v = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
         k_rope = k_rope[:, None].expand(-1, heads, -1)
         if packing.buckets is None:
-            v = v if c.qk_nope_head_dim % 8 == 0 else v.contiguous()                         # kernels read 16 bytes
+            v = v if c.qk_nope_head_dim % 8 == 0 else v.contiguous()                         # 16-byte alignment
             out = attend(q, torch.cat((k_nope, k_rope), dim=-1), v, packing)
         else:
             out = attend_filled(torch.cat((q, k_nope, k_rope, v), dim=-1).view(rows, heads, 3, -1), packing)
         return self.o_proj(active.pick(out)), latent
 
     def absorbed(self, q: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
-        """Do the same attention over latents alone, [rows, H * v_head_dim]: keys and values are never made of them,
-        since q (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times that of c."""
+        """Attend over the latents directly -> [rows, H * v_head_dim], without expanding them to keys and values: q
+        (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times the weighted sum of c."""
         c = self.config
         weight = weight_of(self.kv_b_proj, c_kv.dtype).view(c.n_heads, -1, c.kv_lora_rank)   # [H, nope + v, c_kv]
         w_uk, w_uv = weight.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=1)

@@ -1,4 +1,4 @@
-"""Where segments end: learned by a predictor, or by a rule; and the loss that keeps learned ones at their rate."""
+"""Boundaries of segments: learned by a predictor, or by a rule; and the loss that controls the rate of learned ones."""
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,12 @@ from tokenizer import EOS_ID, PAD_ID
 
 def learned_boundaries(p: Tensor, packing: Packing, dtype: torch.dtype, noise: Tensor | None,
                        summed: Tensor | None) -> Tensor:
-    """Cut where the sum of probabilities p [M] over the document, plus an offset, passes a whole number: b [M].
+    """Cut where the sum of probabilities p [M] over the document, plus an offset, crosses an integer: b [M].
 
-    That is systematic sampling: each byte is cut with probability p as in independent draws, but segments are even. The
-    offset is drawn once a document where there is noise [M], when training, 0.5 otherwise, so that evaluation cuts as
-    often as training. The gradient goes straight through to p. summed [documents] float64: when decoding, the sum of p
-    over earlier steps, which this updates."""
+    This is systematic sampling: each byte is cut with probability p as in independent draws, but segments are more
+    even. In training the offset is drawn once per document from noise [M]; otherwise it is 0.5, so that evaluation cuts
+    as often. The gradient is straight-through to p. summed [documents] float64: in decoding, the sum of p over earlier
+    steps, which is updated."""
     total = p.detach().double()
     if summed is not None and packing.longest == 1:                                          # a byte of each document
         before, offset = 0, 0.5 + summed
@@ -33,11 +33,11 @@ def learned_boundaries(p: Tensor, packing: Packing, dtype: torch.dtype, noise: T
     if noise is not None:
         offset = offset - 0.5 + uniform(noise.index_select(0, start))
     b = ((total + offset).floor() > (before + offset).floor()).to(dtype)
-    return b + (p - p.detach()).nan_to_num(0) if p.requires_grad else b  # a count, whatever diverges
+    return b + (p - p.detach()).nan_to_num(0) if p.requires_grad else b  # stays 0 or 1 even if p diverges
 
 
 def rule_boundaries(rule: str, ids: Tensor, shifted: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
-    """Cut by one of config.BOUNDARIES that is not learned: b [M] of ids [M]."""
+    """Cut by one of the rules in config.BOUNDARIES: b [M] for ids [M]."""
     if rule == "words":
         return word_ends(shifted[:2]).squeeze(0).to(dtype)
     if rule == "whitespace":
@@ -52,7 +52,7 @@ def respect_sentinels(b: Tensor, ids: Tensor) -> Tensor:
 
 
 def boundary_loss(b: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tensor:
-    """Return by how much each sequence's boundaries per byte miss the band between alpha - lambda * sigma and alpha."""
+    """Return the mean distance of sequences' boundaries per byte from the band [alpha - lambda * sigma, alpha]."""
     if config.boundaries != "learned":
         return b.new_zeros(())
     real = (input_ids != PAD_ID).sum(1).clamp_min(1)

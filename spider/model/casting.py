@@ -1,9 +1,9 @@
-"""Cast weights for products, once a product or once for all passes of an optimizer step.
+"""Cast weights for products, for each product or once for all passes of an optimizer step.
 
-Parameters are fp32, or what they were given as; products run in Spider.compute_dtype. Linear and WideLinear cast where
-they multiply; `cast_weights_once` has every module with a `cast_weight(dtype)` (these, MoE, FP8's Linears) keep its
-cast in `cast`; `cast_experts` is the cast of stacked expert weights.
-Under FSDP `cast_hook` casts a group's weights once they are gathered, and `gather_in_bf16` has them travel as bf16.
+Parameters are fp32 (or another dtype, if converted); products run in Spider.compute_dtype. Linear and WideLinear cast
+in forward. Inside `cast_weights_once` every module with a `cast_weight(dtype)` (these, MoE, FP8's Linears) keeps its
+cast in `cast`. `cast_experts` casts stacked expert weights. Under FSDP `cast_hook` casts a group's weights after they
+are gathered, and `gather_in_bf16` gathers them in bf16.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose fp32 weight is cast to the input's type; values come from Spider.init_weights alone."""
+    """nn.Linear that casts its weight to the input's dtype; initialized only by Spider.init_weights."""
 
-    cast: Tensor | None = None            # of the weight, while cast_weights_once lasts
+    cast: Tensor | None = None            # the cast weight, inside cast_weights_once
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(in_features, out_features, bias=bias)
@@ -35,8 +35,8 @@ class Linear(nn.Linear):
 
 
 class WideLinear(Linear):
-    """Linear in at least fp32 whatever its rows and weights are, [N, D] -> [N, E]. On a GPU rows in bf16 are multiplied
-    as they are."""
+    """Linear with an fp32 (or wider) result for any input dtype, [N, D] -> [N, E]. On a GPU bf16 inputs are not
+    cast."""
 
     def cast_weight(self, dtype: torch.dtype):
         if dtype == torch.bfloat16 and self.weight.is_cuda:
@@ -52,8 +52,8 @@ class WideLinear(Linear):
 
 
 class _Wide(torch.autograd.Function):
-    """x in bf16 times a weight in fp32: x [N, D], weight [E, D], its halves [2 * E, D] -> fp32 [N, E]. Two halves in
-    bf16 have 16 bits of a number, more than TF32 takes of it, and x need not be copied to fp32."""
+    """Multiply x in bf16 by a weight in fp32: x [N, D], weight [E, D], its halves [2 * E, D] -> fp32 [N, E]. Two bf16
+    halves have 16 bits of mantissa, more than TF32, and x needs no cast to fp32."""
 
     @staticmethod
     def forward(ctx, x, weight, parts):
@@ -81,7 +81,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """Return a Linear's weight in the type of a product: its cast, where there is one."""
+    """Return a Linear's weight in a dtype, using its cast if there is one."""
     for weight in (linear.cast, linear.weight):
         if weight is not None and weight.dtype == dtype:
             return weight
@@ -90,8 +90,8 @@ def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
 
 def cast_experts(weights: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, joined: bool, fp8: bool
                  ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cast w_gate, w_up and w_down, the first two joined where a backend multiplies them as one (see moe_forward); for
-    FP8 in column-major order, as its kernels want them."""
+    """Cast w_gate, w_up and w_down. `joined`: concatenate the first two for a backend that multiplies them as one (see
+    moe_forward). `fp8`: use column-major order, which its kernels need."""
     w_gate, w_up, w_down = (w.to(dtype) for w in weights)
     if joined:
         w_gate, w_up = torch.cat((w_gate, w_up), dim=-1), None
@@ -100,8 +100,8 @@ def cast_experts(weights: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, joi
 
 @contextmanager
 def cast_weights_once(model: nn.Module):
-    """Keep, inside, one cast of weights to `compute_dtype`, and one gradient before it is cast back, for all loops,
-    recomputations and micro-steps. Weights must not change meanwhile: it spans an optimizer step's passes."""
+    """Cast weights to `compute_dtype` once for all loops, recomputations and micro-steps inside; their gradients are
+    also accumulated before the cast back. Use it around all passes of an optimizer step: weights must not change."""
     modules = [module for module in model.modules() if hasattr(module, "cast_weight")]
     try:
         for module in modules if model.casts_early else ():
@@ -118,7 +118,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def gather_in_bf16(model: nn.Module, params: set[int]):
-    """Replace parameters, given by id, by the tensors whose rows FSDP gathers in bf16."""
+    """Replace parameters, given by id, by Bf16Gathered, which FSDP gathers in bf16."""
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if id(p) in params:
@@ -126,8 +126,8 @@ def gather_in_bf16(model: nn.Module, params: set[int]):
 
 
 class Bf16Gathered(Tensor):
-    """Rows of a weight that all products take as bf16: ranks send them so, half the bytes of fp32, and have the weight
-    whole in fp32 again, with the values of its cast. FSDP calls the two hooks of a tensor that has them."""
+    """Rows of a weight that is only used in bf16. FSDP calls the two hooks of such a tensor: ranks gather bf16, half
+    the bytes of fp32, and convert the gathered weight back to fp32."""
 
     @staticmethod
     def __new__(cls, rows: Tensor):
@@ -148,13 +148,13 @@ class Bf16Gathered(Tensor):
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
         (rows,) = gathered
         full = rows.to(param_dtype) if out is None else out.data.copy_(rows)
-        rows.untyped_storage().resize_(0)  # FSDP would keep it as long as the weight, and makes room for it anew
+        rows.untyped_storage().resize_(0)  # FSDP would keep it as long as the weight, and allocates it again
         return full, (full,)
 
 
 def cast_hook(model: nn.Module, modules: list[nn.Module]) -> Callable:
-    """Return a hook that casts the weights of a group once they are gathered, inside its forward: a cast from before
-    would be of shards, and of one made elsewhere the gradient would come too late, and be lost without a word."""
+    """Return a hook that casts the weights of an FSDP group after they are gathered, inside its forward. A cast before
+    that would be of shards; the gradient of a cast made elsewhere would come too late and be lost silently."""
     def cast(*_):
         for module in modules:
             module.cast_weight(model.compute_dtype)

@@ -9,71 +9,71 @@ from tokenizer import VOCAB_SIZE
 BOUNDARIES = ("learned", "words", "whitespace", "every_third", "every_byte")
 RECOMPUTE = ("nothing", "core", "all")
 BACKENDS = ("loop", "grouped", "tile")  # of tile_moe.py
-WORD_BYTES = 32                           # that are looked at for the ends of words
-MAX_LOOPS = 4096                          # of the core, in a flag as in a checkpoint
+WORD_BYTES = 32                           # that are searched for the ends of words
+MAX_LOOPS = 4096                          # of the core, in flags and checkpoints
 
 
 @dataclass
 class SpiderConfig:
-    """Every size of the model; plain values, saved in the checkpoint. The defaults are `1b`."""
+    """All sizes of the model as plain values, saved in the checkpoint. The defaults are `1b`."""
     vocab_size: int = VOCAB_SIZE
-    hidden_size: int = 2048               # multiples of 16, as those of experts: grouped products take no others
+    hidden_size: int = 2048               # multiple of 16, like the experts' width: grouped products need that
     n_prelude_layers: int = 2
-    n_recurrent_layers: int = 6           # 0: no core, the byte layers alone, as a control arm
+    n_recurrent_layers: int = 6           # 0: no core, only byte layers, as a baseline
     n_coda_layers: int = 2
-    n_loops: int = 6                      # loops trained with; beyond them the last one's adapter serves
+    n_loops: int = 6                      # loops in training; further ones use the last loop's adapter
     # attention (MLA)
     n_heads: int = 16
     q_lora_rank: int = 768
     kv_lora_rank: int = 320
     qk_nope_head_dim: int = 64
     qk_rope_head_dim: int = 64
-    v_head_dim: int = 128                 # the query/key width, a multiple of 8: every attention kernel takes that
+    v_head_dim: int = 128                 # equal to the query/key width, a multiple of 8, for all attention kernels
     rope_theta: float = 10000.0
-    byte_window: int = 0                  # bytes that prelude and coda look back on, their own included; 0: all
+    byte_window: int = 0                  # attention window of prelude and coda in bytes; 0: unlimited
     # feed-forward and experts
     intermediate_size: int = 4096         # of the dense layers of prelude and coda
-    n_routed_experts: int = 32            # 0: only the shared one, a dense feed-forward
-    n_shared_experts: int = 1             # as one SwiGLU of n_shared_experts * moe_intermediate_size
+    n_routed_experts: int = 32            # 0: only the shared expert, a dense feed-forward
+    n_shared_experts: int = 1             # one SwiGLU of width n_shared_experts * moe_intermediate_size
     n_experts_per_tok: int = 2
     moe_intermediate_size: int = 512
     expert_bias_rate: float = 0.001       # step of the selection bias, once per optimizer step
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     # segments
-    boundaries: str = "learned"           # or where words end; or, as control arms, whitespace, every_third, every_byte
-    boundary_prior: float = 0.3           # first rate of boundaries per byte
+    boundaries: str = "learned"           # or words; or, as baselines, whitespace, every_third, every_byte
+    boundary_prior: float = 0.3           # initial boundaries per byte
     boundary_loss_weight: float = 1.0
-    boundary_alpha: float = 1 / 3         # boundaries per byte are kept between alpha - lambda * sigma and alpha
+    boundary_alpha: float = 1 / 3         # the loss keeps boundaries per byte between alpha - lambda * sigma and alpha
     boundary_lambda: float = 3.0
     boundary_sigma: float = 0.023
-    places: int = 1                       # rows of a segment for the bytes behind it, each a projection of its own
+    places: int = 1                       # segment offsets: outputs per segment, one projection per byte after it
     # recurrence
-    lti: bool = True                      # False: v = h + e, to measure what the stable injection is worth
-    lora_rank: int = 16                   # of the adapter of each loop; 0: none
+    lti: bool = True                      # False: v = h + e, to ablate the stable injection
+    lora_rank: int = 16                   # of the per-loop adapters; 0: none
     act: bool = True                      # False: the last loop's state is the output
     act_threshold: float = 0.99
     ponder_weight: float = 0.001          # of the ACT cost; 0: none
-    core_loss_weight: float = 0.0         # of the cross-entropy of the core's own prediction of the next byte; 0: none
+    core_loss_weight: float = 0.0         # of the cross-entropy when the core alone predicts the next byte; 0: none
     # Engram: tables of hashed n-grams, before some core layers and at byte rate before prelude and head
     engram_layers: tuple[int, ...] = (1, 4)
     engram_orders: tuple[int, ...] = (3, 4, 6, 8)
     engram_heads: int = 4                 # hashes per order
-    engram_rows: int = 29_000             # rows of each hash's table, about (the next free prime below)
+    engram_rows: int = 29_000             # rows of each hash's table, rounded down to an unused prime
     engram_dim: int = 64                  # width of a row
     engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     engram_byte_rows: int = 47_300
     engram_byte_dim: int = 128
-    engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # of what followed in the document; (): none
-    engram_match_words: tuple[int, ...] = ()  # the same of what stands behind the n-th last end of a word
+    engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # contexts of the match memory; (): none
+    engram_match_words: tuple[int, ...] = ()  # further contexts: the bytes since the n-th last end of a word
 
     def __post_init__(self):
         for f in fields(self):
             value, kind = getattr(self, f.name), type(f.default)
-            if kind is tuple and type(value) is list:                      # when read back from JSON
+            if kind is tuple and type(value) is list:                      # from JSON
                 setattr(self, f.name, value := tuple(value))
             if type(value) not in ((int, float) if kind is float else (kind,)) or (
-                    kind is tuple and any(type(part) is not int for part in value)):
+                    kind is tuple and any(type(number) is not int for number in value)):
                 raise ValueError(f"{f.name} must be of type {'tuple of int' if kind is tuple else kind.__name__}")
             low, high = RANGES.get(f.name, (value, value))
             if not low <= value <= high:
@@ -109,15 +109,15 @@ class SpiderConfig:
 
     @property
     def bytes_per_segment(self) -> float:
-        """Estimate bytes per segment: in the middle of the boundary loss's band, or as the other rules cut English
-        prose (words: Python about 9, Chinese 3)."""
+        """Estimate bytes per segment: the middle of the boundary loss's band, or for rules the value for English prose
+        (words: about 9 for Python, 3 for Chinese)."""
         least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
         return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
                 "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
 
     @property
     def longest_order(self) -> int:
-        """Count the bytes that any memory looks back on."""
+        """Return the number of past bytes that any memory reads."""
         return max((2, WORD_BYTES * bool(self.engram_match_words))
                    + self.engram_orders + self.engram_byte_orders + self.engram_match_orders)
 
@@ -128,13 +128,12 @@ class SpiderConfig:
 
     @property
     def scores_core(self) -> bool:
-        """Return whether training scores the core's own prediction of the next byte."""
+        """Return whether training has the loss of the core's own prediction."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
-        """Return `tiny` (two CPU cores), `small` (about 100M parameters) or `1b` (996M); ValueError for any other
-        name."""
+        """Return `tiny` (for CPUs), `small` (111M parameters) or `1b` (996M); raise ValueError for other names."""
         if name not in PRESETS:
             raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
@@ -142,7 +141,7 @@ class SpiderConfig:
 
 @cache
 def primes_below(limit: int, count: int) -> tuple[int, ...]:
-    """Return the `count` largest primes not above `limit`, descending; all of them where there are fewer."""
+    """Return the `count` largest primes up to `limit`, descending, or all if there are fewer."""
     found = []
     for n in range(limit, 1, -1):
         if len(found) == count:
@@ -152,7 +151,7 @@ def primes_below(limit: int, count: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-# What each number may be: beyond it nothing sensible lies, and what is built of it would take for ever or overflow.
+# Range of each number; values beyond it make no sense, take forever or overflow.
 RANGES = {
     "vocab_size": (VOCAB_SIZE, 1 << 16), "hidden_size": (1, 1 << 16), "n_prelude_layers": (0, 256),
     "n_recurrent_layers": (0, 256), "n_coda_layers": (0, 256), "n_loops": (1, MAX_LOOPS), "n_heads": (1, 1024),
@@ -168,7 +167,7 @@ RANGES = {
     "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096),
 }
 
-# What makes the core pay, measured on tiny (docs/results/learning.md).
+# Settings with which the core improves tiny (docs/results/learning.md).
 BY_WORDS = dict(boundaries="words", places=8, core_loss_weight=0.2, engram_match_words=(1, 2))
 PRESETS = {
     "1b": {},

@@ -1,6 +1,6 @@
-"""Count parameters and FLOPs of a model, from its config and its table of parameters (spider.model.parameters).
+"""Count parameters and FLOPs of a model, from its config and the table of parameters (spider.model.parameters).
 
-FP8 conversion would hide Linears from a count of modules; parameters keep their names.
+This counts parameters by name, not modules by class, since FP8 conversion replaces Linears.
 """
 
 from torch import nn
@@ -9,21 +9,21 @@ from spider.model.parameters import ENGRAM_TABLES, Read, kinds_of
 
 
 def parameter_table(model: nn.Module) -> dict[str, tuple[int, float]]:
-    """Return of each component (parameters, of these read per byte: core layers per visit, of experts the chosen)."""
+    """Return for each component (parameters, active parameters per byte): core layers count once, experts top-k."""
     table = {}
     for name, kind in kinds_of(model).items():
         size, share = model.get_parameter(name).numel(), 1.0
         if kind.read is Read.CHOSEN:
             share = model.config.n_experts_per_tok / model.config.n_routed_experts
         elif kind.component == ENGRAM_TABLES:
-            share = 0.0                   # a few rows
+            share = 0.0                   # only a few rows are read
         total, active = table.get(kind.component, (0, 0.0))
         table[kind.component] = (total + size, active + size * share)
     return table
 
 
 def products_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int) -> float:
-    """Count the weights that a byte is multiplied with on its way to its logits, anew in each loop."""
+    """Count the multiply-adds per byte of the forward pass, as weights times their uses."""
     c, rate, products = model.config, 1 / bytes_per_segment, 0.0
     for name, kind in kinds_of(model).items():
         p = model.get_parameter(name)

@@ -23,24 +23,24 @@ PIECE = 256                               # bytes a row that one pass of decodin
 
 @dataclass
 class DecodingState:
-    """All that a model keeps of what each row has read: tensors and plain values, so that vars(state.copy()) can be
-    saved, and DecodingState(**saved) continues. It has the device and compute_dtype of the model that made it. C is the
-    width of a latent; cache slots double as they fill up."""
+    """The state of decoding, per row: tensors and plain values, so that vars(state.copy()) can be saved and
+    DecodingState(**saved) continues. It has the device and compute_dtype of its model. C is the width of a latent; the
+    number of cache slots doubles as they fill up."""
     n_loops: int
     last_bytes: Tensor                    # int64 [rows, longest_order], PAD before the document
     position: Tensor                      # int64 [rows], bytes of the document so far
     segments: Tensor                      # int64 [rows], finished segments of it
     summed: Tensor                        # float64 [rows], boundary probabilities over it
-    open_segment: Tensor                         # [rows, D], sum of the bytes since the last boundary
-    open_bytes: Tensor                   # [rows, 1], their number
-    unpooled: Tensor                        # [rows, places * D], what bytes receive of the last finished segment
+    open_segment: Tensor                  # [rows, D], sum of the bytes since the last boundary
+    open_bytes: Tensor                    # [rows, 1], number of these bytes
+    unpooled: Tensor                      # [rows, places * D], last finished segment, one row per segment offset
     matches: Tensor                       # int64 [1 + 2 * match contexts, rows, slots]: see MatchMemory.step
     byte_latents: Tensor                  # [prelude and coda layers, 1, rows, slots, C], normed and rotated
-    segment_latents: Tensor               # [L, n_loops, rows, slots, C]: as each segment's last loop left them
-    convolved: Tensor                     # [Engram layers of the core, n_loops, rows, slots, D]: what they convolve
+    segment_latents: Tensor               # [L, n_loops, rows, slots, C], of each segment's last loop
+    convolved: Tensor                     # [Engram layers of the core, n_loops, rows, slots, D], convolution inputs
 
     def copy(self, rows: list[int] | None = None) -> "DecodingState":
-        """Copy the state of all rows, or of the named ones, as often as they are named."""
+        """Copy the state, or only the given rows, which may repeat."""
         def pick(x):
             if not isinstance(x, Tensor) or rows is None:
                 return x.clone() if isinstance(x, Tensor) else x
@@ -48,7 +48,7 @@ class DecodingState:
         return DecodingState(**{name: pick(x) for name, x in vars(self).items()})
 
     def start_documents(self, rows: Tensor, null: Tensor | None):
-        """Forget what the rows, bool [rows], have read: nothing looks behind a document's start."""
+        """Reset the rows, bool [rows], where a new document starts."""
         for x in (self.position, self.segments, self.summed, self.open_segment, self.open_bytes, self.last_bytes):
             x.masked_fill_(rows.view(-1, *(1,) * (x.ndim - 1)), PAD_ID if x is self.last_bytes else 0)
         if null is not None:
@@ -56,19 +56,18 @@ class DecodingState:
 
 
 def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str = "T"):
-    """Raise ValueError unless ids are int64 [rows, length], where a number must be met and a letter is any from 1
-    on."""
+    """Raise ValueError unless ids are int64 [rows, length]; an int is a required size, a letter any size above 0."""
     sizes = list(ids.shape)
     if ids.dtype != torch.int64 or len(sizes) != 2 or any(
             size != wanted if isinstance(wanted, int) else size < 1 for size, wanted in zip(sizes, (rows, length))):
-        raise ValueError(f"{name} must be int64 [{rows}, {length}], at least a byte of each row, not "
+        raise ValueError(f"{name} must be int64 [{rows}, {length}] and not empty, not "
                          f"{str(ids.dtype).removeprefix('torch.')} {sizes}")
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None,
          generator: torch.Generator | None) -> Tensor:
-    """Draw a byte or EOS for each row of logits [rows, vocab_size] -> int64 [rows]. temperature 0 takes the likeliest;
-    top_k leaves the k likeliest, top_p the likeliest ones that together have the probability p."""
+    """Sample a byte or EOS for each row of logits [rows, vocab_size] -> int64 [rows]. temperature 0 is greedy; top_k
+    keeps the k likeliest, top_p the likeliest ones with a total probability of p."""
     logits = logits.float().clone()
     logits[:, 256:EOS_ID] = -math.inf                                                        # PAD, BOS
     logits[:, EOS_ID + 1:] = -math.inf                                                       # sentinels
@@ -86,10 +85,10 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
 
 
 class DecodingMixin:
-    """The methods by which a Spider decodes."""
+    """The decoding methods of Spider."""
 
     def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
-        """Make the state of `rows` rows that have read nothing yet; n_loops, or the config's."""
+        """Make the state of `rows` empty rows; n_loops defaults to the config's."""
         c, weight = self.config, self.embed_tokens
         n_loops, latent = c.n_loops if n_loops is None else n_loops, c.kv_lora_rank + c.qk_rope_head_dim
         held, summed = (weight.new_zeros(0, dtype=dtype) for dtype in (self.compute_dtype, self.wide_dtype))
@@ -106,32 +105,32 @@ class DecodingMixin:
 
     @torch.no_grad()
     def step(self, input_ids: Tensor, state: DecodingState) -> Tensor:
-        """Feed input_ids [rows, n] int64 to a state, which advances: logits [rows, n, vocab_size], fp32, those of
-        `forward` in evaluation mode over all that the rows have read. The core runs where a segment ends, for all that
-        end here together. Inside `cast_weights_once` weights are cast for many steps at once.
+        """Feed input_ids [rows, n] int64 and advance the state; return logits [rows, n, vocab_size], fp32.
 
-        A pass reads at most PIECE bytes of one document in each row. RuntimeError in training mode, whose segments are
-        drawn; ValueError for input_ids of another form."""
+        They equal those of `forward` in evaluation mode over the whole text. The core runs once for all segments that
+        end here. Call this inside `cast_weights_once` to cast weights once for many steps. A pass has at most PIECE
+        bytes, of one document in each row. Raise RuntimeError in training mode, where segments are random, and
+        ValueError for bad input_ids."""
         if self.training:
-            raise RuntimeError("a model decodes in evaluation mode: call its eval() first")
+            raise RuntimeError("decoding needs evaluation mode: call model.eval() first")
         check_ids("input_ids", input_ids, len(state.position), "n")
         n, ends = input_ids.shape[1], set()
         if n > 1:
             starts = document_starts(input_ids)
             ends = {*range(PIECE, n, PIECE), *(starts[:, 1:].any(0).nonzero().flatten() + 1).tolist()}
-        with torch.inference_mode():      # a tenth faster
-            logits = [_read(self, part, state) for part in input_ids.tensor_split(sorted(ends), dim=1)]
-        return torch.cat(logits, dim=1)   # an ordinary tensor again
+        with torch.inference_mode():      # 10% faster
+            logits = [_read(self, piece, state) for piece in input_ids.tensor_split(sorted(ends), dim=1)]
+        return torch.cat(logits, dim=1)   # a normal tensor, not an inference tensor
 
     @torch.no_grad()
     def generate_batch(self, logits: Tensor, state: DecodingState, max_new_bytes: int, temperature: float = 1.0,
                        top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None
                        ) -> Iterator[list[int | None]]:
-        """Yield up to max_new_bytes times what each row writes next, a list of ids (0-255), None once it has ended.
+        """Yield up to max_new_bytes lists with the next byte (0-255) of each row, or None after its EOS.
 
-        logits [rows, vocab_size] are those of the last byte that the state has read; what is yielded has been read as
-        well when the next is asked for. See `draw` for the rest. Weights must not change before it ends.
-        FloatingPointError where a logit is no finite number."""
+        logits [rows, vocab_size]: of the last byte fed to the state, which is advanced as bytes are requested. See
+        `draw` for the other arguments. Weights must not change meanwhile. Raise FloatingPointError for a non-finite
+        logit."""
         ended, drawn = torch.zeros(len(logits), dtype=torch.bool, device=logits.device), None
         with self.cast_weights_once():
             for _ in range(max_new_bytes):
@@ -157,7 +156,7 @@ class DecodingMixin:
 
 
 def _read(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
-    """Read the next bytes [rows, n] of one document in each row."""
+    """Feed bytes [rows, n], of one document in each row."""
     c, (rows, n) = model.config, input_ids.shape
     known = torch.cat((state.last_bytes, input_ids), dim=1)
     starts = document_starts(known[:, -n - 1:])[:, 1]
@@ -186,7 +185,7 @@ def _read(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
 
 
 def _extend_segments(model: nn.Module, x: Tensor, state: DecodingState) -> Tensor:
-    """Add a byte to each row's open segment, x [rows, D]; return what it receives of the segment before."""
+    """Add a byte to each row's open segment, x [rows, D]; return the last finished segment at its offset."""
     state.open_segment, state.open_bytes = state.open_segment + x, state.open_bytes + 1
     places = model.config.places
     if places == 1:
@@ -197,8 +196,8 @@ def _extend_segments(model: nn.Module, x: Tensor, state: DecodingState) -> Tenso
 
 def _finish_segments(model: nn.Module, x: Tensor, b: Tensor, packing: Packing, shifted: Tensor,
                      state: DecodingState) -> Tensor:
-    """Pool the segments that end among bytes x [rows * n, D], run the core on all of them together, and return what the
-    bytes receive; those behind a row's last boundary open its next segment."""
+    """Pool the segments that end in bytes x [rows * n, D], run the core on them and unpool; return this for each byte.
+    Bytes after a row's last boundary start its open segment."""
     rows, before = len(state.position), state.unpooled
     open_bytes = state.open_bytes.long().expand(-1, len(x) // rows).flatten()
     z, total, segment_cu_seqlens = sum_segments(x, b, packing.cu_seqlens, (state.open_segment, state.open_bytes))
@@ -215,7 +214,7 @@ def _finish_segments(model: nn.Module, x: Tensor, b: Tensor, packing: Packing, s
 
 
 def _run_core(model: nn.Module, z: Tensor, cu_seqlens: Tensor, last_bytes: Tensor, state: DecodingState) -> Tensor:
-    """Run the core on finished segments z [N, D], which follow those that the state holds."""
+    """Run the core on finished segments z [N, D], which follow those in the state."""
     lengths, taps = cu_seqlens.diff(), SegmentEngram.taps(model.config)
     packing = Packing.build(cu_seqlens, len(z), int(lengths.max()), model.config, model.compute_dtype, 0,
                             state.segments)

@@ -1,8 +1,8 @@
 """Lookup memories: Engram tables of hashed n-grams, at segment rate and at byte rate.
 
-Engram (arXiv 2601.07372) recalls, of the last bytes, rows that training wrote: at segment rate before core layers, at
-byte rate (BLT, arXiv 2412.09871) before prelude and head. The match memory (the match model of PAQ, Mahoney 2005) looks
-up what followed in the document where the last bytes stood before. Shapes as in spider_model.py.
+Engram (arXiv 2601.07372) looks up learned rows by the last bytes: at segment rate before core layers, at byte rate
+(BLT, arXiv 2412.09871) before prelude and head. The match memory (the match model of PAQ, Mahoney 2005) finds the last
+occurrence of the current context in the document and returns the byte after it. Shapes as in spider_model.py.
 """
 
 from typing import NamedTuple
@@ -22,11 +22,11 @@ from spider.model.packing import ActiveRows, round_up
 
 
 class SegmentEngram(nn.Module):
-    """The memory in front of a core layer: what the segment's last bytes recall, gated by the state, then convolved."""
+    """The memory before a core layer: rows of the segment's last bytes, gated by the state, then convolved."""
 
     kernel_size = 4
-    eps = 1e-3                            # of norms over what tables hold: at their zero start, 1e-6 would multiply
-                                          # gradients by a thousand, and Adagrad would never forget it
+    eps = 1e-3                            # of norms over tables, which start at zero: 1e-6 would multiply the first
+                                          # gradients by a thousand, and these would stay in Adagrad's accumulators
 
     def __init__(self, config: "SpiderConfig"):
         super().__init__()
@@ -37,23 +37,23 @@ class SegmentEngram(nn.Module):
 
     @classmethod
     def taps(cls, config: "SpiderConfig") -> list[int]:
-        """Return how many segments back the convolution looks, beside the segment itself."""
+        """Return the distances, in segments, of the earlier taps of the convolution."""
         return [tap * len(config.engram_orders) for tap in range(1, cls.kernel_size)]
 
     def recall(self, shifted: Tensor, position: Tensor, dtype: torch.dtype) -> "Recalled":
-        """Compute what all loops share, of segments at `position` [N] that end with the bytes `shifted` [K, N]."""
+        """Compute what all loops share, for segments at `position` [N] that end with bytes `shifted` [K, N]."""
         memory = self.table(shifted).flatten(1).to(dtype)
         key, value = rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
         wide = torch.promote_types(dtype, torch.float32)
         power = torch.linalg.vector_norm(value, dim=1, keepdim=True, dtype=wide).square() / value.shape[1]
-        if torch.is_grad_enabled():       # cheap to do again, and three times as large as what it is made of
+        if torch.is_grad_enabled():       # cheap to recompute, and three times as large as its inputs
             taps, row = checkpoint(self.taps_of, value, position, use_reentrant=False, preserve_rng_state=False)
         else:
             taps, row = self.taps_of(value, position)
         return Recalled(key, value, power, row, taps)
 
     def taps_of(self, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what each tap weighs of value, [N, taps, D], and the segments where it lies, [N * taps]."""
+        """Return the weighted values of all taps, [N, taps, D], and the index of each tap's segment, [N * taps]."""
         back = torch.arange(self.kernel_size, device=value.device) * len(self.table.orders)
         there = position[:, None] >= back                                                    # [N, taps]
         row = (torch.arange(len(value), device=value.device)[:, None] - back).clamp_min(0)
@@ -62,13 +62,13 @@ class SegmentEngram(nn.Module):
 
     def forward(self, h: Tensor, recalled: "Recalled", active: ActiveRows, before: Tensor | None,
                 cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """Add the memory to the active rows h [n, D] -> the same, and what the convolution reads; `before`: the loop
-        before's, which stays for the others.
+        """Add the memory to the active rows h [n, D]; return them, and the scales that the convolution reads. `before`:
+        the scales of the loop before, which inactive rows keep.
 
-        Between loops nothing but gates changes. The convolution reads the normed u = gate * value, which is value times
-        a number for each segment: these, [N, 1], times what each tap weighs of value. A cache holds what it read of
-        earlier steps, [N, D]."""
-        key, value, power = (active.pick(part) for part in recalled[:3])
+        Only the gates change between loops. The convolution reads u = gate * value, normed: that is value times a
+        scale per segment, [N, 1], so it is the sum of scales times the weighted values of the taps. In decoding, a
+        cache holds the inputs of earlier steps, [N, D]."""
+        key, value, power = (active.pick(tensor) for tensor in recalled[:3])
         gate = self.gate(h, key)
         scale = (gate * torch.rsqrt(gate * gate * power + self.eps)).to(h.dtype)
         if cache is None:
@@ -81,12 +81,12 @@ class SegmentEngram(nn.Module):
         return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), read
 
     def gate(self, h: Tensor, key: Tensor) -> Tensor:
-        """Return how far states h [n, D] let in what their keys [n, D] stand for: [n, 1] in (0, 1), at least fp32."""
+        """Compute gates from states h [n, D] and keys [n, D]: [n, 1] in (0, 1), at least fp32."""
         match = _Match.apply(h, key)
         return torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())
 
     def convolve(self, read: Tensor, cache: Cache) -> Tensor:
-        """Convolve causally and depthwise over the segments of a document, of steps' rows [N, D] -> [N, D]."""
+        """Apply the causal depthwise convolution over a document's segments in decoding, [N, D] -> [N, D]."""
         first, *weights = self.conv_weight.to(read.dtype)
         out = read * first
         for weight, x in zip(weights, cache.put_and_look_back(read)):
@@ -104,7 +104,7 @@ class Recalled(NamedTuple):
 
 
 class _Match(torch.autograd.Function):
-    """<rms_norm(h), key> / sqrt(D) of rows [n, D] -> [n, 1], at least fp32, without the normed rows."""
+    """Compute <rms_norm(h), key> / sqrt(D) of rows [n, D] -> [n, 1], at least fp32, without storing normed rows."""
 
     @staticmethod
     def forward(ctx, h, key):
@@ -124,26 +124,26 @@ class _Match(torch.autograd.Function):
 
 
 class ByteEngram(nn.Module):
-    """The memory at byte rate: rows of every order, and of what followed in the document, each weighed by a gate of the
-    state where there is one."""
+    """The memory at byte rate: rows of every n-gram order and of the match memory; `gated`: weighted by gates of the
+    state."""
 
     def __init__(self, config: "SpiderConfig", gated: bool):
         super().__init__()
         orders, matches, dim = config.engram_byte_orders, config.match_contexts, config.engram_byte_dim
         self.table = EngramTable(orders, 1, config.engram_byte_rows, dim) if orders else None
-        rows = round_up(MatchMemory.NOTHING + 1, 32)  # 8-bit AdamW's blocks are then whole where ranks cut it
+        rows = round_up(MatchMemory.NOTHING + 1, 32)  # so that sharding does not split blocks of 8-bit AdamW
         self.followed = nn.Parameter(torch.empty(matches, rows, dim)) if matches else None
         self.proj = Linear((len(orders) + matches) * dim, config.hidden_size)
         self.gate = Linear(config.hidden_size, len(orders) + matches) if gated else None
 
     def forward(self, x: Tensor, shifted: Tensor, matched: Tensor | None) -> Tensor:
-        """Recall for x [M, D], shifted [K, M], matched [M, match contexts], see MatchMemory -> what is added to x, [M,
-        D]."""
+        """Look up for x [M, D], shifted [K, M], matched [M, match contexts] (see MatchMemory); return the term to add
+        to x, [M, D]."""
         rows = [self.table(shifted)] if self.table is not None else []                       # of [M, orders, dim]
         if matched is not None:
             first = torch.arange(len(self.followed), device=x.device) * self.followed.shape[1]
             rows.append(F.embedding(matched + first, self.followed.flatten(0, 1)))
-        rows = torch.cat([part.to(x.dtype) for part in rows], dim=1)
+        rows = torch.cat([tensor.to(x.dtype) for tensor in rows], dim=1)
         if self.gate is not None:
             rows = rows * self.gate(rms_norm(x)).sigmoid()[:, :, None]
         return self.proj(rows.flatten(1))

@@ -1,4 +1,4 @@
-"""EngramTable: rows of hashed n-grams, whose gradients are gathered by row for the optimizer that takes them."""
+"""EngramTable: rows of hashed n-grams, whose gradients are gathered by row for their optimizer."""
 
 import warnings
 from functools import cache
@@ -16,12 +16,13 @@ from spider.model.ngrams import gram_keys, init_multiplier
 
 
 class EngramTable(nn.Module):
-    """One memory's rows: for each order n and head, row (XOR over k < n of byte_{t-k} * multiplier_k) mod a prime of
-    its own. The tables lie one after the other in `weight`; a row never used stays zero. Gradients of lookups are not
-    in weight.grad but in `gathered`, until `forget`. An optimizer that takes them from there, as optim.RowwiseAdagrad
-    does, sets `claimed`; the first other one that steps over the weight is warned of."""
+    """The rows of one memory. For each order n and head, the row is (XOR over k < n of byte_{t-k} * multiplier_k) mod a
+    prime of that table. All tables are concatenated in `weight`; unused rows stay zero.
 
-    claimed = warned = False              # warned: in this process, of any table
+    Gradients of lookups are not in weight.grad but in `gathered`, until `forget`. An optimizer that reads them there,
+    like optim.RowwiseAdagrad, sets `claimed`; any other one that steps the weight causes a warning."""
+
+    claimed = warned = False              # warned: once per process, for any table
 
     def __init__(self, orders: tuple[int, ...], heads: int, rows: int, dim: int):
         super().__init__()
@@ -34,7 +35,7 @@ class EngramTable(nn.Module):
         self.forget()
 
     def init_hash(self, seed: int):
-        """Make multipliers from `seed`, primes and offsets from the sizes."""
+        """Set the multipliers from `seed`, primes and offsets from the sizes."""
         init_multiplier(self.multiplier, seed)
         prime = torch.tensor(self.primes).view(self.prime.shape)
         self.prime.copy_(prime)
@@ -50,11 +51,11 @@ class EngramTable(nn.Module):
         return _Lookup.apply(self.weight, self.addresses(shifted), self)
 
     def gather(self, row: Tensor, grad: Tensor):
-        """Keep what the optimizer needs of lookups: their rows [n], gradients [n, dim] and mean squares of these.
+        """Record lookups for the optimizer: their rows [n], gradients [n, dim] and the gradients' mean squares.
 
-        They are listed as they come and, once more than half as many as the table has rows, summed by row: a step's
-        memory is bounded by the table's, whatever the number of lookups and micro-steps. Merging equal rows before
-        their squares are taken, as torch does when it adds sparse gradients on a CPU, would lose the squares."""
+        They are collected in a list, and summed by row once they exceed half the number of the table's rows. So memory
+        is bounded by the table's size, for any number of lookups and micro-steps. torch's sparse gradients would not
+        do: they are merged by row before squaring."""
         if not (self.claimed or EngramTable.warned):
             unclaimed.add(self)
             watch_optimizers()
@@ -64,7 +65,7 @@ class EngramTable(nn.Module):
             self.sum_up()
 
     def sum_up(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum by row all that was gathered: every row of the table, its gradients and mean squares."""
+        """Sum all gathered lookups by row; return all rows of the table, their gradients and mean squares."""
         if self.sums is None:
             rows = len(self.weight)
             zeros = torch.zeros_like(wide(self.weight))
@@ -83,30 +84,30 @@ class EngramTable(nn.Module):
         self.lookups, self.sums = [], None
 
 
-unclaimed: WeakSet[EngramTable] = WeakSet()  # tables that have gathered gradients which nothing takes, so far
+unclaimed: WeakSet[EngramTable] = WeakSet()  # tables with gradients that no optimizer reads, so far
 
 
 @cache
 def watch_optimizers() -> RemovableHandle:
-    """Look at every optimizer's step from the first call on."""
+    """Hook into the steps of all optimizers, once."""
     return register_optimizer_step_post_hook(warn_of_unclaimed)
 
 
 def warn_of_unclaimed(optimizer: torch.optim.Optimizer, *_):
-    """Warn of an optimizer, once in a process, that it leaves Engram tables as they are."""
+    """Warn, once per process, if an optimizer was given Engram tables but does not update them."""
     if not unclaimed:
         return
     weights = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if any(id(table.weight) in weights and not table.claimed for table in unclaimed):
         EngramTable.warned = True
         unclaimed.clear()
-        warnings.warn(f"{type(optimizer).__name__} moves no row of the Engram tables that it was given, where most "
-                      f"parameters lie: their gradients are not in weight.grad. Take Spider's optim.Optimizers in its "
-                      f"place, or optim.RowwiseAdagrad beside it: docs/guide/your-own-loop.md", stacklevel=3)
+        warnings.warn(f"{type(optimizer).__name__} does not update the Engram tables, which have most of the "
+                      f"parameters: their gradients are not in weight.grad. Use Spider's optim.Optimizers instead, or "
+                      f"optim.RowwiseAdagrad for the tables: see docs/guide/your-own-loop.md", stacklevel=3)
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table by address, [rows, tables] -> [rows, tables, dim]; the table gathers their gradients itself."""
+    """Look up rows of a table by address, [rows, tables] -> [rows, tables, dim]; the table gathers their gradients."""
 
     @staticmethod
     def forward(ctx, weight, address, table):

@@ -9,26 +9,26 @@ from spider.model.packing import ALL_ROWS, ActiveRows
 class Halting:
     """ACT over the loops of one pass (Graves, arXiv 1603.08983).
 
-    Weight of a loop: p while the running sum stays below the threshold; on the loop that reaches it, and on the last
-    one, what remains to 1. Then the segment has halted. It is computed once more, with no weight, so that later
-    segments read the state that it halted with, and leaves the core. (Without, half a hop of a chain is lost.)
+    The weight of a loop is p while the running sum is below the threshold. On the loop that reaches it, and on the last
+    one, the weight is the remainder to 1, and the segment halts. It is computed once more, with weight 0, so that later
+    segments can read its final state, and then leaves the core. (Without that, half a hop of a chain is lost.)
 
-    A segment that halts in its first loop has weight 1 there whatever its p: nothing teaches it to continue, nor later
-    loops to be worth it. So p is scaled by a warm-up, and until that ends every loop learns.
+    A segment that halts in its first loop has weight 1 there for any p, so there is no gradient to continue, nor for
+    later loops. Therefore a warm-up scales p until all loops have learned.
     """
 
     def __init__(self, share: Tensor, threshold: float, leave: bool, ends: bool):
-        """Begin a pass. share [N]: 1 / segments, 0 for rows that fill up; leave: halted rows leave the products; ends:
-        no later segment will read these, so the pass ends once all have halted."""
+        """Begin a pass. share [N]: 1 / segments, 0 for padding rows; leave: halted rows leave the products; ends: no
+        later segment reads these, so the pass ends once all have halted."""
         self.threshold, self.leave, self.ends, self.active = threshold, leave, ends, ALL_ROWS
         self.share, self.remaining = share, torch.ones_like(share)  # [n] of active rows: 1 - weights; 0 once halted
         self.output: Tensor | None = None                           # [N, D]
         self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
 
     def add(self, h: Tensor, p: Tensor, last: bool) -> Tensor:
-        """Take the states after a loop, h [n, D], and their halting probabilities p [n]; return the states that the
-        next loop computes, none after the last."""
-        stays = self.share > 0                                      # the others have halted in the loop before
+        """Add the states after a loop, h [n, D], with halting probabilities p [n]; return the states for the next loop,
+        none after the last."""
+        stays = self.share > 0                                      # the others halted in the loop before
         stops = torch.ones_like(stays) if last else 1 - self.remaining + p >= self.threshold
         weight = torch.where(stops, self.remaining, p)
         weighted = weight[:, None].to(h.dtype) * h

@@ -1,4 +1,4 @@
-"""Give every parameter and buffer of a model its first value; find those that nobody initialized."""
+"""Initialize every parameter and buffer of a model; find those that were left out."""
 
 import math
 
@@ -14,8 +14,8 @@ from spider.model.match_memory import MatchMemory
 
 
 class UninitializedTensors:
-    """The tensors of a module that nobody has written since this was made: floats are filled with NaN, which has to go,
-    and of other numbers a version is counted. On the meta device there is nothing to write."""
+    """Detect tensors of a module that are never written: floats still have the NaN that they are filled with here,
+    other tensors still have the same version. Tensors on the meta device are ignored."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -30,7 +30,7 @@ class UninitializedTensors:
         return {name: tensor for name, tensor in tensors if not (tensor.is_meta or tensor.is_inference())}
 
     def names(self) -> list[str]:
-        """Return the names of tensors that nobody has written yet."""
+        """Return the names of tensors that have not been written yet."""
         tensors = self._tensors()
         unwritten = {name: tensor is tensors.get(name) and tensor._version == version
                      for name, (tensor, version) in self.before.items()}
@@ -38,7 +38,7 @@ class UninitializedTensors:
             tensor.is_floating_point() and bool(tensor.isnan().any()))]
 
     def reset(self):
-        """Call reset_parameters of the modules that hold such tensors, or of the next ones around that have it."""
+        """Call reset_parameters of the modules with such tensors, or of the nearest parents that have it."""
         holders = []
         for name in self.names():
             path = name.split(".")[:-1]
@@ -58,17 +58,17 @@ def init_weights(model: nn.Module):
         lm_head, halt_predictor             N(0, 0.02^2); the halting bias is -3: at 0 it would stick at one loop
         boundary_predictor's last bias      logit(boundary_prior)
         loop_embedding                      N(0, 0.02^2)
-        log_A, dt, B                        such that A = 0.905 and B = 1: at (1 - A) / (1 - A^n_loops), which keeps
-                                            the state at e's size, what layers add drowns e; see
+        log_A, dt, B                        such that A = 0.905 and B = 1. B = (1 - A) / (1 - A^n_loops) would keep the
+                                            state at e's size, but then the layers' output drowns e; see
                                             docs/results/mechanisms.md
         lora_down, lora_up                  N(0, 1 / fan_in), 0
         core.out_proj, core.place_proj      0: at the start the core adds nothing to the bytes
         null_segment, conv_weight           0
         Engram tables, followed             0; their hash constants from the table's order in the model
         expert_bias                         0
-        modules that a subclass adds        their reset_parameters, drawn behind all of these
+        modules that a subclass adds        their reset_parameters, after all of these
 
-    RuntimeError names what nobody initializes."""
+    Raise RuntimeError with the names of uninitialized tensors."""
     uninitialized = UninitializedTensors(model)
     _init_layers(model)
     _init_byte_rate(model)
@@ -79,12 +79,12 @@ def init_weights(model: nn.Module):
         model.boundary_predictor[2].bias.fill_(math.log(prior / (1 - prior)))
     uninitialized.reset()
     if names := uninitialized.names():
-        raise RuntimeError(f"nobody initializes {', '.join(names)}: give what holds it a reset_parameters() that "
-                           f"does; a constructor's values are lost where a model is made on the meta device")
+        raise RuntimeError(f"uninitialized: {', '.join(names)}: add a reset_parameters() to the module; values from "
+                           f"the constructor are lost when a model is built on the meta device")
 
 
 def _init_layers(model: nn.Module):
-    """Initialize what layers are made of, in the order of modules; outputs of residual parts get smaller with depth."""
+    """Initialize the layers, in the order of modules; output projections of residual branches shrink with depth."""
     c = model.config
     depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
     tables = 0

@@ -1,4 +1,4 @@
-"""SwiGLU, and Block, the layer at byte rate. The core's layer, RecurrentBlock, stands in spider_model.py."""
+"""SwiGLU, and Block, the layer at byte rate. The core's layer, RecurrentBlock, is in spider_model.py."""
 
 from collections.abc import Callable
 

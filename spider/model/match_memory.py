@@ -1,4 +1,4 @@
-"""The match memory: what followed in the document where the last bytes stood before."""
+"""The match memory: the byte that followed the last occurrence of the current context in the document."""
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,15 @@ from spider.model.ngrams import gram_keys, init_multiplier, word_ends
 
 
 class MatchMemory(nn.Module):
-    """A lookup in the document itself: for each order n, the byte that followed where its last n bytes stood the last
-    time before, and whether the same one had followed the time before that. `words` are such contexts too: for each n
-    of them the bytes behind the one that ended the n-th last word, at most WORD_BYTES - 1 of them. A match model, as
-    compressors have it, without parameters: a small transformer takes long to learn that it could look.
+    """A lookup in the document itself, without parameters, like the match model of compressors: a small transformer
+    takes long to learn this.
 
-    What was found is a number: the byte, + 256 where the two agree, + 512 where they do not, or NOTHING."""
+    Contexts are the last n bytes for each n of `orders`, and the bytes since the n-th last end of a word for each n of
+    `words` (at most WORD_BYTES - 1). For each context, find its last two earlier occurrences in the document. The match
+    is the byte after the last one: + 256 if the byte after the one before is the same, + 512 if it differs, or
+    NOTHING."""
 
-    NOTHING = 3 * 256                     # these bytes never stood there, or no byte followed them
+    NOTHING = 3 * 256                     # no earlier occurrence, or no byte after it
 
     def __init__(self, orders: tuple[int, ...], words: tuple[int, ...]):
         super().__init__()
@@ -27,8 +28,8 @@ class MatchMemory(nn.Module):
         init_multiplier(self.multiplier, seed)
 
     def forward(self, ids: Tensor, shifted: Tensor, document: Tensor) -> Tensor:
-        """Look up every byte's contexts: ids [M], shifted [all that contexts read, M], document [M], ascending -> what
-        was found, int64 [M, contexts], orders first."""
+        """Look up the contexts of all bytes: ids [M], shifted [longest context, M], document [M], ascending -> matches
+        int64 [M, contexts], orders first."""
         key, row = self.keys(shifted).sort(dim=1, stable=True)
         document = document[row]
         again = (key[:, 1:] == key[:, :-1]) & (document[:, 1:] == document[:, :-1])
@@ -38,7 +39,7 @@ class MatchMemory(nn.Module):
     def keys(self, shifted: Tensor) -> Tensor:
         """Hash the bytes of each context, [contexts, M]."""
         orders, lengths = self.orders, tuple(range(1, WORD_BYTES)) if self.words else ()
-        keys = gram_keys(shifted + 1, self.multiplier, orders + lengths)  # a byte of 0 makes a context longer, too
+        keys = gram_keys(shifted + 1, self.multiplier, orders + lengths)  # + 1: zero bytes must change the hash, too
         if self.words:
             ended = word_ends(shifted[:WORD_BYTES]).cumsum(0)                                # [WORD_BYTES - 1, M]
             by_length = torch.stack((torch.zeros_like(keys[0]), *keys[len(orders):]))
@@ -46,10 +47,10 @@ class MatchMemory(nn.Module):
         return torch.stack(keys)
 
     def step(self, ids: Tensor, shifted: Tensor, position: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up the contexts of the next bytes of documents that continue: ids [rows, n], shifted [longest, rows *
-        n], position [rows, n]; held int64 [1 + 2 * contexts, rows, slots]: of the documents so far the bytes, the keys
-        of their contexts, and where these stood before. Returns what was found, [rows * n, contexts], and `held` with
-        these bytes, which doubles as it fills up."""
+        """Look up the contexts of the next bytes in decoding: ids [rows, n], shifted [longest, rows * n], position
+        [rows, n]. held int64 [1 + 2 * contexts, rows, slots] has for all earlier bytes of the documents the bytes, the
+        keys of their contexts, and the previous occurrence of each. Returns the matches, [rows * n, contexts], and
+        `held` with the new bytes; its slots double as they fill up."""
         if (need := int(position[:, -1].max()) + 1) > held.shape[2]:                         # host synchronisation
             held = F.pad(held, (0, 2 * need - held.shape[2]))
         keys = self.keys(shifted).view(-1, *ids.shape)
@@ -63,8 +64,8 @@ class MatchMemory(nn.Module):
         return self.found(held[:1].expand(len(last), -1, -1), held[count:], last).flatten(1).T, held
 
     def found(self, ids: Tensor, before: Tensor, last: Tensor) -> Tensor:
-        """Return for n-grams that stood at `last` [..., m] before (-1: nowhere) what followed there, [..., m]. ids and
-        `before`, [..., slots]: the bytes of slots, and where their n-grams stood before."""
+        """Return the matches [..., m] of contexts with their last occurrence at `last` [..., m] (-1: none). ids and
+        `before` [..., slots]: the bytes, and the previous occurrence of each context."""
         def at(x, slot):
             return x.gather(-1, slot.clamp(0, x.shape[-1] - 1))
         second = torch.where(last < 0, -1, at(before, last))

@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def byte_noise(seed: int | Tensor | None, sequences: int, length: int, device: torch.device) -> Tensor:
-    """Return a random number for each byte, int64 [sequences, length]; row i is a function of seed + i alone.
+    """Return a random number per byte, int64 [sequences, length]; row i is a function of seed + i.
 
-    Without a seed they come from torch's default generator."""
+    Without a seed, torch's default generator draws them."""
     if seed is None:
         return torch.randint(-1 << 63, (1 << 63) - 1, (sequences, length), device=device)
     row = splitmix(0, torch.arange(sequences, device=device) + seed)
@@ -15,7 +15,7 @@ def byte_noise(seed: int | Tensor | None, sequences: int, length: int, device: t
 
 
 def splitmix(start: Tensor | int, index: Tensor) -> Tensor:
-    """Return the numbers, int64, at `index` of those that splitmix64 makes from `start`."""
+    """Return the numbers at `index` of the splitmix64 sequence from `start`, int64."""
     z = start + index * (0x9E3779B97F4A7C15 - (1 << 64))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -23,16 +23,16 @@ def splitmix(start: Tensor | int, index: Tensor) -> Tensor:
 
 
 def uniform(number: Tensor) -> Tensor:
-    """Turn random int64 into fp32 in (0, 1)."""
+    """Map random int64 to fp32 in (0, 1)."""
     return (((number >> 40) & 0xFFFFFF).float() + 0.5) / (1 << 24)
 
 
 def dropped(x: Tensor, rate: float, noise: Tensor | None, site: int) -> Tensor:
-    """Apply dropout: x [n, D] with a part `rate` of its numbers 0 and the others larger by as much. Which ones is a
-    function of the row's noise, int64 [n], another one at each site. Without noise x as it is."""
+    """Apply dropout of a rate to x [n, D]; without noise return x. The mask is a function of the row's noise, int64
+    [n], and of the site."""
     if noise is None or not rate:
         return x
     salt = splitmix(site, torch.arange(1, x.shape[1] + 1, device=x.device)).int()
-    z = (noise.int()[:, None] ^ salt).mul_(0x2C1B3C6D)                                       # a hash of 32 bits
+    z = (noise.int()[:, None] ^ salt).mul_(0x2C1B3C6D)                                       # a 32-bit hash
     z = ((z >> 15) & 0x1FFFF).bitwise_xor_(z).mul_(0x297A2D39)
     return x * (z >= round((rate - 0.5) * (1 << 32))) / (1 - rate)

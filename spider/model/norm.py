@@ -1,4 +1,4 @@
-"""RMSNorm without weights, in few passes."""
+"""RMSNorm without weights."""
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,11 @@ def inverse_rms_of(x: Tensor, eps: float) -> Tensor:
     return torch.addcmul(EPS[eps], length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
-EPS = {eps: torch.tensor(eps) for eps in (1e-6, 1e-3)}  # as tensors, so that they are added in the same operation
+EPS = {eps: torch.tensor(eps) for eps in (1e-6, 1e-3)}  # tensors, which addcmul can fuse
 
 
 class _RMSNormCPU(torch.autograd.Function):
-    """RMSNorm without weights in few passes: torch's own backward takes two to three times as long on a CPU."""
+    """RMSNorm without weights for CPUs, where torch's own backward takes two to three times as long."""
 
     @staticmethod
     def forward(ctx, x, eps):
@@ -32,7 +32,7 @@ class _RMSNormCPU(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) over the last dimension; no weights, the Linear that follows has them."""
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension; the Linear that follows makes weights redundant."""
     if x.is_cuda:
         return F.rms_norm(x, x.shape[-1:], eps=eps)
     return _RMSNormCPU.apply(x, eps) if torch.is_grad_enabled() else (x * inverse_rms_of(x, eps)).to(x.dtype)

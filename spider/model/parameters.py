@@ -1,9 +1,8 @@
-"""One table of the kinds of parameters: component, optimizer, weight decay, precision, and how often products read it.
+"""One table of all kinds of parameters: component, optimizer, weight decay, precision, and how often products use them.
 
-KINDS is read from top to bottom, the first row that fits a parameter decides. A row fits by the class that holds the
-parameter, by its name there, and by a word on its path. A researcher's parameter falls through to the last rows:
-weights of Linears are Muon's and FP8's, all else is AdamW's and fp32. `kinds_of(model)` names the kind of every
-parameter.
+The first row of KINDS that matches a parameter applies. A row matches the class of its module, its name there, and a
+word of its path. Parameters of new modules match the last rows: weights of Linears go to Muon and FP8, all others to
+AdamW and fp32. `kinds_of(model)` returns the kind of every parameter.
 """
 
 from dataclasses import dataclass
@@ -14,28 +13,28 @@ from torch import nn
 
 from spider.model.casting import Linear
 
-# Modules with one of these in their name stay in high precision, whatever their row says.
+# Modules with one of these in their name stay in high precision, regardless of their row.
 NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "norm", "embed_tokens", "lm_head",
              "halt_predictor", "router")
 ENGRAM_TABLES = "Engram tables"
 
 
 class Optimizer(Enum):
-    """Which optimizer steps a parameter."""
+    """The optimizer of a parameter."""
     MUON = "muon"                         # matrices between hidden spaces, and stacks of them
     ADAMW = "adamw"
-    ADAGRAD = "row-wise Adagrad"          # of the rows looked up, see optim.RowwiseAdagrad
+    ADAGRAD = "row-wise Adagrad"          # see optim.RowwiseAdagrad
 
 
 class Precision(Enum):
-    """The type that products take a parameter in; all are stored in fp32."""
-    FP8 = "fp8"                           # where --precision fp8 converts; else as BF16
-    BF16 = "bf16"                         # of bf16 alone: ranks send half the bytes; FP8 with --fp8_experts
-    FP32 = "fp32"                         # or a cast of the moment
+    """The dtype in which products use a parameter; all are stored in fp32."""
+    FP8 = "fp8"                           # under --precision fp8; else like BF16
+    BF16 = "bf16"                         # only ever in bf16, so ranks gather half the bytes; FP8 with --fp8_experts
+    FP32 = "fp32"                         # or cast on the fly
 
 
 class Read(Enum):
-    """Counts of how often the products from a byte to its logits read a parameter."""
+    """Frequency with which the forward pass of a byte multiplies by a parameter."""
     BYTE = "once a byte"
     SEGMENT = "once a segment"
     LOOP = "in each loop of a segment"
@@ -47,12 +46,12 @@ class Read(Enum):
 @dataclass(frozen=True)
 class Kind:
     """A row of the table."""
-    owner: str                            # class of the module that holds it, or one of its bases
-    names: str                            # its names there, separated by blanks; *: any
-    within: str                           # words of the path to it; "": anywhere
+    owner: str                            # class of its module, or a base class
+    names: str                            # its names there, separated by spaces; *: any
+    within: str                           # words of its path; "": anywhere
     component: str
     optimizer: Optimizer
-    decay: bool                           # weight decay; vectors and numbers have none whatever their row says
+    decay: bool                           # weight decay; vectors and scalars never have it
     precision: Precision
     read: Read
 
@@ -63,7 +62,7 @@ class Kind:
 
 
 def kind_of(module: nn.Module, path: str, name: str) -> Kind:
-    """Return the first row of the table that fits a module's parameter."""
+    """Return the first row of the table that matches a module's parameter."""
     return next(kind for kind in KINDS if kind.fits(module, path, name))
 
 
@@ -125,14 +124,14 @@ def matrices_of(model: nn.Module) -> set[str]:
 
 
 def takes_fp8(module: nn.Module, name: str) -> bool:
-    """Return whether FP8 converts a module, of this name in its model."""
+    """Return whether FP8 converts the module of this name."""
     if not isinstance(module, nn.Linear) or any(word in name for word in NEVER_FP8):
         return False
     return kind_of(module, name, "weight").precision is Precision.FP8
 
 
 def halved_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that all products take as bf16; those of FP8 are cast from fp32."""
+    """Return the weights that products only use in bf16; those of FP8 are cast from fp32."""
     if model.compute_dtype != torch.bfloat16:
         return []
     linears = [m.weight for name, m in model.named_modules() if type(m) is Linear and takes_fp8(m, name)]
@@ -141,5 +140,5 @@ def halved_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def moe_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that route to experts, which have a `backend` and, under FP8, `fp8`."""
+    """Return the MoE modules, which have attributes `backend` and `fp8`."""
     return [module for module in model.modules() if any(base.__name__ == "MoE" for base in type(module).__mro__)]

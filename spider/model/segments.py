@@ -1,4 +1,4 @@
-"""Pool bytes into segments, and unpool segments onto bytes. Where segments end stands in boundaries.py."""
+"""Pool bytes into segments, and unpool segments to bytes; see boundaries.py for where segments end."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,9 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
     """Return the mean of each finished segment's bytes, in O(M * D), with the gradient of the published dense einsum.
 
     h [M, D]; b [M], 1 where a segment ends (0 or 1 in value, straight-through gradient); cu_seqlens int32
-    [documents + 1]. Returns z [N, D], documents in order, and segment_cu_seqlens int32 [documents + 1]. Bytes behind a
-    document's last boundary belong to no segment. The gradient to b runs through w_t = 1 + c_t - stopgrad(c_t), c_t the
-    number of boundaries before t in the document (FlexiTokens, arXiv 2507.12720).
+    [documents + 1]. Returns z [N, D], documents in order, and segment_cu_seqlens int32 [documents + 1]. Bytes after a
+    document's last boundary belong to no segment. The gradient of b runs through w_t = 1 + c_t - stopgrad(c_t), where
+    c_t is the number of boundaries before t in the document (FlexiTokens, arXiv 2507.12720).
     """
     z, total, segment_cu_seqlens = sum_segments(h, b, cu_seqlens)
     segments = len(z) + 1 - len(cu_seqlens)
@@ -20,9 +20,9 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
 
 def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
                  open_segment: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same before the division: sums [N + documents, D], weights [N + documents, 1] and segment_cu_seqlens.
-    Behind the finished segments stands what each document has open_segment; so it comes in again, [documents, D] and
-    [documents, 1], where the document goes on."""
+    """Return the sums [N + documents, D] and weights [N + documents, 1] of pool_segments before the division, and
+    segment_cu_seqlens. The last `documents` rows are the open segments, after each document's last boundary; pass them
+    as `open_segment` when the documents continue."""
     document, finished = _documents_and_segments(b, cu_seqlens)
     segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
     segments = int(segment_cu_seqlens[-1])                                                   # host synchronisation
@@ -41,7 +41,7 @@ def sum_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor,
 
 
 class _SumRows(torch.autograd.Function):
-    """Sum rows h [M, D] times weights [M] by `own` [M], [rows, D]; torch's own would keep the products."""
+    """Sum rows h [M, D] times weights [M] by `own` [M], [rows, D]; unlike autograd's, it does not save the products."""
 
     @staticmethod
     def forward(ctx, h, weight, own, rows):
@@ -59,11 +59,11 @@ class _SumRows(torch.autograd.Function):
 
 def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor,
                     offset: Tensor | None = None) -> Tensor:
-    """Give each byte the last segment of its document finished at or before it: causal with nothing to shift.
+    """Give each byte the last segment of its document that ended at or before it, which is causal without a shift.
 
-    z [N, D], null [D] for bytes before a document's first boundary, or one for each document, [documents, D]; b [M],
-    cu_seqlens and segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; no gradient reaches b.
-    With `offset` [M] a segment has several rows, z [N, P, D] and null [P, D]; a byte receives that of its offset.
+    z [N, D]; null [D] or [documents, D], for bytes before a document's first boundary; b [M]; cu_seqlens and
+    segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; b gets no gradient. With `offset` [M] a segment has a row
+    per segment offset, z [N, P, D] and null [P, D], and a byte gets the row of its offset.
     """
     document, finished = _documents_and_segments(b, cu_seqlens)
     null = null.view(-1, *z.shape[1:])
@@ -76,24 +76,24 @@ def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segm
 
 
 def segment_offsets(b: Tensor, start: Tensor, count: int, open_bytes: Tensor | int = 0) -> Tensor:
-    """Count how far bytes lie behind the last boundary of their document, at most `count` - 1: 0 at the boundary, int64
-    [M].
+    """Return each byte's segment offset, its distance from the last boundary, 0 at the boundary and at most `count` -
+    1: int64 [M].
 
-    start [M]: the first byte of each one's document; open_bytes [M]: when decoding, the bytes that earlier steps
-    brought behind their last boundary."""
+    start [M]: the first byte of each byte's document; open_bytes [M]: in decoding, earlier bytes since the last
+    boundary."""
     row = torch.arange(len(b), device=b.device)
     last = torch.where(b.detach() > 0, row, -1).cummax(0).values
     return (row - torch.where(last < start, start - 1 - open_bytes, last)).clamp_max(count - 1)
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return of each byte, int64 [M]: its document, and the segments of all documents finished at or before it."""
+    """Return for each byte, int64 [M], its document, and the number of segments that ended at or before it."""
     row = torch.arange(len(b), device=b.device)
     return torch.searchsorted(cu_seqlens[1:], row, right=True), b.detach().round().long().cumsum(0)
 
 
 def last_byte_of(b: Tensor, rows: int) -> Tensor:
-    """Return the byte that ends each segment, int64 [rows], of boundaries b [M]; 0 for rows beyond the segments."""
+    """Return the last byte of each segment, int64 [rows], from boundaries b [M]; 0 for padding rows."""
     byte = torch.arange(len(b), device=b.device)
     own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
     return byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]

@@ -14,15 +14,15 @@ from spider.training.state_tensors import chunk_to_write
 
 
 def convert(source: Path, target: Path) -> int:
-    """Write a checkpoint again: as one file where the name ends in .pt, else as a sharded directory. Returns its step.
+    """Write a checkpoint as one file if `target` ends in .pt, else as a sharded directory; return its step.
 
-    It needs no other process, and of memory at most a whole state. CheckpointError where there is none, or something at
-    `target` already."""
+    Needs a single process, and memory for at most one whole state. Raise CheckpointError if there is no checkpoint, or
+    `target` exists."""
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already: name another")
+        raise CheckpointError(f"{target} exists: use another name")
     state, world = load_checkpoint(source, mapped=True), World({}) if target.suffix != ".pt" else None
     if "optimizer_state_dict" not in state:
-        raise CheckpointError(f"{source} has weights alone: train.py --resume --reset_steps takes it as it is")
+        raise CheckpointError(f"{source} has no optimizer state, so use it directly: train.py --resume --reset_steps")
     state = with_whole_tensors(state)
     if world is not None:
         state = tree_map_only(Tensor, lambda tensor: chunk_to_write(tensor, 0, 1), state)

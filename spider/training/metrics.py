@@ -32,14 +32,14 @@ def numbers_of(line: str) -> dict:
 
 
 def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the numbers of each line of metrics.jsonl that is sound; nothing where there is no such file."""
+    """Yield the numbers of each valid line of metrics.jsonl; nothing if there is no such file."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in iter(partial(file.readline, LONGEST_LINE), ""):
             try:
                 numbers = numbers_of(line)
-            except ValueError:            # cut off or altered
+            except ValueError:            # truncated or altered
                 continue
             yield numbers
 

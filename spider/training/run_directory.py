@@ -72,8 +72,7 @@ class RunDirectory:
             raise CheckpointError(f"--reset_steps: no checkpoint in {path} to load weights from; name one by --resume")
         origin = None if origin is None else Path(origin)
         if origin is not None and holds_checkpoints(origin):
-            raise CheckpointError(f"--resume: {origin} is a directory, but neither a checkpoint nor an export: name a "
-                                  f"checkpoint in it")
+            raise CheckpointError(f"--resume: {origin} is not a checkpoint, but a directory: name a checkpoint in it")
         begins_again = note is not None and not resume and not reset_steps
         starts_over = origin is not None and (
             reset_steps or note is not None or newest is None or origin.resolve() != newest.path.resolve())

@@ -309,7 +309,7 @@ def test_a_fault_in_one_file_ends_the_reading_of_the_others(tmp_path, capsys):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(bytes(1 << 20), 1) * 200)
     inputs = [str(tmp_path / name) for name in ("a.jsonl.gz", "b.txt.gz")]
     assert data.main(["prepare", *inputs, "--workers", "2", "--unit_mb", "0.00001", "--out", str(tmp_path / "o")]) == 2
-    assert f"{tmp_path}/a.jsonl.gz:1: no object" in capsys.readouterr().err and not (tmp_path / "o").exists()
+    assert f"{tmp_path}/a.jsonl.gz:1: not an object" in capsys.readouterr().err and not (tmp_path / "o").exists()
 
 
 def test_ctrl_c_ends_the_reading_of_packed_files_and_the_same_command_goes_on(tmp_path):

@@ -82,7 +82,7 @@ def test_the_same_command_again_does_nothing_and_other_inputs_are_refused(mixed,
     assert prepare(mixed, "--out", tmp_path / "o", "--val_fraction", "0.2") == 2
     (mixed / "a.txt").write_text("changed")
     assert prepare(mixed, "--out", tmp_path / "o") == 2
-    assert capsys.readouterr().err.count("choose another --out, or delete it") == 2
+    assert capsys.readouterr().err.count("use another --out, or delete it") == 2
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "o").iterdir()}
 
 
@@ -214,7 +214,7 @@ def test_a_file_system_without_locks_is_said_and_worked_in(tmp_path, monkeypatch
     (tmp_path / "a.txt").write_text("some text")
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 0
-    assert f"{tmp_path}/o cannot be locked (Operation not supported): see" in capsys.readouterr().err
+    assert f"{tmp_path}/o cannot be locked (Operation not supported): make sure" in capsys.readouterr().err
 
 
 def test_what_fails_leaves_no_directory_behind(tmp_path):
@@ -225,7 +225,7 @@ def test_what_fails_leaves_no_directory_behind(tmp_path):
 
 BAD = {
     "broken line": ({"x.jsonl": 2 * LINE + b'\n{"text": "fi\n'}, ["x.jsonl"], ["x.jsonl:4: not JSON", "offset 35"]),
-    "no object": ({"x.jsonl": LINE + b'["text"]\n'}, ["x.jsonl"], ["x.jsonl:2: no object", "'text'"]),
+    "no object": ({"x.jsonl": LINE + b'["text"]\n'}, ["x.jsonl"], ["x.jsonl:2: not an object", "'text'"]),
     "no field": ({"x.jsonl": LINE}, ["x.jsonl", "--field", "body"], ["x.jsonl:1:", "'body'", "--field"]),
     "no string": ({"x.jsonl": LINE + b'{"text": 5}'}, ["x.jsonl"], ["x.jsonl:2: not an object with a string 'text'"]),
     "not UTF-8": ({"x.jsonl": LINE + b'{"text": "\xff"}\n'}, ["x.jsonl"], ["x.jsonl:2: not UTF-8 at byte 10"]),
@@ -248,7 +248,7 @@ BAD = {
     "no input": ({}, [], ["INPUT"]),
     "no ending": ({"x.py": b"a"}, ["x.py", "--ext", "py"], ["--ext", "'py'", ".py,.md", "text"]),
     "empty ending": ({"x.py": b"a"}, ["x.py", "--ext", ".py,"], ["--ext", "'.py,'"]),
-    "lines by ext": ({"x.jsonl": LINE}, ["x.jsonl", "--ext", ".md,.jsonl"], ["--ext", ".jsonl would be taken as it"]),
+    "lines by ext": ({"x.jsonl": LINE}, ["x.jsonl", "--ext", ".md,.jsonl"], ["--ext", ".jsonl would be read as"]),
     "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: nothing in it matches --ext .py,.md"]),
     "none of them": ({"d/x.txt": b"a", "d/y.py": b""}, ["d", "--ext", ".py"], ["d: nothing in it matches --ext .py"]),
     "no stdin": ({"x.txt": b"a"}, ["x.txt", "--format", "jsonl"], ["--format", "- is not among the inputs"]),

@@ -154,5 +154,5 @@ def test_a_step_of_1b_launches_and_holds_what_docs_say(capsys):
     """The bars of the headline step; a change that breaks one must say so."""
     assert bench.main(["--rehearse", "h200", "--flags=--precision bf16 --recompute core"]) == 0
     said = capsys.readouterr().out
-    for table in ("### steps", "### memory by kind", "by phase", "largest operations", "by module", "Not seen:"):
+    for table in ("### steps", "### memory by kind", "by phase", "largest operations", "by module", "Not modeled:"):
         assert table in said

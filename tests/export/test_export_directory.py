@@ -91,8 +91,8 @@ def test_an_export_is_whole_or_not_there_and_takes_no_files_place(checkpoint, ex
     (tmp_path / "file").write_text("x")
     os.symlink("nowhere", tmp_path / "link")
     for name in ("full", "file"):
-        assert f"{name} is there already and not an empty directory: name another" in to(tmp_path / name)
-    assert "is there already" in to(exported) and "below cannot be written" in to(tmp_path / "file" / "below")
+        assert f"{name} exists and is not an empty directory: use another name" in to(tmp_path / name)
+    assert "exists and is not an empty" in to(exported) and "below cannot be written" in to(tmp_path / "file" / "below")
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
 
     def fail(library, directory, weights):

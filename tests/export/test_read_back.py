@@ -43,7 +43,7 @@ def test_an_export_talks(exported, checkpoint, capsys):
         assert sample.main([str(name), "--prompt", "abc", "--bytes", "20"]) == 0
     texts = capsys.readouterr().out
     assert texts[:len(texts) // 2] == texts[len(texts) // 2:]
-    assert "--export takes a checkpoint of a run" in refusal(capsys, [exported, "--export", "x"], sample.main)
+    assert "--export needs a checkpoint of a training run" in refusal(capsys, [exported, "--export", "x"], sample.main)
 
 
 def test_an_export_is_measured_as_its_checkpoint_is(exported, checkpoint, tmp_path):

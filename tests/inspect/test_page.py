@@ -109,7 +109,7 @@ def test_sample_shows_a_text_and_writes_the_page_where_it_is_asked_to(tmp_path, 
     (tmp_path / "shut").write_text("a file")
     assert "goes with --show" in refused("--html", "x.html")
     assert "/dev/null is not a regular file" in refused("--show", "a", "--html", "/dev/null")
-    assert "--html names another place" in refused("--show", "a", "--html", "gone/x.html")
+    assert "use --html to write" in refused("--show", "a", "--html", "gone/x.html")
     assert "is empty" in refused("--show", "")
     assert "directory" in refused("--show", str(tmp_path))
     state = final_state(directory)

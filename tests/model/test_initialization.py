@@ -93,7 +93,7 @@ def test_what_nobody_initializes_is_named(monkeypatch, make, name):
             super().__init__(*given)
             FORGOTTEN[name](self)
     monkeypatch.setattr(Spider, "block_class", Forgetful)
-    with pytest.raises(RuntimeError, match=f"nobody initializes prelude.0.{name}.*coda.0.{name}.*reset_parameters"):
+    with pytest.raises(RuntimeError, match=f"uninitialized: prelude.0.{name}.*coda.0.{name}.*reset_parameters"):
         make(small_config())
     with torch.device("meta"):
         Spider(small_config())            # where there is no value

@@ -47,8 +47,8 @@ def test_a_directory_of_checkpoints_is_none_and_one_in_it_is_asked_for(tmp_path,
     argv = run_flags(shards, tmp_path / "new", "--resume", str(tmp_path / "checkpoints"), "--reset_steps")
     assert train.command_line(argv) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"--resume: {tmp_path / 'checkpoints'} is a directory, but neither a checkpoint" in said
-    assert "name one in it" in said
+    assert f"--resume: {tmp_path / 'checkpoints'} is not a checkpoint, but a directory" in said
+    assert "name a checkpoint in it" in said
 
 
 def test_a_run_from_a_checkpoint_that_is_gone_or_from_a_damaged_note_of_it_is_refused_with_the_remedy(tmp_path, shards,

@@ -408,7 +408,7 @@ def test_a_forged_table_of_pieces_is_refused_in_a_line(directory, case):
 def test_a_conversion_that_cannot_be_is_one_line(directory, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     os.mkfifo(tmp_path / "pipe.pt")
-    for source, target, words in ((directory / "spider-step2", tmp_path / "there", "is there already"),
+    for source, target, words in ((directory / "spider-step2", tmp_path / "there", "exists: use another name"),
                                   (tmp_path / "pipe.pt", tmp_path / "new", "is not a regular file"),
                                   (tmp_path / "nowhere.pt", tmp_path / "new", "there is no checkpoint there"),
                                   (directory / "spider-step2", tmp_path / "no" / "new.pt", "No such file")):
