@@ -278,7 +278,8 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
                    flags=values | dict(recompute=recompute))
     why = [f"precision {precision}: {why_precision}"] * bool(why_precision)
     why += [f"layers {'not ' * (not compiles)}compiled: {why_compile}"] * bool(why_compile)
-    hardware = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    hardware = f"{threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else torch.cuda.get_device_name(device)
     layout = f"{world.ranks} ranks, {world.replicas} replicas of {world.shards} shards" * (world.ranks > 1)
     choices = describe(plan, vars(args), sum(p.numel() for p in model.parameters()), f"{device}, {hardware}", layout)
     why = explain(plan, RECIPES[recipe], args.given, args.environment, why)
@@ -480,17 +481,17 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     and tokens per expert [L, E]. Waits for the device once per micro-step, for the number of segments.
     """
     sharding = sharding_of(model)
-    sums, tokens, parts = {}, 0, len(batches) * sharding.ranks
+    sums, tokens, passes = {}, 0, len(batches) * sharding.ranks
     targets = max(1, sum(batch.targets for batch in batches) if targets is None else targets)
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
             share = batch.targets / targets  # weigh all bytes equally, however many are PAD
-            loss = out.by_byte * share + (out.loss - out.by_byte) / parts
+            loss = out.by_byte * share + (out.loss - out.by_byte) / passes
             sharding.backward(model, loss, last=batch is batches[-1])
             numbers = dict(loss=out.nats_per_byte.detach() * share, total_loss=loss.detach(), segments=out.segments,
-                           mean_loops=out.mean_loops / parts)
-            numbers |= {name: term * share if name in out.BYTE_TERMS else term / parts
+                           mean_loops=out.mean_loops / passes)
+            numbers |= {name: term * share if name in out.BYTE_TERMS else term / passes
                         for name, term in out.loss_terms.items()}
             sums = {name: number + sums.get(name, 0) for name, number in numbers.items()}
             tokens = tokens + out.tokens_per_expert

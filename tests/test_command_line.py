@@ -181,7 +181,7 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
     assert sorted(line["time"] for line in lines) == [line["time"] for line in lines] and lines[0]["time"] > 1.7e9
     assert "val_bpb" in lines[-1] and lines[-1]["loss"] < lines[0]["loss"] - 0.5
     assert (tmp_path / "checkpoints/mock/spider-step20.pt").exists() and not find_checkpoints(tmp_path / "checkpoints")
-    for said in ("model tiny", "precision", "experts grouped", "optimizer muon", "step 20/20", "bytes/s",
+    for said in ("model tiny", "precision", "expert backend grouped", "optimizer muon", "step 20/20", "bytes/s",
                  "bytes/segment", "loops", "balance", "GB", "ETA"):
         assert said in done.stderr, said
     again = forked(processes, *argv, cwd=tmp_path)
@@ -190,7 +190,7 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
     assert spoken.returncode == 0 and spoken.stdout.startswith("ba")
 
 
-def test_the_line_of_the_recipe_says_what_the_run_has_of_it(tmp_path, capsys):
+def test_the_line_of_the_recipe_lists_the_values_that_the_run_has_from_it(tmp_path, capsys):
     def taken(*flags):
         base = ["--mock_data", "--dry_run", "--model", "tiny", "--ckpt_dir", str(tmp_path)]
         assert train.command_line([*base, *flags]) == 0
@@ -224,7 +224,7 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_nobody_reading_the_dry_run_any_more_is_no_fault(tmp_path, processes):
+def test_a_closed_pipe_of_the_dry_run_is_not_an_error(tmp_path, processes):
     done = forked(processes, "--dry_run", "--mock_data", "--model", "tiny", cwd=tmp_path, read=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -237,7 +237,7 @@ def test_the_originals_commands_parse():
         assert parse_args(line.split(), environ={}).given == named
 
 
-def test_what_libraries_lack_is_not_told_and_what_the_environment_says_is(tmp_path):
+def test_missing_parts_of_libraries_are_not_logged_and_used_variables_are(tmp_path):
     done = command("--mock_data", "--max_steps", "1", "--micro_batch", "2", "--eval_every", "0", "--precision", "fp8",
                    "--optimizer", "adamw8bit", "--set", SMALL, cwd=tmp_path, SEQ_LEN="64", N_LOOPS="1")
     assert done.returncode == 0, done.stderr
@@ -310,7 +310,7 @@ def test_mock_runs_have_a_directory_of_their_own_unless_one_is_named():
 
 
 @pytest.mark.parametrize("before, now", ((("--mock_data",), ()), ((), ("--mock_data",))), ids=("mock", "real"))
-def test_real_data_and_mock_data_go_on_from_each_others_weights_only_by_resume(tmp_path, shards, capsys, before, now):
+def test_real_data_and_mock_data_resume_from_each_others_weights_only_by_resume(tmp_path, shards, capsys, before, now):
     directory = run(tmp_path, shards, *before, steps=2)
     was = contents(directory)
     for flags in ((), ("--reset_steps",)):
@@ -321,7 +321,7 @@ def test_real_data_and_mock_data_go_on_from_each_others_weights_only_by_resume(t
     run(tmp_path, shards, *now, steps=4)
 
 
-def test_a_dry_run_says_what_a_run_in_a_directory_would_meet_and_complains_of_nothing(tmp_path, shards, capsys):
+def test_a_dry_run_prints_what_a_run_would_find_in_a_directory_and_never_fails(tmp_path, shards, capsys):
     def says(*flags):
         was = contents(directory)
         assert train.command_line(run_flags(shards, directory, "--dry_run", *flags)) == 0

@@ -166,7 +166,7 @@ def test_the_estimate_is_worked_out_once(tmp_path, shards, monkeypatch):
 
 
 @pytest.mark.parametrize("short", ((), ("memory",), ("disk",), ("memory", "disk")), ids="-".join)
-def test_the_dry_run_says_first_what_does_not_suffice_and_ends_with_status_1(tmp_path, shards, monkeypatch, short,
+def test_the_dry_run_first_names_what_does_not_suffice_and_ends_with_status_1(tmp_path, shards, monkeypatch, short,
                                                                              capsys):
     if "memory" in short:
         monkeypatch.setattr(machine, "memory_of", lambda *_: 1e6)

@@ -45,7 +45,7 @@ def test_a_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path,
 
 
 @pytest.mark.parametrize("name", [".", "/", "..", "folder", "pipe", "link"])
-def test_a_durable_file_takes_the_place_of_no_directory_pipe_or_device(tmp_path, monkeypatch, name):
+def test_a_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("/dev/zero")

@@ -314,7 +314,7 @@ def test_a_path_that_is_empty_is_named_by_its_flag_and_nothing_is_written(tmp_pa
 
 @pytest.mark.parametrize("below", ("", "below", "below/it"))
 @pytest.mark.parametrize("flags", ((), ("--dry_run",), ("--resume", "none.pt")))
-def test_a_file_in_the_place_of_the_checkpoint_directory_is_named_with_its_flag(tmp_path, capsys, below, flags):
+def test_a_file_instead_of_the_checkpoint_directory_is_named_with_its_flag(tmp_path, capsys, below, flags):
     (tmp_path / "file").write_text("mine")
     assert train.command_line(["--mock_data", "--ckpt_dir", str(tmp_path / "file" / below), *flags]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (

@@ -122,8 +122,9 @@ def test_what_is_no_checkpoint_is_named_and_never_waited_for(trained, tmp_path, 
     os.mkfifo(tmp_path / "pipe.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     (tmp_path / "empty").mkdir()
-    for name, said in (("pipe.pt", "not a regular file"), ("text.pt", "checksum"), ("empty", "there is no checkpoint"),
-                       ("gone.pt", "there is no checkpoint"), ("a\x1b[2J\nb", "a\\x1b[2J\\nb")):
+    for name, said in (("pipe.pt", "not a regular file"), ("text.pt", "checksum"),
+                       ("empty", "there is no usable checkpoint"), ("gone.pt", "there is no usable checkpoint"),
+                       ("a\x1b[2J\nb", "a\\x1b[2J\\nb")):
         line = refusal(capsys, tmp_path / name)
         assert said in line and (name in line or not name.isprintable())
     assert "/dev/zero" in refusal(capsys, "/dev/zero")
@@ -134,7 +135,7 @@ def test_what_is_no_checkpoint_is_named_and_never_waited_for(trained, tmp_path, 
     assert "above 0 and at most 1" in refusal(capsys, trained, "--top_p", "0")
     assert "only --eval takes several numbers" in refusal(capsys, trained, "--n_loops", "1,2", "--prompt", "a")
     monkeypatch.chdir(tmp_path)
-    assert "checkpoints: there is no checkpoint there" in refusal(capsys)
+    assert "checkpoints: there is no usable checkpoint" in refusal(capsys)
 
 
 def test_a_checkpoint_of_other_classes_is_refused_unless_its_class_is_given(trained, tmp_path, capsys):
@@ -147,7 +148,7 @@ def test_a_checkpoint_of_other_classes_is_refused_unless_its_class_is_given(trai
 
 
 @pytest.mark.parametrize("value", (math.inf, -math.inf, math.nan))
-def test_one_number_that_is_not_finite_in_a_weight_is_said_or_does_no_harm(trained, tmp_path, capsys, value):
+def test_one_number_that_is_not_finite_in_a_weight_is_reported_or_does_no_harm(trained, tmp_path, capsys, value):
     model, _ = load_model(str(trained), torch.device("cpu"), Spider)
     ruined = set()
     for name, weight in model.state_dict().items():

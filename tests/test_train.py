@@ -381,7 +381,7 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter_and_never_two_of_t
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run says of evaluations and samples
 
-def test_evaluations_and_samples_are_announced_and_samples_go_on_from_a_prompt_or_held_out_text(tmp_path, shards,
+def test_evaluations_and_samples_are_announced_and_samples_continue_a_prompt_or_held_out_text(tmp_path, shards,
                                                                                                 capsys):
     for flags, start in (((), "(held-out text) "), (("--sample_prompt", "abc"), "abc"), (("--eval_every", "0"), "\\n")):
         run(tmp_path, shards, "--sample_every", "2", *flags, steps=2, ckpt="run" + "".join(flags))

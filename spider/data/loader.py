@@ -31,11 +31,11 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> BITS_31)
 
 
-def key(seed: int, *parts) -> np.ndarray:
+def key(seed: int, *numbers) -> np.ndarray:
     """Hash a seed and non-negative numbers or arrays to uint64; the result has at least one dimension."""
     x = mix(np.array([seed % 2 ** 64], np.uint64))
-    for part in parts:
-        x = mix(x ^ np.asarray(part).astype(np.uint64))
+    for number in numbers:
+        x = mix(x ^ np.asarray(number).astype(np.uint64))
     return x
 
 

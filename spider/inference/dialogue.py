@@ -1,6 +1,6 @@
-"""Continue texts and hold a dialogue: `complete` and `converse`, with draws as `Sampling` has them.
+"""Continue texts and hold a dialogue: `complete` and `converse`, with the settings in `Sampling`.
 
-Both feed a state, in which a byte costs the same however much stands before it, and print bytes as they are drawn.
+Both use a decoding state, so the cost per byte does not grow with the text, and print bytes as they are sampled.
 """
 
 import os
@@ -20,7 +20,7 @@ from tokenizer import BOS_ID, EOS_ID
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of drawing and printing texts; see the flags of these names."""
+    """Settings of sampling and printing; see the flags of these names."""
     bytes: int
     temperature: float
     top_k: int | None
@@ -31,7 +31,7 @@ class Sampling:
 
 
 def sampler(model: nn.Module, sampling: Sampling) -> Callable:
-    """Return generate(logits, state), which draws the bytes behind a state, a column of all rows at a time."""
+    """Return generate(logits, state), which yields the next bytes of all rows, one column at a time."""
     generator = torch.Generator(model.embed_tokens.device).manual_seed(sampling.seed)
 
     def generate(logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
@@ -41,18 +41,18 @@ def sampler(model: nn.Module, sampling: Sampling) -> Callable:
 
 
 def beginning(prompt: bytes) -> list[int]:
-    """Return the ids of a prompt; of an empty one a line's end, since BOS stands once in a document."""
+    """Return the ids of a prompt; an empty one becomes a line break, since BOS is rare in training."""
     return [BOS_ID, *prompt] if prompt else list(b"\n")
 
 
 def read(model: nn.Module, state: DecodingState, ids: list[int]) -> Tensor:
-    """Feed ids to the one row of a state; return the logits of what comes next, [1, vocab_size]."""
+    """Feed ids to a state with one row; return the logits of the next byte, [1, vocab_size]."""
     with model.cast_weights_once():
         return model.step(torch.tensor([ids], device=model.embed_tokens.device), state)[:, -1]
 
 
 def complete(model: nn.Module, state: DecodingState, prompt: bytes, generate: Callable, sampling: Sampling):
-    """Print texts that continue a prompt, drawn together: the first as it comes, the others after it."""
+    """Print samples that continue a prompt, generated as a batch: the first while it is generated, then the others."""
     count = sampling.samples
     logits, texts = read(model, state, beginning(prompt)), [bytearray() for _ in range(count)]
 
@@ -70,12 +70,12 @@ def complete(model: nn.Module, state: DecodingState, prompt: bytes, generate: Ca
 
 
 def converse(model: nn.Module, state: DecodingState, generate: Callable, sampling: Sampling):
-    """Hold a dialogue: lines from the terminal and what the model writes after them are one text for the state.
-    What is typed begins on a line of its own; after the model's EOS it begins a document."""
+    """Hold a dialogue: input from the terminal and the model's output form one text. Input starts a new line, or a new
+    document after the model's EOS."""
     with suppress(ImportError):
         import readline  # noqa: F401     # lines can be edited then
     sys.stdin.reconfigure(errors="surrogateescape")
-    unread = None                         # what the state has yet to read of the turn before
+    unread = None                         # ids of the last turn that the state has not read
     while (typed := ask()) is not None:
         typed = os.fsencode(typed)
         if unread is None:
@@ -98,7 +98,7 @@ def converse(model: nn.Module, state: DecodingState, generate: Callable, samplin
 
 
 def ask() -> str | None:
-    """Read the lines of a turn, without the last one's break; None at the end of input."""
+    """Read the lines of a turn, without the final line break; return None at the end of input."""
     try:
         text = input("> ")
         while text.endswith("\\"):
@@ -113,7 +113,7 @@ def ask() -> str | None:
 
 @contextmanager
 def interrupts_that_wait() -> Iterator[list]:
-    """Let Ctrl-C inside only fill the list: a state of which half is a byte ahead would be of no use."""
+    """Record Ctrl-C in the yielded list instead of raising, so that it cannot leave the state inconsistent."""
     asked = []
     before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
     try:

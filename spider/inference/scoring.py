@@ -1,4 +1,4 @@
-"""Score texts, in bits per byte: prepared shards as training evaluates, any other file by windows that overlap."""
+"""Score texts in bits per byte: prepared shards like in training, any other file by overlapping windows."""
 
 import math
 import os
@@ -15,8 +15,8 @@ from spider.training.evaluation import evaluate, means, sum_losses
 
 
 def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
-    """Cut a stream into batches (ids, labels) [n, seq_len] in which every byte but the first id is a label once; return
-    them and the number of ids in all. Windows overlap by half, and what lies in two counts in the first."""
+    """Cut a stream into batches (ids, labels) [n, seq_len]; return them and the total number of ids. Windows overlap by
+    half. Every byte after the first id is a label once, in the first window that has it."""
     last, stride = len(stream) - 1, max(1, seq_len // 2)
     starts = np.arange(0, max(1, last - seq_len + stride), stride)
 
@@ -30,9 +30,9 @@ def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[t
 
 def score(model: nn.Module, file: str, text: shards.Stream | list[shards.Source], seq_len: int, eval_tokens: int,
           batch: int, n_loops: int, device: torch.device) -> tuple[int, float]:
-    """Return how many bytes were predicted and the bits for each; of prepared sources, the trainer's own figure.
+    """Return the number of predicted bytes and bits per byte; for prepared sources these are the trainer's.
 
-    DataError where there is no byte to predict, FloatingPointError where a loss is no finite number."""
+    Raise DataError if there is no byte to predict, and FloatingPointError for a non-finite loss."""
     if isinstance(text, list):
         sets = loader.validation_sets(text, seq_len, eval_tokens)
         count = sum(int((labels != -100).sum()) for _, labels in sets.values())
@@ -43,14 +43,14 @@ def score(model: nn.Module, file: str, text: shards.Stream | list[shards.Source]
         bits = nats / math.log(2)
         logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {n_loops}, {rate:.2f} bytes per segment")
     if not count:
-        raise DataError(f"{file}: no byte in there")
+        raise DataError(f"{file}: no byte to predict")
     if not math.isfinite(bits):
         raise FloatingPointError("the model's loss is not a finite number: its weights are ruined")
     return count, bits
 
 
 def read_texts(names: list[str], field: str) -> dict[str, shards.Stream | list[shards.Source]]:
-    """Open texts by name: a directory of shards as sources, any other file as a stream."""
+    """Open texts by name: directories of shards as sources, any other file as a stream."""
     texts = {}
     for file in names:
         texts[file] = shards.open_data(file) if os.path.isdir(file) else readers.read_stream(file, field)

@@ -56,17 +56,17 @@ class _Wide(torch.autograd.Function):
     halves have 16 bits of mantissa, more than TF32, and x needs no cast to fp32."""
 
     @staticmethod
-    def forward(ctx, x, weight, parts):
-        ctx.save_for_backward(x, parts)
-        high, low = wide_product(x, parts.mT).chunk(2, dim=1)
+    def forward(ctx, x, weight, split):
+        ctx.save_for_backward(x, split)
+        high, low = wide_product(x, split.mT).chunk(2, dim=1)
         return high + low
 
     @staticmethod
     def backward(ctx, grad):
-        x, parts = ctx.saved_tensors
+        x, split = ctx.saved_tensors
         grads = halves(grad, 1)                                                              # [N, 2 * E]
         high, low = wide_product(grads.mT, x).chunk(2)
-        return grads[:, :grad.shape[1]] @ parts[:len(parts) // 2], high + low, None
+        return grads[:, :grad.shape[1]] @ split[:len(split) // 2], high + low, None
 
 
 def halves(x: Tensor, dim: int) -> Tensor:

@@ -60,7 +60,7 @@ def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str =
     sizes = list(ids.shape)
     if ids.dtype != torch.int64 or len(sizes) != 2 or any(
             size != wanted if isinstance(wanted, int) else size < 1 for size, wanted in zip(sizes, (rows, length))):
-        raise ValueError(f"{name} must be int64 [{rows}, {length}] and not empty, not "
+        raise ValueError(f"{name} must be int64 [{rows}, {length}], not empty; got "
                          f"{str(ids.dtype).removeprefix('torch.')} {sizes}")
 
 

@@ -128,7 +128,7 @@ def estimate_memory(model: nn.Module, plan: Plan, device: torch.device, recomput
     gradients = 4 * dense if batch.grad_accum > 1 else max(0.0, 4 * dense - kept)
     memory = {"parameters": 4 * total, "gradients": gradients, "gradients of tables": gathered,
               "optimizer": state + sums, "cast weights": casts, "activations": kept,
-              "padding of documents, at most": filled}
+              "padding of documents (at most)": filled}
     if world is not None and world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
         whole, shards = batch.grad_accum > 1 or world.shards == 1, world.shards
         memory |= {"parameters": 4 * (total - dense) + 4 * dense / shards, "optimizer": state / shards + sums,
@@ -149,7 +149,7 @@ def memory_beside_tensors(plan: Plan, device: torch.device, world: World) -> dic
         return {}
     return {"process at start": process_memory("VmRSS"),
             "checkpoint copy": plan.checkpoint_size / world.local_ranks,
-            "oneDNN kernels, at most": KERNELS * multiplies_bf16(device)}
+            "oneDNN kernels (at most)": KERNELS * multiplies_bf16(device)}
 
 
 FITS = 0.9                                # of the memory; the rest is for the context and fragmentation

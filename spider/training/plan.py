@@ -147,10 +147,11 @@ def describe(plan: Plan, asked: Mapping[str, object], parameters: int, hardware:
     """Return a line for each choice, marked if `auto` made it. asked: the values of the flags before resolution."""
     preset = replace(SpiderConfig.preset(plan.recipe), n_loops=plan.config.n_loops)
     name = plan.recipe if plan.config == preset else f"{plan.recipe}, changed"
-    lines = {"model": f"model {name}, {parameters / 1e6:.1f}M parameters, {plan.n_loops} loops",
+    loops = f"{plan.n_loops} loop{'s' * (plan.n_loops != 1)}"
+    lines = {"model": f"model {name}, {parameters / 1e6:.1f}M parameters, {loops}",
              "device": f"device {hardware}", "precision": f"precision {plan.machine.precision}",
-             "moe_backend": f"experts {plan.machine.moe_backend}", "optimizer": f"optimizer {plan.optimizer.optimizer}",
-             "recompute": f"recompute {plan.machine.recompute}"}
+             "moe_backend": f"expert backend {plan.machine.moe_backend}",
+             "optimizer": f"optimizer {plan.optimizer.optimizer}", "recompute": f"recompute {plan.machine.recompute}"}
     return [line + " (auto)" * (asked[flag] == "auto") for flag, line in lines.items()] + [ranks] * bool(ranks)
 
 

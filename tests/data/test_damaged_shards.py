@@ -110,7 +110,7 @@ def test_verify_notices_any_altered_bit(prepared, capsys):
 
 @pytest.mark.skipif(os.name != "posix", reason="modes")
 @pytest.mark.parametrize("name", ["web/b.bin", "web", "web/metadata.json"])
-def test_what_may_not_be_read_is_named_and_not_passed_over(prepared, tmp_path, name):
+def test_an_unreadable_file_is_named_and_not_skipped(prepared, tmp_path, name):
     root = tmp_path.parent.parent                             # pytest's directories are for their user alone
     modes = {path: path.stat().st_mode for path in (root, tmp_path.parent, tmp_path)}
     (prepared / "web" / "b.bin").write_bytes(bytes(20))
@@ -210,7 +210,7 @@ def removed(rng, path):
 
 
 @pytest.mark.parametrize("change", [shortened, lengthened, altered, replaced, removed])
-def test_a_shard_that_changes_during_the_run_stops_it_and_the_same_order_goes_on_when_it_is_back(tmp_path, change):
+def test_a_shard_that_changes_during_the_run_stops_it_and_the_same_order_continues_when_it_is_back(tmp_path, change):
     rng, paths, g = random.Random(2), [tmp_path / f"{i}.bin" for i in range(4)], np.arange(48)
     for case in range(60):
         for i, path in enumerate(paths):
@@ -292,7 +292,7 @@ def test_damaged_metadata_is_named_or_harmless(prepared, capsys):
 
 @pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("gone"), lambda path: path.write_bytes(b"["
                                   * 200_000)], ids=["directory", "dangling", "deep"])
-def test_metadata_that_is_no_file_is_not_passed_over(prepared, capsys, make):
+def test_metadata_that_is_no_file_is_not_skipped(prepared, capsys, make):
     path = prepared / "web" / "metadata.json"
     path.unlink()
     make(path)

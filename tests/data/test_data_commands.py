@@ -38,7 +38,7 @@ def test_verify_notices_what_changed(tmp_path, capsys):
     assert data.main(["verify", str(out)]) == 2 and "missing" in capsys.readouterr().err
 
 
-def test_verify_without_metadata_says_that_it_checked_the_format_alone(tmp_path, capsys):
+def test_verify_without_metadata_reports_that_it_only_checked_the_format(tmp_path, capsys):
     write_shard(tmp_path / "a" / "x.bin", range(100))
     assert data.main(["verify", str(tmp_path)]) == 0
     assert "1 shards are valid; 1 of them are not in a metadata.json" in capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_show_of_the_mock_data_is_what_a_mock_run_reads(capsys):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", ["show --mock_data --count 100000", "--help", "verify o",
                                        "prepare in.txt --out p --workers 1"])
-def test_a_pipe_that_nobody_reads_is_no_fault(tmp_path, arguments, unbuffered):
+def test_a_pipe_that_nobody_reads_is_not_an_error(tmp_path, arguments, unbuffered):
     (tmp_path / "in.txt").write_text("some text")
     assert prepare(tmp_path / "in.txt", "--out", tmp_path / "o") == 0
     reading, writing = os.pipe()
@@ -147,7 +147,7 @@ def test_a_pipe_that_nobody_reads_is_no_fault(tmp_path, arguments, unbuffered):
     assert "--out p" not in arguments or (tmp_path / "p" / "metadata.json").exists()
 
 
-def test_show_into_a_pipe_that_closes_says_nothing():
+def test_show_into_a_pipe_that_closes_prints_no_error():
     command = [sys.executable, ROOT / "data.py", "show", "--mock_data", "--seq_len", "64", "--count", "100000"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout.readline().startswith(b"0: epoch 0, mock")

@@ -41,7 +41,7 @@ def test_standard_input_is_prepared_like_a_file(tmp_path, monkeypatch, capsys):
     assert prepare("-", "--out", tmp_path / "p") == 2 and "-: empty" in capsys.readouterr().err
 
 
-def test_a_mixed_folder_says_what_is_passed_over_and_how_many(mixed, tmp_path, capsys):
+def test_a_mixed_folder_lists_what_is_skipped_and_how_many(mixed, tmp_path, capsys):
     for name in ("b.md", "c.md", "d.py", "Makefile", ".git/HEAD", "sub/.hidden.txt", "odd.\x07"):
         (mixed / name).parent.mkdir(exist_ok=True)
         (mixed / name).write_text("x")
@@ -196,7 +196,7 @@ def test_packed_files_become_what_they_are_unpacked_in_shards_of_bounded_size(
 
 
 @pytest.mark.parametrize("call, count", [("fsync", 1), ("fsync", 5), ("replace", 3), ("replace", 9), ("replace", 12)])
-def test_a_killed_prepare_of_packed_files_goes_on_and_ends_byte_for_byte_the_same(tmp_path, capfd, call, count):
+def test_a_killed_prepare_of_packed_files_resumes_and_ends_byte_for_byte_the_same(tmp_path, capfd, call, count):
     for name in ("a.jsonl.gz", "b.jsonl.gz"):                 # of which each becomes about six shards of one unit
         rng = random.Random(name)
         lines = [json.dumps(dict(text=f"{rng.getrandbits(8000):x}")) for _ in range(100)]
@@ -312,7 +312,7 @@ def test_a_fault_in_one_file_ends_the_reading_of_the_others(tmp_path, capsys):
     assert f"{tmp_path}/a.jsonl.gz:1: not an object" in capsys.readouterr().err and not (tmp_path / "o").exists()
 
 
-def test_ctrl_c_ends_the_reading_of_packed_files_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_ends_the_reading_of_packed_files_and_the_same_command_resumes(tmp_path):
     for name in ("a.txt.gz", "b.txt.gz"):
         (tmp_path / name).write_bytes(gzip.compress(bytes(1 << 20), 1) * 200)
     command = [sys.executable, "data.py", "prepare", tmp_path, "--workers", "2", "--unit_mb", "0.00001", "--out"]

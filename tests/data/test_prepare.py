@@ -208,7 +208,7 @@ def test_a_directory_that_another_prepare_has_just_deleted_is_not_worked_in(tmp_
     assert "another prepare is using it" in capsys.readouterr().err and os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_a_file_system_without_locks_is_said_and_worked_in(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(95, "Operation not supported")
     (tmp_path / "a.txt").write_text("some text")
@@ -271,7 +271,7 @@ def test_bad_input_is_one_line_and_status_2_and_leaves_no_shard(tmp_path, monkey
     assert not Path("o").exists() or os.listdir("o") == ["prepare.jsonl"]
 
 
-def test_a_full_disk_is_one_line_that_names_the_shard_and_the_command_goes_on(mixed, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_one_line_that_names_the_shard_and_the_command_resumes(mixed, tmp_path, monkeypatch, capsys):
     def replace(source, target, real=os.replace):
         if target.name == "train-00002.bin":
             raise OSError(28, "No space left on device")

@@ -107,7 +107,7 @@ def described(path, values, **entry):
 SENTINELS = [0, 1, 2, 3, BOS_ID, PAD_ID, EOS_ID, 259, VOCAB_SIZE - 1]
 
 
-def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_as_they_stand_and_only_pad_is_no_target(tmp_path):
+def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_unchanged_and_only_pad_is_no_target(tmp_path):
     write_shard(tmp_path / "x.bin", [*SENTINELS, 65] * 30)
     [found] = sources = open_data(str(tmp_path))
     check(sources)

@@ -12,7 +12,7 @@ from conftest import ROOT, SMALL
 
 
 @pytest.mark.slow
-def test_what_ranks_send_is_what_the_formula_says(tmp_path):
+def test_ranks_send_as_much_as_the_formula_predicts(tmp_path):
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                            "bench.py", "--only", "traffic", "--model", "tiny", "--device", "cpu", "--set", SMALL,
                            "--seq_len", "32", "--micro_batch", "2", "--out", str(tmp_path)], cwd=ROOT, timeout=LIMIT,

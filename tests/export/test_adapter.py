@@ -101,7 +101,7 @@ def test_a_mask_that_is_no_padding_is_refused(model, row):
         model(text(1, 4), attention_mask=torch.tensor([row]))
 
 
-def test_a_cache_that_was_kept_goes_on_and_several_texts_go_on_from_one(model):
+def test_a_kept_cache_continues_and_several_texts_continue_from_one(model):
     prompt = [BOS_ID, *b"abc def g"]
     first = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     cache = first.past_key_values

@@ -32,7 +32,7 @@ def test_a_run_starts_with_the_weights_of_an_export_and_can_be_taken_up_again(ex
     assert final_state(tmp_path / "on")["step"] == 3
 
 
-def test_weights_alone_go_on_with_no_run(exported, tmp_path, capsys):
+def test_weights_without_optimizer_state_resume_no_run(exported, tmp_path, capsys):
     line = refusal(capsys, resuming(tmp_path, exported))
     assert "has no optimizer state: add --reset_steps" in line and str(exported) in line
     assert not (tmp_path / "on").exists()

@@ -33,7 +33,7 @@ def hold(monkeypatch, capsysbinary, model, turns: list[str], go_on=Spider.genera
     return written[1:]
 
 
-def test_a_dialogue_goes_on_from_all_that_was_said_and_written(monkeypatch, capsysbinary):
+def test_a_dialogue_continues_from_all_that_was_typed_and_written(monkeypatch, capsysbinary):
     model, text = awake(small_config(), seed=1).eval(), b""
     turns = ["ab", "", "c\\", "d", "", os.fsdecode(b"\xff")]
     written = hold(monkeypatch, capsysbinary, model, turns)
@@ -44,7 +44,7 @@ def test_a_dialogue_goes_on_from_all_that_was_said_and_written(monkeypatch, caps
         text += answer
 
 
-def test_ctrl_c_ends_a_turn_and_what_was_written_till_then_stays_said(monkeypatch, capsysbinary):
+def test_ctrl_c_ends_a_turn_and_what_was_written_till_then_stays_in_context(monkeypatch, capsysbinary):
     model = awake(small_config(), seed=1).eval()
 
     def interrupted(*args, **kwargs):

@@ -31,7 +31,7 @@ def test_no_word_ends_at_the_first_byte_of_a_document():
     assert cut[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0]
 
 
-def test_a_byte_is_cut_as_often_as_its_probability_says_and_segments_are_even():
+def test_a_byte_is_cut_as_often_as_its_probability_and_segments_are_even():
     model = awake(small_config())
     ids = text(1, 64)
     with torch.no_grad():

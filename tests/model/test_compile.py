@@ -135,7 +135,7 @@ def test_evaluation_and_decoding_are_not_compiled():
         model.train()(text(2, 32), noise_seed=0)
 
 
-def test_a_core_whose_graph_would_break_is_left_out_and_the_reason_is_said():
+def test_a_core_whose_graph_would_break_is_not_compiled_and_the_reason_is_logged():
     model = Spider(small_config())
     assert "only in bf16" in model.compile_layers(backend="eager")
     model.compute_dtype = torch.bfloat16

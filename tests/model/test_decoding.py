@@ -102,7 +102,7 @@ def test_a_prompt_longer_than_a_pass_is_read_in_several(monkeypatch):
     check_steps(halting_model(), rows_of_documents(), [23])
 
 
-def test_a_long_text_outgrows_its_places_and_a_new_document_gives_them_back():
+def test_a_long_text_outgrows_its_cache_slots_and_a_new_document_frees_them():
     model, row = halting_model(), torch.cat((documents(150), documents(70, seed=1)), dim=1)
     with torch.no_grad():
         full, state, places = model(row).logits, model.decoding_state(), []
@@ -151,7 +151,7 @@ def test_a_copied_state_goes_its_own_way_and_rows_may_be_picked():
         torch.testing.assert_close(model.step(rows[:, 29:], state), full[:, 29:], rtol=0, atol=1e-9)
 
 
-def test_a_state_is_saved_as_plain_tensors_and_goes_on_where_it_was(tmp_path):
+def test_a_state_is_saved_as_plain_tensors_and_continues_where_it_was(tmp_path):
     model, rows = halting_model(), rows_of_documents()
     state = model.decoding_state(3, LOOPS)
     model.step(rows[:, :29], state)

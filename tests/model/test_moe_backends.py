@@ -166,7 +166,7 @@ def test_fp8_experts_are_refused_where_torch_has_no_grouped_fp8_product(machine,
         train.check_fp8_experts(True, "fp8", GPU)
 
 
-def test_what_the_choice_says_stands_among_the_choices(tmp_path, monkeypatch, capsys):
+def test_the_reason_of_a_choice_is_logged_with_it(tmp_path, monkeypatch, capsys):
     def resolve(name, device, config, dtype, say, agree, compiled):
         say("a remark" if agree(True) and not agree(False) else "ranks do not agree")
         return "grouped"

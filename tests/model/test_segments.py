@@ -19,7 +19,7 @@ def test_pool_and_unpool_equal_the_dense_form_in_value_and_gradient(lengths, kin
 
 
 @pytest.mark.parametrize("rate", (0.0, 0.3, 1.0))
-def test_a_byte_receives_the_row_of_its_place_behind_the_boundary_and_the_last_one_beyond(rate):
+def test_a_byte_receives_the_row_of_its_segment_offset_and_the_last_one_beyond(rate):
     generator = torch.Generator().manual_seed(5)
     cu = torch.tensor([0, 1, 9, 40], dtype=torch.int32)
     b = (torch.rand(40, generator=generator) < rate).double()

@@ -136,7 +136,7 @@ def test_rows_that_no_token_owns_never_reach_a_result():
     check_backend("grouped", "uneven", torch.float32, 1e-6, product=product)
 
 
-def test_the_mapping_places_every_slot_once_with_aligned_groups():
+def test_the_mapping_assigns_every_slot_once_with_aligned_groups():
     topk_idx = routing("one expert gets nothing")
     bound = (topk_idx.numel() + 15 * E) // 16 * 16
     to_expert, to_token, to_slot, slot_to_pos, start, end, count, _ = tile_moe.TORCH_OPERATIONS.get_fused_mapping(

@@ -51,7 +51,7 @@ def test_another_vocabulary_is_refused(tmp_path, shards, capsys):
 
 
 @pytest.mark.parametrize("value", (math.nan, math.inf))
-def test_ruined_weights_are_said_not_sampled(tmp_path, shards, capsys, value):
+def test_ruined_weights_are_reported_not_sampled(tmp_path, shards, capsys, value):
     directory = run(tmp_path, shards, steps=2)
     state = final_state(directory)
     state["model_state_dict"]["lm_head.weight"][0, 0] = value

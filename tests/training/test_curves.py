@@ -15,7 +15,7 @@ from spider.training import curves, stopping
 from spider.training.curves import draw_curves
 
 
-def test_lines_of_metrics_that_are_cut_off_or_altered_are_passed_over(tmp_path):
+def test_lines_of_metrics_that_are_truncated_or_altered_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert curves.read_metrics(path) == curves.read_metrics(tmp_path) == []
     good = [dict(step=step, bytes_seen=100 * step, loss=10.0 / step) for step in range(1, 1001)]

@@ -40,7 +40,7 @@ def test_replicas_of_a_rank_that_was_killed_in_a_pass_save_every_step_that_was_d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", (0, 1))
-def test_a_mistake_in_the_code_of_one_rank_is_said_in_full_once(tmp_path, shards, processes, victim):
+def test_a_bug_on_one_rank_is_one_full_traceback(tmp_path, shards, processes, victim):
     argv = run_flags(shards, tmp_path / "run", steps=100)
     statuses, log = Job(processes, tmp_path, 2, argv, faults=[(mistake, victim, 3)]).end()
     assert statuses[victim] == 1 and statuses[1 - victim] == 2 and not last_lines(log), log

@@ -205,7 +205,7 @@ def test_two_hosts_train_what_one_does_by_the_commands_of_readme(tmp_path, undis
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4), a["step"]
 
 
-def test_survivors_of_a_lost_network_name_who_is_gone_and_the_same_command_goes_on(tmp_path, undisturbed):
+def test_survivors_of_a_lost_network_name_the_lost_ranks_and_the_same_command_resumes(tmp_path, undisturbed):
     run, command = prepare(tmp_path / "run"), TWO_NODES.replace("--max-restarts 3", "")
     with two_hosts(tmp_path) as hosts:
         jobs = launch(hosts, command, run)
@@ -230,7 +230,7 @@ def test_survivors_of_a_lost_network_name_who_is_gone_and_the_same_command_goes_
     assert_as_undisturbed(run, undisturbed)
 
 
-def test_a_host_that_died_is_waited_for_and_all_go_on_from_the_checkpoint(tmp_path, undisturbed):
+def test_a_host_that_died_is_waited_for_and_all_resume_from_the_checkpoint(tmp_path, undisturbed):
     """By --max-restarts, without a word to the launch on the host that lives."""
     run = prepare(tmp_path / "run")
     with two_hosts(tmp_path) as hosts, ExitStack() as closing:

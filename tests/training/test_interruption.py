@@ -108,7 +108,7 @@ def test_a_disk_that_stalls_holds_up_neither_a_signal_nor_the_end_of_the_process
     assert_same_runs(run(tmp_path, shards, *flags, steps=8), run(tmp_path, shards, *flags, steps=8, ckpt="whole"))
 
 
-def test_a_signal_saves_also_where_nobody_reads_what_is_said(tmp_path, shards, processes):
+def test_a_signal_saves_also_where_nobody_reads_the_log(tmp_path, shards, processes):
     directory = tmp_path / "run"
     process = start(processes, tmp_path, run_flags(shards, directory, steps=100_000), deaf=True)
     until(lambda: (directory / "metrics.jsonl").exists() and len(metrics(directory)) > 5)

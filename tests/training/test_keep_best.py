@@ -111,12 +111,12 @@ def test_a_validation_loss_that_is_no_number_is_neither_the_best_nor_saved_as_on
     assert (progress.val_loss, progress.best_loss, progress.unimproved, progress.is_best) == (None, 2.0, 1, False)
 
 
-def test_sample_py_takes_the_best_checkpoint_on_demand_and_says_which_it_took(tmp_path, shards, capsys):
+def test_sample_py_loads_the_best_checkpoint_on_demand_and_prints_its_name(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, *FLAGS, steps=9)
     for flags, said in (((), "spider-step9.pt: the newest checkpoint in "),
-                        (("--best",), "spider-step4.pt: the checkpoint of the lowest validation loss there, 2.0000")):
+                        (("--best",), "spider-step4.pt: the checkpoint with the lowest validation loss, 2.0000")):
         assert sample.main([str(directory), "--prompt", "a", "--bytes", "2", *flags]) == 0
         assert said in capsys.readouterr().err
     for path in (directory / "spider-step9.pt", tmp_path / "nowhere"):
         assert sample.main([str(path), "--best", "--prompt", "a"]) == 2
-        assert f"--best: {path} is no directory of checkpoints" in capsys.readouterr().err
+        assert f"--best: {path} is not a directory of checkpoints" in capsys.readouterr().err

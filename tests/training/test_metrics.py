@@ -30,7 +30,7 @@ def test_a_line_of_metrics_that_a_kill_cut_short_is_dropped(tmp_path, shards):
     assert [line["step"] for line in metrics(directory)] == [1, 2, 3, 4]
 
 
-def test_what_is_no_finite_number_in_metrics_is_null_again_when_a_run_goes_on(tmp_path, shards):
+def test_a_non_finite_number_in_metrics_is_null_again_when_a_run_resumes(tmp_path, shards):
     """Where an earlier version, or somebody else, wrote it: lines are JSON for any reader."""
     directory, foreign = run(tmp_path, shards, steps=2), []
     for line in (directory / "metrics.jsonl").read_text().splitlines():

@@ -58,7 +58,7 @@ def test_muon_treats_a_stack_as_its_matrices_and_follows_torchs_own():
 
 
 @pytest.mark.parametrize("shape", ((24, 32), (3, 24, 32)))
-def test_at_a_rate_of_zero_muon_leaves_weights_to_the_bit_and_goes_on_with_its_momentum(shape):
+def test_at_a_rate_of_zero_muon_leaves_weights_to_the_bit_and_updates_its_momentum(shape):
     p = torch.nn.Parameter(torch.randn(shape))
     before, p.grad = p.detach().clone(), torch.randn(shape)
     optimizer = Muon([p], lr=0.0, momentum=0.95, weight_decay=0.1)
@@ -228,7 +228,7 @@ def test_an_optimizer_that_leaves_tables_as_they_are_is_named_once_a_process(unw
     assert not step_of(optimizers[0], model, zero_grad) and not step_of(optimizers[1], other, other.zero_grad)
 
 
-def test_who_takes_the_tables_rows_or_means_to_leave_them_is_told_nothing(unwarned):
+def test_an_optimizer_that_reads_the_tables_gradients_or_omits_the_tables_causes_no_warning(unwarned):
     model = awake(small_config())
     dense = [p for name, p in model.named_parameters() if not name.endswith("table.weight")]
     assert not step_of(torch.optim.AdamW(dense), model, model.zero_grad)  # has no tables

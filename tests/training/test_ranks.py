@@ -59,7 +59,7 @@ def test_one_process_has_no_process_group_and_does_not_ask_anybody():
 
 
 @pytest.mark.slow
-def test_bad_data_seen_by_one_rank_is_said_once_and_all_that_was_done_is_saved(tmp_path, shards, processes):
+def test_bad_data_seen_by_one_rank_is_reported_once_and_all_that_was_done_is_saved(tmp_path, shards, processes):
     argv = run_flags(shards, tmp_path / "run", steps=100)
     statuses, log = Job(processes, tmp_path, 2, argv, faults=[(bad_data, 1, 3)]).end()
     assert statuses == [2, 2], log

@@ -49,7 +49,7 @@ def mixture(tmp_path, shards) -> str:
     return f"{shards}:0.6,{other}:0.4"
 
 
-def test_a_mixture_goes_on_exactly_in_each_sources_own_epoch(tmp_path, mixture):
+def test_a_mixture_resumes_exactly_in_each_sources_own_epoch(tmp_path, mixture):
     flags = ("--micro_batch", "4", "--eval_every", "8")
     whole = run(tmp_path, mixture, *flags, steps=20, ckpt="whole")
     for steps in (6, 11, 20):
@@ -113,7 +113,7 @@ def test_a_first_step_of_an_epoch_that_is_dropped_leaves_the_tables_as_they_were
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", ((), ("--precision", "fp8"), ("--moe_backend", "grouped")), ids=" ".join)
-def test_deterministic_runs_go_on_exactly_on_a_gpu(tmp_path, shards, flags):
+def test_deterministic_runs_resume_exactly_on_a_gpu(tmp_path, shards, flags):
     flags = ("--device", "cuda", "--deterministic", "--dropout", "0.3", *flags)
     whole = run(tmp_path, shards, *flags, steps=20, ckpt="whole")
     for steps in (7, 20):
@@ -122,7 +122,7 @@ def test_deterministic_runs_go_on_exactly_on_a_gpu(tmp_path, shards, flags):
 
 
 @pytest.mark.slow
-def test_random_combinations_of_flags_and_cuts_go_on_exactly(tmp_path, shards):
+def test_random_combinations_of_flags_and_interruptions_resume_exactly(tmp_path, shards):
     """Twelve draws from every flag that changes the arithmetic, the data or the loop, each cut at three steps."""
     generator = random.Random(0)
     choices = [("--random_loops",), ("--grad_accum", "3"), ("--no_gradient_checkpointing",), ("--engram_reset",),
@@ -153,7 +153,7 @@ def test_a_resumed_run_keeps_nothing_of_its_checkpoint_mapped(tmp_path, shards, 
     assert "train-0.bin" in mapped and not any(name.startswith("spider-step") for name in mapped)
 
 
-def test_loops_of_a_run_stay_its_own_when_it_goes_on_and_others_are_named(tmp_path, shards, capsys):
+def test_loops_of_a_run_stay_the_same_when_it_resumes_and_others_are_named(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, "--n_loops", "3", steps=1)
     flags = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--ckpt_dir", str(directory),
              "--eval_every", "0", "--device", "cpu"]

@@ -18,7 +18,7 @@ from spider.training import run_directory
 @pytest.mark.parametrize("flags,moment", (
     (("--reset_steps",), None), (("--resume", "spider-step2.pt"), None), (("--reset_steps",), "run_directory.Metrics"),
     (("--resume", "spider-step2.pt"), "run_directory.set_aside")))
-def test_a_run_that_starts_over_or_goes_back_goes_on_though_it_was_killed_before_it_saved(tmp_path, shards, processes,
+def test_a_run_that_starts_over_or_goes_back_resumes_though_it_was_killed_before_it_saved(tmp_path, shards, processes,
                                                                                          flags, moment):
     """The same command without its flag; killed before it wrote a thing, it never was, and the old run resumes."""
     kept = ("--keep_last", "9", "--eval_every", "0")
@@ -104,7 +104,7 @@ def test_two_runs_cannot_work_in_one_directory(tmp_path, shards, processes, caps
     run(tmp_path, shards)                                                     # the lock died with its process
 
 
-def test_an_altered_newest_checkpoint_is_passed_over_and_the_run_still_ends_exactly(tmp_path, shards, capsys):
+def test_an_altered_newest_checkpoint_is_skipped_and_the_run_still_ends_exactly(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, "--ckpt_every", "3", steps=6)
     undamaged = final_state(directory)
     for damage in (lambda c: c[:len(c) // 2], lambda c: c[:5000] + bytes([c[5000] ^ 1]) + c[5001:], lambda c: b""):
@@ -183,7 +183,7 @@ def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path
     assert [line for line in said if not line.isprintable()] == []
 
 
-def test_reset_steps_takes_the_weights_alone_and_later_runs_go_on_from_the_reset(tmp_path, shards):
+def test_reset_steps_loads_only_the_weights_and_later_runs_resume_from_the_reset(tmp_path, shards):
     directory = run(tmp_path, shards, steps=6)
     reset = run(tmp_path, shards, "--resume", str(directory / "spider-step6.pt"), "--reset_steps", steps=2)
     state = torch.load(reset / "spider-step2.pt", weights_only=True)

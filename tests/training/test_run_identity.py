@@ -14,7 +14,7 @@ from spider.training.checkpoint import find_checkpoints
 from spider_model import Spider
 
 
-def test_a_larger_batch_goes_on_to_the_same_number_of_bytes_and_says_what_changed(tmp_path, shards, capsys):
+def test_a_larger_batch_resumes_to_the_same_number_of_bytes_and_logs_the_change(tmp_path, shards, capsys):
     run(tmp_path, shards, "--target_tokens", "640", steps=5)
     directory = run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0)
     state = final_state(directory)

@@ -242,7 +242,7 @@ def test_a_full_disk_on_one_rank_leaves_nothing_and_is_tried_again_by_all(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 @pytest.mark.parametrize("victim", (0, 1))
-def test_a_rank_lost_in_the_midst_of_a_save_ends_the_others_and_the_same_command_goes_on(
+def test_a_rank_lost_during_a_save_ends_the_others_and_the_same_command_resumes(
         tmp_path, shards, processes, number, victim):
     def argv(steps):
         return run_flags(shards, tmp_path / "run", *SHARDED, "--ckpt_every", "1", "--shards", "2", "--eval_every", "0",
@@ -410,7 +410,7 @@ def test_a_conversion_that_cannot_be_is_one_line(directory, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.pt")
     for source, target, words in ((directory / "spider-step2", tmp_path / "there", "exists: use another name"),
                                   (tmp_path / "pipe.pt", tmp_path / "new", "is not a regular file"),
-                                  (tmp_path / "nowhere.pt", tmp_path / "new", "there is no checkpoint there"),
+                                  (tmp_path / "nowhere.pt", tmp_path / "new", "there is no usable checkpoint"),
                                   (directory / "spider-step2", tmp_path / "no" / "new.pt", "No such file")):
         assert sample.main([str(source), "--convert", str(target)]) == 2
         (line,) = capsys.readouterr().err.splitlines()

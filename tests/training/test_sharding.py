@@ -13,7 +13,7 @@ CASES = {                                 # flags, and those that only ranks get
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_go_on_from_one_and_one_from_two_with_the_same_losses(tmp_path, shards, processes, case):
+def test_two_ranks_resume_from_one_and_one_from_two_with_the_same_losses(tmp_path, shards, processes, case):
     """Six steps on one rank, then six on two, and the other way round, against twelve on one; by --global_batch."""
     flags, of_ranks = CASES[case]
     make_shards(tmp_path / "other")
@@ -56,7 +56,7 @@ def test_any_layout_gives_the_losses_of_one_rank_over_twenty_steps(tmp_path, sha
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks")
 
 
-def test_words_places_and_the_cores_own_loss_are_those_of_one_rank(tmp_path, shards, processes):
+def test_words_segment_offsets_and_the_cores_own_loss_are_those_of_one_rank(tmp_path, shards, processes):
     """Few steps: at the start next to nothing is unpooled, and normed for the core's own loss its rounding grows."""
     flags = ("--precision", "fp32", "--global_batch", "256",
              "--set", f"{SMALL},boundaries=words,places=3,core_loss_weight=0.2")
