@@ -38,8 +38,8 @@ GROUPS = {"basics": (
     Flag("data_dir", "data", path_name, "directory of .bin shards, or a mixture: web:0.7,code:0.3",
          "DATA_DIR", metavar="DIR"),
     Flag("mock_data", False, None, "train on synthetic, learnable bytes instead of --data_dir"),
-    Flag("ckpt_dir", "checkpoints", path_name, "directory for checkpoints and metrics.jsonl; with --mock_data the "
-         "default is its mock/", metavar="DIR"),
+    Flag("ckpt_dir", "checkpoints", path_name, "directory for checkpoints and metrics.jsonl; --mock_data adds mock/ "
+         "to the default", metavar="DIR"),
     Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on: the horizon of the schedule",
          "TARGET_TOKENS", metavar="BYTES"),
     Flag("max_steps", 0, integer(0), "stop after this many optimizer steps; 0: stop at --target_tokens. Beyond that "
