@@ -23,7 +23,7 @@ def test_logits_and_loss_are_spiders_own_and_labels_are_shifted_inside(model, sp
     theirs.loss.backward()
     assert sum(p.grad is not None for p in model.parameters()) > 40
     model.zero_grad()
-    with pytest.raises(ValueError, match="labels: a loss is that of a full pass"):
+    with pytest.raises(ValueError, match="labels: the loss needs a full pass"):
         model(ids, labels=ids, use_cache=True)
 
 
@@ -97,7 +97,7 @@ def test_padding_changes_no_part_of_the_loss_whatever_the_mask_and_labels_say_of
 
 @pytest.mark.parametrize("row", ([1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 1, 1]))
 def test_a_mask_that_is_no_padding_is_refused(model, row):
-    with pytest.raises(ValueError, match="attention_mask: of the form of input_ids"):
+    with pytest.raises(ValueError, match="attention_mask must have the shape of input_ids"):
         model(text(1, 4), attention_mask=torch.tensor([row]))
 
 
@@ -122,7 +122,7 @@ def test_beam_search_reorders_states(model):
 def test_drafts_which_no_state_takes_back_are_refused(model):
     with pytest.raises(ValueError, match="not supported with stateful models"):
         continuation(model, [BOS_ID, *b"abcabcabc"], prompt_lookup_num_tokens=2)
-    with pytest.raises(NotImplementedError, match="there is no module to be exchanged"):
+    with pytest.raises(NotImplementedError, match="no input embedding module to replace"):
         model.get_input_embeddings()
 
 
