@@ -1,27 +1,27 @@
-"""Talk to a checkpoint, measure it, look inside, hand it over.
+"""Talk to a checkpoint, evaluate it, look inside, export it.
 
-    python sample.py                                            # the newest one in checkpoints/: a dialogue
-    python sample.py checkpoints/shakespeare --prompt "ROMEO:"  # the newest good one of a directory
+    python sample.py                                            # a dialogue with the newest one in checkpoints/
+    python sample.py checkpoints/shakespeare --prompt "ROMEO:"  # continue a text with the newest one of a directory
     python sample.py checkpoints/spider-step750.pt --prompt "ROMEO:" --bytes 500 --top_k 40 --samples 3
     head -c 2000 play.txt | python sample.py checkpoints/shakespeare --bytes 200
-    python sample.py checkpoints/shakespeare --show play.txt    # what it makes of a text: segments, loops, surprise
-    python sample.py checkpoints/shakespeare --best --prompt O  # its checkpoint of the lowest validation loss
-    python sample.py checkpoints/spider-step750 --convert a.pt  # a sharded checkpoint as one file, or back
-    python sample.py checkpoints/shakespeare --export DIR       # for Hugging Face's libraries
+    python sample.py checkpoints/shakespeare --show play.txt    # analyze a text: segments, loops, surprise
+    python sample.py checkpoints/shakespeare --best --prompt O  # use the checkpoint with the lowest validation loss
+    python sample.py checkpoints/spider-step750 --convert a.pt  # turn a sharded checkpoint into one file, or back
+    python sample.py checkpoints/shakespeare --export DIR       # export for Hugging Face's libraries
     python sample.py checkpoints/a checkpoints/b --eval data held-out.txt --n_loops 1,2,4 --json figures.json
 
-Without --prompt the model continues standard input, byte for byte. In a terminal that is a dialogue: it continues each
-line that is typed, with all that was typed and written before in context. An empty line lets it continue where it
-stopped, a backslash at a line's end adds the line break and another line; Ctrl-C stops it, Ctrl-D ends the dialogue.
+Without --prompt the model continues standard input. In a terminal this is a dialogue: the model continues each line
+that you type, with the whole dialogue as context. An empty line lets it continue its own text; a backslash at the end
+of a line continues the input on the next line. Ctrl-C stops the model, Ctrl-D ends the dialogue.
 
-What the model writes is printed as text, whole characters as they come: control characters as escapes such as \\x1b,
-bytes that are not UTF-8 as U+FFFD, into files and pipes too. --raw prints its bytes as they are.
+Output is printed as text, also to files and pipes: control characters as escapes such as \\x1b, invalid UTF-8 as
+U+FFFD. --raw prints the bytes unchanged.
 
---eval prints bits per byte. A directory of shards is evaluated as training does, on its validation part: the run's
-val_bpb, in which EOS and BOS count. Of a file all bytes are predicted, the first one of a document from BOS, and bytes
-alone count: JSON lines (.jsonl) and parquet rows are a document each, a .bin shard has those that are marked in it, any
-other file is one, and .gz and .zst are unpacked. Each byte is predicted from the half of --seq_len bytes before it, or
-more, or all that its document has there: windows of that length move on by half of it.
+--eval prints bits per byte. For a directory of shards it evaluates the validation data like training (val_bpb), in
+which BOS and EOS count. For a file it predicts every byte, the first one of a document from BOS; only bytes count. Each
+row of .jsonl or .parquet is a document, as is each document in a .bin shard; any other file is one. .gz and .zst are
+decompressed. Windows of --seq_len bytes advance by half, so each byte has at least half a window of context, or all of
+its document so far.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from train import FLAGS, RECIPES
 
 
 def bytes_to_continue(prompt: str | None) -> bytes | None:
-    """Return the bytes of --prompt, or of standard input, also where they are not UTF-8; None: a dialogue."""
+    """Return the bytes of --prompt or of standard input, which need not be UTF-8; None for a dialogue."""
     if prompt is not None:
         return os.fsencode(prompt)
     if sys.stdin is None:                 # closed
@@ -68,29 +68,29 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
 
 
 def talk(name: str, n_loops: int | None, prompt: str | None, sampling: Sampling, device: torch.device):
-    """Continue a prompt, or hold a dialogue where there is none and both ends are a terminal."""
+    """Continue a prompt, or hold a dialogue if there is none and stdin and stdout are a terminal."""
     text = bytes_to_continue(prompt)
     if text is None and sampling.samples > 1:
-        raise UsageError("--samples: a dialogue has one voice; give a --prompt")
+        raise UsageError("--samples needs a --prompt: a dialogue has a single sample")
     path, content = read_checkpoint(name, Spider)
     model = decoder_of(content, device, Spider)
     state = model.decoding_state(n_loops=n_loops or trained_loops(content))
     generate = sampler(model, sampling)
     if text is None:
-        print(one_line(f"{path}, step {content.get('step', 0)}. Type a line for it to continue, an empty one for more. "
-                       f"Ctrl-C stops it, Ctrl-D ends."))
+        print(one_line(f"{path}, step {content.get('step', 0)}. Type a line for the model to continue, an empty one "
+                       f"for more. Ctrl-C stops it, Ctrl-D quits."))
         converse(model, state, generate, sampling)
     else:
         complete(model, state, text, generate, sampling)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Measuring, exporting
+# Evaluation and export
 
 
 def run_flag(state: dict, name: str):
-    """Return the value of a flag that a checkpoint's run had, or its recipe's where the checkpoint has none;
-    CheckpointError where train.py would not take it."""
+    """Return the value of a flag in a checkpoint's run, by default its recipe's; raise CheckpointError for an invalid
+    one."""
     flag = next(flag for flag in FLAGS if flag.name == name)
     recipe = RECIPES[state.get("recipe", "1b")]
     try:
@@ -100,7 +100,7 @@ def run_flag(state: dict, name: str):
 
 
 def export(path: Path, state: dict, directory: str):
-    """--export: write the model, with the flags of its run once each is one that train.py takes."""
+    """Export a model, after validating the flags of its run."""
     if flags := state.get("flags"):
         state = state | dict(flags=flags | {flag.name: run_flag(state, flag.name) for flag in FLAGS
                                             if flag.name in flags})
@@ -109,7 +109,7 @@ def export(path: Path, state: dict, directory: str):
 
 def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: int | None, batch: int | None,
             precision: str, device: torch.device) -> list[dict]:
-    """Return the bits per byte of each text under each checkpoint and number of loops; None: as the run had it."""
+    """Return bits per byte for each checkpoint, text and number of loops; None stands for the run's own setting."""
     found, bf16 = [], precision == "bf16" or precision == "auto" and multiplies_bf16(device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -127,15 +127,15 @@ def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: i
 
 
 def check_json(path: str | None):
-    """Raise UsageError where --json cannot be written: before minutes of work, not after them."""
+    """Raise UsageError if --json cannot be written, before minutes of work."""
     if path and not Path(path).parent.is_dir():
-        raise UsageError(f"--json: {path}: No such file or directory: make its directory first")
+        raise UsageError(f"--json: {path}: No such file or directory: create its directory first")
     if path and not files.is_replaceable(Path(path)):
-        raise UsageError(f"--json: {path}: not a regular file: name another")
+        raise UsageError(f"--json: {path}: not a regular file: use another name")
 
 
 def print_table(found: list[dict]):
-    """Print bits per byte, a line for each checkpoint and text, a column for each number of loops."""
+    """Print bits per byte, a row per checkpoint and text, a column per number of loops."""
     loops = list(dict.fromkeys(entry["n_loops"] for entry in found))
     lines = [["checkpoint", "file", "bytes", *(f"{n} loop{'s' * (n > 1)}" for n in loops)]]
     for checkpoint, file, count in dict.fromkeys(
@@ -146,14 +146,14 @@ def print_table(found: list[dict]):
                       *(bits.get(n, "") for n in loops)])
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
-        say("  ".join(part.ljust(width) if i < 2 else part.rjust(width)
-                      for i, (part, width) in enumerate(zip(line, widths))))
+        say("  ".join(cell.ljust(width) if i < 2 else cell.rjust(width)
+                      for i, (cell, width) in enumerate(zip(line, widths))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
-# What reads which flags. One that is given and would not be read is refused.
+# The flags that each command uses; others are refused.
 READ_BY = {
     "talking": {"best", "n_loops", "device", "prompt", "bytes", "temperature", "top_k", "top_p", "samples", "seed",
                 "raw"},
@@ -165,48 +165,47 @@ READ_BY = {
 
 
 def each(parse: Callable) -> Callable:
-    return lambda text: [parse(part) for part in text.split(",")]
+    return lambda text: [parse(item) for item in text.split(",")]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="*", type=path_name, help="a file, or a directory (checkpoints)")
-    parser.add_argument("--best", action="store_true", help="of a directory not the newest checkpoint, but the one of "
-                        "the lowest validation loss (train.py --keep_best)")
+    parser.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss of a "
+                        "directory (train.py --keep_best), not the newest one")
     parser.add_argument("--n_loops", type=each(integer(1, MAX_LOOPS)), metavar="N,...",
                         help="loops of the core (as trained); several for --eval")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     group = parser.add_argument_group("talking")
-    group.add_argument("--prompt", help="text to continue; without it standard input, in a terminal a dialogue")
-    group.add_argument("--bytes", type=integer(1), default=500, help="most bytes to write (500)")
-    group.add_argument("--temperature", type=real(0), default=0.8, help="0: always the likeliest byte (0.8)")
-    group.add_argument("--top_k", type=integer(1), help="draw from the k likeliest bytes only")
+    group.add_argument("--prompt", help="text to continue; default: standard input, or a dialogue in a terminal")
+    group.add_argument("--bytes", type=integer(1), default=500, help="maximum number of bytes to generate (500)")
+    group.add_argument("--temperature", type=real(0), default=0.8, help="sampling temperature; 0 is greedy (0.8)")
+    group.add_argument("--top_k", type=integer(1), help="sample only from the k likeliest bytes")
     group.add_argument("--top_p", type=real(0, 1, open_low=True),
-                       help="draw from the likeliest bytes only that together have the probability p")
-    group.add_argument("--samples", type=integer(1, 1 << 16), default=1, help="texts of one prompt (1)")
-    group.add_argument("--seed", type=integer(0), default=0, help="of the draws (0)")
-    group.add_argument("--raw", action="store_true", help="print bytes as they are, although a terminal may obey some")
-    group = parser.add_argument_group("measuring")
+                       help="sample only from the likeliest bytes with total probability p")
+    group.add_argument("--samples", type=integer(1, 1 << 16), default=1, help="number of samples per prompt (1)")
+    group.add_argument("--seed", type=integer(0), default=0, help="seed of the samples (0)")
+    group.add_argument("--raw", action="store_true", help="print bytes unchanged, including terminal control sequences")
+    group = parser.add_argument_group("evaluation")
     group.add_argument("--eval", nargs="+", type=path_name, metavar="FILE",
-                       help="texts, or directories of shards; several CHECKPOINTs")
-    group.add_argument("--json", type=path_name, metavar="OUT", help="the figures into a file, too")
+                       help="evaluate on texts or directories of shards; allows several checkpoints")
+    group.add_argument("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     group.add_argument("--field", default="text", help="JSON field or parquet column with the text (text)")
-    group.add_argument("--seq_len", type=integer(2, 1 << 24), help="bytes that the model sees (as trained)")
+    group.add_argument("--seq_len", type=integer(2, 1 << 24), help="bytes per window (as trained)")
     group.add_argument("--batch", type=integer(1, 1 << 20),
-                       help=f"sequences at a time ({EVAL_BYTES:,} bytes); changes no figure")
+                       help=f"sequences per batch ({EVAL_BYTES:,} bytes); does not change the results")
     group.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"),
-                       help="of the products; auto: bf16 where the hardware has it, as in training")
+                       help="auto: bf16 if the hardware has it, as in training")
     group = parser.add_argument_group("looking inside")
-    group.add_argument("--show", metavar="FILE|TEXT", help="show how the model reads a text, here and in a page: a "
-                       f"file, - (stdin) or the text itself; of it the first {reading.LONGEST} bytes")
+    group.add_argument("--show", metavar="FILE|TEXT", help="analyze a text, in the terminal and as an HTML page: a "
+                       f"file, - (stdin) or the text itself; only its first {reading.LONGEST} bytes")
     group.add_argument("--html", type=path_name, metavar="OUT",
-                       help="where --show writes the page (look.html beside the checkpoint)")
-    group = parser.add_argument_group("exporting")
+                       help="path of the page of --show (look.html beside the checkpoint)")
+    group = parser.add_argument_group("export")
     group.add_argument("--export", type=path_name, metavar="DIR",
-                       help="write what Hugging Face's libraries load into a new directory")
+                       help="export to a new directory for Hugging Face's libraries")
     group.add_argument("--convert", type=path_name, metavar="DST",
-                       help="write the checkpoint in its other form: DST.pt is one "
-                       "file, any other DST a sharded directory")
+                       help="convert the checkpoint: to one file if DST ends in .pt, else to a sharded directory")
     defaults = vars(parser.parse_args([]))
     args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))
     given = [name for name, value in vars(args).items() if value is not None]
@@ -214,37 +213,36 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = argparse.Namespace(**defaults | {name: getattr(args, name) for name in given})
     args.checkpoint = args.checkpoint or ["checkpoints"]
     if len(args.checkpoint) > 1 and not args.eval:
-        raise UsageError(f"{args.checkpoint[1]}: only --eval takes several checkpoints")
+        raise UsageError(f"{args.checkpoint[1]}: only --eval allows several checkpoints")
     if args.n_loops and len(args.n_loops) > 1 and not args.eval:
-        raise UsageError("--n_loops: only --eval takes several numbers")
+        raise UsageError("--n_loops: only --eval allows several numbers")
     return args
 
 
 def refuse_unread(given: Iterable[str]):
-    """Raise UsageError for flags of which one would be ignored in silence."""
+    """Raise UsageError for a flag that the command would ignore."""
     acts = [f"--{name}" for name in given if f"--{name}" in READ_BY] or ["talking"]
     if len(acts) > 1:
         raise UsageError(f"{' and '.join(acts)}: one at a time")
     for name in given:
         readers = [act for act, flags in READ_BY.items() if name in flags]
         if readers and acts[0] not in readers:
-            raise UsageError(f"--{name} goes with {' or '.join(readers)}, not with {acts[0]}")
+            raise UsageError(f"--{name} applies to {' or '.join(readers)}, not to {acts[0]}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit status: 0, also where nobody reads its output any more; 2 with one line on
-    stderr; 130 when interrupted."""
+    """Run sample.py. Exit status: 0; 2 with one line on stderr; 130 after Ctrl-C."""
     start_log()
 
     def command():
         args = parse_args(argv)
         names = [best_of(name, Spider) for name in args.checkpoint] if args.best else args.checkpoint
         name, n_loops = names[0], args.n_loops and args.n_loops[0]
-        with memory_advice("lower --batch or --seq_len" if args.eval else "it takes a machine with more of it" if
+        with memory_advice("lower --batch or --seq_len" if args.eval else "use a machine with more memory" if
                            args.show or args.export else f"lower --samples (now {args.samples}) or --bytes"):
             if args.convert is not None:
                 source = path_of(name, Spider)[0]
-                say(f"{args.convert}: step {convert(source, Path(args.convert))}, as {source} has it")
+                say(f"{args.convert}: step {convert(source, Path(args.convert))}, converted from {source}")
             elif args.export is not None:
                 export(*read_checkpoint(name, Spider), args.export)
             elif args.eval:

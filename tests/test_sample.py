@@ -129,11 +129,11 @@ def test_what_is_no_checkpoint_is_named_and_never_waited_for(trained, tmp_path, 
         assert said in line and (name in line or not name.isprintable())
     assert "/dev/zero" in refusal(capsys, "/dev/zero")
     assert "b\\x1b" in refusal(capsys, trained, "--b\x1b")                # argparse's own words
-    assert "b\\x1b: only --eval takes several checkpoints" in refusal(capsys, trained, "b\x1b")
+    assert "b\\x1b: only --eval allows several checkpoints" in refusal(capsys, trained, "b\x1b")
     assert "--n_loops" in refusal(capsys, trained, "--n_loops", "4097")
     assert "'x' is not a number" in refusal(capsys, trained, "--temperature", "x")
     assert "above 0 and at most 1" in refusal(capsys, trained, "--top_p", "0")
-    assert "only --eval takes several numbers" in refusal(capsys, trained, "--n_loops", "1,2", "--prompt", "a")
+    assert "only --eval allows several numbers" in refusal(capsys, trained, "--n_loops", "1,2", "--prompt", "a")
     monkeypatch.chdir(tmp_path)
     assert "checkpoints: there is no usable checkpoint" in refusal(capsys)
 
@@ -225,7 +225,7 @@ def test_a_terminal_is_a_dialogue_that_ctrl_c_ends_at_its_prompt(trained):
             out += os.read(ours, 100)
         return out
     greeting = until_asked()
-    assert b"spider-step3.pt, step 3. " in greeting and b"Ctrl-D ends." in greeting
+    assert b"spider-step3.pt, step 3. " in greeting and b"Ctrl-D quits." in greeting
     os.write(ours, b"ab\n")
     assert until_asked().startswith(b"ab\r\n")
     while process.poll() is None:         # one that comes between the prompt and readline's waiting is not heard by it
@@ -272,20 +272,21 @@ def test_want_of_memory_is_one_line_with_the_remedy(trained, tmp_path, monkeypat
     ("--eval a.txt --show abc", "--eval and --show: one at a time"),
     ("--show abc --export new", "--show and --export: one at a time"),
     ("--eval a.txt --export new", "--eval and --export: one at a time"),
-    ("--json out", "--json goes with --eval"), ("--show abc --json out", "--json goes with --eval, not with --show"),
-    ("--html out", "--html goes with --show"), ("--eval a.txt --html out", "--html goes with --show, not with --eval"),
-    ("--export new --html out", "--html goes with --show, not with --export"),
-    ("--eval a.txt --samples 3", "--samples goes with talking, not with --eval"),
-    ("--eval a.txt --prompt x", "--prompt goes with talking, not with --eval"),
-    ("--show abc --prompt x", "--prompt goes with talking, not with --show"),
-    ("--export new --raw", "--raw goes with talking, not with --export"),
-    ("--show abc --top_k 4", "--top_k goes with talking"), ("--show abc --top_p 0.5", "--top_p goes with talking"),
-    ("--show abc --seed 0", "--seed goes with talking"), ("--show abc --bytes 500", "--bytes goes with talking"),
-    ("--eval a.txt --temperature 0.8", "--temperature goes with talking"),
-    ("--prompt x --field text", "--field goes with --eval"), ("--prompt x --seq_len 64", "--seq_len goes with --eval"),
-    ("--show abc --batch 4", "--batch goes with --eval"), ("--prompt x --precision auto", "--precision goes with"),
-    ("--export new --n_loops 2", "--n_loops goes with talking or --eval or --show, not with --export"),
-    ("--export new --device cpu", "--device goes with talking or --eval or --show, not with --export")))
+    ("--json out", "--json applies to --eval"), ("--show abc --json out", "--json applies to --eval, not to --show"),
+    ("--html out", "--html applies to --show"), ("--eval a.txt --html out", "--html applies to --show, not to --eval"),
+    ("--export new --html out", "--html applies to --show, not to --export"),
+    ("--eval a.txt --samples 3", "--samples applies to talking, not to --eval"),
+    ("--eval a.txt --prompt x", "--prompt applies to talking, not to --eval"),
+    ("--show abc --prompt x", "--prompt applies to talking, not to --show"),
+    ("--export new --raw", "--raw applies to talking, not to --export"),
+    ("--show abc --top_k 4", "--top_k applies to talking"), ("--show abc --top_p 0.5", "--top_p applies to talking"),
+    ("--show abc --seed 0", "--seed applies to talking"), ("--show abc --bytes 500", "--bytes applies to talking"),
+    ("--eval a.txt --temperature 0.8", "--temperature applies to talking"),
+    ("--prompt x --field text", "--field applies to --eval"),
+    ("--prompt x --seq_len 64", "--seq_len applies to --eval"),
+    ("--show abc --batch 4", "--batch applies to --eval"), ("--prompt x --precision auto", "--precision applies to"),
+    ("--export new --n_loops 2", "--n_loops applies to talking or --eval or --show, not to --export"),
+    ("--export new --device cpu", "--device applies to talking or --eval or --show, not to --export")))
 def test_a_flag_that_would_not_be_read_is_refused_and_nothing_is_done(trained, tmp_path, monkeypatch, capsys, argv,
                                                                       said):
     monkeypatch.chdir(tmp_path)

@@ -107,7 +107,7 @@ def test_sample_shows_a_text_and_writes_the_page_where_it_is_asked_to(tmp_path, 
     assert sample.main([str(directory / "spider-step3.pt"), "--show", "abc", "--html", "out.html"]) == 0
     assert '"title":"bits per byte"' in Path("out.html").read_text()            # the checkpoint's directory has metrics
     (tmp_path / "shut").write_text("a file")
-    assert "goes with --show" in refused("--html", "x.html")
+    assert "applies to --show" in refused("--html", "x.html")
     assert "/dev/null is not a regular file" in refused("--show", "a", "--html", "/dev/null")
     assert "use --html to write" in refused("--show", "a", "--html", "gone/x.html")
     assert "is empty" in refused("--show", "")
