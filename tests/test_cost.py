@@ -142,7 +142,7 @@ def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_pat
                            *flags], text=True, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     line, = [line for line in done.stderr.splitlines() if "memory: about" in line]
-    said = {name: float(size) for name, size in re.findall(r"[,:] ([a-z][a-z ,]*?) (\d+\.\d\d)(?=,|$)", line)}
+    said = {name: float(size) for name, size in re.findall(r"[,:] ([a-z][A-Za-z ()]*?) (\d+\.\d\d)(?=,|$)", line)}
     peak = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory"]
     total = float(re.search(r"about (\S+) GB", line)[1])
     assert total == pytest.approx(sum(said.values()), abs=0.05)
