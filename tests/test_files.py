@@ -86,14 +86,14 @@ def logged(folder, _):
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to], ids=["symbolic", "hard"])
 @pytest.mark.parametrize("write, name", [
     (spooled, ".stdin.txt"), (saved_metadata, ".metadata.json.tmp"), (saved_metadata, "metadata.json"),
-    (written_shard, f".train-00000.bin.{os.getpid()}.tmp"), (written_shard, "train-00000.bin"),
+    (written_shard, ".train-00000.bin.PID.tmp"), (written_shard, "train-00000.bin"),
     (journal, ".prepare.jsonl.tmp"), (journal, ".metadata.json.tmp"), (journal, "prepare.jsonl"),
     (logged, ".metrics.jsonl.tmp"), (logged, "metrics.jsonl")])
 def test_what_a_link_leads_to_is_never_written(tmp_path, monkeypatch, write, name, link):
     victim = tmp_path / "precious"
     victim.write_text('{"step": 1}\n')
     (tmp_path / "o").mkdir()
-    link(tmp_path / "o" / name, victim)
+    link(tmp_path / "o" / name.replace("PID", str(os.getpid())), victim)
     write(tmp_path / "o", monkeypatch)
     assert victim.read_text() == '{"step": 1}\n' and victim.stat().st_nlink == 1
     assert not any(path.is_symlink() for path in (tmp_path / "o").iterdir())
