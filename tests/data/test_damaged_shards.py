@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -110,25 +111,22 @@ def test_verify_notices_any_altered_bit(prepared, capsys):
 
 @pytest.mark.skipif(os.name != "posix", reason="modes")
 @pytest.mark.parametrize("name", ["web/b.bin", "web", "web/metadata.json"])
-def test_an_unreadable_file_is_named_and_not_skipped(prepared, tmp_path, name):
-    root = tmp_path.parent.parent                             # pytest's directories are for their user alone
-    modes = {path: path.stat().st_mode for path in (root, tmp_path.parent, tmp_path)}
+def test_an_unreadable_file_is_named_and_not_skipped(prepared, name):
     (prepared / "web" / "b.bin").write_bytes(bytes(20))
     (prepared / "a.bin").write_bytes(bytes(20))               # there is something else to train on
     user = os.geteuid()
-    try:
-        for path in modes:
-            path.chmod(0o755)
-        (prepared / name).chmod(0)
-        os.seteuid(user or 65534)                             # root may read everything
-        with pytest.raises(errors.DataError) as fault:
-            open_data(str(prepared))
-        assert str(fault.value) == f"{prepared / name}: Permission denied"
-    finally:
-        os.seteuid(user)
-        (prepared / name).chmod(0o755)
-        for path, mode in modes.items():
-            path.chmod(mode)
+    with tempfile.TemporaryDirectory() as root:               # pytest's directories are for their user alone
+        os.chmod(root, 0o755)
+        directory = shutil.copytree(prepared, Path(root, "data"))
+        try:
+            (directory / name).chmod(0)
+            os.seteuid(user or 65534)                         # root may read everything
+            with pytest.raises(errors.DataError) as fault:
+                open_data(str(directory))
+            assert str(fault.value) == f"{directory / name}: Permission denied"
+        finally:
+            os.seteuid(user)
+            (directory / name).chmod(0o755)
 
 
 def test_link_loops_end_and_a_file_of_several_names_is_read_once(prepared, tmp_path, capsys):
