@@ -9,6 +9,7 @@
     python sample.py checkpoints/spider-step750 --convert a.pt  # turn a sharded checkpoint into one file, or back
     python sample.py checkpoints/shakespeare --export DIR       # export for Hugging Face's libraries
     python sample.py checkpoints/a checkpoints/b --eval data held-out.txt --n_loops 1,2,4 --json figures.json
+    python sample.py checkpoints/shakespeare --eval play.txt --adapt --save_adapted adapted.pt  # learn while reading
 
 Without --prompt the model continues standard input. In a terminal this is a dialogue: the model continues each line
 that you type, with the whole dialogue as context. An empty line lets it continue its own text; a backslash at the end
@@ -22,6 +23,10 @@ which BOS and EOS count. For a file it predicts every byte, the first one of a d
 row of .jsonl or .parquet is a document, as is each document in a .bin shard; any other file is one. .gz and .zst are
 decompressed. Windows of --seq_len bytes advance by half, so each byte has at least half a window of context, or all of
 its document so far.
+
+With --adapt the Engram tables keep learning. With --eval they learn from each chunk of the text after it was scored;
+without, from the prompt or from what you type. The documents of a text share what was learned, or with --per_document
+each starts with the checkpoint's tables. The checkpoint does not change; --save_adapted writes another one.
 """
 
 import argparse
@@ -29,7 +34,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -39,17 +44,38 @@ from spider.console import one_line, say
 from spider.errors import CheckpointError, UsageError
 from spider.export.directory import write_export
 from spider.flags import BadValue, Parser, integer, path_name, real, run_program
+from spider.inference.adaptation import Adaptation, adapted_state
 from spider.inference.dialogue import Sampling, complete, converse, sampler
 from spider.inference.loading import (best_of, decoder_of, load_model, model_of, path_of, read_checkpoint,
                                       trained_loops)
 from spider.inference.scoring import read_texts, score
 from spider.inspect import page, reading
 from spider.model.config import MAX_LOOPS
-from spider.training.convert import convert
+from spider.training.convert import check_target, convert, save
 from spider.training.evaluation import EVAL_BYTES
 from spider.training.machine import keep_freed_memory, memory_advice, multiplies_bf16, resolve_device, start_log
 from spider_model import Spider
 from train import FLAGS, RECIPES
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapting
+
+
+@dataclass(frozen=True)
+class Adapting:
+    """Settings of adaptation; see the flags of these names."""
+    adapt: bool
+    per_document: bool
+    save_adapted: str | None
+
+    def start(self, model: Spider, state: dict, n_loops: int) -> Adaptation | None:
+        return Adaptation(model, state, n_loops, self.per_document) if self.adapt else None
+
+    def save(self, state: dict, adaptation: Adaptation | None):
+        if self.save_adapted:
+            save(Path(self.save_adapted), adapted_state(state, adaptation))
+            say(f"{self.save_adapted}: tables adapted to {adaptation.count:,} bytes")
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Talking
@@ -67,21 +93,23 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
         return stdin.read()
 
 
-def talk(name: str, n_loops: int | None, prompt: str | None, sampling: Sampling, device: torch.device):
+def talk(name: str, n_loops: int | None, prompt: str | None, sampling: Sampling, adapting: Adapting,
+         device: torch.device):
     """Continue a prompt, or hold a dialogue if there is none and stdin and stdout are a terminal."""
     text = bytes_to_continue(prompt)
     if text is None and sampling.samples > 1:
         raise UsageError("--samples needs a --prompt: a dialogue has a single sample")
     path, content = read_checkpoint(name, Spider)
     model = decoder_of(content, device, Spider)
-    state = model.decoding_state(n_loops=n_loops or trained_loops(content))
-    generate = sampler(model, sampling)
+    loops, generate = n_loops or trained_loops(content), sampler(model, sampling)
+    state, adaptation = model.decoding_state(n_loops=loops), adapting.start(model, content, loops)
     if text is None:
         print(one_line(f"{path}, step {content.get('step', 0)}. Type a line for the model to continue, an empty one "
                        f"for more. Ctrl-C stops it, Ctrl-D quits."))
-        converse(model, state, generate, sampling)
+        converse(model, state, generate, sampling, adaptation)
     else:
-        complete(model, state, text, generate, sampling)
+        complete(model, state, text, generate, sampling, adaptation)
+    adapting.save(content, adaptation)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,21 +136,26 @@ def export(path: Path, state: dict, directory: str):
 
 
 def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: int | None, batch: int | None,
-            precision: str, device: torch.device) -> list[dict]:
+            precision: str, adapting: Adapting, device: torch.device) -> list[dict]:
     """Return bits per byte for each checkpoint, text and number of loops; None stands for the run's own setting."""
     found, bf16 = [], precision == "bf16" or precision == "auto" and multiplies_bf16(device)
     if device.type == "cpu":
         keep_freed_memory()
     for name in names:
         path, state = read_checkpoint(name, Spider)
-        model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32, Spider)
+        model = None
         length = seq_len or run_flag(state, "seq_len")
         for file, text in texts.items():
             for loops in n_loops or [trained_loops(state)]:
+                if model is None or adapting.adapt:  # each figure is of the checkpoint's tables
+                    model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32, Spider)
+                adaptation = adapting.start(model, state, loops)
                 count, bits = score(model, file, text, length, run_flag(state, "eval_tokens"),
-                                    batch or max(1, EVAL_BYTES // length), loops, device)
+                                    batch or max(1, EVAL_BYTES // length), loops, device, adaptation)
+                adapting.save(state, adaptation)
                 found.append(dict(checkpoint=str(path), file=file, bytes=count, n_loops=loops, bits_per_byte=bits,
-                                  seq_len=length, precision="bf16" if bf16 else "fp32"))
+                                  seq_len=length, precision="bf16" if bf16 else "fp32", adapt=adapting.adapt,
+                                  per_document=adapting.per_document))
     return found
 
 
@@ -156,8 +189,9 @@ def print_table(found: list[dict]):
 # The flags that each command uses; others are refused.
 READ_BY = {
     "talking": {"best", "n_loops", "device", "prompt", "bytes", "temperature", "top_k", "top_p", "samples", "seed",
-                "raw"},
-    "--eval": {"best", "n_loops", "device", "json", "field", "seq_len", "batch", "precision"},
+                "raw", "adapt", "save_adapted"},
+    "--eval": {"best", "n_loops", "device", "json", "field", "seq_len", "batch", "precision", "adapt",
+               "per_document", "save_adapted"},
     "--show": {"best", "n_loops", "device", "html"},
     "--export": {"best"},
     "--convert": {"best"},
@@ -196,6 +230,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                        help=f"sequences per batch ({EVAL_BYTES:,} bytes); does not change the results")
     group.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"),
                        help="auto: bf16 if the hardware has it, as in training")
+    group = parser.add_argument_group("adaptation (with --eval, or talking)")
+    group.add_argument("--adapt", action="store_true", help="let the Engram tables learn from what the model reads")
+    group.add_argument("--per_document", action="store_true",
+                       help="with --eval: start each document with the checkpoint's tables")
+    group.add_argument("--save_adapted", type=path_name, metavar="DST",
+                       help="write a checkpoint with the adapted tables: one file if DST ends in .pt, else sharded")
     group = parser.add_argument_group("looking inside")
     group.add_argument("--show", metavar="FILE|TEXT", help="analyze a text, in the terminal and as an HTML page: a "
                        f"file, - (stdin) or the text itself; only its first {reading.LONGEST} bytes")
@@ -216,7 +256,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(f"{args.checkpoint[1]}: only --eval allows several checkpoints")
     if args.n_loops and len(args.n_loops) > 1 and not args.eval:
         raise UsageError("--n_loops: only --eval allows several numbers")
+    args.adapting = Adapting(args.adapt, args.per_document, args.save_adapted)
+    check_adapting(args.adapting, max(map(len, (args.checkpoint, args.eval or [""], args.n_loops or [0]))))
     return args
+
+
+def check_adapting(adapting: Adapting, figures: int):
+    """Raise UsageError for flags of adaptation that would have no effect or no single meaning, where a command prints
+    so many figures; CheckpointError if --save_adapted exists, before minutes of work."""
+    for name in ("per_document", "save_adapted"):
+        if getattr(adapting, name) and not adapting.adapt:
+            raise UsageError(f"--{name} needs --adapt")
+    if adapting.save_adapted and (figures > 1 or adapting.per_document):
+        raise UsageError("--save_adapted needs a single checkpoint, text and number of loops, and no --per_document")
+    if adapting.save_adapted:
+        check_target(Path(adapting.save_adapted))
 
 
 def refuse_unread(given: Iterable[str]):
@@ -224,6 +278,8 @@ def refuse_unread(given: Iterable[str]):
     acts = [f"--{name}" for name in given if f"--{name}" in READ_BY] or ["talking"]
     if len(acts) > 1:
         raise UsageError(f"{' and '.join(acts)}: one at a time")
+    for name in {"seq_len", "batch"} & {*given} if "adapt" in given else ():
+        raise UsageError(f"--{name} has no effect with --adapt, which reads in chunks of its own")
     for name in given:
         readers = [act for act, flags in READ_BY.items() if name in flags]
         if readers and acts[0] not in readers:
@@ -249,7 +305,8 @@ def main(argv: list[str] | None = None) -> int:
                 device = resolve_device(args.device)
                 check_json(args.json)
                 texts = read_texts(args.eval, args.field)
-                found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, device)
+                found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, args.adapting,
+                                device)
                 print_table(found)
                 if args.json:
                     with files.naming(args.json), files.durable(Path(args.json)) as out:
@@ -259,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
                 page.show(model, n_loops or trained, args.show, Path(name), args.html)
             else:
                 sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
-                talk(name, n_loops, args.prompt, sampling, resolve_device(args.device))
+                talk(name, n_loops, args.prompt, sampling, args.adapting, resolve_device(args.device))
     return run_program(command, "sample.py")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spider.console import print_bytes
+from spider.inference.adaptation import Adaptation
 from spider.model.decoding import DecodingState
 from tokenizer import BOS_ID, EOS_ID
 
@@ -51,9 +52,19 @@ def read(model: nn.Module, state: DecodingState, ids: list[int]) -> Tensor:
         return model.step(torch.tensor([ids], device=model.embed_tokens.device), state)[:, -1]
 
 
-def complete(model: nn.Module, state: DecodingState, prompt: bytes, generate: Callable, sampling: Sampling):
-    """Print samples that continue a prompt, generated as a batch: the first while it is generated, then the others."""
+def learn(adaptation: Adaptation | None, ids: list[int], typed: int):
+    """Let the model adapt to the last `typed` of the ids that it is about to read; the others are only context."""
+    if adaptation is not None:
+        adaptation.read(torch.tensor(ids, dtype=torch.int64), torch.arange(len(ids)) >= len(ids) - typed)
+        adaptation.flush()
+
+
+def complete(model: nn.Module, state: DecodingState, prompt: bytes, generate: Callable, sampling: Sampling,
+             adaptation: Adaptation | None = None):
+    """Print samples that continue a prompt, generated as a batch: the first while it is generated, then the others.
+    With an adaptation, the model first learns from the prompt."""
     count = sampling.samples
+    learn(adaptation, beginning(prompt), len(prompt))
     logits, texts = read(model, state, beginning(prompt)), [bytearray() for _ in range(count)]
 
     def first() -> Iterator[bytes]:
@@ -69,9 +80,11 @@ def complete(model: nn.Module, state: DecodingState, prompt: bytes, generate: Ca
         print_bytes(first() if number == 1 else [prompt, bytes(text)], sampling.raw)
 
 
-def converse(model: nn.Module, state: DecodingState, generate: Callable, sampling: Sampling):
+def converse(model: nn.Module, state: DecodingState, generate: Callable, sampling: Sampling,
+             adaptation: Adaptation | None = None):
     """Hold a dialogue: input from the terminal and the model's output form one text. Input starts a new line, or a new
-    document after the model's EOS."""
+    document after the model's EOS. With an adaptation, the model learns from the input before it answers, and never
+    from its own output."""
     with suppress(ImportError):
         import readline  # noqa: F401     # lines can be edited then
     sys.stdin.reconfigure(errors="surrogateescape")
@@ -83,6 +96,7 @@ def converse(model: nn.Module, state: DecodingState, generate: Callable, samplin
         else:
             in_line = typed and unread not in ([EOS_ID, BOS_ID], [ord("\n")])
             ids = unread + list(b"\n" if in_line else b"") + list(typed)
+        learn(adaptation, ids, len(typed))
         logits, written = read(model, state, ids), []
 
         def turn() -> Iterator[bytes]:
@@ -95,6 +109,7 @@ def converse(model: nn.Module, state: DecodingState, generate: Callable, samplin
             print_bytes(turn(), sampling.raw)
         ended = len(written) < sampling.bytes and not asked
         unread = [EOS_ID, BOS_ID] if ended else written[-1:]
+        learn(adaptation, written if ended else written[:-1], 0)
 
 
 def ask() -> str | None:

@@ -1,4 +1,5 @@
-"""Score texts in bits per byte: prepared shards like in training, any other file by overlapping windows."""
+"""Score texts in bits per byte: prepared shards like in training, any other file by overlapping windows; or both in
+order, while the model adapts."""
 
 import math
 import os
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 
 from spider.data import loader, readers, shards
 from spider.errors import DataError
+from spider.inference.adaptation import Adaptation
 from spider.training.evaluation import evaluate, means, sum_losses
+from tokenizer import PAD_ID
+
+READ_AT_ONCE = 1 << 16                    # ids
 
 
 def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
@@ -29,11 +34,14 @@ def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[t
 
 
 def score(model: nn.Module, file: str, text: shards.Stream | list[shards.Source], seq_len: int, eval_tokens: int,
-          batch: int, n_loops: int, device: torch.device) -> tuple[int, float]:
-    """Return the number of predicted bytes and bits per byte; for prepared sources these are the trainer's.
+          batch: int, n_loops: int, device: torch.device, adaptation: Adaptation | None = None) -> tuple[int, float]:
+    """Return the number of predicted bytes and bits per byte; for prepared sources these are the trainer's. With an
+    adaptation of the model, that reads the text.
 
     Raise DataError if there is no byte to predict, and FloatingPointError for a non-finite loss."""
-    if isinstance(text, list):
+    if adaptation is not None:
+        count, bits = score_adapting(adaptation, file, text, eval_tokens)
+    elif isinstance(text, list):
         sets = loader.validation_sets(text, seq_len, eval_tokens)
         count = sum(int((labels != -100).sum()) for _, labels in sets.values())
         bits = evaluate(model, sets, batch, n_loops, device)["val_bpb"]
@@ -47,6 +55,23 @@ def score(model: nn.Module, file: str, text: shards.Stream | list[shards.Source]
     if not math.isfinite(bits):
         raise FloatingPointError("the model's loss is not a finite number: its weights are ruined")
     return count, bits
+
+
+def score_adapting(adaptation: Adaptation, file: str, text: shards.Stream | list[shards.Source],
+                   eval_tokens: int) -> tuple[int, float]:
+    """Return the same of a text that is read in order, or of the first `eval_tokens` held-out ids of each source."""
+    prepared = isinstance(text, list)
+    for stream in [source.val.slice(0, eval_tokens) for source in text] if prepared else [text]:
+        adaptation.start()
+        for first in range(0, len(stream), READ_AT_ONCE):
+            ids = torch.from_numpy(stream.read(first, min(first + READ_AT_ONCE, len(stream))).astype(np.int64))
+            adaptation.read(ids, ids != PAD_ID if prepared else ids < 256)
+        adaptation.flush()
+        adaptation.rewind()
+    bits = adaptation.nats / max(1, adaptation.count) / math.log(2)
+    logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {adaptation.n_loops}, tables adapted "
+                f"{'within each document' if adaptation.per_document else 'through all of it'}")
+    return adaptation.count, bits
 
 
 def read_texts(names: list[str], field: str) -> dict[str, shards.Stream | list[shards.Source]]:

@@ -2,8 +2,9 @@
 compares the classes of the model, so that others do not run on its weights unnoticed.
 
 The keys: `model_state_dict`, `optimizer_state_dict`, `step`, `epoch`, `cfg`, `best_loss` and the other fields of
-RunProgress; the run's identity (`recipe`, `flags`); `targets` (training bytes by source); `exploded`; and `classes` if
-the model has classes of other programs.
+RunProgress; the run's identity (`recipe`, `flags`); `targets` (training bytes by source); `exploded`; `classes` if the
+model has classes of other programs; and `adapted`, the bytes that the tables have learned since training, if
+`sample.py --save_adapted` wrote it.
 """
 
 import math
@@ -83,7 +84,7 @@ def is_flat(value) -> bool:
 
 
 # Validators of values by key; keys may be missing.
-CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch", "unimproved")}
+CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage", "epoch", "unimproved", "adapted")}
           | {name: is_lowest for name in ("best_loss", "lowest_average")}
           | {name: lambda value: value is None or is_number(value) for name in (
               "average_loss", "last_loss", "val_loss")}

@@ -1,4 +1,5 @@
-"""Convert a checkpoint between its two forms, one file and a sharded directory (`sample.py SRC --convert DST`)."""
+"""Write a checkpoint outside of a run: `convert` it between its two forms, one file and a sharded directory, or `save`
+a state that something else made of it."""
 
 import os
 from pathlib import Path
@@ -18,16 +19,28 @@ def convert(source: Path, target: Path) -> int:
 
     Needs a single process, and memory for at most one whole state. Raise CheckpointError if there is no checkpoint, or
     `target` exists."""
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists: use another name")
-    state, world = load_checkpoint(source, mapped=True), World({}) if target.suffix != ".pt" else None
+    check_target(target)
+    state = load_checkpoint(source, mapped=True)
     if "optimizer_state_dict" not in state:
         raise CheckpointError(f"{source} has no optimizer state, so use it directly: train.py --resume --reset_steps")
-    state = with_whole_tensors(state)
+    save(target, state)
+    return state["step"]
+
+
+def check_target(target: Path):
+    """Raise CheckpointError if `target` exists."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists: use another name")
+
+
+def save(target: Path, state: dict):
+    """Write a state as one file if `target` ends in .pt, else as a sharded directory; raise CheckpointError if it
+    cannot be written."""
+    check_target(target)
+    state, world = with_whole_tensors(state), World({}) if target.suffix != ".pt" else None
     if world is not None:
         state = tree_map_only(Tensor, lambda tensor: chunk_to_write(tensor, 0, 1), state)
     try:
         write_durably(target, state, lambda: None, world)
     except OSError as fault:
         raise CheckpointError(f"{target}: {fault.strerror or fault}") from None
-    return state["step"]

@@ -1,0 +1,141 @@
+"""Adapt a model to the text that it reads, while it reads (dynamic evaluation, Krause et al., arXiv 1709.07432).
+
+`Adaptation` reads a text in chunks. It scores a chunk; then the Engram tables, and nothing else, take one step of their
+optimizer on the chunk's gradient. So every byte is scored before anything learns from it. The accumulators are those of
+training, so this needs a checkpoint of a run. `adapted_state` is the checkpoint of an adapted model. Measurements of
+rate, chunk and context: docs/results/learning.md, "Adaptation".
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spider.errors import CheckpointError
+from spider.model.engram_table import EngramTable
+from spider.training.checkpoint import with_whole_tensors
+from spider.training.optim import RowwiseAdagrad, check_optimizer_state
+from tokenizer import BOS_ID
+
+RATE = 0.4                                # the tables' learning rate; in training 0.25
+CHUNK = 512                               # bytes between two steps
+CONTEXT = 1024                            # bytes before a chunk that the model sees, at most
+
+
+class Adaptation:
+    """A model whose tables learn from what it reads. nats: the loss of all ids that counted; count: their number."""
+
+    def __init__(self, model: nn.Module, state: dict, n_loops: int, per_document: bool = False):
+        """state: the content of the model's checkpoint. per_document: start each document with the checkpoint's tables.
+        The model's other weights no longer require gradients. Raise CheckpointError if the model has no tables, or the
+        checkpoint no accumulators of them."""
+        self.model, self.n_loops, self.per_document = model, n_loops, per_document
+        self.device = model.embed_tokens.device
+        self.nats, self.count = 0.0, 0
+        self.optimizer, self.undo = table_optimizer(model, state), []
+        self.bytes_per_step = state["bytes_seen"] / state["step"]  # over which the loss of training is a mean
+        for p in model.parameters():
+            p.requires_grad_(p in self.optimizer.tables)
+        self.start()
+
+    def start(self):
+        """Start a text, with nothing in context."""
+        self.ids, self.counted = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+        self.done = 0                     # index of the newest id that was scored, or that is only context
+
+    def read(self, ids: Tensor, counted: Tensor):
+        """Read the next ids, int64 [n]. Those that are counted, bool [n], are predicted, scored and learned from; never
+        the first id of a text. The result does not depend on how a text is split into calls."""
+        while len(ids):
+            if self.per_document and ids[0] == BOS_ID:
+                self.flush()
+                self.rewind()
+                self.start()
+            end = min(len(ids), self.done + CHUNK + 1 - len(self.ids))
+            if self.per_document:
+                end = min([end, *((ids[1:end] == BOS_ID).nonzero().flatten() + 1).tolist()])
+            self.ids, self.counted = torch.cat((self.ids, ids[:end])), torch.cat((self.counted, counted[:end]))
+            ids, counted = ids[end:], counted[end:]
+            if len(self.ids) == self.done + CHUNK + 1:
+                self.flush()
+
+    def flush(self):
+        """Score the ids read since the last step, and learn from them."""
+        first = max(0, self.done - CONTEXT)
+        ids, labels = self.ids[first:-1], self.ids[first + 1:].clone()
+        labels[~self.counted[first + 1:]] = -100
+        labels[:self.done - first] = -100
+        if (labels != -100).any():
+            self._learn(ids[None].to(self.device), labels[None].to(self.device))
+        self.ids, self.counted = self.ids[first:], self.counted[first:]
+        self.done = max(0, len(self.ids) - 1)
+
+    def _learn(self, ids: Tensor, labels: Tensor):
+        """Score a window, ids and labels [1, n], then step the tables."""
+        with self.model.cast_weights_once(), torch.enable_grad():
+            out = self.model(ids, n_loops=self.n_loops)
+            nats = F.cross_entropy(out.logits[0], labels[0], ignore_index=-100, reduction="sum")
+            (nats / self.bytes_per_step).backward()
+        nats = nats.item()                                                                   # host synchronisation
+        if not math.isfinite(nats):
+            raise FloatingPointError("the model's loss is not a finite number: its weights are ruined")
+        if self.per_document:
+            self._remember()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.nats, self.count = self.nats + nats, self.count + int((labels != -100).sum())
+
+    @torch.no_grad()
+    def _remember(self):
+        """Save the rows that the next step changes, and their accumulators."""
+        for weight, table in self.optimizer.tables.items():
+            if table.gathered():
+                row, total = torch.cat([row for row, _, _ in table.gathered()]).unique(), self.accumulator(weight)
+                self.undo += [(part, row, part.index_select(0, row)) for part in (weight, total)]
+
+    @torch.no_grad()
+    def rewind(self):
+        """Undo all steps since the last call (per_document only)."""
+        for part, row, before in reversed(self.undo):
+            part.index_copy_(0, row, before)
+        self.undo.clear()
+
+    def accumulator(self, weight: Tensor) -> Tensor:
+        """Return the accumulators of a table's rows, [rows]."""
+        return self.optimizer.state[weight]["sum"]
+
+
+def table_optimizer(model: nn.Module, state: dict) -> RowwiseAdagrad:
+    """Make the optimizer of a model's tables, with the accumulators of its checkpoint; raise CheckpointError if there
+    are none."""
+    tables = [module for module in model.modules() if isinstance(module, EngramTable)]
+    if not tables:
+        raise CheckpointError("the model has no Engram tables to adapt")
+    if not state.get("step") or not state.get("bytes_seen") or "engram" not in state.get("optimizer_state_dict", {}):
+        raise CheckpointError("the checkpoint has no optimizer state of the Engram tables (an export has none): use "
+                              "one that train.py wrote")
+    optimizer = RowwiseAdagrad(tables, RATE)
+    try:
+        optimizer.load_state_dict(with_whole_tensors(state["optimizer_state_dict"]["engram"]))
+        check_optimizer_state("engram", optimizer)
+    except Exception as fault:            # whatever a foreign state provokes
+        raise CheckpointError(f"the checkpoint's state of engram does not fit its model ({fault})") from None
+    for weight in optimizer.tables:
+        total = optimizer.state[weight].get("sum")  # cloned: it may be mapped from the checkpoint's file
+        optimizer.state[weight]["sum"] = weight.new_zeros(len(weight)) if total is None else total.clone()
+    optimizer.param_groups[0]["lr"] = RATE
+    return optimizer
+
+
+def adapted_state(state: dict, adaptation: Adaptation) -> dict:
+    """Return the content of a checkpoint with the tables and accumulators of its adapted model, not copied; `adapted`
+    counts the ids that they have learned since training."""
+    tables = {id(weight): adaptation.accumulator(weight) for weight in adaptation.optimizer.tables}
+    names = {name for name, p in adaptation.model.named_parameters() if id(p) in tables}
+    weights = {name: adaptation.model.get_parameter(name).detach().cpu() if name in names else value
+               for name, value in state["model_state_dict"].items()}
+    engram = adaptation.optimizer.state_dict()
+    engram["param_groups"] = state["optimizer_state_dict"]["engram"]["param_groups"]
+    return state | dict(model_state_dict=weights, adapted=state.get("adapted", 0) + adaptation.count,
+                        optimizer_state_dict=state["optimizer_state_dict"] | dict(engram=engram))
