@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import awake, final_state, make_shards, run, small_config
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sample
 from spider.export.flatten import flat_modules
@@ -46,6 +45,7 @@ def spider(checkpoint):
 
 
 def loaded(directory, **settings):
+    from transformers import AutoModelForCausalLM  # takes a second, which whoever runs another test has not
     return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **settings)
 
 
@@ -54,9 +54,14 @@ def model(exported):
     return loaded(exported)
 
 
+def loaded_tokenizer(directory, **settings):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=True, **settings)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(exported):
-    return AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+    return loaded_tokenizer(exported)
 
 
 def continuation(model, ids: list[int], n: int = 12, **settings) -> list[int]:

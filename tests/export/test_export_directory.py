@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 from conftest import text
-from exporting import MODULES, checkpoint, exported, loaded, model, refusal, spider, tokenizer  # noqa: F401
-from transformers import AutoTokenizer
+from exporting import MODULES, checkpoint, exported, loaded, loaded_tokenizer  # noqa: F401
+from exporting import model, refusal, spider, tokenizer  # noqa: F401
 
 import sample
 from spider.export import directory
@@ -79,7 +79,7 @@ def test_what_is_saved_and_loaded_again_is_the_same_model(exported, model, token
     back = load_checkpoint(tmp_path / "again")
     assert all(torch.equal(weight, model.state_dict()[f"spider.{name}"])
                for name, weight in back["model_state_dict"].items())
-    once_more = AutoTokenizer.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    once_more = loaded_tokenizer(tmp_path / "again")
     assert once_more("a<bos>é")["input_ids"] == tokenizer("a<bos>é")["input_ids"]
 
 

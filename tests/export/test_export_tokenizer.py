@@ -1,9 +1,8 @@
 """The exported tokenizer's ids are a text's bytes."""
 
-from exporting import checkpoint, exported, tokenizer  # noqa: F401
+from exporting import checkpoint, exported, loaded_tokenizer, tokenizer  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, decode, encode
 
@@ -39,7 +38,7 @@ def test_ids_above_255_come_from_nothing_that_a_text_spells(exported, tokenizer)
     batch = tokenizer(["a", "bcd"], padding=True, return_tensors="pt")
     assert batch["input_ids"].tolist() == [[PAD_ID, PAD_ID, 97], [*b"bcd"]]
     assert batch["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
-    kept = AutoTokenizer.from_pretrained(exported, trust_remote_code=True, errors="surrogateescape", add_bos_token=True)
+    kept = loaded_tokenizer(exported, errors="surrogateescape", add_bos_token=True)
     assert kept(kept.decode([0xff, 97]))["input_ids"] == [BOS_ID, 0xff, 97]
     assert kept("ab", return_special_tokens_mask=True)["special_tokens_mask"] == [1, 0, 0]
 
