@@ -256,8 +256,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(f"{args.checkpoint[1]}: only --eval allows several checkpoints")
     if args.n_loops and len(args.n_loops) > 1 and not args.eval:
         raise UsageError("--n_loops: only --eval allows several numbers")
-    args.adapting = Adapting(args.adapt, args.per_document, args.save_adapted)
-    check_adapting(args.adapting, max(map(len, (args.checkpoint, args.eval or [""], args.n_loops or [0]))))
     return args
 
 
@@ -294,6 +292,8 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(argv)
         names = [best_of(name, Spider) for name in args.checkpoint] if args.best else args.checkpoint
         name, n_loops = names[0], args.n_loops and args.n_loops[0]
+        adapting = Adapting(args.adapt, args.per_document, args.save_adapted)
+        check_adapting(adapting, max(map(len, (names, args.eval or [""], args.n_loops or [0]))))
         with memory_advice("lower --batch or --seq_len" if args.eval else "use a machine with more memory" if
                            args.show or args.export else f"lower --samples (now {args.samples}) or --bytes"):
             if args.convert is not None:
@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
                 device = resolve_device(args.device)
                 check_json(args.json)
                 texts = read_texts(args.eval, args.field)
-                found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, args.adapting,
+                found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, adapting,
                                 device)
                 print_table(found)
                 if args.json:
@@ -316,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
                 page.show(model, n_loops or trained, args.show, Path(name), args.html)
             else:
                 sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
-                talk(name, n_loops, args.prompt, sampling, args.adapting, resolve_device(args.device))
+                talk(name, n_loops, args.prompt, sampling, adapting, resolve_device(args.device))
     return run_program(command, "sample.py")
 
 
