@@ -44,7 +44,7 @@ from spider.model.config import BACKENDS, PRESETS, RECOMPUTE
 from spider.training.batches import batches_of
 from spider.training.machine import (keep_freed_memory, multiplies_bf16, peak_memory, resolve_compile, resolve_device,
                                      resolve_precision)
-from spider.training.optim import Optimizers
+from spider.training.optimizers import Optimizers
 from spider.training.plan import Plan
 from spider.training.ranks import FIRST_STEP_TIMEOUT, World
 from spider.version import commit

@@ -36,7 +36,7 @@ from spider.model.cache import Cache
 from spider.model.casting import Linear, WideLinear, cast_experts, cast_weights_once, wide
 from spider.model.compilation import compile_layers
 from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, SpiderConfig  # noqa: F401
-from spider.model.core_pass import CorePass, CoreStats, LayerCaches, LayerState
+from spider.model.core_types import CorePass, CoreStats, LayerCaches, LayerState
 from spider.model.costs import flops_per_byte
 from spider.model.decoding import DecodingMixin, check_ids
 from spider.model.engram import ByteEngram, Recalled, SegmentEngram

@@ -209,7 +209,7 @@ from spider.training.machine import (keep_freed_memory, memory_advice, multiplie
                                      resolve_device, resolve_precision, start_log)
 from spider.training.memory import (check_memory, checkpoint_size, choose_recompute, describe_memory, estimate_memory,
                                     memory_beside_tensors)
-from spider.training.optim import Optimizers
+from spider.training.optimizers import Optimizers
 from spider.training.progress import RunProgress
 from spider.training.ranks import World
 from spider.training.run_directory import RunDirectory

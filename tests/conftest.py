@@ -28,7 +28,7 @@ from spider.model.config import SpiderConfig
 from spider.model.engram_table import EngramTable
 from spider.model.match_memory import MatchMemory
 from spider.training import curves
-from spider.training.checkpoint import find_checkpoints
+from spider.training.checkpoint_loading import find_checkpoints
 from spider.training.plan import Plan
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID

@@ -17,7 +17,7 @@ from spider.errors import UsageError
 from spider.flags import value_text
 from spider.model import config
 from spider.training import machine
-from spider.training.checkpoint import find_checkpoints
+from spider.training.checkpoint_loading import find_checkpoints
 from train import FLAGS, parse_args
 
 ORIGINALS = {"seq_len": 2048, "micro_batch": 64, "grad_accum": 1, "n_loops": 6, "lr": 3e-4, "precision": "auto",

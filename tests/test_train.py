@@ -20,7 +20,7 @@ from spider.model.layers import Block
 from spider.training import machine
 from spider.training.batches import Batch
 from spider.training.fp8 import convert_to_fp8, takes_fp8
-from spider.training.optim import Optimizers
+from spider.training.optimizers import Optimizers
 from spider.training.plan import BatchShape, OptimizerSettings
 from spider.training.ranks import World
 from spider.training.stopping import Stopping

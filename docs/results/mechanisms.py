@@ -30,7 +30,7 @@ from spider.model import packing
 from spider.model.config import SpiderConfig
 from spider.training.batches import Batch
 from spider.training.machine import keep_freed_memory
-from spider.training.optim import Optimizers
+from spider.training.optimizers import Optimizers
 from spider.version import commit
 from spider_model import Spider
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spider.errors import SpiderError
 from spider.model import packing
 from spider.training.batches import Batch
-from spider.training.optim import Optimizers
+from spider.training.optimizers import Optimizers
 from spider.training.plan import Plan
 from spider.training.ranks import World
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from spider.errors import CheckpointError
 from spider.model.engram_table import EngramTable
-from spider.training.checkpoint import with_whole_tensors
-from spider.training.optim import RowwiseAdagrad, check_optimizer_state
+from spider.training.checkpoint_loading import with_whole_tensors
+from spider.training.optimizers import RowwiseAdagrad, check_optimizer_state
 from tokenizer import BOS_ID
 
 RATE = 0.4                                # the tables' learning rate; in training 0.25

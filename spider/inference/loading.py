@@ -12,9 +12,9 @@ from torch import nn
 
 from spider.errors import UsageError
 from spider.model.config import SpiderConfig
-from spider.training.checkpoint import (best_checkpoint, check_weights, find_checkpoints, holds_checkpoints,
-                                        load_checkpoint, with_whole_tensors)
 from spider.training.checkpoint_contents import check_classes
+from spider.training.checkpoint_loading import (best_checkpoint, check_weights, find_checkpoints, holds_checkpoints,
+                                        load_checkpoint, with_whole_tensors)
 from spider.training.machine import multiplies_bf16
 
 

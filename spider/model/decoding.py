@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spider.model.cache import Cache
-from spider.model.core_pass import CorePass
+from spider.model.core_types import CorePass
 from spider.model.engram import SegmentEngram
 from spider.model.packing import Packing, document_starts
 from spider.model.segments import last_byte_of, sum_segments

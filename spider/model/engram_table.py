@@ -20,7 +20,7 @@ class EngramTable(nn.Module):
     prime of that table. All tables are concatenated in `weight`; unused rows stay zero.
 
     Gradients of lookups are not in weight.grad but in `gathered`, until `forget`. An optimizer that reads them there,
-    like optim.RowwiseAdagrad, sets `claimed`; any other one that steps the weight causes a warning."""
+    like optimizers.RowwiseAdagrad, sets `claimed`; any other one that steps the weight causes a warning."""
 
     claimed = warned = False              # warned: once per process, for any table
 
@@ -102,8 +102,8 @@ def warn_of_unclaimed(optimizer: torch.optim.Optimizer, *_):
         EngramTable.warned = True
         unclaimed.clear()
         warnings.warn(f"{type(optimizer).__name__} does not update the Engram tables, which have most of the "
-                      f"parameters: their gradients are not in weight.grad. Use Spider's optim.Optimizers instead, or "
-                      f"optim.RowwiseAdagrad for the tables: see docs/guide/your-own-loop.md", stacklevel=3)
+                      f"parameters: their gradients are not in weight.grad. Use Spider's optimizers.Optimizers instead, "
+                      f"or optimizers.RowwiseAdagrad for the tables: see docs/guide/your-own-loop.md", stacklevel=3)
 
 
 class _Lookup(torch.autograd.Function):

@@ -23,7 +23,7 @@ class Optimizer(Enum):
     """The optimizer of a parameter."""
     MUON = "muon"                         # matrices between hidden spaces, and stacks of them
     ADAMW = "adamw"
-    ADAGRAD = "row-wise Adagrad"          # see optim.RowwiseAdagrad
+    ADAGRAD = "row-wise Adagrad"          # see optimizers.RowwiseAdagrad
 
 
 class Precision(Enum):

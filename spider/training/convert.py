@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from spider.errors import CheckpointError
-from spider.training.checkpoint import load_checkpoint, with_whole_tensors
+from spider.training.checkpoint_loading import load_checkpoint, with_whole_tensors
 from spider.training.checkpoint_writer import write_durably
 from spider.training.ranks import World
 from spider.training.state_tensors import chunk_to_write

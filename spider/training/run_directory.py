@@ -12,9 +12,9 @@ from torch import nn
 from spider import files
 from spider.data.loader import Loader
 from spider.errors import CheckpointError, DataError
-from spider.training.checkpoint import find_checkpoints, holds_checkpoints, load_checkpoint
 from spider.training.checkpoint_contents import check_classes
 from spider.training.checkpoint_files import checkpoint_paths, existing_parent, remove_leftovers, set_aside
+from spider.training.checkpoint_loading import find_checkpoints, holds_checkpoints, load_checkpoint
 from spider.training.checkpoint_writer import CheckpointWriter
 from spider.training.metrics import Metrics
 from spider.training.plan import OutputPlan

@@ -15,7 +15,7 @@ from exporting import model, refusal, spider, tokenizer  # noqa: F401
 import sample
 from spider.export import directory
 from spider.export.flatten import ROOT
-from spider.training.checkpoint import load_checkpoint
+from spider.training.checkpoint_loading import load_checkpoint
 
 
 def test_an_export_carries_its_code_and_looks_for_no_module_of_ours_elsewhere(exported, model):

@@ -12,8 +12,8 @@ from exporting import MODULES, changed, checkpoint, copied, exported, model, ref
 from safetensors.torch import load_file, save_file
 
 import sample
+from spider.training.checkpoint_loading import load_checkpoint
 from spider.training.export_reading import INDEX
-from spider.training.checkpoint import load_checkpoint
 from train import command_line
 
 

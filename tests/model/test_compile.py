@@ -17,7 +17,7 @@ from spider.model.packing import Packing
 from spider.training import machine
 from spider.training.batches import Batch
 from spider.training.machine import resolve_compile, resolve_precision
-from spider.training.optim import Optimizers
+from spider.training.optimizers import Optimizers
 from spider.training.plan import BatchShape, OptimizerSettings
 from spider_model import Spider
 from train import parse_args, step_alone

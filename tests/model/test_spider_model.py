@@ -10,7 +10,7 @@ from conftest import ROOT, awake, documents, gradients, small_config, text
 from spider.model import norm
 from spider.model.config import RECOMPUTE, SpiderConfig
 from spider.model.segments import unpool_segments
-from spider.training.optim import RowwiseAdagrad
+from spider.training.optimizers import RowwiseAdagrad
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 

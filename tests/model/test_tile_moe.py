@@ -10,7 +10,7 @@ from stand_in_kernels import INSTALLED, WIDTH, D, E, K, Kernels, N, kernels, rou
 import tile_moe
 from conftest import awake, small_config, text
 from spider.training.batches import Batch
-from spider.training.optim import Optimizers
+from spider.training.optimizers import Optimizers
 from spider.training.plan import OptimizerSettings
 from tile_moe import moe_forward, route
 from train import step_alone

@@ -17,8 +17,8 @@ from fuzzing import JUNK, mutated
 from spider.console import one_line
 from spider.errors import CheckpointError
 from spider.model.config import SpiderConfig
-from spider.training.checkpoint import find_checkpoints, load_checkpoint
 from spider.training.checkpoint_format import walk
+from spider.training.checkpoint_loading import find_checkpoints, load_checkpoint
 from spider_model import Spider
 
 

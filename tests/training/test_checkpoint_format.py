@@ -13,7 +13,7 @@ from runs import trained  # noqa: F401
 import train
 from spider.errors import CheckpointError
 from spider.training import checkpoint_format
-from spider.training.checkpoint import load_checkpoint
+from spider.training.checkpoint_loading import load_checkpoint
 from spider_model import Spider
 
 

@@ -9,7 +9,7 @@ from training.jobs import (LIMIT, SHARDED, Job, die, last_lines, mistake, slow_d
                            until, workers)
 
 from conftest import final_state, metrics, run_flags
-from spider.training.checkpoint import find_checkpoints
+from spider.training.checkpoint_loading import find_checkpoints
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from runs import assert_same_runs, start, until, until_said
 
 import train
 from spider import errors
-from spider.training.checkpoint import find_checkpoints
+from spider.training.checkpoint_loading import find_checkpoints
 
 
 @pytest.mark.parametrize("kills", (6, pytest.param(50, marks=pytest.mark.slow)))

@@ -10,7 +10,7 @@ import sample
 import train
 from conftest import assert_same, final_state, metrics, run, run_flags
 from spider.errors import CheckpointError
-from spider.training.checkpoint import best_checkpoint
+from spider.training.checkpoint_loading import best_checkpoint
 from spider.training.progress import RunProgress
 
 FLAGS = ("--eval_every", "2", "--ckpt_every", "3", "--keep_best")

@@ -14,7 +14,7 @@ from training.jobs import (LIMIT, SHARDED, Job, bad_data, full_disk, last_lines,
 
 from conftest import final_state, metrics, run_flags
 from spider.errors import WorldError
-from spider.training.checkpoint import find_checkpoints
+from spider.training.checkpoint_loading import find_checkpoints
 from spider.training.ranks import World, agree_on_prefix
 
 

@@ -11,7 +11,7 @@ from conftest import assert_same, final_state, metrics, run, run_flags
 from runs import assert_same_runs
 
 import train
-from spider.training import optim
+from spider.training import optimizers
 
 EVERY_KIND = (("--precision", "fp8", "--fp8_experts"), ("--optimizer", "adamw8bit"), ("--engram_reset",),
               ("--dropout", "0.3"))
@@ -90,8 +90,8 @@ def test_evaluating_sampling_and_saving_may_change_between_the_parts_of_a_run(tm
 def test_tables_are_emptied_once_an_epoch_also_where_the_micro_batch_changes(tmp_path, shards, monkeypatch, before,
                                                                             after):
     """Sequence 20 begins the second epoch; the third lies beyond."""
-    emptied, reset = [], optim.RowwiseAdagrad.reset
-    monkeypatch.setattr(optim.RowwiseAdagrad, "reset", lambda tables: (emptied.append(1), reset(tables)))
+    emptied, reset = [], optimizers.RowwiseAdagrad.reset
+    monkeypatch.setattr(optimizers.RowwiseAdagrad, "reset", lambda tables: (emptied.append(1), reset(tables)))
     for micro_batch, steps in (before, after):
         run(tmp_path, shards, "--engram_reset", "--eval_every", "0", "--micro_batch", str(micro_batch), steps=steps)
     assert len(emptied) == 1

@@ -10,7 +10,7 @@ from conftest import SMALL, final_state, metrics, run, run_flags, small_config
 import train
 from spider.errors import CheckpointError
 from spider.training import run_identity
-from spider.training.checkpoint import find_checkpoints
+from spider.training.checkpoint_loading import find_checkpoints
 from spider_model import Spider
 
 

@@ -23,8 +23,8 @@ from spider.errors import CheckpointError
 from spider.inference.loading import model_of, read_checkpoint
 from spider.training import (checkpoint_files, checkpoint_format, checkpoint_writer, sharded_checkpoint,
                              sharded_reading, state_tensors)
-from spider.training.checkpoint import find_checkpoints, load_checkpoint
 from spider.training.checkpoint_format import walk, write_archive
+from spider.training.checkpoint_loading import find_checkpoints, load_checkpoint
 from spider.training.ranks import World
 from spider.training.state_tensors import Chunk, ShardedRows, chunk_to_write
 from spider_model import Spider

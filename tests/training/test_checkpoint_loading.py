@@ -11,7 +11,7 @@ import sample
 import train
 from spider import errors
 from spider.model.config import MAX_LOOPS
-from spider.training.checkpoint import find_checkpoints
+from spider.training.checkpoint_loading import find_checkpoints
 from spider_model import Spider
 
 

@@ -14,7 +14,7 @@ from spider.model.engram_table import EngramTable
 from spider.model.parameters import matrices_of
 from spider.training.batches import Batch
 from spider.training.muon import Muon, orthogonalize
-from spider.training.optim import Optimizers, RowwiseAdagrad
+from spider.training.optimizers import Optimizers, RowwiseAdagrad
 from spider.training.plan import OptimizerSettings
 from train import parse_args, step_alone
 
@@ -223,7 +223,7 @@ def test_an_optimizer_that_leaves_tables_as_they_are_is_named_once_a_process(unw
     zero_grad = (optimizers[0] if zeroes == "optimizer" else model).zero_grad
     before = model.engram_input.table.weight.detach().clone()
     line, = step_of(optimizers[0], model, zero_grad)
-    assert line.startswith("AdamW ") and "optim.Optimizers" in line and "docs/guide/your-own-loop.md" in line
+    assert line.startswith("AdamW ") and "optimizers.Optimizers" in line and "docs/guide/your-own-loop.md" in line
     assert torch.equal(model.engram_input.table.weight, before)
     assert not step_of(optimizers[0], model, zero_grad) and not step_of(optimizers[1], other, other.zero_grad)
 

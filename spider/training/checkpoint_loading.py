@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from spider.errors import CheckpointError
-from spider.training.export_reading import is_export, read_export
 from spider.model.config import SpiderConfig
 from spider.training.checkpoint_contents import REQUIRED, check_state
 from spider.training.checkpoint_files import checkpoint_paths, is_sharded
 from spider.training.checkpoint_format import check_regular, check_seal, read_archive, reading
+from spider.training.export_reading import is_export, read_export
 from spider.training.retention import SavedCheckpoint, lowest_loss
 from spider.training.sharded_reading import read_sharded
 from spider.training.state_tensors import RemoteTensor, copy_to_host
