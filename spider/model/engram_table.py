@@ -102,8 +102,8 @@ def warn_of_unclaimed(optimizer: torch.optim.Optimizer, *_):
         EngramTable.warned = True
         unclaimed.clear()
         warnings.warn(f"{type(optimizer).__name__} does not update the Engram tables, which have most of the "
-                      f"parameters: their gradients are not in weight.grad. Use Spider's optimizers.Optimizers instead, "
-                      f"or optimizers.RowwiseAdagrad for the tables: see docs/guide/your-own-loop.md", stacklevel=3)
+                      f"parameters: their gradients are not in weight.grad. Use Spider's optimizers.Optimizers, or "
+                      f"optimizers.RowwiseAdagrad for the tables: see docs/guide/your-own-loop.md", stacklevel=3)
 
 
 class _Lookup(torch.autograd.Function):
