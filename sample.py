@@ -38,6 +38,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+from loguru import logger
 
 from spider import files
 from spider.console import one_line, say
@@ -45,7 +46,7 @@ from spider.errors import CheckpointError, UsageError
 from spider.export.directory import write_export
 from spider.flags import BadValue, Parser, integer, path_name, real, run_program
 from spider.inference.adaptation import Adaptation, adapted_state
-from spider.inference.dialogue import Sampling, complete, converse, sampler
+from spider.inference.dialogue import Sampling, beginning, complete, converse, learn, sampler
 from spider.inference.loading import (best_of, decoder_of, load_model, model_of, path_of, read_checkpoint,
                                       trained_loops)
 from spider.inference.scoring import read_texts, score
@@ -74,7 +75,7 @@ class Adapting:
     def save(self, state: dict, adaptation: Adaptation | None):
         if self.save_adapted:
             save(Path(self.save_adapted), adapted_state(state, adaptation))
-            say(f"{self.save_adapted}: tables adapted to {adaptation.count:,} bytes")
+            logger.info(f"saved {self.save_adapted}: tables adapted to {adaptation.count:,} bytes")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,10 +107,14 @@ def talk(name: str, n_loops: int | None, prompt: str | None, sampling: Sampling,
     if text is None:
         print(one_line(f"{path}, step {content.get('step', 0)}. Type a line for the model to continue, an empty one "
                        f"for more. Ctrl-C stops it, Ctrl-D quits."))
-        converse(model, state, generate, sampling, adaptation)
+        try:
+            converse(model, state, generate, sampling, adaptation)
+        finally:                          # also at Ctrl-C
+            adapting.save(content, adaptation)
     else:
-        complete(model, state, text, generate, sampling, adaptation)
-    adapting.save(content, adaptation)
+        learn(adaptation, beginning(text), len(text))
+        adapting.save(content, adaptation)
+        complete(model, state, text, generate, sampling)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,27 +141,28 @@ def export(path: Path, state: dict, directory: str):
 
 
 def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: int | None, batch: int | None,
-            precision: str, adapting: Adapting, device: torch.device) -> list[dict]:
-    """Return bits per byte for each checkpoint, text and number of loops; None stands for the run's own setting."""
+            precision: str, adapting: Adapting, device: torch.device) -> tuple[list[dict], Callable]:
+    """Return bits per byte for each checkpoint, text and number of loops, and a function that saves what the last one
+    adapted to; None stands for the run's own setting."""
     found, bf16 = [], precision == "bf16" or precision == "auto" and multiplies_bf16(device)
     if device.type == "cpu":
         keep_freed_memory()
     for name in names:
         path, state = read_checkpoint(name, Spider)
-        model = None
+        model = adaptation = None
         length = seq_len or run_flag(state, "seq_len")
         for file, text in texts.items():
             for loops in n_loops or [trained_loops(state)]:
                 if model is None or adapting.adapt:  # each figure is of the checkpoint's tables
+                    model = adaptation = None
                     model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32, Spider)
                 adaptation = adapting.start(model, state, loops)
                 count, bits = score(model, file, text, length, run_flag(state, "eval_tokens"),
                                     batch or max(1, EVAL_BYTES // length), loops, device, adaptation)
-                adapting.save(state, adaptation)
                 found.append(dict(checkpoint=str(path), file=file, bytes=count, n_loops=loops, bits_per_byte=bits,
-                                  seq_len=length, precision="bf16" if bf16 else "fp32", adapt=adapting.adapt,
-                                  per_document=adapting.per_document))
-    return found
+                                  seq_len=None if adapting.adapt else length, precision="bf16" if bf16 else "fp32",
+                                  adapt=adapting.adapt, per_document=adapting.per_document))
+    return found, lambda: adapting.save(state, adaptation)
 
 
 def check_json(path: str | None):
@@ -259,14 +265,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def check_adapting(adapting: Adapting, figures: int):
+def check_adapting(adapting: Adapting, json_path: str | None, figures: int):
     """Raise UsageError for flags of adaptation that would have no effect or no single meaning, where a command prints
-    so many figures; CheckpointError if --save_adapted exists, before minutes of work."""
+    so many figures; CheckpointError if --save_adapted cannot be written, before minutes of work."""
     for name in ("per_document", "save_adapted"):
         if getattr(adapting, name) and not adapting.adapt:
             raise UsageError(f"--{name} needs --adapt")
     if adapting.save_adapted and (figures > 1 or adapting.per_document):
         raise UsageError("--save_adapted needs a single checkpoint, text and number of loops, and no --per_document")
+    if adapting.save_adapted and json_path and Path(json_path).resolve() == Path(adapting.save_adapted).resolve():
+        raise UsageError("--json and --save_adapted name the same file")
     if adapting.save_adapted:
         check_target(Path(adapting.save_adapted))
 
@@ -293,9 +301,10 @@ def main(argv: list[str] | None = None) -> int:
         names = [best_of(name, Spider) for name in args.checkpoint] if args.best else args.checkpoint
         name, n_loops = names[0], args.n_loops and args.n_loops[0]
         adapting = Adapting(args.adapt, args.per_document, args.save_adapted)
-        check_adapting(adapting, max(map(len, (names, args.eval or [""], args.n_loops or [0]))))
-        with memory_advice("lower --batch or --seq_len" if args.eval else "use a machine with more memory" if
-                           args.show or args.export else f"lower --samples (now {args.samples}) or --bytes"):
+        check_adapting(adapting, args.json, max(map(len, (names, args.eval or [""], args.n_loops or [0]))))
+        advice = ("use a machine with more memory" if args.show or args.export or args.adapt else
+                  "lower --batch or --seq_len" if args.eval else f"lower --samples (now {args.samples}) or --bytes")
+        with memory_advice(advice):
             if args.convert is not None:
                 source = path_of(name, Spider)[0]
                 say(f"{args.convert}: step {convert(source, Path(args.convert))}, converted from {source}")
@@ -305,12 +314,13 @@ def main(argv: list[str] | None = None) -> int:
                 device = resolve_device(args.device)
                 check_json(args.json)
                 texts = read_texts(args.eval, args.field)
-                found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, adapting,
-                                device)
+                found, save_adapted = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision,
+                                              adapting, device)
                 print_table(found)
                 if args.json:
                     with files.naming(args.json), files.durable(Path(args.json)) as out:
                         out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
+                save_adapted()
             elif args.show is not None:
                 model, trained = load_model(name, resolve_device(args.device), Spider)
                 page.show(model, n_loops or trained, args.show, Path(name), args.html)

@@ -20,7 +20,7 @@ def as_json(value) -> str:
 
 def facts_of(path: Path, state: dict) -> dict:
     """Return the facts of a model's training as plain values, from its checkpoint and its run's metrics.jsonl."""
-    facts = {name: state[name] for name in ("step", "bytes_seen", "recipe") if name in state}
+    facts = {name: state[name] for name in ("step", "bytes_seen", "recipe", "adapted") if name in state}
     facts["flags"] = dict(state["flags"])
     if type(where := facts["flags"].get("data_dir")) is str:
         facts["flags"] |= dict(data_dir=re.sub("[^,]*/", "", where.rstrip("/")))  # only names: paths are private
@@ -51,6 +51,8 @@ def model_card(path: Path, model: nn.Module, n_loops: int, facts: dict) -> str:
     if "bytes_seen" in facts:
         lines.append(f"trained on {facts['bytes_seen']:,} bytes in {facts['step']:,} steps, "
                      f"{facts['flags'].get('seq_len', '?')} bytes a sequence")
+    if "adapted" in facts:
+        lines.append(f"Engram tables adapted to {facts['adapted']:,} bytes since; the figures are of those before")
     if "val_bpb" in facts:
         lines.append(f"{facts['val_bpb']:.4f} bits per byte of its run's held-out text at step "
                      f"{facts['val_bpb_at_step']:,}")

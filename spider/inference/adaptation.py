@@ -16,7 +16,7 @@ from spider.errors import CheckpointError
 from spider.model.engram_table import EngramTable
 from spider.training.checkpoint_loading import with_whole_tensors
 from spider.training.optimizers import RowwiseAdagrad, check_optimizer_state
-from tokenizer import BOS_ID
+from tokenizer import BOS_ID, EOS_ID
 
 RATE = 0.4                                # the tables' learning rate; in training 0.25
 CHUNK = 512                               # bytes between two steps
@@ -34,31 +34,40 @@ class Adaptation:
         self.device = model.embed_tokens.device
         self.nats, self.count = 0.0, 0
         self.optimizer, self.undo = table_optimizer(model, state), []
+        self.saved = {weight: torch.zeros(len(weight), dtype=torch.bool, device=self.device)
+                      for weight in self.optimizer.tables} if per_document else {}  # rows that `undo` has
         self.bytes_per_step = state["bytes_seen"] / state["step"]  # over which the loss of training is a mean
         for p in model.parameters():
             p.requires_grad_(p in self.optimizer.tables)
         self.start()
 
-    def start(self):
-        """Start a text, with nothing in context."""
-        self.ids, self.counted = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+    def start(self, *context: int):
+        """Start a text, with nothing in context but these ids."""
+        self.ids, self.counted = torch.tensor(context, dtype=torch.int64), torch.zeros(len(context), dtype=torch.bool)
         self.done = 0                     # index of the newest id that was scored, or that is only context
 
     def read(self, ids: Tensor, counted: Tensor):
         """Read the next ids, int64 [n]. Those that are counted, bool [n], are predicted, scored and learned from; never
-        the first id of a text. The result does not depend on how a text is split into calls."""
+        the first id of a text. The result does not depend on how a text is split into calls, on a CPU to the bit."""
         while len(ids):
-            if self.per_document and ids[0] == BOS_ID:
-                self.flush()
-                self.rewind()
-                self.start()
+            if self.per_document and len(self.ids) and ids[0] == BOS_ID and self.ids[-1] != EOS_ID:
+                self._start_document()
+            elif self.per_document and len(self.ids) > 1 and self.ids[-1] == EOS_ID:
+                self._start_document(EOS_ID)
             end = min(len(ids), self.done + CHUNK + 1 - len(self.ids))
             if self.per_document:
-                end = min([end, *((ids[1:end] == BOS_ID).nonzero().flatten() + 1).tolist()])
+                ends = torch.cat(((ids[:end] == EOS_ID).nonzero(), (ids[1:end] == BOS_ID).nonzero())) + 1
+                end = min([end, *ends.flatten().tolist()])
             self.ids, self.counted = torch.cat((self.ids, ids[:end])), torch.cat((self.counted, counted[:end]))
             ids, counted = ids[end:], counted[end:]
             if len(self.ids) == self.done + CHUNK + 1:
                 self.flush()
+
+    def _start_document(self, *context: int):
+        """Start a document with the checkpoint's tables."""
+        self.flush()
+        self.rewind()
+        self.start(*context)
 
     def flush(self):
         """Score the ids read since the last step, and learn from them."""
@@ -88,17 +97,20 @@ class Adaptation:
 
     @torch.no_grad()
     def _remember(self):
-        """Save the rows that the next step changes, and their accumulators."""
+        """Save the rows that the next step changes for the first time, and their accumulators."""
         for weight, table in self.optimizer.tables.items():
-            if table.gathered():
-                row, total = torch.cat([row for row, _, _ in table.gathered()]).unique(), self.accumulator(weight)
-                self.undo += [(part, row, part.index_select(0, row)) for part in (weight, total)]
+            for row, _, _ in table.gathered():
+                row = row[~self.saved[weight][row]].unique()
+                self.saved[weight][row] = True
+                self.undo += [(weight, row, part, part.index_select(0, row))
+                              for part in (weight, self.accumulator(weight))]
 
     @torch.no_grad()
     def rewind(self):
         """Undo all steps since the last call (per_document only)."""
-        for part, row, before in reversed(self.undo):
+        for weight, row, part, before in self.undo:
             part.index_copy_(0, row, before)
+            self.saved[weight][row] = False
         self.undo.clear()
 
     def accumulator(self, weight: Tensor) -> Tensor:
@@ -130,12 +142,12 @@ def table_optimizer(model: nn.Module, state: dict) -> RowwiseAdagrad:
 
 def adapted_state(state: dict, adaptation: Adaptation) -> dict:
     """Return the content of a checkpoint with the tables and accumulators of its adapted model, not copied; `adapted`
-    counts the ids that they have learned since training."""
+    counts the ids that they have learned since training. The validation loss was that of other tables."""
     tables = {id(weight): adaptation.accumulator(weight) for weight in adaptation.optimizer.tables}
     names = {name for name, p in adaptation.model.named_parameters() if id(p) in tables}
     weights = {name: adaptation.model.get_parameter(name).detach().cpu() if name in names else value
                for name, value in state["model_state_dict"].items()}
     engram = adaptation.optimizer.state_dict()
     engram["param_groups"] = state["optimizer_state_dict"]["engram"]["param_groups"]
-    return state | dict(model_state_dict=weights, adapted=state.get("adapted", 0) + adaptation.count,
+    return state | dict(model_state_dict=weights, val_loss=None, adapted=state.get("adapted", 0) + adaptation.count,
                         optimizer_state_dict=state["optimizer_state_dict"] | dict(engram=engram))

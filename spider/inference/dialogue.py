@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spider.console import print_bytes
-from spider.inference.adaptation import Adaptation
+from spider.inference.adaptation import CHUNK, Adaptation
 from spider.model.decoding import DecodingState
 from tokenizer import BOS_ID, EOS_ID
 
@@ -53,18 +53,22 @@ def read(model: nn.Module, state: DecodingState, ids: list[int]) -> Tensor:
 
 
 def learn(adaptation: Adaptation | None, ids: list[int], typed: int):
-    """Let the model adapt to the last `typed` of the ids that it is about to read; the others are only context."""
-    if adaptation is not None:
-        adaptation.read(torch.tensor(ids, dtype=torch.int64), torch.arange(len(ids)) >= len(ids) - typed)
+    """Let the model adapt to the last `typed` of the ids that it is about to read; the others are only context. Ctrl-C
+    interrupts this between two steps."""
+    if adaptation is None:
+        return
+    counted = torch.arange(len(ids)) >= len(ids) - typed
+    with interrupts_that_wait() as asked:
+        for piece in zip(torch.tensor(ids, dtype=torch.int64).split(CHUNK), counted.split(CHUNK)):
+            adaptation.read(*piece)
+            if asked:
+                raise KeyboardInterrupt
         adaptation.flush()
 
 
-def complete(model: nn.Module, state: DecodingState, prompt: bytes, generate: Callable, sampling: Sampling,
-             adaptation: Adaptation | None = None):
-    """Print samples that continue a prompt, generated as a batch: the first while it is generated, then the others.
-    With an adaptation, the model first learns from the prompt."""
+def complete(model: nn.Module, state: DecodingState, prompt: bytes, generate: Callable, sampling: Sampling):
+    """Print samples that continue a prompt, generated as a batch: the first while it is generated, then the others."""
     count = sampling.samples
-    learn(adaptation, beginning(prompt), len(prompt))
     logits, texts = read(model, state, beginning(prompt)), [bytearray() for _ in range(count)]
 
     def first() -> Iterator[bytes]:

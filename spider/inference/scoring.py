@@ -3,6 +3,7 @@ order, while the model adapts."""
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,13 +11,14 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
+from spider.console import ProgressBar
 from spider.data import loader, readers, shards
 from spider.errors import DataError
-from spider.inference.adaptation import Adaptation
+from spider.inference.adaptation import CHUNK, Adaptation
 from spider.training.evaluation import evaluate, means, sum_losses
 from tokenizer import PAD_ID
 
-READ_AT_ONCE = 1 << 16                    # ids
+READ_AT_ONCE = 1 << 14                    # ids
 
 
 def windows(stream: shards.Stream, seq_len: int, batch: int) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
@@ -59,16 +61,23 @@ def score(model: nn.Module, file: str, text: shards.Stream | list[shards.Source]
 
 def score_adapting(adaptation: Adaptation, file: str, text: shards.Stream | list[shards.Source],
                    eval_tokens: int) -> tuple[int, float]:
-    """Return the same of a text that is read in order, or of the first `eval_tokens` held-out ids of each source."""
-    prepared = isinstance(text, list)
-    for stream in [source.val.slice(0, eval_tokens) for source in text] if prepared else [text]:
+    """Return the same of a text that is read in order; of prepared sources, the same targets as the trainer's."""
+    prepared, streams = isinstance(text, list), [text]
+    if prepared:
+        targets = {name: int((labels != -100).sum())
+                   for name, (_, labels) in loader.validation_sets(text, CHUNK, eval_tokens).items()}
+        streams = [source.val.slice(0, targets[source.name] + 1) for source in text if source.name in targets]
+    progress = ProgressBar("adapting", sum(map(len, streams))) if sys.stderr.isatty() else None
+    for stream in streams:
         adaptation.start()
         for first in range(0, len(stream), READ_AT_ONCE):
             ids = torch.from_numpy(stream.read(first, min(first + READ_AT_ONCE, len(stream))).astype(np.int64))
             adaptation.read(ids, ids != PAD_ID if prepared else ids < 256)
+            if progress:
+                progress.add(len(ids))
         adaptation.flush()
         adaptation.rewind()
-    bits = adaptation.nats / max(1, adaptation.count) / math.log(2)
+    bits = adaptation.nats / adaptation.count / math.log(2) if adaptation.count else math.nan
     logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {adaptation.n_loops}, tables adapted "
                 f"{'within each document' if adaptation.per_document else 'through all of it'}")
     return adaptation.count, bits

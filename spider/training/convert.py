@@ -28,9 +28,13 @@ def convert(source: Path, target: Path) -> int:
 
 
 def check_target(target: Path):
-    """Raise CheckpointError if `target` exists."""
+    """Raise CheckpointError if `target` exists, or its directory does not or cannot be written to."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: use another name")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target}: No such file or directory: create its directory first")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{target}: Permission denied")
 
 
 def save(target: Path, state: dict):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 import sample
 from conftest import final_state, make_shards, metrics, run
 from spider.errors import CheckpointError
+from spider.inference import dialogue
 from spider.inference.adaptation import CHUNK, CONTEXT, RATE, Adaptation, adapted_state
 from spider.inference.loading import model_of, read_checkpoint
 from spider.model.engram_table import EngramTable
+from spider.training.optimizers import RowwiseAdagrad
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -175,6 +179,26 @@ def test_a_model_without_tables_and_a_checkpoint_without_accumulators_are_refuse
         Adaptation(none, checkpoint, 2)
 
 
+def test_documents_that_eos_alone_separates_are_documents_of_their_own(checkpoint):
+    """The byte behind EOS is predicted from it, with the checkpoint's tables, for any split into calls."""
+    pieces = [torch.cat((text(length, length)[bool(length - 60):], torch.tensor([EOS_ID]))) for length in (60, 600, 90)]
+    alone = sum(read(adaptation_of(checkpoint), torch.cat((torch.tensor([EOS_ID]) if i else pieces[0][:0], piece))).nats
+                for i, piece in enumerate(pieces))
+    together, parts = (adaptation_of(checkpoint, per_document=True) for _ in range(2))
+    read(together, torch.cat(pieces))
+    read(parts, torch.cat(pieces), 1, 60, 61, 62, 300)
+    assert together.nats == pytest.approx(alone, rel=1e-9) and parts.nats == together.nats
+    assert together.count == sum(map(len, pieces)) - 4    # the EOS do not count here, and BOS is predicted from nothing
+
+
+def test_what_rewinding_takes_back_is_kept_once_for_each_row(checkpoint):
+    """Memory is bounded by the tables, and not by the document."""
+    adaptation = adaptation_of(checkpoint, per_document=True)
+    read(adaptation, text(6 * CHUNK))
+    kept = sum(len(row) for weight, row, part, _ in adaptation.undo if part is weight)
+    assert 0 < kept <= sum(map(len, adaptation.optimizer.tables))
+
+
 def test_a_loss_that_is_no_number_ends_it(checkpoint):
     adaptation = adaptation_of(checkpoint)
     adaptation.model.lm_head.weight.data.fill_(math.nan)
@@ -208,6 +232,9 @@ def test_eval_adapts_to_each_text_from_the_checkpoints_tables_and_says_how(train
 
 def test_a_prepared_directory_is_scored_by_what_counts_in_training(trained, tmp_path):
     (found,) = figures(tmp_path, trained, "--eval", trained.parent / "data", "--adapt")
+    for tokens in (64, 1):
+        directory = run(tmp_path, trained.parent / "data", "--eval_tokens", str(tokens), steps=1, ckpt=str(tokens))
+        assert figures(tmp_path, directory, "--eval", trained.parent / "data", "--adapt")[0]["bytes"] == tokens
     assert found["bytes"] == 299 and found["bits_per_byte"] == pytest.approx(metrics(trained)[-1]["val_bpb"], rel=0.05)
 
 
@@ -216,12 +243,14 @@ def test_an_adapted_checkpoint_says_so_scores_as_the_model_did_and_can_be_traine
     (tmp_path / "a.txt").write_text("abcdefgh " * 200)
     target = tmp_path / name
     (first,) = figures(tmp_path, trained, "--eval", tmp_path / "a.txt", "--adapt", "--save_adapted", target)
-    assert "1,800 bytes" in capfd.readouterr().out
+    assert "tables adapted to 1,800 bytes" in capfd.readouterr().err
     (again,) = figures(tmp_path, target, "--eval", tmp_path / "a.txt", "--adapt", "--save_adapted", tmp_path / "b.pt")
     assert again["bits_per_byte"] < first["bits_per_byte"] - 0.1
     assert "have adapted to 1,800 bytes" in capfd.readouterr().err
     state = read_checkpoint(str(target), Spider)[1]
-    assert state["adapted"] == 1800 and state["step"] == 3
+    assert state["adapted"] == 1800 and state["step"] == 3 and state["val_loss"] is None
+    assert sample.main([str(target), "--export", str(tmp_path / "export")]) == 0
+    assert "Engram tables adapted to 1,800 bytes" in (tmp_path / "export" / "README.md").read_text()
     assert read_checkpoint(str(tmp_path / "b.pt"), Spider)[1]["adapted"] == 3600
     resumed = run(tmp_path, trained.parent / "data", "--resume", str(target), steps=4, ckpt="resumed")
     assert final_state(resumed)["step"] == 4
@@ -244,9 +273,36 @@ def test_a_prompt_is_learned_from_before_it_is_continued(trained, tmp_path, caps
     assert sample.main(argv) == 0
     plain = capsys.readouterr().out
     assert sample.main([*argv, "--adapt", "--save_adapted", str(tmp_path / "a.pt")]) == 0
-    adapted = capsys.readouterr().out
-    assert adapted != plain and "300 bytes" in adapted
+    adapted = capsys.readouterr()
+    assert adapted.out != plain and "300 bytes" in adapted.err
     assert read_checkpoint(str(tmp_path / "a.pt"), Spider)[1]["adapted"] == 300
+
+
+def test_a_dialogue_learns_from_what_is_typed_alone_and_saves_also_at_ctrl_c(trained, tmp_path, monkeypatch, capsys):
+    lines = iter(("abc def", "gh"))
+
+    def ask():
+        try:
+            return next(lines)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+    monkeypatch.setattr(sample, "bytes_to_continue", lambda prompt: None)
+    monkeypatch.setattr(dialogue, "ask", ask)
+    monkeypatch.setattr(dialogue.sys, "stdin", open(os.devnull))
+    assert sample.main([str(trained), "--bytes", "20", "--adapt", "--save_adapted", str(tmp_path / "a.pt")]) == 130
+    assert read_checkpoint(str(tmp_path / "a.pt"), Spider)[1]["adapted"] == 9
+
+
+def test_ctrl_c_while_a_long_text_is_learned_comes_between_two_steps(checkpoint, monkeypatch):
+    adaptation, step = adaptation_of(checkpoint), RowwiseAdagrad.step
+
+    def interrupted(optimizer):
+        step(optimizer)
+        os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(RowwiseAdagrad, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dialogue.learn(adaptation, text(4000).tolist(), 3999)
+    assert adaptation.count == CHUNK and not any(table.gathered() for table in adaptation.optimizer.tables.values())
 
 
 @pytest.mark.parametrize("flags, words", (
@@ -257,6 +313,9 @@ def test_a_prompt_is_learned_from_before_it_is_continued(trained, tmp_path, caps
     (("--adapt", "--seq_len", "64", "--eval", "a"), "--seq_len has no effect with --adapt"),
     (("--adapt", "--save_adapted", "x.pt", "--eval", "a", "b"), "--save_adapted needs a single checkpoint"),
     (("--adapt", "--save_adapted", "{here}", "--prompt", "a"), "exists: use another name"),
+    (("--adapt", "--save_adapted", "{here}/no/x.pt", "--prompt", "a"), "create its directory first"),
+    (("--adapt", "--save_adapted", "{here}/no/x", "--prompt", "a"), "create its directory first"),
+    (("--adapt", "--save_adapted", "{here}/x", "--json", "{here}/x", "--eval", "a"), "name the same file"),
 ))
 def test_flags_of_adapting_that_would_be_ignored_are_refused(trained, tmp_path, capsys, flags, words):
     assert sample.main([str(trained), *(flag.format(here=tmp_path) for flag in flags)]) == 2
