@@ -1,5 +1,6 @@
 """Schedules, the step, FP8 and evaluation."""
 
+import json
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ import torch
 import spider_model
 import train
 from conftest import (assert_same, awake, final_state, gradients, metrics, run, run_flags, settled, small_config, text)
+from scripts import forked
 from spider import errors
 from spider.data.loader import Loader, validation_sets
 from spider.data.shards import Shard, Source, Stream, mock_source
@@ -263,15 +265,13 @@ def test_the_warm_up_passes_change_nothing():
 
 
 @pytest.mark.slow
-def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path):
-    """64 bytes, micro-batch 1, within the 24 GB of this machine."""
-    directory = tmp_path / "run"
+def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path, processes):
+    """64 bytes, micro-batch 1, within the 24 GB of this machine; in a process that returns its 15 GB."""
     argv = ["--mock_data", "--model", "1b", "--precision", "bf16", "--seq_len", "64", "--micro_batch", "1",
-            "--max_steps", "1", "--eval_every", "0", "--ckpt_dir", str(directory), "--device", "cpu"]
-    assert train.command_line(argv) == 0
-    line, = metrics(directory)
-    assert 4 < line["loss"] < 8 and math.isfinite(line["grad_norm"])
-    assert machine.peak_memory(torch.device("cpu")) < 24
+            "--max_steps", "1", "--eval_every", "0", "--ckpt_dir", "run", "--device", "cpu"]
+    assert forked(processes, *argv, cwd=tmp_path).returncode == 0
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert 4 < line["loss"] < 8 and math.isfinite(line["grad_norm"]) and 4 < line["memory"] < 24
 
 
 # ---------------------------------------------------------------------------------------------------------------------
