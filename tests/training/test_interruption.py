@@ -153,7 +153,7 @@ def test_a_second_signal_leaves_at_once(tmp_path, shards, processes):
 @pytest.mark.slow
 def test_a_signal_during_compilation_leaves_within_twenty_seconds(tmp_path, shards, processes):
     process = start(processes, tmp_path, run_flags(shards, tmp_path / "run", "--compile", steps=100_000))
-    until_said(tmp_path, "bytes a step")
+    until_said(tmp_path, "GFLOP per byte")
     time.sleep(5)
     asked = time.monotonic()
     process.terminate()
