@@ -155,11 +155,11 @@ class Step:
     def __init__(self, b: Bench, rate: float | None = None, world: World | None = None, **flags):
         if flags.get("compile") == "on":
             torch._dynamo.reset()  # else graphs of earlier variants count towards dynamo's limit
-        if rate is not None:              # only learned boundaries have an adjustable rate
-            flags["set"] = ",".join(filter(None, (flags.get("set", b.settings), "boundaries=learned")))
+        if rate is not None:              # only these boundaries have an adjustable rate
+            flags["set"] = ",".join(filter(None, (flags.get("set", b.settings), "boundaries=flexitokens")))
         self.plan = plan = b.plan(world, **flags)
         self.model = train.build_model(plan, b.device, world)
-        if plan.config.boundaries == "learned" and plan.config.n_recurrent_layers:
+        if plan.config.boundaries == "flexitokens" and plan.config.n_recurrent_layers:
             rate = plan.config.bytes_per_segment if rate is None else rate
             with torch.no_grad():
                 self.model.boundary_predictor[2].weight.zero_()

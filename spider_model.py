@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from spider.model.attention import MLA
-from spider.model.boundaries import boundary_loss, learned_boundaries, respect_sentinels, rule_boundaries
+from spider.model.boundaries import boundary_loss, flexitokens_boundaries, respect_sentinels, rule_boundaries
 from spider.model.cache import Cache
 from spider.model.casting import Linear, WideLinear, cast_experts, cast_weights_once, wide
 from spider.model.compilation import compile_layers
@@ -50,6 +50,7 @@ from spider.model.noise import byte_noise, dropped
 from spider.model.norm import rms_norm
 from spider.model.packing import ActiveRows, Packing, document_cu_seqlens, round_up
 from spider.model.segments import last_byte_of, pool_segments, segment_offsets, unpool_segments
+from spider.model.surprise import Observed, SurprisePredictor
 from tile_moe import Routing, assign_rows, balance, fp8_grouped_product, grouped_product, moe_forward, route
 
 
@@ -278,17 +279,19 @@ class SpiderOutput:
     segments: Tensor                      # number of segments in all sequences
     mean_loops: Tensor
     tokens_per_expert: Tensor             # [L, E] fp32, over all loops
+    boundary_counts: Tensor               # of learned boundaries, see SurprisePredictor; else empty
     loss_terms: dict[str, Tensor] | None = None  # the weighted terms of the loss beside nats_per_byte, detached
     by_byte: Tensor | None = None         # the part of the loss that is a mean over bytes: nats_per_byte, BYTE_TERMS
-    BYTE_TERMS: ClassVar = ("core_loss",)
+    BYTE_TERMS: ClassVar = ("core_loss", "surprise_loss")
 
 
 def add_losses(model: "Spider", out: SpiderOutput, labels: Tensor, stats: CoreStats, cut_loss: Tensor,
-               unpooled: Tensor | None) -> SpiderOutput:
+               unpooled: Tensor | None, observed: Observed | None) -> SpiderOutput:
     """Fill in the loss and its terms; unpooled [M, D]: the core's output, unpooled to bytes."""
     c, targets, logits = model.config, labels.reshape(-1), out.logits.flatten(0, 1)
     counted = (targets != -100).sum().clamp_min(1)
-    out.nats_per_byte = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted
+    nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    out.nats_per_byte = nats / counted
     core_loss = cut_loss.new_zeros(())
     if model.training and c.scores_core:  # initially unpooled is 0: the gradient's norm exceeds 100, and is clipped
         of_core = model.lm_head(rms_norm(unpooled)).to(logits.dtype)
@@ -297,9 +300,14 @@ def add_losses(model: "Spider", out: SpiderOutput, labels: Tensor, stats: CoreSt
                  z_loss=c.z_loss_weight * stats.z_loss,
                  ponder_loss=c.ponder_weight * model.halting_warmup * stats.ponder,
                  core_loss=c.core_loss_weight * core_loss)
+    if observed is not None:
+        losses = F.cross_entropy(logits.detach(), targets, ignore_index=-100, reduction="none")
+        errors = model.boundary_predictor.surprise_loss(observed, nats, losses)
+        terms["surprise_loss"] = errors.masked_fill(targets == -100, 0).sum() / counted
     if model.training:
         terms |= model.extra_losses(out, labels)
-    out.loss, out.by_byte = sum(terms.values(), out.nats_per_byte), out.nats_per_byte + terms["core_loss"]
+    out.loss = sum(terms.values(), out.nats_per_byte)
+    out.by_byte = sum((terms[name] for name in out.BYTE_TERMS if name in terms), out.nats_per_byte)
     out.loss_terms = {name: term.detach() for name, term in terms.items()}
     return out
 
@@ -333,13 +341,16 @@ class Spider(DecodingMixin, nn.Module):
         self.core = RecurrentCore(c, self.core_block_class, self.attention_class) if c.n_recurrent_layers else None
         if self.core is not None:
             self.null_segment = nn.Parameter(torch.empty(c.hidden_size))
-        if self.core is not None and c.boundaries == "learned":
+        self.boundary_predictor = None
+        if self.core is not None and c.boundaries == "flexitokens":
             width = c.hidden_size // 4
             self.boundary_predictor = nn.Sequential(WideLinear(c.hidden_size, width, bias=True), nn.GELU(),
                                                     Linear(width, 1, bias=True))
         self.coda = nn.ModuleList(self.block_class(c, self.attention_class) for _ in range(c.n_coda_layers))
         self.engram_output = ByteEngram(c, gated=True) if byte_memory else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
+        if self.core is not None and c.boundaries == "learned":  # last: all other weights start as with a rule
+            self.boundary_predictor = SurprisePredictor(c.hidden_size, c.vocab_size, c.boundary_rate)
         torch.set_rng_state(random_state)
         self.init_weights()
 
@@ -360,14 +371,23 @@ class Spider(DecodingMixin, nn.Module):
     # -----------------------------------------------------------------------------------------------------------------
     # Segments
 
-    def boundaries(self, x: Tensor, input_ids: Tensor, shifted: Tensor, packing: Packing, noise: Tensor | None,
-                   summed: Tensor | None = None) -> Tensor:
-        """Decide where segments end, from x [M, D]: b [M] fp32, 0 or 1. EOS always ends a segment, PAD never. noise [M]
-        and summed [documents]: see boundaries.learned_boundaries."""
+    def predict_boundaries(self, x: Tensor, ids: Tensor) -> Tensor | None:
+        """Return what the boundary predictor says about x [M, D]: logits [M, 1] of flexitokens, [M, 3] of learned
+        boundaries (see SurprisePredictor), None for a rule."""
+        if self.boundary_predictor is None:
+            return None
+        return self.boundary_predictor(rms_norm(x), *(ids,) * (self.config.boundaries == "learned"))
+
+    def boundaries(self, predicted: Tensor | None, input_ids: Tensor, shifted: Tensor, packing: Packing,
+                   noise: Tensor | None, summed: Tensor | None = None) -> Tensor:
+        """Decide where segments end: b [M] fp32, 0 or 1. EOS always ends a segment, PAD never. predicted: see
+        predict_boundaries; noise [M] and summed [documents]: see boundaries.flexitokens_boundaries."""
         ids = input_ids.reshape(-1)
         if self.config.boundaries == "learned":
-            p = self.boundary_predictor(rms_norm(x)).squeeze(1).sigmoid()                    # [M]
-            b = learned_boundaries(p, packing, self.wide_dtype, noise, summed)
+            b = self.boundary_predictor.boundaries(predicted, packing.position, noise).to(self.wide_dtype)
+        elif self.config.boundaries == "flexitokens":
+            p = predicted.squeeze(1).sigmoid()                                               # [M]
+            b = flexitokens_boundaries(p, packing, self.wide_dtype, noise, summed)
         else:
             b = rule_boundaries(self.config.boundaries, ids, shifted, packing, self.wide_dtype)
         return respect_sentinels(b, ids)
@@ -458,25 +478,29 @@ class Spider(DecodingMixin, nn.Module):
         shifted = shifted_bytes(ids, packing.position, c.longest_order)
         matched = self.engram_match and self.engram_match(ids, shifted, packing.document)
         noise, of_bytes = None, self.dropout / 5
-        if self.training and (self.dropout or c.boundaries == "learned"):
+        if self.training and (self.dropout or self.boundary_predictor is not None):
             noise = byte_noise(noise_seed, sequences, length, ids.device).flatten()
         x = dropped(self.before_core(ids, packing, shifted, matched), of_bytes, noise, 0)    # [M, D]
         none = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
-        segments, cut_loss, unpooled = 0, none, None
+        segments, cut_loss, unpooled, observed = 0, none, None, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
-            b = self.boundaries(x, input_ids, shifted, packing, noise)
+            predicted = self.predict_boundaries(x, ids)
+            b = self.boundaries(predicted, input_ids, shifted, packing, noise)
             cut_loss = boundary_loss(b, input_ids, c)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             segments = len(z)
             z, stats = self.run_core(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
             unpooled = self.unpool(z, self.null_rows(), b, packing, segment_cu_seqlens)
+            if self.training and c.boundaries == "learned":
+                unpooled, observed = self.boundary_predictor.observe(predicted, ids, b, packing, unpooled, z,
+                                                                     self.null_rows())
             x = x + unpooled
         logits = self.after_core(dropped(x, of_bytes, noise, 3), packing, shifted, matched)  # [M, vocab_size]
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # integers
         out = SpiderOutput(logits.view(sequences, length, -1), None, None, none + segments, stats.mean_loops.detach(),
-                           tokens)
-        return out if labels is None else add_losses(self, out, labels, stats, cut_loss, unpooled)
+                           tokens, none.new_zeros(0) if observed is None else observed.counts)
+        return out if labels is None else add_losses(self, out, labels, stats, cut_loss, unpooled, observed)
 
     def extra_losses(self, out: SpiderOutput, labels: Tensor) -> dict[str, Tensor]:
         """Return further loss terms for training, scalars by name: a hook for subclasses. train.py averages them over
@@ -515,6 +539,12 @@ class Spider(DecodingMixin, nn.Module):
         over all loops, micro-steps and ranks."""
         for layer, tokens in zip(() if self.core is None else self.core.layers, tokens_per_expert):
             layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
+
+    def update_boundaries(self, counts: Tensor, nats_per_byte: float):
+        """Update learned boundaries once per optimizer step, from SpiderOutput.boundary_counts summed over micro-steps
+        and ranks, and the step's mean loss; see SurprisePredictor."""
+        if self.config.boundaries == "learned" and self.core is not None:
+            self.boundary_predictor.update(counts, nats_per_byte)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Sizes and costs

@@ -304,7 +304,7 @@ def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path,
                          model_class: type[Spider]) -> SpiderConfig:
     """Return the checkpoint's config with --set applied. Raise CheckpointError if --model or --set would change the
     shape of a weight."""
-    there = SpiderConfig(**state["cfg"])
+    there = SpiderConfig.from_saved(state["cfg"])
     config = apply_settings(replace(there, vocab_size=tokenizer.VOCAB_SIZE), values["set"])
     if state["cfg"].get("vocab_size") != config.vocab_size:
         raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids instead of "
@@ -456,13 +456,13 @@ def train_step(run: Run, stopping: Stopping) -> bool | None:
         batches, targets, epoch = run.feed.take()
         loops = loops_of_step(plan.schedule, progress.step)
         model.dropout = dropout_at(plan.schedule, run.loader, first)
-        sums, tokens = accumulate(model, batches, loops, targets)
+        sums, counts = accumulate(model, batches, loops, targets)
     if stopping.drops():
         return None
     factor = lr_factor(progress.step, run.horizon, plan.schedule)
     run.optimizers.set_lr(plan.schedule.lr, factor)
     real = sum(batch.real for batch in batches)
-    numbers = update(model, run.optimizers, sums, tokens, real, plan.optimizer.grad_clip,
+    numbers = update(model, run.optimizers, sums, counts, real, plan.optimizer.grad_clip,
                      empty_tables=epoch > progress.epoch and empties_tables(plan, run.loader, first))
     rate = plan.batch.bytes / (time.perf_counter() - step_start)
     cost = run.flops_per_byte(round(max(1.0, numbers["bytes_per_segment"]), 1), loops, plan.batch.seq_len)
@@ -474,14 +474,14 @@ def train_step(run: Run, stopping: Stopping) -> bool | None:
 
 
 def accumulate(model: Spider, batches: list[Batch], n_loops: int,
-               targets: int | None = None) -> tuple[dict[str, Tensor], Tensor]:
+               targets: int | None = None) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Run forward and backward over a step's micro-steps; change nothing but gradients. `targets`: those of all ranks.
 
     Return sums over the micro-steps by name: loss (nats), total_loss, segments, mean_loops and the loss's other terms;
-    and tokens per expert [L, E]. Waits for the device once per micro-step, for the number of segments.
+    and counts: tokens_per_expert and boundary_counts of SpiderOutput. Waits for the device once per micro-step, for the number of segments.
     """
     sharding = sharding_of(model)
-    sums, tokens, passes = {}, 0, len(batches) * sharding.ranks
+    sums, counts, passes = {}, [0, 0], len(batches) * sharding.ranks
     targets = max(1, sum(batch.targets for batch in batches) if targets is None else targets)
     with model.cast_weights_once():
         for batch in batches:
@@ -494,18 +494,18 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
             numbers |= {name: term * share if name in out.BYTE_TERMS else term / passes
                         for name, term in out.loss_terms.items()}
             sums = {name: number + sums.get(name, 0) for name, number in numbers.items()}
-            tokens = tokens + out.tokens_per_expert
-    return sums, tokens
+            counts = [a + b for a, b in zip(counts, (out.tokens_per_expert, out.boundary_counts))]
+    return sums, counts
 
 
 def step_alone(model: Spider, optimizers: Optimizers, batches: list[Batch], n_loops: int, grad_clip: float = 1.0
                ) -> dict:
     """Run an optimizer step of a model outside of a run; return its metrics."""
-    sums, tokens = accumulate(model, batches, n_loops)
-    return update(model, optimizers, sums, tokens, sum(batch.real for batch in batches), grad_clip)
+    sums, counts = accumulate(model, batches, n_loops)
+    return update(model, optimizers, sums, counts, sum(batch.real for batch in batches), grad_clip)
 
 
-def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], tokens: Tensor, real: int,
+def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], counts: list[Tensor], real: int,
            grad_clip: float = 1.0, empty_tables: bool = False) -> dict:
     """Update the weights from accumulated gradients and return the step's metrics. `real`: its bytes that are not PAD;
     `empty_tables`: clear the Engram tables.
@@ -514,7 +514,7 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], token
     changes and `skipped` is true.
     """
     names, sums = list(sums), torch.stack(list(sums.values()))
-    norm, sums, tokens, real = optimizers.sharding.all_reduce_step(optimizers.dense, sums, tokens, real)
+    norm, sums, (tokens, boundary_counts), real = optimizers.sharding.all_reduce_step(optimizers.dense, sums, counts, real)
     nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip or math.inf, norm)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
     *sums, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
@@ -523,6 +523,7 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], token
     if not skipped:
         optimizers.step()
         model.update_expert_bias(tokens)
+        model.update_boundaries(boundary_counts, sums["loss"])
         if empty_tables:
             optimizers.reset_tables()
     optimizers.zero_grad()

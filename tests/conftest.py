@@ -95,8 +95,12 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
             if "place_proj" in name or name.endswith(
                     ("table.weight", "conv_weight", "lora_up", "null_segment", "out_proj.weight", "bias")):
                 p.add_(torch.randn_like(p) * 0.5)
-        if config.boundaries == "learned" and config.n_recurrent_layers:
+        if config.boundaries == "flexitokens" and config.n_recurrent_layers:
             model.boundary_predictor[2].weight.normal_(std=1.0)
+        if config.boundaries == "learned" and config.n_recurrent_layers:
+            model.boundary_predictor.regression[2].weight.normal_()
+            model.boundary_predictor.entropy.normal_()
+            model.boundary_predictor.steps.fill_(100)
         for memory in (model.engram_input, model.engram_output):
             if memory is not None and memory.followed is not None:
                 memory.followed[:, :MatchMemory.NOTHING + 1].normal_(std=0.3)
@@ -159,7 +163,7 @@ def measured(code: str, *argv) -> tuple[subprocess.CompletedProcess, int]:
 SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
          "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
          "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,engram_dim=8,"
-         "engram_byte_rows=300,engram_byte_dim=8,boundaries=learned,boundary_prior=0.15,"
+         "engram_byte_rows=300,engram_byte_dim=8,boundaries=flexitokens,boundary_prior=0.15,"
          "boundary_alpha=0.16666666666666666,boundary_sigma=0.0115,places=1,core_loss_weight=0")
 
 

@@ -226,7 +226,7 @@ def source(name: str, text: bytes, weight: float = 1.0) -> Source:
 
 
 @pytest.mark.parametrize("rule,lengths,mean", (
-    ("words", (4, 64), 1 / (0.75 / 4 + 0.25 / 64)), ("every_third", (64 / 21,) * 2, 64 / 21), ("learned", (), None)))
+    ("words", (4, 64), 1 / (0.75 / 4 + 0.25 / 64)), ("every_third", (64 / 21,) * 2, 64 / 21), ("learned", (), None), ("flexitokens", (), None)))
 def test_segments_are_measured_on_the_text_of_each_source_by_the_models_own_rule(rule, lengths, mean):
     """Words of three letters and a space, and one without an end; what is learned cannot be measured before."""
     sources = [source("words", b"abc def " * 500, 0.75), source("bases", b"ACGT" * 1000, 0.25)]
@@ -242,7 +242,7 @@ def test_segments_are_measured_on_the_text_of_each_source_by_the_models_own_rule
 def test_text_whose_words_never_end_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
     np.random.default_rng(0).choice(np.frombuffer(b"ACGT", np.uint8), 700).astype("<u2").tofile(shards / "train-0.bin")
     for rule, warned in (("words", 1), ("every_third", 0)):
-        setting = SMALL.replace("boundaries=learned", f"boundaries={rule}")
+        setting = SMALL.replace("boundaries=flexitokens", f"boundaries={rule}")
         argv = run_flags(shards, tmp_path / rule, "--set", setting, *["--dry_run"] * dry, steps=2)
         assert train.command_line(argv) == 0
         lines = [line for part in capsys.readouterr() for line in part.splitlines() if "segments have" in line]
@@ -257,4 +257,4 @@ def test_learned_cuts_that_end_next_to_nothing_are_a_warning_at_the_first_step(t
         run(tmp_path, shards, *flags, "--eval_every", "0", steps=2, ckpt=f"run{warned}")
         lines = [line for line in capsys.readouterr().err.splitlines() if "segments have" in line]
         assert len(lines) == warned and all("step 1: " in line for line in lines)
-        assert all(line.endswith("--set boundaries=every_third instead of learned") for line in lines)
+        assert all(line.endswith("--set boundaries=every_third or learned instead of flexitokens") for line in lines)

@@ -192,9 +192,9 @@ def compile_step(card: Card, flags: list[str], trainer: ModuleType) -> dict[str,
 
 def do_step(trainer: ModuleType, plan, model, optimizers, batch, eager: Eager):
     model.sharding, eager.phase = InPhases(eager), "forward"
-    sums, tokens = trainer.accumulate(model, [batch] * plan.batch.grad_accum, plan.n_loops)
+    sums, counts = trainer.accumulate(model, [batch] * plan.batch.grad_accum, plan.n_loops)
     eager.phase = "update"
-    trainer.update(model, optimizers, sums, tokens, batch.real * plan.batch.grad_accum, plan.optimizer.grad_clip)
+    trainer.update(model, optimizers, sums, counts, batch.real * plan.batch.grad_accum, plan.optimizer.grad_clip)
 
 
 def tables(eager: Eager) -> dict[str, list[dict]]:

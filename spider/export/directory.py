@@ -84,7 +84,7 @@ def write_weights(library, directory: Path, weights: dict[str, Tensor]):
 
 def texts_of(path: Path, state: dict, model_class: type[nn.Module]) -> dict[str, str]:
     """Return the texts of all files of an export except the weights, by name."""
-    config, facts = SpiderConfig(**state["cfg"]), facts_of(path, state)
+    config, facts = SpiderConfig.from_saved(state["cfg"]), facts_of(path, state)
     n_loops, ids = state.get("n_loops", config.n_loops), dict(
         pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     dtype = str(state["model_state_dict"]["embed_tokens"].dtype).removeprefix("torch.")

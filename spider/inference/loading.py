@@ -46,7 +46,7 @@ def read_checkpoint(name: str, model_class: type[nn.Module]) -> tuple[Path, dict
     the file. Raise UsageError or CheckpointError if there is none for the model class."""
     path, found = path_of(name, model_class)
     state = load_checkpoint(path, sealed=not found, mapped=True)
-    config = SpiderConfig(**state["cfg"])
+    config = SpiderConfig.from_saved(state["cfg"])
     with torch.device("meta"):
         check_classes(path, state, model_class(config))
     check_weights(path, state, config, model_class)
@@ -58,13 +58,13 @@ def read_checkpoint(name: str, model_class: type[nn.Module]) -> tuple[Path, dict
 
 def trained_loops(state: dict) -> int:
     """Return the number of loops in training, from a checkpoint's content."""
-    return state.get("n_loops", SpiderConfig(**state["cfg"]).n_loops)
+    return state.get("n_loops", SpiderConfig.from_saved(state["cfg"]).n_loops)
 
 
 def model_of(state: dict, device: torch.device, dtype: torch.dtype, model_class: type[nn.Module]) -> nn.Module:
     """Build the model of a checkpoint's content in evaluation mode, with products in a dtype."""
     with torch.device("meta"):
-        model = model_class(SpiderConfig(**state["cfg"]))
+        model = model_class(SpiderConfig.from_saved(state["cfg"]))
     model.to_empty(device=device).init_weights()
     model.load_state_dict(state["model_state_dict"])
     model.compute_dtype = dtype

@@ -1,4 +1,5 @@
-"""Boundaries of segments: learned by a predictor, or by a rule; and the loss that controls the rate of learned ones."""
+"""Boundaries of segments by a rule, or by FlexiTokens (arXiv 2507.12720) and the loss that controls their rate; see
+surprise.py for learned ones."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from spider.model.packing import Packing
 from tokenizer import EOS_ID, PAD_ID
 
 
-def learned_boundaries(p: Tensor, packing: Packing, dtype: torch.dtype, noise: Tensor | None,
+def flexitokens_boundaries(p: Tensor, packing: Packing, dtype: torch.dtype, noise: Tensor | None,
                        summed: Tensor | None) -> Tensor:
     """Cut where the sum of probabilities p [M] over the document, plus an offset, crosses an integer: b [M].
 
@@ -53,7 +54,7 @@ def respect_sentinels(b: Tensor, ids: Tensor) -> Tensor:
 
 def boundary_loss(b: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tensor:
     """Return the mean distance of sequences' boundaries per byte from the band [alpha - lambda * sigma, alpha]."""
-    if config.boundaries != "learned":
+    if config.boundaries != "flexitokens":
         return b.new_zeros(())
     real = (input_ids != PAD_ID).sum(1).clamp_min(1)
     rate = b.view(input_ids.shape).sum(1) / real                                             # [B]

@@ -6,7 +6,7 @@ from functools import cache
 
 from tokenizer import VOCAB_SIZE
 
-BOUNDARIES = ("learned", "words", "whitespace", "every_third", "every_byte")
+BOUNDARIES = ("learned", "flexitokens", "words", "whitespace", "every_third", "every_byte")
 RECOMPUTE = ("nothing", "core", "all")
 BACKENDS = ("loop", "grouped", "tile")  # of tile_moe.py
 WORD_BYTES = 32                           # that are searched for the ends of words
@@ -41,8 +41,10 @@ class SpiderConfig:
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     # segments
-    boundaries: str = "learned"           # or words; or, as baselines, whitespace, every_third, every_byte
-    boundary_prior: float = 0.3           # initial boundaries per byte
+    boundaries: str = "flexitokens"       # as published; or learned, words; or, as baselines, whitespace, every_third,
+                                          # every_byte
+    boundary_rate: float = 0.19           # learned: boundaries per byte
+    boundary_prior: float = 0.3           # flexitokens: initial boundaries per byte
     boundary_loss_weight: float = 1.0
     boundary_alpha: float = 1 / 3         # the loss keeps boundaries per byte between alpha - lambda * sigma and alpha
     boundary_lambda: float = 3.0
@@ -87,6 +89,7 @@ class SpiderConfig:
                 (self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
                 (self.boundaries in BOUNDARIES, f"boundaries must be one of {', '.join(BOUNDARIES)}"),
                 (0 < self.boundary_prior < 1, "boundary_prior must lie between 0 and 1"),
+                (0 < self.boundary_rate < 1, "boundary_rate must lie between 0 and 1"),
                 (self.n_routed_experts + self.n_shared_experts > 0,
                  "n_routed_experts, n_shared_experts: there must be a routed or a shared expert"),
                 (not self.n_routed_experts or self.n_experts_per_tok <= self.n_routed_experts,
@@ -109,10 +112,10 @@ class SpiderConfig:
 
     @property
     def bytes_per_segment(self) -> float:
-        """Estimate bytes per segment: the middle of the boundary loss's band, or for rules the value for English prose
+        """Estimate bytes per segment: what learned ones are held at, the middle of the boundary loss's band, or for rules the value for English prose
         (words: about 9 for Python, 3 for Chinese)."""
         least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
-        return {"learned": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
+        return {"learned": 1 / self.boundary_rate, "flexitokens": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
                 "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
 
     @property
@@ -130,6 +133,13 @@ class SpiderConfig:
     def scores_core(self) -> bool:
         """Return whether training has the loss of the core's own prediction."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
+
+    @classmethod
+    def from_saved(cls, saved: dict) -> "SpiderConfig":
+        """Return the config of a checkpoint or an export. In those older than `boundary_rate`, flexitokens were called
+        learned."""
+        older = saved.get("boundaries", "learned") == "learned" and "boundary_rate" not in saved
+        return cls(**saved | dict(boundaries="flexitokens") if older else saved)
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
@@ -160,7 +170,7 @@ RANGES = {
     "intermediate_size": (1, 1 << 18),
     "n_routed_experts": (0, 4096), "n_shared_experts": (0, 256), "n_experts_per_tok": (1, 256),
     "moe_intermediate_size": (1, 1 << 18), "expert_bias_rate": (0, 1), "aux_loss_weight": (0, 1e6),
-    "z_loss_weight": (0, 1e6), "boundary_prior": (0, 1), "boundary_loss_weight": (0, 1e6), "boundary_alpha": (0, 1),
+    "z_loss_weight": (0, 1e6), "boundary_rate": (0, 1), "boundary_prior": (0, 1), "boundary_loss_weight": (0, 1e6), "boundary_alpha": (0, 1),
     "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "places": (1, 256), "lora_rank": (0, 4096),
     "act_threshold": (0, 1), "ponder_weight": (0, 1e6), "core_loss_weight": (0, 1e6), "engram_heads": (1, 16),
     "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),

@@ -56,7 +56,7 @@ def init_weights(model: nn.Module):
         Linear.weight, w_gate, w_up         N(0, 1 / fan_in); biases 0
         o_proj, down_proj, w_down           the same divided by sqrt(2 * layers, the core's counted once per loop)
         lm_head, halt_predictor             N(0, 0.02^2); the halting bias is -3: at 0 it would stick at one loop
-        boundary_predictor's last bias      logit(boundary_prior)
+        boundary_predictor                  the last bias is logit(boundary_prior); the gain of learned boundaries 0
         loop_embedding                      N(0, 0.02^2)
         log_A, dt, B                        such that A = 0.905 and B = 1. B = (1 - A) / (1 - A^n_loops) would keep the
                                             state at e's size, but then the layers' output drowns e; see
@@ -74,7 +74,9 @@ def init_weights(model: nn.Module):
     _init_byte_rate(model)
     if model.core is not None:
         _init_core(model.core)
-    if hasattr(model, "boundary_predictor"):
+    if model.config.boundaries == "learned" and model.core is not None:
+        model.boundary_predictor.init_state()
+    if model.config.boundaries == "flexitokens" and model.core is not None:
         prior = model.config.boundary_prior
         model.boundary_predictor[2].bias.fill_(math.log(prior / (1 - prior)))
     uninitialized.reset()

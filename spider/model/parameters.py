@@ -54,6 +54,7 @@ class Kind:
     decay: bool                           # weight decay; vectors and scalars never have it
     precision: Precision
     read: Read
+    rate: float = 1.0                     # AdamW's learning rate, relative to that of others
 
     def fits(self, module: nn.Module, path: str, name: str) -> bool:
         return (self.names == "*" or name in self.names.split()) and (
@@ -80,6 +81,8 @@ KINDS = (
     Kind("Linear",        "weight",             "engram_input",       "Engram projections",  _M, True,  _32, _BYTE),
     Kind("Linear",        "weight",             "engram_output",      "Engram projections",  _M, True,  _32, _BYTE),
     Kind("Linear",        "weight",             "lm_head",            "embedding and head",  _A, True,  _32, _BYTE),
+    Kind("Linear",        "weight bias",        "boundary_predictor.regression", "boundary predictor",
+         _A, True, _32, _BYTE, 1 / 8),    # at the whole rate it is unstable
     Kind("Linear",        "weight bias",        "boundary_predictor", "boundary predictor",  _A, True,  _32, _BYTE),
     Kind("Linear",        "weight bias",        "halt_predictor",     _ADAPTERS,             _A, True,  _32, _LOOP),
     Kind("Linear",        "weight",             "router",             "router",              _A, True,  _32, _LOOP),

@@ -118,6 +118,6 @@ def check_state(path: Path, state, required: set[str] = REQUIRED):
     if wrong:
         raise CheckpointError(f"{path}: invalid values of {', '.join(wrong[:3])}")
     try:
-        SpiderConfig(**state["cfg"])
+        SpiderConfig.from_saved(state["cfg"])
     except (TypeError, ValueError) as fault:
         raise CheckpointError(f"{path}: cfg: {fault}") from None

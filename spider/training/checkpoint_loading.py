@@ -55,7 +55,7 @@ def load_checkpoint(path: Path, model_class: type[nn.Module] | None = None, seal
         state = read_state(path, sealed)
     with reading(path):
         state["model_state_dict"] = dict(state["model_state_dict"])
-        config = SpiderConfig(**state["cfg"])
+        config = SpiderConfig.from_saved(state["cfg"])
         if config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers > len(state["model_state_dict"]):
             raise ValueError("cfg has more layers than weights")
     if model_class is not None:

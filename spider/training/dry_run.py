@@ -34,7 +34,7 @@ def segment_lengths(model: nn.Module, sources: Sequence[Source], seq_len: int, s
     """Measure the bytes per segment of each source's training data, by name. Return nothing for learned boundaries or
     a model without a core."""
     c, lengths = model.config, {}
-    for source in sources if model.core is not None and c.boundaries != "learned" else ():
+    for source in sources if model.core is not None and model.boundary_predictor is None else ():
         loader, rows = Loader([source], seq_len, seed), max(1, AT_ONCE // seq_len)
         real = segments = 0
         for first in range(0, max(1, SAMPLED // seq_len), rows):

@@ -38,9 +38,12 @@ class Optimizers:
         matrices, rest, of_tables = ([key for key, kind in kinds.items() if kind.optimizer is optimizer]
                                      for optimizer in (Optimizer.MUON, Optimizer.ADAMW, Optimizer.ADAGRAD))
         assert len(of_tables) == len(tables) and len(params) == len(matrices) + len(rest) + len(tables)
-        decays = [key for key in rest if kinds[key].decay and params[key].ndim >= 2]
-        adam = [dict(params=[params[key] for key in decays], weight_decay=settings.weight_decay),
-                dict(params=[params[key] for key in rest if key not in {*decays}], weight_decay=0.0)]
+        groups = {(True, 1.0): [], (False, 1.0): []}             # by weight decay and relative rate
+        for key in rest:
+            decays = kinds[key].decay and params[key].ndim >= 2
+            groups.setdefault((decays, kinds[key].rate), []).append(params[key])
+        adam = [dict(params=group, weight_decay=decays * settings.weight_decay, relative_rate=rate)
+                for (decays, rate), group in groups.items()]
         matrices, rest = ([params[key] for key in keys] for keys in (matrices, rest))
         self.dense = matrices + rest      # clipped; the step of a table's row does not depend on its gradient's norm
         self.by_name: dict[str, torch.optim.Optimizer] = {}
@@ -70,7 +73,7 @@ class Optimizers:
         """Set the learning rate to `peak * factor`, except for the tables, whose accumulators anneal it row by row."""
         for name, optimizer in self.by_name.items():
             for group in optimizer.param_groups if name != "engram" else ():
-                group["lr"] = peak * factor
+                group["lr"] = peak * factor * group.get("relative_rate", 1.0)
 
     def step(self):
         self.sharding.all_reduce_tables(self.tables)

@@ -41,7 +41,7 @@ class RunIdentity:
 def differences(saved: dict, config: SpiderConfig) -> dict[str, tuple]:
     """Return the fields in which a config differs from a checkpoint's, with both values; n_loops, a flag, is left
     out."""
-    there = SpiderConfig(**saved)             # newer fields have their defaults
+    there = SpiderConfig.from_saved(saved)             # newer fields have their defaults
     return {f.name: (getattr(there, f.name), getattr(config, f.name)) for f in fields(config)
             if f.name != "n_loops" and getattr(there, f.name) != getattr(config, f.name)}
 
@@ -56,7 +56,7 @@ def shapes(config: SpiderConfig, model_class: type[nn.Module]) -> dict[str, tupl
 def check_same_model(path: Path, saved: dict, asked: SpiderConfig, model_class: type[nn.Module]):
     """Raise CheckpointError, with the fields, if a config's weights differ in name or shape from a checkpoint's.
     Other fields, and n_loops, may differ."""
-    there, changes = SpiderConfig(**saved), differences(saved, asked)
+    there, changes = SpiderConfig.from_saved(saved), differences(saved, asked)
     if not changes or shapes(replace(asked, n_loops=there.n_loops), model_class) == shapes(there, model_class):
         return
 

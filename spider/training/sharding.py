@@ -63,9 +63,9 @@ class Unsharded:
         is the last micro-step."""
         loss.backward()
 
-    def all_reduce_step(self, params: list[Tensor], sums: Tensor, tokens: Tensor, real: int):
-        """All-reduce once per step, after its passes; return the gradient norm, sums, tokens and real bytes."""
-        return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]), sums, tokens, real
+    def all_reduce_step(self, params: list[Tensor], sums: Tensor, counts: list[Tensor], real: int):
+        """All-reduce once per step, after its passes; return the gradient norm, sums, counts and real bytes."""
+        return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]), sums, counts, real
 
     def all_reduce_tables(self, tables: Iterable[EngramTable]):
         """All-reduce the gradients of Engram tables."""
@@ -107,7 +107,7 @@ class Sharded(Unsharded):
         model.set_reshard_after_backward(last)
         (loss * self.ranks).backward()    # FSDP takes the mean over ranks
 
-    def all_reduce_step(self, params: list[Tensor], sums: Tensor, tokens: Tensor, real: int):
+    def all_reduce_step(self, params: list[Tensor], sums: Tensor, counts: list[Tensor], real: int):
         """Put the gradients of this rank's rows into `grad` of `params`, and all-reduce once: sums, votes, the targets
         of the next step, and a fingerprint of one tensor in turn. Raise WorldError if replicas differ in it."""
         world = self.world
@@ -121,8 +121,9 @@ class Sharded(Unsharded):
         votes = torch.tensor([real, targets, fault is not None, *world.cast_votes()], dtype=torch.float64)
         marks = torch.zeros(world.shards, dtype=torch.float64, device=world.device)
         marks[world.shard] = mark
-        values = squares[None], sums.double(), tokens.double().flatten(), votes.to(world.device), marks
-        squares, sums, counts, votes, marks = world.sum(torch.cat(values)).split([len(value) for value in values])
+        flat = torch.cat([count.flatten() for count in counts]).double()
+        values = squares[None], sums.double(), flat, votes.to(world.device), marks
+        squares, sums, flat, votes, marks = world.sum(torch.cat(values)).split([len(value) for value in values])
         real, targets, faults, *votes = votes.tolist()                                       # waits for the device
         world.next_targets = int(targets), int(faults)
         world.count_votes(votes)
@@ -133,7 +134,8 @@ class Sharded(Unsharded):
         world.steps += 1
         if world.steps == 1:
             world.set_timeout(timedelta(seconds=world.timeout))
-        return squares[0].sqrt().float(), sums.float(), counts.float().view(tokens.shape), real
+        flat = flat.float().split([count.numel() for count in counts])
+        return squares[0].sqrt().float(), sums.float(), [x.view_as(count) for x, count in zip(flat, counts)], real
 
     def _fingerprint(self) -> tuple[str, Tensor]:
         """Return the name of a tensor, another one each step, and the sum of its bits: an integer, whose sums over

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from conftest import awake, documents, small_config, text
-from spider.model import norm
 from spider.model.ngrams import shifted_bytes, word_ends
 from spider.model.noise import byte_noise
 from spider.model.packing import Packing
@@ -39,9 +38,10 @@ def test_a_byte_is_cut_as_often_as_its_probability_and_segments_are_even():
         cu_seqlens = torch.tensor([0, 64], dtype=torch.int32)
         packing = Packing.build(cu_seqlens, 64, 64, model.config, torch.float32)
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-        p = model.boundary_predictor(norm.rms_norm(x)).squeeze(1).sigmoid()
+        predicted = model.predict_boundaries(x, ids.flatten())
+        p = predicted.squeeze(1).sigmoid()
         shifted = shifted_bytes(ids.flatten(), packing.position, 2)
-        cuts = torch.stack([model.boundaries(x, ids, shifted, packing, noise) for noise in byte_noise(
+        cuts = torch.stack([model.boundaries(predicted, ids, shifted, packing, noise) for noise in byte_noise(
             0, 3000, 64, x.device)])
     assert p.std() > 0.05 and (cuts.mean(0) - p).abs().max() < 0.04
     assert (cuts.sum(1) - p.sum()).abs().max() <= 1  # independent draws would differ by several

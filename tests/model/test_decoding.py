@@ -21,7 +21,7 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
     "nothing": {}, "whitespace": dict(boundaries="whitespace"), "every third": dict(boundaries="every_third"),
-    "every byte": dict(boundaries="every_byte"), "words": dict(boundaries="words"), "places": dict(places=3),
+    "every byte": dict(boundaries="every_byte"), "words": dict(boundaries="words"), "learned": dict(boundaries="learned"), "places": dict(places=3),
     "places in words": dict(places=4, boundaries="words"), "core": dict(n_recurrent_layers=0), "act": dict(act=False),
     "segment engram": dict(engram_layers=()), "two segment engrams": dict(n_recurrent_layers=3, engram_layers=(2, 0)),
     "byte engram": dict(engram_byte_orders=()), "matches": dict(engram_match_orders=()),
@@ -272,8 +272,8 @@ def shifted_unpool(z, null, b, *cu_seqlens, original=segments.unpool_segments):
     return original(z, null, b.roll(1), *cu_seqlens)
 
 
-def sum_that_begins_anew(self, x, ids, shifted, packing, noise, summed=None, original=Spider.boundaries):
-    return original(self, x, ids, shifted, packing, noise)
+def sum_that_begins_anew(self, predicted, ids, shifted, packing, noise, summed=None, original=Spider.boundaries):
+    return original(self, predicted, ids, shifted, packing, noise)
 
 
 def mean_without_earlier_bytes(h, b, cu_seqlens, open_segment=None, original=segments.sum_segments):

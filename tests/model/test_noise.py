@@ -54,8 +54,8 @@ def test_dropout_is_of_training_a_function_of_the_rows_seed_and_falls_where_it_s
         assert abs(nats(model, ids, 0) - plain) > 1e-5 and nats(model, ids, 0) == nats(model, ids, 0)
         rows = torch.stack([nats(model, ids[i:i + 1], i) for i in range(4)])
         torch.testing.assert_close(nats(model, ids, 0), rows.mean())
-    seen, boundaries = {}, model.boundaries
-    model.boundaries = lambda x, *given: seen.update({"prelude": x}) or boundaries(x, *given)
+    seen, predict = {}, model.predict_boundaries
+    model.predict_boundaries = lambda x, ids: seen.update({"prelude": x}) or predict(x, ids)
     for name, module in (("core", model.core.layers[0]), ("handed", model.core.out_proj), ("coda", model.coda[0])):
         module.register_forward_pre_hook(lambda module, args, name=name: seen.update({name: args[0]}))
     with torch.no_grad():

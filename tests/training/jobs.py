@@ -35,8 +35,8 @@ def at_step(step, before=None, after=lambda sums: sums):
         now = next(steps) == step
         if now and before:
             before(model)
-        sums, tokens = accumulate(model, *rest)
-        return after(sums) if now else sums, tokens
+        sums, counts = accumulate(model, *rest)
+        return after(sums) if now else sums, counts
     train.accumulate = faulty
 
 

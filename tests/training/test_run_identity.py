@@ -54,7 +54,7 @@ def test_what_has_a_shape_is_refused_by_name_with_a_remedy_that_helps(tmp_path, 
     """Fields that could change go unnamed; cuts that are no longer learned would leave weights over."""
     origin = run(tmp_path, shards, steps=1) / "spider-step1.pt"
     for setting, named in (("ponder_weight=0,act_threshold=0.5,rope_theta=10,places=3", "places is 1, not 3"),
-                           ("boundaries=words", "boundaries is learned, not words"),
+                           ("boundaries=words", "boundaries is flexitokens, not words"),
                            ("act=false", "act is True, not False")):
         argv = run_flags(shards, tmp_path / "new", "--resume", str(origin), *flags, "--set", setting)
         assert train.command_line(argv) == 2 and not (tmp_path / "new").exists()
