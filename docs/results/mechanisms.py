@@ -248,7 +248,7 @@ def engram():
 def segments():
     bare = dict(n_prelude_layers=1, n_coda_layers=1, byte_window=8, n_recurrent_layers=2, boundary_alpha=0.2,
                 boundary_prior=0.17)
-    for boundaries in ("whitespace", "learned", "every_third", "every_byte"):
+    for boundaries in ("whitespace", "learned", "flexitokens", "every_third", "every_byte"):
         yield boundaries, bare | dict(boundaries=boundaries), words, dict(steps=400)
 
 

@@ -46,7 +46,7 @@ def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
     width = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
     head = (1 + c.scores_core) * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
     written = size * 2 * (width + c.hidden_size) * (width > 0)
-    boundaries = 8 * c.hidden_size if c.boundaries == "learned" and c.n_recurrent_layers else 0
+    boundaries = {"flexitokens": 8, "learned": 6 + size}.get(c.boundaries, 0) * c.hidden_size * bool(c.n_recurrent_layers)
     numbers = 8 * (c.longest_order + 6 + 3 * len(c.engram_byte_orders) + 4 * c.match_contexts)
     return size * width + boundaries + written + head + numbers, written + head
 

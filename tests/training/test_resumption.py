@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_same, final_state, metrics, run, run_flags
+from conftest import SMALL, assert_same, final_state, metrics, run, run_flags
 from runs import assert_same_runs
 
 import train
+from spider.model import surprise
 from spider.training import optimizers
 
 EVERY_KIND = (("--precision", "fp8", "--fp8_experts"), ("--optimizer", "adamw8bit"), ("--engram_reset",),
@@ -38,6 +39,17 @@ def test_every_step_can_be_the_one_where_a_run_is_interrupted(tmp_path, shards):
     for steps in range(1, 10):
         parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
     assert_same_runs(whole, parts)
+
+
+def test_learned_boundaries_resume_with_their_threshold(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(surprise, "TRUST", (2, 5))
+    flags = ("--set", f"{SMALL},boundaries=learned", "--eval_every", "4")
+    whole = run(tmp_path, shards, *flags, steps=12, ckpt="whole")
+    for steps in (3, 7, 12):
+        parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
+    assert_same_runs(whole, parts)
+    state = final_state(whole)["model_state_dict"]
+    assert state["boundary_predictor.steps"] == 12 and state["boundary_predictor.threshold"] != 0
 
 
 @pytest.fixture

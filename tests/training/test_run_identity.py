@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import assert_same_runs
+
 from conftest import SMALL, final_state, metrics, run, run_flags, small_config
 
 import train
@@ -71,6 +73,21 @@ def test_a_config_of_before_a_field_came_is_one_with_its_default():
     run_identity.check_same_model(Path("old.pt"), saved, asked, Spider)
     with pytest.raises(CheckpointError, match="places is 1, not 8"):
         run_identity.check_same_model(Path("old.pt"), saved, replace(asked, places=8), Spider)
+
+
+def test_a_run_of_before_flexitokens_had_their_name_goes_on(tmp_path, shards):
+    """Their name was learned, which now is another kind of boundaries."""
+    path = find_checkpoints(run(tmp_path, shards, steps=3))[-1].path
+    state = torch.load(path, weights_only=True)
+    state["cfg"]["boundaries"] = "learned"
+    del state["cfg"]["boundary_rate"]
+    torch.save(state, path)
+    argv = run_flags(shards, tmp_path / "run", steps=6)
+    at = argv.index("--set")
+    for flags in (argv[:at] + argv[at + 2:], argv):        # whose config is the checkpoint's, or --set's
+        assert train.command_line(flags) == 0
+    assert final_state(tmp_path / "run")["cfg"]["boundaries"] == "flexitokens"
+    assert_same_runs(tmp_path / "run", run(tmp_path, shards, steps=6, ckpt="whole"))
 
 
 def test_another_optimizer_than_the_checkpoints_is_refused_by_name(tmp_path, shards, capsys):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from training.jobs import Job, assert_same_losses, drift, last_lines, nan, runs_alone, whole_width
 
 from conftest import SMALL, assert_same, final_state, make_shards, metrics, run_flags
@@ -65,6 +66,18 @@ def test_words_segment_offsets_and_the_cores_own_loss_are_those_of_one_rank(tmp_
                                                            steps=6)).end()
     assert statuses == [0] * 2, log
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks", 6)
+
+
+def test_learned_boundaries_are_those_of_one_rank(tmp_path, shards, processes):
+    flags = ("--precision", "fp32", "--global_batch", "256", "--set", f"{SMALL},boundaries=learned,places=3")
+    runs_alone(run_flags(shards, tmp_path / "alone", *flags, steps=8))
+    statuses, log = Job(processes, tmp_path, 2, run_flags(shards, tmp_path / "ranks", *flags, "--shards", "2",
+                                                           steps=8)).end()
+    assert statuses == [0] * 2, log
+    assert_same_losses(tmp_path / "alone", tmp_path / "ranks", 8)
+    one, other = (final_state(tmp_path / name)["model_state_dict"] for name in ("alone", "ranks"))
+    for name in ("pairs", "entropy", "steps"):
+        assert torch.equal(one[f"boundary_predictor.{name}"], other[f"boundary_predictor.{name}"])
 
 
 @pytest.mark.slow
