@@ -7,6 +7,7 @@ Features and their sources; the modules are in spider/model/:
     MLA, latent attention with a decoupled rotary key                                     DeepSeek-V2, arXiv 2405.04434
     mixture of experts, balanced by a selection bias, no capacity limit                   DeepSeek-V3, arXiv 2412.19437
     learned segments, mean pooling                           FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
+    segments that end where the next byte is hard to predict                  this project, see spider/model/surprise.py
     segments that end with a word                                                          SpaceByte, arXiv 2404.14408
     recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946
     adaptive computation time (ACT)                                                             Graves, arXiv 1603.08983
@@ -290,7 +291,8 @@ def add_losses(model: "Spider", out: SpiderOutput, labels: Tensor, stats: CoreSt
     """Fill in the loss and its terms; unpooled [M, D]: the core's output, unpooled to bytes."""
     c, targets, logits = model.config, labels.reshape(-1), out.logits.flatten(0, 1)
     counted = (targets != -100).sum().clamp_min(1)
-    nats = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum" if observed is None else "none")
+    nats = losses if observed is None else losses.sum()
     out.nats_per_byte = nats / counted
     core_loss = cut_loss.new_zeros(())
     if model.training and c.scores_core:  # initially unpooled is 0: the gradient's norm exceeds 100, and is clipped
@@ -301,9 +303,8 @@ def add_losses(model: "Spider", out: SpiderOutput, labels: Tensor, stats: CoreSt
                  ponder_loss=c.ponder_weight * model.halting_warmup * stats.ponder,
                  core_loss=c.core_loss_weight * core_loss)
     if observed is not None:
-        losses = F.cross_entropy(logits.detach(), targets, ignore_index=-100, reduction="none")
-        errors = model.boundary_predictor.surprise_loss(observed, nats, losses)
-        terms["surprise_loss"] = errors.masked_fill(targets == -100, 0).sum() / counted
+        terms["surprise_loss"] = model.boundary_predictor.surprise_loss(
+            observed, nats, losses.detach(), targets != -100) / counted
     if model.training:
         terms |= model.extra_losses(out, labels)
     out.loss = sum(terms.values(), out.nats_per_byte)
@@ -346,11 +347,11 @@ class Spider(DecodingMixin, nn.Module):
             width = c.hidden_size // 4
             self.boundary_predictor = nn.Sequential(WideLinear(c.hidden_size, width, bias=True), nn.GELU(),
                                                     Linear(width, 1, bias=True))
+        if c.learns_boundaries:
+            self.boundary_predictor = SurprisePredictor(c.hidden_size, c.vocab_size, c.boundary_rate)
         self.coda = nn.ModuleList(self.block_class(c, self.attention_class) for _ in range(c.n_coda_layers))
         self.engram_output = ByteEngram(c, gated=True) if byte_memory else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
-        if self.core is not None and c.boundaries == "learned":  # last: all other weights start as with a rule
-            self.boundary_predictor = SurprisePredictor(c.hidden_size, c.vocab_size, c.boundary_rate)
         torch.set_rng_state(random_state)
         self.init_weights()
 
@@ -371,20 +372,18 @@ class Spider(DecodingMixin, nn.Module):
     # -----------------------------------------------------------------------------------------------------------------
     # Segments
 
-    def predict_boundaries(self, x: Tensor, ids: Tensor) -> Tensor | None:
-        """Return what the boundary predictor says about x [M, D]: logits [M, 1] of flexitokens, [M, 3] of learned
-        boundaries (see SurprisePredictor), None for a rule."""
-        if self.boundary_predictor is None:
-            return None
-        return self.boundary_predictor(rms_norm(x), *(ids,) * (self.config.boundaries == "learned"))
+    def predict_boundaries(self, x: Tensor) -> Tensor | None:
+        """Return what the boundary predictor makes of x [M, D]: logits [M, 1] of flexitokens, surprise and gain [M, 2]
+        of learned boundaries, None for a rule."""
+        return None if self.boundary_predictor is None else self.boundary_predictor(rms_norm(x))
 
     def boundaries(self, predicted: Tensor | None, input_ids: Tensor, shifted: Tensor, packing: Packing,
                    noise: Tensor | None, summed: Tensor | None = None) -> Tensor:
         """Decide where segments end: b [M] fp32, 0 or 1. EOS always ends a segment, PAD never. predicted: see
-        predict_boundaries; noise [M] and summed [documents]: see boundaries.flexitokens_boundaries."""
+        predict_boundaries; noise [M]: of training; summed [documents]: see boundaries.flexitokens_boundaries."""
         ids = input_ids.reshape(-1)
         if self.config.boundaries == "learned":
-            b = self.boundary_predictor.boundaries(predicted, packing.position, noise).to(self.wide_dtype)
+            b = self.boundary_predictor.boundaries(predicted, ids, packing.position, noise).to(self.wide_dtype)
         elif self.config.boundaries == "flexitokens":
             p = predicted.squeeze(1).sigmoid()                                               # [M]
             b = flexitokens_boundaries(p, packing, self.wide_dtype, noise, summed)
@@ -417,14 +416,14 @@ class Spider(DecodingMixin, nn.Module):
         return self.null_segment.repeat(self.config.places)
 
     def unpool(self, z: Tensor, null: Tensor, b: Tensor, packing: Packing, segment_cu_seqlens: Tensor,
-               open_bytes: Tensor | int = 0) -> Tensor:
+               open_bytes: Tensor | int = 0, back: int = 0) -> Tensor:
         """Unpool the core's output to bytes: z [N, places * D], null [places * D] or one per document, b [M] -> [M, D];
-        open_bytes: see segment_offsets."""
+        open_bytes, back: see segment_offsets."""
         places, cu_seqlens, offset = self.config.places, packing.cu_seqlens, None
         if places > 1:
             z, null = z.unflatten(-1, (places, -1)), null.unflatten(-1, (places, -1))
-            offset = segment_offsets(b, cu_seqlens.index_select(0, packing.document), places, open_bytes)
-        return unpool_segments(z, null, b, cu_seqlens, segment_cu_seqlens, offset)
+            offset = segment_offsets(b, cu_seqlens.index_select(0, packing.document), places, open_bytes, back)
+        return unpool_segments(z, null, b, cu_seqlens, segment_cu_seqlens, offset, back)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Forward
@@ -485,16 +484,16 @@ class Spider(DecodingMixin, nn.Module):
         segments, cut_loss, unpooled, observed = 0, none, None, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
-            predicted = self.predict_boundaries(x, ids)
+            predicted = self.predict_boundaries(x)
             b = self.boundaries(predicted, input_ids, shifted, packing, noise)
             cut_loss = boundary_loss(b, input_ids, c)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             segments = len(z)
             z, stats = self.run_core(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
             unpooled = self.unpool(z, self.null_rows(), b, packing, segment_cu_seqlens)
-            if self.training and c.boundaries == "learned":
-                unpooled, observed = self.boundary_predictor.observe(predicted, ids, b, packing, unpooled, z,
-                                                                     self.null_rows())
+            if self.training and c.learns_boundaries:
+                earlier = self.unpool(z.detach(), self.null_rows().detach(), b, packing, segment_cu_seqlens, back=1)
+                unpooled, observed = self.boundary_predictor.observe(predicted, ids, b, packing, unpooled, earlier)
             x = x + unpooled
         logits = self.after_core(dropped(x, of_bytes, noise, 3), packing, shifted, matched)  # [M, vocab_size]
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # integers
@@ -543,7 +542,9 @@ class Spider(DecodingMixin, nn.Module):
     def update_boundaries(self, counts: Tensor, nats_per_byte: float):
         """Update learned boundaries once per optimizer step, from SpiderOutput.boundary_counts summed over micro-steps
         and ranks, and the step's mean loss; see SurprisePredictor."""
-        if self.config.boundaries == "learned" and self.core is not None:
+        if self.config.learns_boundaries:
+            if not counts.numel():
+                raise ValueError("counts: of a pass in evaluation, which has none")
             self.boundary_predictor.update(counts, nats_per_byte)
 
     # -----------------------------------------------------------------------------------------------------------------

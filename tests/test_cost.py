@@ -226,7 +226,8 @@ def source(name: str, text: bytes, weight: float = 1.0) -> Source:
 
 
 @pytest.mark.parametrize("rule,lengths,mean", (
-    ("words", (4, 64), 1 / (0.75 / 4 + 0.25 / 64)), ("every_third", (64 / 21,) * 2, 64 / 21), ("learned", (), None), ("flexitokens", (), None)))
+    ("words", (4, 64), 1 / (0.75 / 4 + 0.25 / 64)), ("every_third", (64 / 21,) * 2, 64 / 21), ("learned", (), None),
+    ("flexitokens", (), None)))
 def test_segments_are_measured_on_the_text_of_each_source_by_the_models_own_rule(rule, lengths, mean):
     """Words of three letters and a space, and one without an end; what is learned cannot be measured before."""
     sources = [source("words", b"abc def " * 500, 0.75), source("bases", b"ACGT" * 1000, 0.25)]

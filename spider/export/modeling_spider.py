@@ -27,7 +27,7 @@ class SpiderHFConfig(PreTrainedConfig):
     model_type = "spider"
 
     def __init__(self, spider: dict | None = None, n_loops: int | None = None, **others):
-        config = SpiderConfig.from_saved(spider or {})                                              # validates every field
+        config = SpiderConfig.from_saved(spider or {})                                       # validates every field
         self.spider = asdict(config)
         self.n_loops = config.n_loops if n_loops is None else n_loops
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
@@ -75,7 +75,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SpiderHFConfig):
         super().__init__(config)
-        self.spider = Spider(SpiderConfig.from_saved(config.spider)).float()  # transformers casts loaded weights to these dtypes
+        # transformers casts loaded weights to these dtypes
+        self.spider = Spider(SpiderConfig.from_saved(config.spider)).float()
         self.spider.compute_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
         self.post_init()
 

@@ -112,11 +112,11 @@ class SpiderConfig:
 
     @property
     def bytes_per_segment(self) -> float:
-        """Estimate bytes per segment: what learned ones are held at, the middle of the boundary loss's band, or for rules the value for English prose
-        (words: about 9 for Python, 3 for Chinese)."""
+        """Estimate bytes per segment: 1 / boundary_rate, the middle of the boundary loss's band, or for rules the value
+        for English prose (words: about 9 for Python, 3 for Chinese)."""
         least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
-        return {"learned": 1 / self.boundary_rate, "flexitokens": 2 / max(1e-6, self.boundary_alpha + max(0, least)), "words": 5.5, "whitespace": 5.0,
-                "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
+        return {"learned": 1 / self.boundary_rate, "flexitokens": 2 / max(1e-6, self.boundary_alpha + max(0, least)),
+                "words": 5.5, "whitespace": 5.0, "every_third": 3.0, "every_byte": 1.0}[self.boundaries]
 
     @property
     def longest_order(self) -> int:
@@ -134,11 +134,16 @@ class SpiderConfig:
         """Return whether training has the loss of the core's own prediction."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
 
+    @property
+    def learns_boundaries(self) -> bool:
+        """Return whether a SurprisePredictor decides where segments end."""
+        return self.n_recurrent_layers > 0 and self.boundaries == "learned"
+
     @classmethod
     def from_saved(cls, saved: dict) -> "SpiderConfig":
         """Return the config of a checkpoint or an export. In those older than `boundary_rate`, flexitokens were called
         learned."""
-        older = saved.get("boundaries", "learned") == "learned" and "boundary_rate" not in saved
+        older = saved.get("boundaries") == "learned" and "boundary_prior" in saved and "boundary_rate" not in saved
         return cls(**saved | dict(boundaries="flexitokens") if older else saved)
 
     @classmethod
@@ -170,10 +175,10 @@ RANGES = {
     "intermediate_size": (1, 1 << 18),
     "n_routed_experts": (0, 4096), "n_shared_experts": (0, 256), "n_experts_per_tok": (1, 256),
     "moe_intermediate_size": (1, 1 << 18), "expert_bias_rate": (0, 1), "aux_loss_weight": (0, 1e6),
-    "z_loss_weight": (0, 1e6), "boundary_rate": (0, 1), "boundary_prior": (0, 1), "boundary_loss_weight": (0, 1e6), "boundary_alpha": (0, 1),
-    "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "places": (1, 256), "lora_rank": (0, 4096),
-    "act_threshold": (0, 1), "ponder_weight": (0, 1e6), "core_loss_weight": (0, 1e6), "engram_heads": (1, 16),
-    "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),
+    "z_loss_weight": (0, 1e6), "boundary_rate": (0, 1), "boundary_prior": (0, 1), "boundary_loss_weight": (0, 1e6),
+    "boundary_alpha": (0, 1), "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "places": (1, 256),
+    "lora_rank": (0, 4096), "act_threshold": (0, 1), "ponder_weight": (0, 1e6), "core_loss_weight": (0, 1e6),
+    "engram_heads": (1, 16), "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),
     "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096),
 }
 

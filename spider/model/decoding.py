@@ -173,7 +173,7 @@ def _read(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
                                                          state.matches)
     x = model.before_core(ids, packing, shifted, matched, cache)
     if model.core is not None:
-        b = model.boundaries(model.predict_boundaries(x, ids), input_ids, shifted, packing, None, state.summed)
+        b = model.boundaries(model.predict_boundaries(x), input_ids, shifted, packing, None, state.summed)
         if n == 1 and not b.any():
             x = x + _extend_segments(model, x, state)
         else:

@@ -74,8 +74,8 @@ def init_weights(model: nn.Module):
     _init_byte_rate(model)
     if model.core is not None:
         _init_core(model.core)
-    if model.config.boundaries == "learned" and model.core is not None:
-        model.boundary_predictor.init_state()
+    if model.config.learns_boundaries:
+        model.boundary_predictor.init_weights()
     if model.config.boundaries == "flexitokens" and model.core is not None:
         prior = model.config.boundary_prior
         model.boundary_predictor[2].bias.fill_(math.log(prior / (1 - prior)))
@@ -90,8 +90,9 @@ def _init_layers(model: nn.Module):
     c = model.config
     depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
     tables = 0
+    apart = {*model.boundary_predictor.modules()} if c.learns_boundaries else {}  # all else starts as with a rule
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module not in apart:
             module.weight.normal_(std=module.in_features ** -0.5)
             if module.bias is not None:
                 module.bias.zero_()

@@ -58,15 +58,16 @@ class _SumRows(torch.autograd.Function):
 
 
 def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segment_cu_seqlens: Tensor,
-                    offset: Tensor | None = None) -> Tensor:
+                    offset: Tensor | None = None, back: int = 0) -> Tensor:
     """Give each byte the last segment of its document that ended at or before it, which is causal without a shift.
 
     z [N, D]; null [D] or [documents, D], for bytes before a document's first boundary; b [M]; cu_seqlens and
     segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; b gets no gradient. With `offset` [M] a segment has a row
-    per segment offset, z [N, P, D] and null [P, D], and a byte gets the row of its offset.
+    per segment offset, z [N, P, D] and null [P, D], and a byte gets the row of its offset. `back`: take the segment
+    that many before.
     """
     document, finished = _documents_and_segments(b, cu_seqlens)
-    null = null.view(-1, *z.shape[1:])
+    null, finished = null.view(-1, *z.shape[1:]), finished - back
     own = torch.where(finished > segment_cu_seqlens.index_select(0, document), finished + len(null) - 1,
                       document.clamp_max(len(null) - 1))
     rows = torch.cat((null.to(z.dtype), z))
@@ -75,15 +76,21 @@ def unpool_segments(z: Tensor, null: Tensor, b: Tensor, cu_seqlens: Tensor, segm
     return rows.index_select(0, own)
 
 
-def segment_offsets(b: Tensor, start: Tensor, count: int, open_bytes: Tensor | int = 0) -> Tensor:
+def segment_offsets(b: Tensor, start: Tensor, count: int, open_bytes: Tensor | int = 0, back: int = 0) -> Tensor:
     """Return each byte's segment offset, its distance from the last boundary, 0 at the boundary and at most `count` -
     1: int64 [M].
 
     start [M]: the first byte of each byte's document; open_bytes [M]: in decoding, earlier bytes since the last
-    boundary."""
-    row = torch.arange(len(b), device=b.device)
-    last = torch.where(b.detach() > 0, row, -1).cummax(0).values
+    boundary. `back`: count from that many boundaries before the last."""
+    row, last = torch.arange(len(b), device=b.device), last_boundary(b)
+    for _ in range(back):
+        last = F.pad(last, (1, 0), value=-1).index_select(0, last + (last < 0))
     return (row - torch.where(last < start, start - 1 - open_bytes, last)).clamp_max(count - 1)
+
+
+def last_boundary(b: Tensor) -> Tensor:
+    """Return the last row at or before each byte where b [M] is 1, int64 [M]; -1 before the first."""
+    return torch.where(b.detach() > 0, torch.arange(len(b), device=b.device), -1).cummax(0).values
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

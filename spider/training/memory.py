@@ -46,9 +46,9 @@ def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
     width = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
     head = (1 + c.scores_core) * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
     written = size * 2 * (width + c.hidden_size) * (width > 0)
-    boundaries = {"flexitokens": 8, "learned": 6 + size}.get(c.boundaries, 0) * c.hidden_size * bool(c.n_recurrent_layers)
+    predictor = {"flexitokens": 8, "learned": 6 + size}.get(c.boundaries, 0) * bool(c.n_recurrent_layers)
     numbers = 8 * (c.longest_order + 6 + 3 * len(c.engram_byte_orders) + 4 * c.match_contexts)
-    return size * width + boundaries + written + head + numbers, written + head
+    return size * width + predictor * c.hidden_size + written + head + numbers, written + head
 
 
 def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, rate: float,

@@ -42,8 +42,8 @@ class Optimizers:
         for key in rest:
             decays = kinds[key].decay and params[key].ndim >= 2
             groups.setdefault((decays, kinds[key].rate), []).append(params[key])
-        adam = [dict(params=group, weight_decay=decays * settings.weight_decay, relative_rate=rate)
-                for (decays, rate), group in groups.items()]
+        adam = [dict(params=group, lr=settings.lr * rate, relative_rate=rate,
+                     weight_decay=decays * settings.weight_decay) for (decays, rate), group in groups.items()]
         matrices, rest = ([params[key] for key in keys] for keys in (matrices, rest))
         self.dense = matrices + rest      # clipped; the step of a table's row does not depend on its gradient's norm
         self.by_name: dict[str, torch.optim.Optimizer] = {}

@@ -38,7 +38,7 @@ def test_a_byte_is_cut_as_often_as_its_probability_and_segments_are_even():
         cu_seqlens = torch.tensor([0, 64], dtype=torch.int32)
         packing = Packing.build(cu_seqlens, 64, 64, model.config, torch.float32)
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-        predicted = model.predict_boundaries(x, ids.flatten())
+        predicted = model.predict_boundaries(x)
         p = predicted.squeeze(1).sigmoid()
         shifted = shifted_bytes(ids.flatten(), packing.position, 2)
         cuts = torch.stack([model.boundaries(predicted, ids, shifted, packing, noise) for noise in byte_noise(

@@ -21,7 +21,8 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
     "nothing": {}, "whitespace": dict(boundaries="whitespace"), "every third": dict(boundaries="every_third"),
-    "every byte": dict(boundaries="every_byte"), "words": dict(boundaries="words"), "learned": dict(boundaries="learned"), "places": dict(places=3),
+    "every byte": dict(boundaries="every_byte"), "words": dict(boundaries="words"), "places": dict(places=3),
+    "learned": dict(boundaries="learned"),
     "places in words": dict(places=4, boundaries="words"), "core": dict(n_recurrent_layers=0), "act": dict(act=False),
     "segment engram": dict(engram_layers=()), "two segment engrams": dict(n_recurrent_layers=3, engram_layers=(2, 0)),
     "byte engram": dict(engram_byte_orders=()), "matches": dict(engram_match_orders=()),

@@ -15,7 +15,8 @@ from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 CUTS = {
-    "nothing": {}, "surprise": dict(boundaries="learned"), "learned boundaries": dict(boundaries="whitespace"), "stride": dict(boundaries="every_third"),
+    "nothing": {}, "surprise": dict(boundaries="learned"), "learned boundaries": dict(boundaries="whitespace"),
+    "stride": dict(boundaries="every_third"),
     "segment engram": dict(engram_layers=()), "byte engram": dict(engram_byte_orders=()), "lora": dict(lora_rank=0),
     "matches": dict(engram_match_orders=()), "byte memory": dict(engram_byte_orders=(), engram_match_orders=()),
     "since words": dict(engram_match_words=(1, 2)),

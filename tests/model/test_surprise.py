@@ -32,50 +32,49 @@ def learner(dtype=torch.float64, **changes) -> Spider:
 @pytest.mark.parametrize("core_loss_weight", (0.0, 0.2))
 def test_the_gain_is_what_the_loss_loses_when_a_segment_takes_the_place_of_the_one_before(core_loss_weight,
                                                                                           monkeypatch):
-    """The oracle unpools once more without one segment and its boundary, and moves a little way from there."""
+    """The oracle unpools without one segment and its boundary, and moves a little way from there. Boundaries at bytes
+    without a label do not count."""
     model, ids = learner(core_loss_weight=core_loss_weight), documents(31, 17, 12)
     labels = text(1, 60, seed=3)
-    given = {}
-    unpool = Spider.unpool
+    labels[0, 20:24] = -100
+    given, predicted, unpool = {}, [], Spider.unpool
 
-    def remembering(self, z, null, b, packing, segment_cu_seqlens, open_bytes=0):
-        given.update(z=z.detach(), null=null.detach(), b=b, packing=packing, cu=segment_cu_seqlens)
-        return unpool(self, z, null, b, packing, segment_cu_seqlens, open_bytes)
+    def remembering(self, z, null, b, packing, cu, open_bytes=0, back=0):
+        given.setdefault("b", b)
+        return unpool(self, z, null, b, packing, cu, open_bytes, back)
     monkeypatch.setattr(Spider, "unpool", remembering)
-    predicted = []
-    monkeypatch.setattr(model, "predict_boundaries", lambda x, ids: predicted.append(
-        Spider.predict_boundaries(model, x, ids)) or predicted[-1])
+    monkeypatch.setattr(model, "predict_boundaries",
+                        lambda x: predicted.append(Spider.predict_boundaries(model, x)) or predicted[-1])
     out = model(ids, labels, noise_seed=0)
     predicted[0].retain_grad()
     (5 * out.loss).backward()                          # also under another weight of the loss
-    ends = (given["b"] > 0).nonzero().flatten().tolist()
-    found = predicted[0].grad[:, 2]
-    assert len(ends) > 8 and (found != 0).nonzero().flatten().tolist() == ends
-    rate, factor = model.config.boundary_rate, 2 * surprise.LOSS_WEIGHT * 5 / 60
-    gains = (predicted[0][:, 2] - found * rate / factor).detach()
+    ends, found = (given["b"] > 0).nonzero().flatten().tolist(), predicted[0].grad[:, 1]
+    labelled = [end for end in ends if labels[0, end] != -100]
+    assert len(labelled) > 8 and len(labelled) < len(ends) and found.nonzero().flatten().tolist() == labelled
+    factor = 2 * surprise.LOSS_WEIGHT * 5 / 56
+    gains = (predicted[0][:, 1] - found * model.config.boundary_rate / factor).detach()
 
     def loss(segment, step):
         """With the bytes behind a segment moved by `step` away from what they receive without it."""
-        def moved(self, z, null, b, packing, cu, open_bytes=0):
-            whole = unpool(self, z, null, b, packing, cu, open_bytes)
-            kept = torch.arange(len(z)) != segment
-            fewer = b.clone()
-            fewer[ends[segment]] = 0
-            less = torch.where(cu > segment, cu - 1, cu)
-            until = min(end for end in (*ends[segment + 1:], 60) if end > ends[segment])
-            start = packing.cu_seqlens[packing.document[ends[segment]] + 1]
-            until = min(until, int(start))
-            other = unpool(self, z[kept], null, fewer, packing, less, open_bytes)
+        def moved(self, z, null, b, packing, cu, open_bytes=0, back=0):
+            whole, fewer, end = unpool(self, z, null, b, packing, cu, open_bytes), b.clone(), ends[segment]
+            if back:
+                return whole                           # nothing is observed
+            fewer[end] = 0
+            kept, less = torch.arange(len(z)) != segment, torch.where(cu > segment, cu - 1, cu)
+            until = min(*(other for other in (*ends, 60) if other > end), int(packing.cu_seqlens[
+                packing.document[end] + 1]), 60)
             change = torch.zeros_like(whole)
-            change[ends[segment]:until] = (whole - other)[ends[segment]:until]
+            change[end:until] = (whole - unpool(self, z[kept], null, fewer, packing, less, open_bytes))[end:until]
             return whole + step * change
         monkeypatch.setattr(Spider, "unpool", moved)
         with torch.no_grad():
             out = model(ids, labels, noise_seed=0)
             return out.nats_per_byte + out.loss_terms["core_loss"]
     for segment, end in enumerate(ends):
-        slope = (loss(segment, 1e-5) - loss(segment, -1e-5)) / 2e-5 * 60
-        assert gains[end] == pytest.approx(-slope.item(), rel=1e-5, abs=1e-8), end
+        if end in labelled:
+            slope = (loss(segment, 1e-5) - loss(segment, -1e-5)) / 2e-5 * 56
+            assert gains[end] == pytest.approx(-slope.item(), rel=1e-4, abs=1e-6), end
 
 
 def test_it_changes_no_value_and_no_gradient_but_its_own(monkeypatch):
@@ -84,8 +83,8 @@ def test_it_changes_no_value_and_no_gradient_but_its_own(monkeypatch):
     for observes in (True, False):
         model = learner()
         if not observes:
-            monkeypatch.setattr(surprise.SurprisePredictor, "observe", lambda self, predicted, ids, b, packing, unpooled,
-                                *_: (unpooled, None))
+            monkeypatch.setattr(surprise.SurprisePredictor, "observe",
+                                lambda self, predicted, ids, b, packing, unpooled, earlier: (unpooled, None))
         out = model(ids, ids.roll(-1), noise_seed=0)
         out.loss.backward()
         results.append((out.logits, gradients(model)))
@@ -110,7 +109,7 @@ def test_micro_steps_add_up_to_the_batch():
         sums, (_, counts) = train.accumulate(model, batches, 2)
         results.append((sums["surprise_loss"], counts, gradients(model)))
     (loss, counts, grads), (other, others, split) = results
-    assert loss > 0.1 and loss == pytest.approx(other.item(), rel=1e-10)
+    assert loss > 0.001 and loss == pytest.approx(other.item(), rel=1e-10)
     assert torch.equal(counts, others) and counts[:surprise.BINS].sum() == 3 * 40 + 9
     for name, grad in grads.items():
         if name.startswith(PREDICTOR):
@@ -120,7 +119,7 @@ def test_micro_steps_add_up_to_the_batch():
 def test_pairs_lie_within_documents_and_entropies_are_those_of_the_next_byte():
     model = learner(torch.float32)
     with torch.no_grad():
-        model.boundary_predictor.init_state()
+        model.boundary_predictor.init_weights()
     ids = torch.tensor([[BOS_ID, *b"abacab", EOS_ID, BOS_ID, *b"ba", EOS_ID, PAD_ID]])
     out = model(ids, ids, noise_seed=0)
     model.update_boundaries(out.boundary_counts, 2.5)
@@ -137,21 +136,48 @@ def test_pairs_lie_within_documents_and_entropies_are_those_of_the_next_byte():
     assert predictor.mean_loss == 2.5 and predictor.steps == 1
 
 
-@pytest.mark.parametrize("rate", (0.05, 2 / 11, 0.4))
-def test_the_threshold_leaves_the_rate_that_was_asked_for(rate):
-    model, generator = learner(torch.float32, boundary_rate=rate), torch.Generator().manual_seed(0)
-    predictor = model.boundary_predictor
+@pytest.mark.parametrize("rate", (0.05, 0.19, 0.4))
+@pytest.mark.parametrize("spread", (0.0, 1e-5, 0.5))
+def test_the_threshold_leaves_the_rate_that_was_asked_for_also_where_all_bytes_are_alike(rate, spread):
+    predictor, generator = surprise.SurprisePredictor(8, 272, rate), torch.Generator().manual_seed(0)
+    predictor.init_weights()
+    for _ in range(80):
+        ids = torch.randint(97, 110 if spread else 98, (4100,), generator=generator).clamp_max(105)
+        predicted = spread * torch.randn(4100, 2, generator=generator)
+        ends = predictor.boundaries(predicted, ids, torch.arange(4100), None)
+        assert ends.float().mean() == pytest.approx(rate, rel=0.2), int(predictor.steps)
+        predictor.update(predictor._count(predicted, ids, torch.arange(4100)), 2.0)
+    if not spread:
+        assert ends.nonzero().diff(dim=0).float().std() < 0.6
+
+
+@pytest.mark.parametrize("row", ([PAD_ID] * 8, [EOS_ID] * 8, [BOS_ID] * 8), ids=str)
+def test_a_step_without_a_pair_of_bytes_leaves_all_finite(row):
+    model = learner(torch.float32)
     with torch.no_grad():
-        predictor.init_state()
-        even = predictor.boundaries(torch.zeros(4000, 3), torch.arange(4000), None)
-        assert even.float().mean() == pytest.approx(rate, abs=1e-3) and even[:100].any()
-        for step in range(80):
-            predictor.entropy.zero_()
-            predicted = torch.randn(4096, 3, generator=generator) / 4 + step / 4000
-            counts = predictor._count(predicted, torch.full((4096,), 97), torch.arange(4096))
-            predictor.update(counts, 2.0)
-        cut = predictor.boundaries(predicted, torch.arange(4096), None).float().mean()
-    assert cut == pytest.approx(rate, rel=0.1)
+        model.boundary_predictor.init_weights()
+    for ids in (torch.tensor([row]), text(1, 32)):
+        out = model(ids, ids.masked_fill(ids == PAD_ID, -100), noise_seed=0)
+        model.update_boundaries(out.boundary_counts, out.nats_per_byte.item())
+        assert out.loss.isfinite() and all(x.isfinite().all() for x in model.buffers())
+    with pytest.raises(ValueError, match="of a pass in evaluation"):
+        model.update_boundaries(model.eval()(ids).boundary_counts, 1.0)
+
+
+def test_a_loss_that_is_not_the_models_teaches_the_gain_nothing():
+    model, ids = learner(), text(2, 24)
+    F.cross_entropy(model(ids, noise_seed=0).logits.flatten(0, 1), ids.flatten()).backward()
+    assert not any(grad is not None and grad.any() for name, grad in gradients(model).items()
+                   if name.startswith(PREDICTOR))
+
+
+def test_other_weights_start_as_with_a_rule():
+    states = []
+    for boundaries in ("learned", "words"):
+        torch.manual_seed(3)
+        states.append(Spider(small_config(boundaries=boundaries)).state_dict())
+    learned, words = states
+    assert all(torch.equal(p, learned[name]) for name, p in words.items())
 
 
 def test_it_learns_where_the_next_byte_surprises(monkeypatch):
@@ -206,8 +232,10 @@ def test_its_rate_is_an_eighth_also_after_loading():
 
 
 def test_older_checkpoints_called_flexitokens_learned():
-    older = dict(boundaries="learned", boundary_alpha=0.2)
+    older = vars(SpiderConfig(boundaries="learned")).copy()
+    del older["boundary_rate"]
     assert SpiderConfig.from_saved(older).boundaries == SpiderConfig.from_saved({}).boundaries == "flexitokens"
+    assert SpiderConfig.from_saved(dict(boundaries="learned")).boundaries == "learned"     # a user's own few fields
     assert SpiderConfig.from_saved(dict(boundaries="words")).boundaries == "words"
     assert SpiderConfig.from_saved(vars(SpiderConfig(boundaries="learned"))).boundaries == "learned"
 
@@ -218,6 +246,6 @@ def test_a_gain_of_the_wrong_sign_is_noticed(monkeypatch):
         test_the_gain_is_what_the_loss_loses_when_a_segment_takes_the_place_of_the_one_before(0.2, monkeypatch)
 
 
-def wrong_sign(self, predicted, ids, b, packing, unpooled, z, null, original=surprise.SurprisePredictor.observe):
-    out, observed = original(self, predicted, ids, b, packing, unpooled, z, null)
+def wrong_sign(self, predicted, ids, b, packing, unpooled, earlier, original=surprise.SurprisePredictor.observe):
+    out, observed = original(self, predicted, ids, b, packing, unpooled, earlier)
     return 2 * unpooled - out, observed
