@@ -32,9 +32,9 @@ TRUST = 30, 60                            # steps
 STRAYS = 0.003                            # per byte
 LOSS_WEIGHT = 0.001                       # of both squared errors: nothing, in the norm by which gradients are clipped
 MOST_LOSS, MOST_GAIN = 12.0, 3.0          # nats; larger ones count as this
-HIGHEST, BINS, TIE = 8.0, 1 << 14, 16     # scores are counted in BINS, from -HIGHEST to HIGHEST nats; a tie has TIE
+HIGHEST, BINS, TIE = 8.0, 1 << 16, 64     # scores are counted in BINS, from -HIGHEST to HIGHEST nats; a tie has TIE
 BIN = 2 * HIGHEST / BINS
-HELD = 0.5, 0.9                           # of earlier counts at each step, before and after TRUST
+HELD = 0.9                                # of earlier counts at each step, after TRUST
 STRAY_SITE = 5                            # of the noise; dropout has others
 
 
@@ -79,14 +79,14 @@ class SurprisePredictor(nn.Module):
         """Return surprise and gain [M, 2] of bytes with normed states x [M, D]."""
         return self.regression(x.detach())
 
-    def trust(self) -> Tensor:
-        """Return the weight of the predictor [1]."""
-        return ((self.steps - TRUST[0]) / (TRUST[1] - TRUST[0])).clamp(0, 1)
+    def trust(self, later: int = 0) -> Tensor:
+        """Return the weight of the predictor [1], in this step or one that is later."""
+        return ((self.steps + later - TRUST[0]) / (TRUST[1] - TRUST[0])).clamp(0, 1)
 
     @torch.no_grad()
-    def score(self, predicted: Tensor, ids: Tensor, position: Tensor) -> Tensor:
-        """Return the scores [M] of bytes ids [M] at a position [M] in their document."""
-        told = self.trust() * (predicted[:, 0] + GAIN_WEIGHT * predicted[:, 1])
+    def score(self, predicted: Tensor, ids: Tensor, position: Tensor, later: int = 0) -> Tensor:
+        """Return the scores [M] of bytes ids [M] at a position [M] in their document; `later`: see trust."""
+        told = self.trust(later) * (predicted[:, 0] + GAIN_WEIGHT * predicted[:, 1])
         tie = (position + 0.3) * self.rate % 1            # never 1 - rate, up to rounding
         return self.entropy.index_select(0, ids) + told + tie * (TIE * BIN)
 
@@ -129,9 +129,9 @@ class SurprisePredictor(nn.Module):
 
     @torch.no_grad()
     def _count(self, predicted: Tensor, ids: Tensor, position: Tensor) -> Tensor:
-        """Count scores by bin and pairs of bytes: [BINS + vocab_size^2] fp32."""
+        """Count scores, as the next step weighs them, by bin, and pairs of bytes: [BINS + vocab_size^2] fp32."""
         counts = torch.zeros(BINS + self.pairs.numel(), device=ids.device)
-        bins = ((self.score(predicted, ids, position) + HIGHEST) / BIN).long().clamp(0, BINS - 1)
+        bins = ((self.score(predicted, ids, position, later=1) + HIGHEST) / BIN).long().clamp(0, BINS - 1)
         pairs, known = ids[:-1] * len(self.entropy) + ids[1:], (ids != PAD_ID) & (ids != EOS_ID)
         follows = known[:-1] & (position[1:] > 0) & (ids[1:] != PAD_ID)
         counts.index_add_(0, bins, known.float())
@@ -146,7 +146,7 @@ class SurprisePredictor(nn.Module):
         entropy = torch.special.entr(self.pairs / total.clamp_min(1)[:, None]).sum(1)
         self.entropy.copy_(entropy - entropy @ total / total.sum().clamp_min(1))
         self.steps += 1
-        held = self.histogram * torch.where(self.steps < TRUST[1], *HELD) + scores
+        held = self.histogram * HELD * (self.steps > TRUST[1]) + scores
         untrusted = self._expected_scores(total * (scores.sum() / total.sum().clamp_min(1)))
         self.histogram.copy_(torch.where(self.trust() > 0, held, untrusted))
         above = self.histogram.flip(0).cumsum(0)                                             # from the highest bin down
@@ -159,6 +159,6 @@ class SurprisePredictor(nn.Module):
 
     def _expected_scores(self, total: Tensor) -> Tensor:
         """Return the histogram of scores without trust, of bytes with counts `total` [vocab_size]."""
-        first = ((self.entropy + HIGHEST) / BIN).long()[:, None]
+        first = ((self.entropy + HIGHEST) / BIN).round().long()[:, None]
         bins = (first + torch.arange(TIE, device=total.device)).clamp(0, BINS - 1)
         return torch.zeros_like(self.histogram).index_add_(0, bins.flatten(), (total / TIE).repeat_interleave(TIE))
