@@ -478,8 +478,7 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     """Run forward and backward over a step's micro-steps; change nothing but gradients. `targets`: those of all ranks.
 
     Return sums over the micro-steps by name: loss (nats), total_loss, segments, mean_loops and the loss's other terms;
-    and counts: tokens_per_expert and boundary_counts of SpiderOutput. Waits for the device once per micro-step, for the
-    number of segments.
+    and tokens_per_expert and boundary_counts. Waits for the device once per micro-step, for the number of segments.
     """
     sharding = sharding_of(model)
     sums, counts, passes = {}, [0, 0], len(batches) * sharding.ranks
@@ -515,8 +514,7 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], count
     changes and `skipped` is true.
     """
     names, sums = list(sums), torch.stack(list(sums.values()))
-    norm, sums, counts, real = optimizers.sharding.all_reduce_step(optimizers.dense, sums, counts, real)
-    tokens, boundary_counts = counts
+    norm, sums, (tokens, scores), real = optimizers.sharding.all_reduce_step(optimizers.dense, sums, counts, real)
     nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip or math.inf, norm)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
     *sums, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
@@ -525,7 +523,7 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], count
     if not skipped:
         optimizers.step()
         model.update_expert_bias(tokens)
-        model.update_boundaries(boundary_counts, sums["loss"])
+        model.update_boundaries(scores, sums["loss"])
         if empty_tables:
             optimizers.reset_tables()
     optimizers.zero_grad()

@@ -40,7 +40,7 @@ STRAY_SITE = 5                            # of the noise; dropout has others
 
 @dataclass
 class Observed:
-    """What the predictor observes of a pass in training."""
+    """A pass in training, as far as the predictor learns from it."""
     predicted: Tensor                     # [M, 2]
     ids: Tensor                           # [M]
     counts: Tensor                        # for `update`: of scores by bin, and of pairs of bytes

@@ -11,17 +11,17 @@ from spider.model.parameters import KINDS, NEVER_FP8, Optimizer, Precision, kind
 from spider_model import Spider
 
 DEFAULTS = KINDS[-6:]                     # rows for whatever a researcher adds
-CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {"test": small_config(places=2)}
+CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {
+    "test": small_config(places=2), "learned boundaries": small_config(boundaries="learned")}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_parameter_has_a_row_of_its_own_and_no_row_is_without_a_parameter(name):
     with torch.device("meta"):
-        model = Spider(CONFIGS[name])
+        model, others = Spider(CONFIGS[name]), [Spider(CONFIGS[other]) for other in ("test", "learned boundaries")]
     kinds = kinds_of(model)
     assert kinds.keys() == dict(model.named_parameters()).keys() and not set(kinds.values()) & set(DEFAULTS)
-    if name == "test":
-        assert set(kinds.values()) == set(KINDS) - set(DEFAULTS)
+    assert {kind for other in others for kind in kinds_of(other).values()} == set(KINDS) - set(DEFAULTS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -148,7 +148,8 @@ def test_the_threshold_leaves_the_rate_that_was_asked_for_also_where_all_bytes_a
         assert ends.float().mean() == pytest.approx(rate, rel=0.2), int(predictor.steps)
         predictor.update(predictor._count(predicted, ids, torch.arange(16400)), 2.0)
     if not spread:
-        assert ends.nonzero().diff(dim=0).float().std() < 0.6
+        gaps = ends.nonzero().diff(dim=0).float()
+        assert gaps.std() < 0.3 * gaps.mean()          # of random ones they would be alike
 
 
 @pytest.mark.parametrize("row", ([PAD_ID] * 8, [EOS_ID] * 8, [BOS_ID] * 8), ids=str)
