@@ -208,12 +208,16 @@ class Sharded(Unsharded):
     def _map_states(self, optimizers: dict[str, torch.optim.Optimizer], states: dict, change: Callable) -> dict:
         """Apply `change` to each tensor of the optimizers' states and the bounds of its rows (None: not sharded)."""
         params, out = {id(param.local): param for param in self.params}, {}
+
+        def changed(value, param: ShardedParameter | None, key: str = ""):
+            if isinstance(value, dict):   # AdamW8bit nests its quantized state
+                return {key: changed(entry, param, key) for key, entry in value.items()}
+            tensor = isinstance(value, (Tensor, RemoteTensor))
+            return change(value, param and param.state_bounds(key)) if tensor else value
         for name, optimizer in optimizers.items():
             of_optimizer = [params.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
             out[name] = dict(states[name], state={
-                i: {key: change(value, of_optimizer[i] and of_optimizer[i].state_bounds(key))
-                    if isinstance(value, (Tensor, RemoteTensor)) else value for key, value in state.items()}
-                for i, state in states[name]["state"].items()})
+                i: changed(state, of_optimizer[i]) for i, state in states[name]["state"].items()})
         return out
 
 

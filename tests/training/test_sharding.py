@@ -95,10 +95,12 @@ def test_a_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(
     assert_same_losses(tmp_path / "alone", tmp_path / "ranks")
 
 
-@pytest.mark.parametrize("ranks, split, steps", (
-    (2, 1, 2), (2, 2, 2), *(pytest.param(4, split, 12, marks=pytest.mark.slow) for split in (2, 4))))
-def test_on_the_same_layout_a_stopped_run_goes_on_bit_for_bit(tmp_path, shards, processes, ranks, split, steps):
-    flags = ("--micro_batch", "1", "--shards", str(split), "--optimizer", "muon", "--ckpt_every", "3", "--random_loops",
+@pytest.mark.parametrize("ranks, split, steps, optimizer", (
+    (2, 1, 2, "muon"), (2, 2, 2, "muon"), (2, 2, 2, "adamw8bit"),
+    *(pytest.param(4, split, 12, "muon", marks=pytest.mark.slow) for split in (2, 4))))
+def test_on_the_same_layout_a_stopped_run_goes_on_bit_for_bit(tmp_path, shards, processes, ranks, split, steps,
+                                                              optimizer):
+    flags = ("--micro_batch", "1", "--shards", str(split), "--optimizer", optimizer, "--ckpt_every", "3", "--random_loops",
              "--eval_every", "4" if steps > 2 else "0")
     argvs = [run_flags(shards, tmp_path / name, *flags, steps=end)
              for name, end in (("whole", steps), ("parts", steps // 2), ("parts", steps))]
