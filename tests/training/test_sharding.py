@@ -100,8 +100,8 @@ def test_a_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(
     *(pytest.param(4, split, 12, "muon", marks=pytest.mark.slow) for split in (2, 4))))
 def test_on_the_same_layout_a_stopped_run_goes_on_bit_for_bit(tmp_path, shards, processes, ranks, split, steps,
                                                               optimizer):
-    flags = ("--micro_batch", "1", "--shards", str(split), "--optimizer", optimizer, "--ckpt_every", "3", "--random_loops",
-             "--eval_every", "4" if steps > 2 else "0")
+    flags = ("--micro_batch", "1", "--shards", str(split), "--optimizer", optimizer, "--ckpt_every", "3",
+             "--random_loops", "--eval_every", "4" if steps > 2 else "0")
     argvs = [run_flags(shards, tmp_path / name, *flags, steps=end)
              for name, end in (("whole", steps), ("parts", steps // 2), ("parts", steps))]
     statuses, log = Job(processes, tmp_path, ranks, *argvs).end()
