@@ -40,12 +40,12 @@ from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, Spider
 from spider.model.core_types import CorePass, CoreStats, LayerCaches, LayerState
 from spider.model.costs import flops_per_byte
 from spider.model.decoding import DecodingMixin, check_ids
-from spider.model.engram import ByteEngram, Recalled, SegmentEngram
+from spider.model.engram import ByteEngram, OutputEngram, Recalled, SegmentEngram
 from spider.model.engram_table import EngramTable
 from spider.model.halting import Halting
 from spider.model.initialization import init_weights
 from spider.model.layers import Block, SwiGLU
-from spider.model.match_memory import MatchMemory
+from spider.model.match_memory import Matches, MatchMemory
 from spider.model.ngrams import shifted_bytes
 from spider.model.noise import byte_noise, dropped
 from spider.model.norm import rms_norm
@@ -336,8 +336,10 @@ class Spider(DecodingMixin, nn.Module):
         self.dropout = 0.0                       # in training, at both ends of the core; a fifth of it for bytes
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
-        self.engram_match = MatchMemory(c.engram_match_orders, c.engram_match_words) if c.match_contexts else None
-        self.engram_input = ByteEngram(c, gated=False) if byte_memory else None
+        self.engram_match = None
+        if c.match_contexts:
+            self.engram_match = MatchMemory(c.engram_match_orders, c.engram_match_words, max(2, c.engram_votes))
+        self.engram_input = ByteEngram(c, c.match_contexts) if byte_memory else None
         self.prelude = nn.ModuleList(self.block_class(c, self.attention_class) for _ in range(c.n_prelude_layers))
         self.core = RecurrentCore(c, self.core_block_class, self.attention_class) if c.n_recurrent_layers else None
         if self.core is not None:
@@ -350,7 +352,7 @@ class Spider(DecodingMixin, nn.Module):
         if c.learns_boundaries:
             self.boundary_predictor = SurprisePredictor(c.hidden_size, c.vocab_size, c.boundary_rate)
         self.coda = nn.ModuleList(self.block_class(c, self.attention_class) for _ in range(c.n_coda_layers))
-        self.engram_output = ByteEngram(c, gated=True) if byte_memory else None
+        self.engram_output = OutputEngram(c) if byte_memory else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
         torch.set_rng_state(random_state)
         self.init_weights()
@@ -428,12 +430,12 @@ class Spider(DecodingMixin, nn.Module):
     # -----------------------------------------------------------------------------------------------------------------
     # Forward
 
-    def before_core(self, ids: Tensor, packing: Packing, shifted: Tensor, matched: Tensor | None,
+    def before_core(self, ids: Tensor, packing: Packing, shifted: Tensor, matches: Matches | None,
                     cache: Cache | None = None) -> Tensor:
         """Apply embedding, byte memory and prelude: ids [M] -> [M, D]."""
         x = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)
         if self.engram_input is not None:
-            x = x + self.engram_input(x, shifted, matched)
+            x = x + self.engram_input(x, shifted, matches)
         for i, block in enumerate(self.prelude):
             x = self.run(block, x, packing, cache and cache.of(i))
         return x
@@ -444,14 +446,17 @@ class Spider(DecodingMixin, nn.Module):
             return checkpoint(block, x, packing, use_reentrant=False, preserve_rng_state=False)
         return block(x, packing, cache)
 
-    def after_core(self, x: Tensor, packing: Packing, shifted: Tensor, matched: Tensor | None,
+    def after_core(self, x: Tensor, packing: Packing, shifted: Tensor, matches: Matches | None,
                    cache: Cache | None = None) -> Tensor:
         """Apply coda, byte memory and head: [M, D] -> logits [M, vocab_size]."""
+        direct = None
         for i, block in enumerate(self.coda, len(self.prelude)):
             x = self.run(block, x, packing, cache and cache.of(i))
         if self.engram_output is not None:
-            x = x + self.engram_output(x, shifted, matched)
-        return self.lm_head(rms_norm(x)).to(self.wide_dtype)
+            memory, direct = self.engram_output(x, shifted, matches)
+            x = x + memory
+        logits = self.lm_head(rms_norm(x)).to(self.wide_dtype)
+        return logits if direct is None else logits + direct
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
                 noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
@@ -475,11 +480,11 @@ class Spider(DecodingMixin, nn.Module):
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
         shifted = shifted_bytes(ids, packing.position, c.longest_order)
-        matched = self.engram_match and self.engram_match(ids, shifted, packing.document)
+        matches = self.engram_match and self.engram_match(ids, shifted, packing.document)
         noise, of_bytes = None, self.dropout / 5
         if self.training and (self.dropout or self.boundary_predictor is not None):
             noise = byte_noise(noise_seed, sequences, length, ids.device).flatten()
-        x = dropped(self.before_core(ids, packing, shifted, matched), of_bytes, noise, 0)    # [M, D]
+        x = dropped(self.before_core(ids, packing, shifted, matches), of_bytes, noise, 0)    # [M, D]
         none = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
         segments, cut_loss, unpooled, observed = 0, none, None, None
         stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
@@ -495,7 +500,7 @@ class Spider(DecodingMixin, nn.Module):
                 earlier = self.unpool(z.detach(), self.null_rows().detach(), b, packing, segment_cu_seqlens, back=1)
                 unpooled, observed = self.boundary_predictor.observe(predicted, ids, b, packing, unpooled, earlier)
             x = x + unpooled
-        logits = self.after_core(dropped(x, of_bytes, noise, 3), packing, shifted, matched)  # [M, vocab_size]
+        logits = self.after_core(dropped(x, of_bytes, noise, 3), packing, shifted, matches)  # [M, vocab_size]
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # integers
         out = SpiderOutput(logits.view(sequences, length, -1), None, None, none + segments, stats.mean_loops.detach(),
                            tokens, none.new_zeros(0) if observed is None else observed.counts)

@@ -101,6 +101,10 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
             model.boundary_predictor.regression[2].weight.normal_()
             model.boundary_predictor.entropy.normal_()
             model.boundary_predictor.steps.fill_(100)
+        memory = model.engram_output
+        for linear in () if memory is None else (memory.logits, memory.votes and memory.votes[2]):
+            if linear is not None:
+                linear.weight.normal_(std=0.3)
         for memory in (model.engram_input, model.engram_output):
             if memory is not None and memory.followed is not None:
                 memory.followed[:, :MatchMemory.NOTHING + 1].normal_(std=0.3)

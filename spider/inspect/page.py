@@ -61,7 +61,9 @@ def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str
     """Return Engram's gates: name, value by byte (None: its segment was not computed), and (rows, their meaning)."""
     c, record = model.config, shown.record
     memory = "last n bytes", "what the Engram tables learned about these bytes"
-    match = "last n, in the text", "the byte that followed the last earlier occurrence of these n bytes in this text"
+    match = "last n, in the text", (
+        "the byte that followed the last earlier occurrence of these n bytes in this text"
+        + ": its weight in the logits" * bool(record.votes))
     words = "word n, in the text", (
         "the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
         "and the one before it")
@@ -69,8 +71,8 @@ def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str
     rows = [(f"last {n} byte{'s' * (n > 1)}", memory) for n in c.engram_byte_orders]
     rows += [(f"last {n}, in the text", match) for n in c.engram_match_orders]
     rows += [(f"word {n}, in the text", words) for n in c.engram_match_words]
-    found = [(name, [round(gate, 3) for gate in gates], meaning)
-             for (name, meaning), gates in zip(rows, zip(*record.byte_gates[1:]))]
+    columns = [*zip(*record.byte_gates[1:]), *zip(*record.votes[1:])]
+    found = [(name, [round(gate, 3) for gate in gates], meaning) for (name, meaning), gates in zip(rows, columns)]
     for (layer, loop), gates in sorted(record.gates.items()):
         values = [round(gates[number], 3) if number in gates else None for number in shown.segment]
         found.append((f"layer {layer + 1}, loop {loop + 1}", values, segment))

@@ -33,12 +33,15 @@ class Record:
         self.loops: list[int] = []                                # by finished segment
         self.load: dict[tuple[int, int], torch.Tensor] = {}       # by (layer, loop): tokens per expert, [E]
         self.gates: dict[tuple[int, int], dict[int, float]] = {}  # by (layer, loop): Engram's gate by segment
-        self.byte_gates: list[list[float]] = []                   # by id: a gate per order
+        self.byte_gates: list[list[float]] = []                   # by id: a gate per order and match context
+        self.votes: list[list[float]] = []                        # by id: weight of each context's last occurrence
 
     def __enter__(self) -> "Record":
         model, core = self.model, self.model.core
         if model.engram_output is not None:
             self.handles.append(model.engram_output.gate.register_forward_hook(self._read_bytes))
+            if model.engram_output.votes is not None:
+                self.handles.append(model.engram_output.votes.register_forward_hook(self._read_votes))
         if core is not None:
             model.boundaries = self._cut
             self.handles.append(core.register_forward_pre_hook(self._enter_core))
@@ -56,6 +59,9 @@ class Record:
 
     def _read_bytes(self, _, args, logits):
         self.byte_gates += logits.float().sigmoid().tolist()
+
+    def _read_votes(self, _, args, weights):
+        self.votes += weights.float()[:, ::self.model.config.engram_votes].tolist()
 
     def _cut(self, *args):
         b = type(self.model).boundaries(self.model, *args)

@@ -13,7 +13,7 @@ from tokenizer import EOS_ID, PAD_ID
 
 
 def flexitokens_boundaries(p: Tensor, packing: Packing, dtype: torch.dtype, noise: Tensor | None,
-                       summed: Tensor | None) -> Tensor:
+                           summed: Tensor | None) -> Tensor:
     """Cut where the sum of probabilities p [M] over the document, plus an offset, crosses an integer: b [M].
 
     This is systematic sampling: each byte is cut with probability p as in independent draws, but segments are more

@@ -68,6 +68,8 @@ class SpiderConfig:
     engram_byte_dim: int = 128
     engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # contexts of the match memory; (): none
     engram_match_words: tuple[int, ...] = ()  # further contexts: the bytes since the n-th last end of a word
+    engram_votes: int = 0                 # occurrences of a context that vote on the logits; 0: their rows do, as above
+    engram_logits: bool = False           # rows before the head add to the logits directly, too
 
     def __post_init__(self):
         for f in fields(self):
@@ -179,20 +181,21 @@ RANGES = {
     "boundary_alpha": (0, 1), "boundary_lambda": (0, 1e6), "boundary_sigma": (0, 1), "places": (1, 256),
     "lora_rank": (0, 4096), "act_threshold": (0, 1), "ponder_weight": (0, 1e6), "core_loss_weight": (0, 1e6),
     "engram_heads": (1, 16), "engram_rows": (1, 1 << 24), "engram_dim": (1, 4096),
-    "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096),
+    "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096), "engram_votes": (0, 64),
 }
 
-# Settings with which the core improves tiny (docs/results/learning.md).
+# Settings with which the core and the memory before the head improve tiny (docs/results/learning.md).
 BY_WORDS = dict(boundaries="words", places=8, core_loss_weight=0.2, engram_match_words=(1, 2))
+VOTING = dict(engram_match_orders=(1, 2, 3, 4, 5, 6, 8, 12, 16, 24), engram_votes=4, engram_logits=True)
 PRESETS = {
     "1b": {},
     "small": dict(hidden_size=768, n_recurrent_layers=4, n_loops=2, n_heads=12, q_lora_rank=256, kv_lora_rank=128,
                   qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=1536, n_routed_experts=16,
                   moe_intermediate_size=256, engram_layers=(1, 3), engram_rows=12_000, engram_dim=32,
-                  engram_byte_rows=24_000, engram_byte_dim=64, **BY_WORDS),
+                  engram_byte_rows=24_000, engram_byte_dim=64, **BY_WORDS, **VOTING),
     "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=1, n_coda_layers=1, n_loops=1, n_heads=2,
                  q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
                  byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4,
                  engram_layers=(0,), engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072,
-                 engram_byte_dim=32, **BY_WORDS),
+                 engram_byte_dim=32, **BY_WORDS, **VOTING),
 }

@@ -167,18 +167,18 @@ def _read(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
     cu_seqlens = torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=ids.device)
     packing = Packing.build(cu_seqlens, rows * n, n, c, model.compute_dtype, 0, state.position)
     shifted = known.unfold(1, n, 1)[:, 1:].flip(1).transpose(0, 1).flatten(1)                # as in shifted_bytes
-    cache, matched = Cache(state.byte_latents, packing, state.position, c.byte_window), None
+    cache, matches = Cache(state.byte_latents, packing, state.position, c.byte_window), None
     if model.engram_match is not None:
-        matched, state.matches = model.engram_match.step(input_ids, shifted, packing.position.view(rows, n),
+        matches, state.matches = model.engram_match.step(input_ids, shifted, packing.position.view(rows, n),
                                                          state.matches)
-    x = model.before_core(ids, packing, shifted, matched, cache)
+    x = model.before_core(ids, packing, shifted, matches, cache)
     if model.core is not None:
         b = model.boundaries(model.predict_boundaries(x), input_ids, shifted, packing, None, state.summed)
         if n == 1 and not b.any():
             x = x + _extend_segments(model, x, state)
         else:
             x = x + _finish_segments(model, x, b, packing, shifted, state)
-    logits = model.after_core(x, packing, shifted, matched, cache)
+    logits = model.after_core(x, packing, shifted, matches, cache)
     state.byte_latents, state.position = cache.held, state.position + n
     state.last_bytes = known[:, -c.longest_order:]
     return logits.view(rows, n, -1)

@@ -16,7 +16,7 @@ from spider.model.cache import Cache
 from spider.model.casting import Linear
 from spider.model.config import SpiderConfig
 from spider.model.engram_table import EngramTable
-from spider.model.match_memory import MatchMemory
+from spider.model.match_memory import Matches, MatchMemory
 from spider.model.norm import inverse_rms_of, rms_norm
 from spider.model.packing import ActiveRows, round_up
 
@@ -124,26 +124,56 @@ class _Match(torch.autograd.Function):
 
 
 class ByteEngram(nn.Module):
-    """The memory at byte rate: rows of every n-gram order and of the match memory; `gated`: weighted by gates of the
-    state."""
+    """The memory at byte rate: rows of every n-gram order and of the match memory."""
 
-    def __init__(self, config: "SpiderConfig", gated: bool):
+    def __init__(self, config: "SpiderConfig", matches: int):
         super().__init__()
-        orders, matches, dim = config.engram_byte_orders, config.match_contexts, config.engram_byte_dim
+        orders, dim = config.engram_byte_orders, config.engram_byte_dim
         self.table = EngramTable(orders, 1, config.engram_byte_rows, dim) if orders else None
         rows = round_up(MatchMemory.NOTHING + 1, 32)  # so that sharding does not split blocks of 8-bit AdamW
         self.followed = nn.Parameter(torch.empty(matches, rows, dim)) if matches else None
         self.proj = Linear((len(orders) + matches) * dim, config.hidden_size)
-        self.gate = Linear(config.hidden_size, len(orders) + matches) if gated else None
 
-    def forward(self, x: Tensor, shifted: Tensor, matched: Tensor | None) -> Tensor:
-        """Look up for x [M, D], shifted [K, M], matched [M, match contexts] (see MatchMemory); return the term to add
-        to x, [M, D]."""
+    def rows(self, shifted: Tensor, matches: Matches | None, dtype: torch.dtype) -> Tensor:
+        """Look up shifted [K, M] and the matches of [M, match contexts]: [M, orders and contexts, dim]."""
         rows = [self.table(shifted)] if self.table is not None else []                       # of [M, orders, dim]
-        if matched is not None:
-            first = torch.arange(len(self.followed), device=x.device) * self.followed.shape[1]
-            rows.append(F.embedding(matched + first, self.followed.flatten(0, 1)))
-        rows = torch.cat([tensor.to(x.dtype) for tensor in rows], dim=1)
-        if self.gate is not None:
-            rows = rows * self.gate(rms_norm(x)).sigmoid()[:, :, None]
-        return self.proj(rows.flatten(1))
+        if self.followed is not None:
+            first = torch.arange(len(self.followed), device=shifted.device) * self.followed.shape[1]
+            rows.append(F.embedding(matches.row + first, self.followed.flatten(0, 1)))
+        return torch.cat([tensor.to(dtype) for tensor in rows], dim=1)
+
+    def forward(self, x: Tensor, shifted: Tensor, matches: Matches | None) -> Tensor:
+        """Return the term to add to x [M, D]."""
+        return self.proj(self.rows(shifted, matches, x.dtype).flatten(1))
+
+
+class OutputEngram(ByteEngram):
+    """The memory before the head, whose rows are weighted by gates of the state. Beyond the state it can add to the
+    logits directly: linearly from its rows (`engram_logits`), and by votes for the bytes that followed a context's last
+    occurrences (`engram_votes`, which replace the rows of matches). A small network of the state weighs the votes, as
+    the mixer of PAQ weighs predictions (Mahoney 2005)."""
+
+    def __init__(self, config: "SpiderConfig"):
+        c, replaced = config, config.engram_votes and config.engram_byte_orders
+        super().__init__(c, 0 if replaced else c.match_contexts)
+        width = self.proj.in_features
+        self.vocab_size, self.occurrences = c.vocab_size, c.engram_votes
+        self.gate = Linear(c.hidden_size, width // c.engram_byte_dim)
+        self.logits = Linear(width, c.vocab_size) if c.engram_logits else None
+        votes = c.engram_votes * c.match_contexts
+        self.votes = nn.Sequential(Linear(c.hidden_size, c.hidden_size // 2), nn.GELU(),
+                                   Linear(c.hidden_size // 2, votes)) if votes else None
+
+    def forward(self, x: Tensor, shifted: Tensor, matches: Matches | None) -> tuple[Tensor, Tensor | None]:
+        """Return the terms to add to x [M, D] and to the logits [M, vocab_size]."""
+        state, logits = rms_norm(x), None
+        rows = (self.rows(shifted, matches, x.dtype) * self.gate(state).sigmoid()[:, :, None]).flatten(1)
+        if self.logits is not None:
+            logits = self.logits(rows)
+        if self.votes is not None:
+            followed, weight = matches.followed[:, :, :self.occurrences].flatten(1), self.votes(state)
+            weight = torch.where((followed >= 0) & (followed < 256), weight, 0)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            logits = x.new_zeros(len(x), self.vocab_size, dtype=wide) if logits is None else logits.to(wide)
+            logits = logits.scatter_add(1, followed.clamp_min(0), weight.to(wide))
+        return self.proj(rows), logits

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from spider.model.attention import MLA
 from spider.model.casting import Linear
-from spider.model.engram import ByteEngram, SegmentEngram
+from spider.model.engram import ByteEngram, OutputEngram, SegmentEngram
 from spider.model.engram_table import EngramTable
 from spider.model.layers import SwiGLU
 from spider.model.match_memory import MatchMemory
@@ -64,6 +64,7 @@ def init_weights(model: nn.Module):
         lora_down, lora_up                  N(0, 1 / fan_in), 0
         core.out_proj, core.place_proj      0: at the start the core adds nothing to the bytes
         null_segment, conv_weight           0
+        engram_output.logits, .votes        0, of votes the last Linear
         Engram tables, followed             0; their hash constants from the table's order in the model
         expert_bias                         0
         modules that a subclass adds        their reset_parameters, after all of these
@@ -116,6 +117,10 @@ def _init_layers(model: nn.Module):
     for module in model.modules():
         if isinstance(module, (MLA, SwiGLU)):
             (module.o_proj if isinstance(module, MLA) else module.down_proj).weight.mul_((2 * depth) ** -0.5)
+        elif isinstance(module, OutputEngram):
+            for linear in (module.logits, module.votes and module.votes[2]):
+                if linear is not None:
+                    linear.weight.zero_()
 
 
 def _init_byte_rate(model: nn.Module):

@@ -77,6 +77,8 @@ KINDS = (
     Kind("ByteEngram",    "followed",           "",                   ENGRAM_TABLES,         _M, True,  _32, _LOOKUP),
     Kind("SegmentEngram", "conv_weight",        "",                   "Engram projections",  _A, True,  _32, _LOOP),
     Kind("Linear",        "weight",             "engram_output.gate", "Engram projections",  _A, True,  _32, _BYTE),
+    Kind("Linear",        "weight",             "engram_output.votes", "Engram projections", _A, True,  _32, _BYTE),
+    Kind("Linear",        "weight",             "engram_output.logits", "Engram projections", _A, True, _32, _BYTE),
     Kind("Linear",        "weight",             "engram",             "Engram projections",  _M, True,  _32, _SEGMENT),
     Kind("Linear",        "weight",             "engram_input",       "Engram projections",  _M, True,  _32, _BYTE),
     Kind("Linear",        "weight",             "engram_output",      "Engram projections",  _M, True,  _32, _BYTE),

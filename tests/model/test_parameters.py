@@ -12,7 +12,8 @@ from spider_model import Spider
 
 DEFAULTS = KINDS[-6:]                     # rows for whatever a researcher adds
 CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {
-    "test": small_config(places=2), "learned boundaries": small_config(boundaries="learned")}
+    "test": small_config(places=2),
+    "learned boundaries": small_config(boundaries="learned", engram_votes=2, engram_logits=True)}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

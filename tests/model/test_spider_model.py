@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from segment_checks import check_pooling
+from torch import nn
 
 import spider_model
 from conftest import ROOT, awake, documents, gradients, small_config, text
@@ -21,6 +22,9 @@ CUTS = {
     "matches": dict(engram_match_orders=()), "byte memory": dict(engram_byte_orders=(), engram_match_orders=()),
     "since words": dict(engram_match_words=(1, 2)),
     "since words alone": dict(engram_byte_orders=(), engram_match_orders=(), engram_match_words=(1, 3)),
+    "votes": dict(engram_votes=3), "logits": dict(engram_logits=True),
+    "votes, logits": dict(engram_votes=4, engram_match_orders=(1, 2, 5), engram_match_words=(1,), engram_logits=True),
+    "votes alone": dict(engram_byte_orders=(), engram_votes=1),
     "lti": dict(lti=False), "act": dict(act=False), "experts": dict(n_routed_experts=0, n_shared_experts=3),
     "shared expert": dict(n_shared_experts=0), "loops": dict(n_loops=1), "core": dict(n_recurrent_layers=0),
     "all but a window": dict(byte_window=5), "pooling": dict(boundaries="every_byte"),
@@ -149,8 +153,9 @@ def test_without_core_there_is_neither_segment_nor_loop():
     assert not any(name.startswith(("core", "null", "boundary")) for name, _ in model.named_parameters())
 
 
-def test_every_parameter_receives_a_gradient_on_real_text():
-    model = awake(small_config())
+@pytest.mark.parametrize("changes", ({}, CUTS["votes, logits"]), ids=("rows of matches", "votes"))
+def test_every_parameter_receives_a_gradient_on_real_text(changes):
+    model = awake(small_config(**changes))
     ids = torch.tensor(list((ROOT / "LICENSE").read_bytes()[1000:8 * 128 + 1001]))
     model(ids[:-1].view(8, 128), ids[1:].view(8, 128), noise_seed=0).loss.backward()
     for name, grad in gradients(model).items():
@@ -183,9 +188,9 @@ def test_what_a_model_cannot_be_given_is_named_with_what_it_takes():
 
 @pytest.mark.parametrize("cut", ("engram_input", "engram_output", "matches", "segment engram", "prelude", "core",
                                  "coda", "lora", "injection", "halting", "experts", "shared", "attention",
-                                 "loop_embedding", "null"))
+                                 "loop_embedding", "null", "votes", "logits"))
 def test_every_component_changes_the_loss_when_it_is_cut_out(cut):
-    model = awake(small_config())
+    model = awake(small_config(**CUTS["votes, logits"] if cut in ("votes", "logits") else {}))
     ids, labels = text(4, 64, seed=8), text(4, 64, seed=9)
     with torch.no_grad():
         before = model(ids, labels, noise_seed=0).nats_per_byte
@@ -193,6 +198,8 @@ def test_every_component_changes_the_loss_when_it_is_cut_out(cut):
         weights = {"engram_input": [model.engram_input.table.weight],
                    "engram_output": [model.engram_output.table.weight],
                    "matches": [model.engram_input.followed, model.engram_output.followed],
+                   "votes": [*(model.engram_output.votes or nn.Identity()).parameters()],
+                   "logits": [*(model.engram_output.logits or nn.Identity()).parameters()],
                    "segment engram": [layer.engram.table.weight], "lora": [model.core.lora_up],
                    "prelude": [model.prelude[0].ffn.down_proj.weight], "coda": [model.coda[0].ffn.down_proj.weight],
                    "core": [model.core.B, model.core.loop_embedding], "injection": [model.core.B],
