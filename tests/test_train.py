@@ -152,7 +152,7 @@ def test_a_step_that_is_not_finite_touches_no_weight_and_ten_in_a_row_end_the_ru
     assert train.command_line(argv) == 1
     assert "lower --lr" in capsys.readouterr().err.splitlines()[-1]
     assert all(path.read_bytes() == data for path, data in state.items())
-    assert None in [line["loss"] for line in metrics(directory)]
+    assert None in [line["grad_norm"] for line in metrics(directory)]
 
 
 def test_evaluation_is_the_same_for_every_batch_size_and_changes_nothing():
