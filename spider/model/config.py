@@ -184,18 +184,18 @@ RANGES = {
     "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096), "engram_votes": (0, 64),
 }
 
-# Settings with which the core and the memory before the head improve tiny (docs/results/learning.md).
-BY_WORDS = dict(boundaries="words", places=8, core_loss_weight=0.2, engram_match_words=(1, 2))
-VOTING = dict(engram_match_orders=(1, 2, 3, 4, 5, 6, 8, 12, 16, 24), engram_votes=4, engram_logits=True)
+# Settings that lower the loss of tiny (docs/results/learning.md).
+EARNED = dict(boundaries="learned", places=8, core_loss_weight=0.2, engram_match_words=(1, 2),
+              engram_match_orders=(1, 2, 3, 4, 5, 6, 8, 12, 16, 24), engram_votes=4, engram_logits=True)
 PRESETS = {
     "1b": {},
     "small": dict(hidden_size=768, n_recurrent_layers=4, n_loops=2, n_heads=12, q_lora_rank=256, kv_lora_rank=128,
                   qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=1536, n_routed_experts=16,
                   moe_intermediate_size=256, engram_layers=(1, 3), engram_rows=12_000, engram_dim=32,
-                  engram_byte_rows=24_000, engram_byte_dim=64, **BY_WORDS, **VOTING),
+                  engram_byte_rows=24_000, engram_byte_dim=64, **EARNED),
     "tiny": dict(hidden_size=128, n_prelude_layers=1, n_recurrent_layers=1, n_coda_layers=1, n_loops=1, n_heads=2,
                  q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64,
                  byte_window=64, intermediate_size=256, n_routed_experts=8, moe_intermediate_size=64, lora_rank=4,
                  engram_layers=(0,), engram_heads=2, engram_rows=2_000, engram_dim=16, engram_byte_rows=131_072,
-                 engram_byte_dim=32, **BY_WORDS, **VOTING),
+                 engram_byte_dim=32, **EARNED),
 }
