@@ -714,8 +714,8 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
             # Once in a while: a skipped step or a loss spike
             if progress.skipped or spike:
                 logger.warning(odd_step_line(progress, plan))
-            # After the first step: the lengths of learned segments are known only now
-            if progress.step == first_step and not plan.segment_lengths:
+            # After the first step: the lengths of FlexiTokens are known only now
+            if progress.step == first_step and not plan.segment_lengths and not plan.config.learns_boundaries:
                 measured = {f"step {first_step}": progress.owed["bytes_per_segment"]}
                 log_lines("WARNING", segment_warnings(plan.config, measured, batch.seq_len))
             if profiler:

@@ -171,7 +171,7 @@ def test_the_smoke_run_of_the_readme_learns_and_leaves_a_checkpoint_and_metrics(
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "checkpoints/mock/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 21))
-    parts = ("boundary_loss", "aux_loss", "z_loss", "ponder_loss", "core_loss")
+    parts = ("boundary_loss", "aux_loss", "z_loss", "ponder_loss", "core_loss", "surprise_loss")
     for key in ("loss", "grad_norm", "lr", "tok_per_sec", "bytes_per_segment", "mean_loops", "time", "bytes_seen",
                 "epoch", "memory", "bf16_mfu", *parts):
         assert all(isinstance(line[key], (int, float)) for line in lines), key

@@ -18,12 +18,14 @@ from torch import nn
 from spider import console, errors, files
 from spider.inspect.reading import BITS, Shown, characters, facts, read, take_text
 from spider.inspect.terminal import in_terminal
+from spider.model.config import SpiderConfig
 from spider.training.checkpoint_files import is_sharded
 from spider.training.curves import (BY_SOURCE, PANELS, SOURCE, axis_of, curve, read_metrics, smoothed, sources_of,
                                     span)
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)    # thresholds between eight shades of an expert's load,
+VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)    # of a vote, in nats,
 GATES = tuple(step / 8 for step in range(1, 8))  # and of a gate
 
 
@@ -49,34 +51,44 @@ def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
             for (layer, loop), load in sorted(record.load.items())]
     return dict(
         facts=[f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", *facts(shown)],
-        shades=dict(bits=BITS, loads=LOADS, gates=GATES), characters=list(characters(shown.text)),
+        shades=dict(bits=BITS, loads=LOADS, gates=GATES, votes=VOTES), characters=list(characters(shown.text)),
         bytes=list(shown.text), bits=[round(bits, 4) for bits in shown.bits], likeliest=shown.likeliest,
         segment=shown.segment, ends=[int(end) for end in shown.ends], loops=record.loops, load=load,
-        gates=[dict(name=name, values=values) for name, values, _ in gates],
-        meanings=list(dict(meaning for _, _, meaning in gates).items()),
+        gates=[dict(name=name, values=values, shades=shades) for name, values, _, shades in gates],
+        meanings=list(dict(meaning for _, _, meaning, _ in gates).items()),
         axis=axis_of([lines])[2], charts=charts(lines))
 
 
-def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str, str]]]:
-    """Return Engram's gates: name, value by byte (None: its segment was not computed), and (rows, their meaning)."""
+def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str, str], str]]:
+    """Return Engram's gates and votes: name, value by byte (None: its segment was not computed, or there is no vote),
+    (rows, their meaning), and name of the shades."""
     c, record = model.config, shown.record
     memory = "last n bytes", "what the Engram tables learned about these bytes"
-    match = "last n, in the text", (
-        "the byte that followed the last earlier occurrence of these n bytes in this text"
-        + ": its weight in the logits" * bool(record.votes))
+    match = "last n, in the text", "the byte that followed the last earlier occurrence of these n bytes in this text"
     words = "word n, in the text", (
         "the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
         "and the one before it")
+    vote = "last n, its vote", (
+        "what the logit of the byte gains, in nats, that followed the last earlier occurrence of these n bytes in this "
+        "text; empty where there is none")
+    word_vote = "word n, its vote", words[1]
     segment = "layer, loop", "what a layer of the core looks up in its Engram tables for a segment, in each loop"
     rows = [(f"last {n} byte{'s' * (n > 1)}", memory) for n in c.engram_byte_orders]
-    rows += [(f"last {n}, in the text", match) for n in c.engram_match_orders]
-    rows += [(f"word {n}, in the text", words) for n in c.engram_match_words]
-    columns = [*zip(*record.byte_gates[1:]), *zip(*record.votes[1:])]
-    found = [(name, [round(gate, 3) for gate in gates], meaning) for (name, meaning), gates in zip(rows, columns)]
+    rows += contexts(c, match, words) if c.matches_before_head else []
+    found = [(name, [round(gate, 3) for gate in gates], meaning, "gates")
+             for (name, meaning), gates in zip(rows, zip(*record.byte_gates[1:]))]
+    found += [(name, [weight and round(weight, 3) for weight in weights], meaning, "votes")
+              for (name, meaning), weights in zip(contexts(c, vote, word_vote), zip(*record.votes[1:]))]
     for (layer, loop), gates in sorted(record.gates.items()):
         values = [round(gates[number], 3) if number in gates else None for number in shown.segment]
-        found.append((f"layer {layer + 1}, loop {loop + 1}", values, segment))
+        found.append((f"layer {layer + 1}, loop {loop + 1}", values, segment, "gates"))
     return found
+
+
+def contexts(c: SpiderConfig, last: tuple[str, str], word: tuple[str, str]) -> list[tuple[str, tuple[str, str]]]:
+    """Return a row's name for each context of the match memory, with `last` or `word`, (rows, their meaning)."""
+    return [(kind[0].replace(" n,", f" {n},"), kind)
+            for kind, numbers in ((last, c.engram_match_orders), (word, c.engram_match_words)) for n in numbers]
 
 
 def charts(lines: list[dict]) -> list[dict]:

@@ -16,6 +16,7 @@ from torch import nn
 from spider import console, errors, files
 from spider.data import shards
 from spider.model.decoding import PIECE
+from spider.model.norm import rms_norm
 from tokenizer import BOS_ID
 
 LONGEST = 4096                            # maximum bytes of a text
@@ -34,14 +35,14 @@ class Record:
         self.load: dict[tuple[int, int], torch.Tensor] = {}       # by (layer, loop): tokens per expert, [E]
         self.gates: dict[tuple[int, int], dict[int, float]] = {}  # by (layer, loop): Engram's gate by segment
         self.byte_gates: list[list[float]] = []                   # by id: a gate per order and match context
-        self.votes: list[list[float]] = []                        # by id: weight of each context's last occurrence
+        self.votes: list[list[float | None]] = []                 # by id: the weight of each context's newest vote
 
     def __enter__(self) -> "Record":
         model, core = self.model, self.model.core
         if model.engram_output is not None:
             self.handles.append(model.engram_output.gate.register_forward_hook(self._read_bytes))
             if model.engram_output.votes is not None:
-                self.handles.append(model.engram_output.votes.register_forward_hook(self._read_votes))
+                self.handles.append(model.engram_output.register_forward_hook(self._read_votes))
         if core is not None:
             model.boundaries = self._cut
             self.handles.append(core.register_forward_pre_hook(self._enter_core))
@@ -60,8 +61,12 @@ class Record:
     def _read_bytes(self, _, args, logits):
         self.byte_gates += logits.float().sigmoid().tolist()
 
-    def _read_votes(self, _, args, weights):
-        self.votes += weights.float()[:, ::self.model.config.engram_votes].tolist()
+    def _read_votes(self, engram, args, _):
+        x, _, matches = args
+        followed, weights = (cast[:, ::self.model.config.engram_votes].tolist()              # of the newest occurrence
+                             for cast in engram.cast_votes(rms_norm(x), matches))
+        self.votes += [[weight if 0 <= byte < 256 else None for byte, weight in zip(*row)]
+                       for row in zip(followed, weights)]
 
     def _cut(self, *args):
         b = type(self.model).boundaries(self.model, *args)

@@ -68,7 +68,8 @@ class SpiderConfig:
     engram_byte_dim: int = 128
     engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # contexts of the match memory; (): none
     engram_match_words: tuple[int, ...] = ()  # further contexts: the bytes since the n-th last end of a word
-    engram_votes: int = 0                 # occurrences of a context that vote on the logits; 0: their rows do, as above
+    engram_votes: int = 0                 # occurrences of each context that vote on the logits before the head; beside
+                                          # tables these replace the rows of matches there
     engram_logits: bool = False           # rows before the head add to the logits directly, too
 
     def __post_init__(self):
@@ -130,6 +131,11 @@ class SpiderConfig:
     def match_contexts(self) -> int:
         """Count the contexts of the match memory."""
         return len(self.engram_match_orders) + len(self.engram_match_words)
+
+    @property
+    def matches_before_head(self) -> int:
+        """Count the contexts whose matches have rows before the head."""
+        return 0 if self.engram_votes and self.engram_byte_orders else self.match_contexts
 
     @property
     def scores_core(self) -> bool:

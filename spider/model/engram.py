@@ -2,7 +2,7 @@
 
 Engram (arXiv 2601.07372) looks up learned rows by the last bytes: at segment rate before core layers, at byte rate
 (BLT, arXiv 2412.09871) before prelude and head. The match memory (the match model of PAQ, Mahoney 2005) finds the last
-occurrence of the current context in the document and returns the byte after it. Shapes as in spider_model.py.
+occurrences of the current context in the document and the bytes after them. Shapes as in spider_model.py.
 """
 
 from typing import NamedTuple
@@ -148,16 +148,14 @@ class ByteEngram(nn.Module):
 
 
 class OutputEngram(ByteEngram):
-    """The memory before the head, whose rows are weighted by gates of the state. Beyond the state it can add to the
-    logits directly: linearly from its rows (`engram_logits`), and by votes for the bytes that followed a context's last
-    occurrences (`engram_votes`, which replace the rows of matches). A small network of the state weighs the votes, as
-    the mixer of PAQ weighs predictions (Mahoney 2005)."""
+    """The memory before the head, whose rows are weighted by gates of the state. It can also add to the logits
+    directly: linearly from its rows (`engram_logits`), and by votes for the bytes that followed a context's last
+    occurrences (`engram_votes`; beside tables they replace the rows of matches). A small network of the state weighs
+    the votes, as the mixer of PAQ weighs predictions (Mahoney 2005)."""
 
     def __init__(self, config: "SpiderConfig"):
-        c, replaced = config, config.engram_votes and config.engram_byte_orders
-        super().__init__(c, 0 if replaced else c.match_contexts)
-        width = self.proj.in_features
-        self.vocab_size, self.occurrences = c.vocab_size, c.engram_votes
+        super().__init__(config, config.matches_before_head)
+        self.config, c, width = config, config, self.proj.in_features
         self.gate = Linear(c.hidden_size, width // c.engram_byte_dim)
         self.logits = Linear(width, c.vocab_size) if c.engram_logits else None
         votes = c.engram_votes * c.match_contexts
@@ -171,9 +169,14 @@ class OutputEngram(ByteEngram):
         if self.logits is not None:
             logits = self.logits(rows)
         if self.votes is not None:
-            followed, weight = matches.followed[:, :, :self.occurrences].flatten(1), self.votes(state)
-            weight = torch.where((followed >= 0) & (followed < 256), weight, 0)
+            followed, weight = self.cast_votes(state, matches)
             wide = torch.promote_types(x.dtype, torch.float32)
-            logits = x.new_zeros(len(x), self.vocab_size, dtype=wide) if logits is None else logits.to(wide)
+            logits = x.new_zeros(len(x), self.config.vocab_size, dtype=wide) if logits is None else logits.to(wide)
             logits = logits.scatter_add(1, followed.clamp_min(0), weight.to(wide))
         return self.proj(rows), logits
+
+    def cast_votes(self, state: Tensor, matches: Matches) -> tuple[Tensor, Tensor]:
+        """Return the ids that are voted for (-1: none) and the weights of the votes, both [M, contexts * engram_votes];
+        a context's votes are adjacent, the newest occurrence first. A vote for anything but a byte weighs 0."""
+        followed = matches.followed[:, :, :self.config.engram_votes].flatten(1)  # MatchMemory finds at least two
+        return followed, torch.where((followed >= 0) & (followed < 256), self.votes(state), 0)

@@ -43,14 +43,15 @@ def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
 def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
     """Count the bytes per row that all other modules at byte rate save: Engram, boundaries, head, integers. Return the
     total, and the share of modules after the byte layers, which is freed before those run backward."""
-    width = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
+    read = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
+    width = (len(c.engram_byte_orders) + c.matches_before_head) * c.engram_byte_dim          # before the head
     head = (1 + c.scores_core) * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
     votes = c.engram_votes * c.match_contexts  # ids as read and in order, int64, and weights
-    head += (18 + size) * votes + 2 * size * c.hidden_size * (votes > 0) + size * c.vocab_size * c.engram_logits
+    head += (18 + size) * votes + size * c.hidden_size * (votes > 0) + size * c.vocab_size * c.engram_logits
     written = size * 2 * (width + c.hidden_size) * (width > 0)
     predictor = {"flexitokens": 8, "learned": 6 + size}.get(c.boundaries, 0) * bool(c.n_recurrent_layers)
     numbers = 8 * (c.longest_order + 6 + 3 * len(c.engram_byte_orders) + 4 * c.match_contexts)
-    return size * width + predictor * c.hidden_size + written + head + numbers, written + head
+    return size * read + predictor * c.hidden_size + written + head + numbers, written + head
 
 
 def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, rate: float,

@@ -40,6 +40,19 @@ def test_whatever_a_model_is_made_of_it_shows_what_it_has(changes, tmp_path, cap
     assert "bits per byte" in printed and not shown["charts"]
 
 
+@pytest.mark.parametrize("tables", ((), (1, 2)), ids=str)
+def test_votes_are_shown_in_nats_where_they_are_cast_and_gates_of_matches_where_these_have_rows(
+        tables, tmp_path, capsys):
+    model = model_of(engram_votes=2, engram_match_words=(1,), engram_byte_orders=tables)
+    shown = data_of(show(model, b"abcd abcd abce", tmp_path, capsys)[1])
+    rows = {row["name"]: row for row in shown["gates"]}
+    votes = rows["last 3, its vote"]["values"]
+    assert [value is not None for value in votes] == [False] * 7 + [True] * 6 + [False]
+    assert min(votes[7:13]) < 0 and "word 1, its vote" in rows                          # no gate is negative
+    assert {name for name, row in rows.items() if row["shades"] == "votes"} == {name for name in rows if "vote" in name}
+    assert ("last 3, in the text" in rows) == (tables == ())
+
+
 def test_a_page_holds_what_it_shows_as_text_and_loads_nothing(tmp_path, capsys):
     home = tmp_path / "<img src=x onerror=alert(2)>&\x1b"
     home.mkdir()
