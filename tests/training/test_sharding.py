@@ -82,17 +82,18 @@ def test_learned_boundaries_are_those_of_one_rank(tmp_path, shards, processes):
 
 @pytest.mark.slow
 def test_a_batch_without_a_segment_on_one_rank_neither_hangs_nor_changes_losses(tmp_path, processes):
+    """For 12 steps: in the second epoch this text is known by heart, and rounding decides what is left of the loss."""
     directory = tmp_path / "data"
     directory.mkdir()
     ids = np.full(4000, 97, "<u2")
     ids[::300] = 32                       # with sequences of 32 bytes, most rows have no segment at all
     ids.tofile(directory / "train.bin")
     flags = ("--set", f"{SMALL},boundaries=whitespace", "--precision", "fp32", "--global_batch", "256")
-    runs_alone(run_flags(directory, tmp_path / "alone", *flags, steps=20))
-    argv = run_flags(directory, tmp_path / "ranks", *flags, "--shards", "2", steps=20)
+    runs_alone(run_flags(directory, tmp_path / "alone", *flags, steps=12))
+    argv = run_flags(directory, tmp_path / "ranks", *flags, "--shards", "2", steps=12)
     statuses, log = Job(processes, tmp_path, 4, argv).end()
     assert statuses == [0] * 4, log
-    assert_same_losses(tmp_path / "alone", tmp_path / "ranks")
+    assert_same_losses(tmp_path / "alone", tmp_path / "ranks", 12)
 
 
 @pytest.mark.parametrize("ranks, split, steps, optimizer", (
