@@ -69,8 +69,8 @@ def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str
         "the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
         "and the one before it")
     vote = "last n, its vote", (
-        "what the logit of the byte gains, in nats, that followed the last earlier occurrence of these n bytes in this "
-        "text; empty where there is none")
+        "the weight in nats that is added to the logit of the byte that followed the last earlier occurrence of these "
+        "n bytes in this text; empty where there is none")
     word_vote = "word n, its vote", words[1]
     segment = "layer, loop", "what a layer of the core looks up in its Engram tables for a segment, in each loop"
     rows = [(f"last {n} byte{'s' * (n > 1)}", memory) for n in c.engram_byte_orders]
