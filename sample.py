@@ -24,9 +24,9 @@ row of .jsonl or .parquet is a document, as is each document in a .bin shard; an
 decompressed. Windows of --seq_len bytes advance by half, so each byte has at least half a window of context, or all of
 its document so far.
 
-With --adapt the Engram tables keep learning. With --eval they learn from each chunk of the text after it was scored;
+With --adapt the model keeps learning. With --eval it learns from each chunk of the text after that was scored;
 without, from the prompt or from what you type. The documents of a text share what was learned, or with --per_document
-each starts with the checkpoint's tables. The checkpoint does not change; --save_adapted writes another one.
+each starts with the checkpoint's weights. The checkpoint does not change; --save_adapted writes another one.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Adapting:
     def save(self, state: dict, adaptation: Adaptation | None):
         if self.save_adapted:
             save(Path(self.save_adapted), adapted_state(state, adaptation))
-            logger.info(f"saved {self.save_adapted}: tables adapted to {adaptation.count:,} bytes")
+            logger.info(f"saved {self.save_adapted}: adapted to {adaptation.count:,} bytes")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: i
         length = seq_len or run_flag(state, "seq_len")
         for file, text in texts.items():
             for loops in n_loops or [trained_loops(state)]:
-                if model is None or adapting.adapt:  # each figure is of the checkpoint's tables
+                if model is None or adapting.adapt:  # each figure is of the checkpoint's weights
                     model = adaptation = None
                     model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32, Spider)
                 adaptation = adapting.start(model, state, loops)
@@ -237,11 +237,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"),
                        help="auto: bf16 if the hardware has it, as in training")
     group = parser.add_argument_group("adaptation (with --eval, or talking)")
-    group.add_argument("--adapt", action="store_true", help="let the Engram tables learn from what the model reads")
+    group.add_argument("--adapt", action="store_true", help="let the model learn from what it reads")
     group.add_argument("--per_document", action="store_true",
-                       help="with --eval: start each document with the checkpoint's tables")
+                       help="with --eval: start each document with the checkpoint's weights")
     group.add_argument("--save_adapted", type=path_name, metavar="DST",
-                       help="write a checkpoint with the adapted tables: one file if DST ends in .pt, else sharded")
+                       help="write a checkpoint of the adapted model: one file if DST ends in .pt, else sharded")
     group = parser.add_argument_group("looking inside")
     group.add_argument("--show", metavar="FILE|TEXT", help="analyze a text, in the terminal and as an HTML page: a "
                        f"file, - (stdin) or the text itself; only its first {reading.LONGEST} bytes")

@@ -646,8 +646,8 @@ def start_run(args, closing: ExitStack, world: World, model_class: type[Spider])
 def log_start(plan: Plan, model: Spider, loader: Loader, horizon: int, last_step: int):
     """Log the length of the run and the cost of a step; warn if horizon or segments do not suit the data."""
     cost = model.flops_per_byte(plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
-    logger.info(f"{last_step:,} steps of {plan.batch.bytes:,} bytes; {cost / 1e9:.2g} GFLOP per byte at "
-                f"{plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {plan.output.ckpt_dir}")
+    logger.info(f"{last_step:,} step{'s' * (last_step != 1)} of {plan.batch.bytes:,} bytes; {cost / 1e9:.2g} GFLOP per "
+                f"byte at {plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {plan.output.ckpt_dir}")
     log_lines("WARNING", (*horizon_warnings(plan, loader, horizon, lr_factor),
                           *segment_warnings(plan.config, plan.segment_lengths, plan.batch.seq_len)))
 

@@ -1,12 +1,14 @@
 """Adapt a model to the text that it reads, while it reads (dynamic evaluation, Krause et al., arXiv 1709.07432).
 
-`Adaptation` reads a text in chunks. It scores a chunk; then the Engram tables, and nothing else, take one step of their
-optimizer on the chunk's gradient. So every byte is scored before anything learns from it. The accumulators are those of
-training, so this needs a checkpoint of a run. `adapted_state` is the checkpoint of an adapted model. Measurements of
-rate, chunk and context: docs/results/learning.md, "Adaptation".
+`Adaptation` reads a text in chunks. It scores a chunk; then all weights take one step on the chunk's gradient: the
+Engram tables by the optimizer of training, the others by AdamW at a low rate. So every byte is scored before anything
+learns from it. The accumulators of the tables are those of training, so this needs a checkpoint of a run.
+`adapted_state` is the checkpoint of an adapted model. Measurements of rates, chunk and context:
+docs/results/learning.md, "Adaptation".
 """
 
 import math
+from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
@@ -19,26 +21,29 @@ from spider.training.optimizers import RowwiseAdagrad, check_optimizer_state
 from tokenizer import BOS_ID, EOS_ID
 
 RATE = 0.4                                # the tables' learning rate; in training 0.25
-CHUNK = 512                               # bytes between two steps
+DENSE_RATE = 1.5e-4                       # of AdamW, for all other weights
+CHUNK = 1024                              # bytes between two steps
 CONTEXT = 1024                            # bytes before a chunk that the model sees, at most
 
 
 class Adaptation:
-    """A model whose tables learn from what it reads. nats: the loss of all ids that counted; count: their number."""
+    """A model that learns from what it reads. nats: the loss of all ids that counted; count: their number."""
 
     def __init__(self, model: nn.Module, state: dict, n_loops: int, per_document: bool = False):
-        """state: the content of the model's checkpoint. per_document: start each document with the checkpoint's tables.
-        The model's other weights no longer require gradients. Raise CheckpointError if the model has no tables, or the
-        checkpoint no accumulators of them."""
+        """state: the content of the model's checkpoint. per_document: start each document with the checkpoint's
+        weights. Raise CheckpointError if the model has no tables, or the checkpoint no accumulators of them."""
         self.model, self.n_loops, self.per_document = model, n_loops, per_document
         self.device = model.embed_tokens.device
         self.nats, self.count = 0.0, 0
-        self.optimizer, self.undo = table_optimizer(model, state), []
+        self.adagrad, self.undo = table_optimizer(model, state), []
         self.saved = {weight: torch.zeros(len(weight), dtype=torch.bool, device=self.device)
-                      for weight in self.optimizer.tables} if per_document else {}  # rows that `undo` has
+                      for weight in self.adagrad.tables} if per_document else {}  # rows that `undo` has
+        dense = [p.requires_grad_() for p in model.parameters() if p not in self.adagrad.tables]
+        self.adamw = dense_optimizer(dense, state)
+        self.unadapted = None
+        if per_document:
+            self.unadapted = [p.detach().clone() for p in dense], deepcopy(self.adamw.state_dict())
         self.bytes_per_step = state["bytes_seen"] / state["step"]  # over which the loss of training is a mean
-        for p in model.parameters():
-            p.requires_grad_(p in self.optimizer.tables)
         self.start()
 
     def start(self, *context: int):
@@ -64,7 +69,7 @@ class Adaptation:
                 self.flush()
 
     def _start_document(self, *context: int):
-        """Start a document with the checkpoint's tables."""
+        """Start a document with the checkpoint's weights."""
         self.flush()
         self.rewind()
         self.start(*context)
@@ -81,7 +86,7 @@ class Adaptation:
         self.done = max(0, len(self.ids) - 1)
 
     def _learn(self, ids: Tensor, labels: Tensor):
-        """Score a window, ids and labels [1, n], then step the tables."""
+        """Score a window, ids and labels [1, n], then step the weights."""
         with self.model.cast_weights_once(), torch.enable_grad():
             out = self.model(ids, n_loops=self.n_loops)
             nats = F.cross_entropy(out.logits[0], labels[0], ignore_index=-100, reduction="sum")
@@ -91,14 +96,15 @@ class Adaptation:
             raise FloatingPointError("the model's loss is not a finite number: its weights are ruined")
         if self.per_document:
             self._remember()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in (self.adagrad, self.adamw):
+            optimizer.step()
+            optimizer.zero_grad()
         self.nats, self.count = self.nats + nats, self.count + int((labels != -100).sum())
 
     @torch.no_grad()
     def _remember(self):
         """Save the rows that the next step changes for the first time, and their accumulators."""
-        for weight, table in self.optimizer.tables.items():
+        for weight, table in self.adagrad.tables.items():
             for row, _, _ in table.gathered():
                 row = row[~self.saved[weight][row]].unique()
                 self.saved[weight][row] = True
@@ -112,10 +118,14 @@ class Adaptation:
             part.index_copy_(0, row, before)
             self.saved[weight][row] = False
         self.undo.clear()
+        if self.unadapted is not None:
+            weights, moments = self.unadapted
+            torch._foreach_copy_(self.adamw.param_groups[0]["params"], weights)
+            self.adamw.load_state_dict(deepcopy(moments))
 
     def accumulator(self, weight: Tensor) -> Tensor:
         """Return the accumulators of a table's rows, [rows]."""
-        return self.optimizer.state[weight]["sum"]
+        return self.adagrad.state[weight]["sum"]
 
 
 def table_optimizer(model: nn.Module, state: dict) -> RowwiseAdagrad:
@@ -140,14 +150,25 @@ def table_optimizer(model: nn.Module, state: dict) -> RowwiseAdagrad:
     return optimizer
 
 
+def dense_optimizer(params: list[nn.Parameter], state: dict) -> torch.optim.AdamW:
+    """Make the optimizer of all other weights, with the moments of a checkpoint that is already adapted."""
+    optimizer = torch.optim.AdamW(params, DENSE_RATE, betas=(0.9, 0.999), weight_decay=0, fused=True)
+    try:
+        moments = dict(state=deepcopy(with_whole_tensors(state.get("adaptation", {}))))
+        optimizer.load_state_dict(moments | dict(param_groups=optimizer.state_dict()["param_groups"]))
+        check_optimizer_state("adamw", optimizer)
+    except Exception as fault:            # whatever a foreign state provokes
+        raise CheckpointError(f"the checkpoint's state of adaptation does not fit its model ({fault})") from None
+    return optimizer
+
+
 def adapted_state(state: dict, adaptation: Adaptation) -> dict:
-    """Return the content of a checkpoint with the tables and accumulators of its adapted model, not copied; `adapted`
-    counts the ids that they have learned since training. The validation loss was that of other tables."""
-    tables = {id(weight): adaptation.accumulator(weight) for weight in adaptation.optimizer.tables}
-    names = {name for name, p in adaptation.model.named_parameters() if id(p) in tables}
-    weights = {name: adaptation.model.get_parameter(name).detach().cpu() if name in names else value
-               for name, value in state["model_state_dict"].items()}
-    engram = adaptation.optimizer.state_dict()
+    """Return the content of a checkpoint with the weights, accumulators and moments of its adapted model, not copied;
+    `adapted` counts the ids that they have learned since training. The validation loss was that of other weights."""
+    learned = {name: p.detach().cpu() for name, p in adaptation.model.named_parameters()}
+    engram = adaptation.adagrad.state_dict()
     engram["param_groups"] = state["optimizer_state_dict"]["engram"]["param_groups"]
-    return state | dict(model_state_dict=weights, val_loss=None, adapted=state.get("adapted", 0) + adaptation.count,
+    return state | dict(model_state_dict=state["model_state_dict"] | learned, val_loss=None,
+                        adapted=state.get("adapted", 0) + adaptation.count,
+                        adaptation=adaptation.adamw.state_dict()["state"],
                         optimizer_state_dict=state["optimizer_state_dict"] | dict(engram=engram))

@@ -52,7 +52,7 @@ def read_checkpoint(name: str, model_class: type[nn.Module]) -> tuple[Path, dict
     check_weights(path, state, config, model_class)
     state["model_state_dict"] = with_whole_tensors(state["model_state_dict"])
     if state.get("adapted"):
-        logger.info(f"{path}: its Engram tables have adapted to {state['adapted']:,} bytes since training")
+        logger.info(f"{path}: adapted to {state['adapted']:,} bytes since training")
     return path, state
 
 

@@ -78,7 +78,7 @@ def score_adapting(adaptation: Adaptation, file: str, text: shards.Stream | list
         adaptation.flush()
         adaptation.rewind()
     bits = adaptation.nats / adaptation.count / math.log(2) if adaptation.count else math.nan
-    logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {adaptation.n_loops}, tables adapted "
+    logger.info(f"{file}: {bits:.4f} bits per byte with --n_loops {adaptation.n_loops}, adapted "
                 f"{'within each document' if adaptation.per_document else 'through all of it'}")
     return adaptation.count, bits
 

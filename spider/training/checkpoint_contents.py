@@ -3,8 +3,8 @@ compares the classes of the model, so that others do not run on its weights unno
 
 The keys: `model_state_dict`, `optimizer_state_dict`, `step`, `epoch`, `cfg`, `best_loss` and the other fields of
 RunProgress; the run's identity (`recipe`, `flags`); `targets` (training bytes by source); `exploded`; `classes` if the
-model has classes of other programs; and `adapted`, the bytes that the tables have learned since training, if
-`sample.py --save_adapted` wrote it.
+model has classes of other programs; and `adapted`, the bytes that the model has learned from since training, with
+`adaptation`, the moments of that, if `sample.py --save_adapted` wrote it.
 """
 
 import math
@@ -89,7 +89,7 @@ CHECKS = ({name: is_count for name in ("step", "bytes_seen", "skipped", "lineage
           | {name: lambda value: value is None or is_number(value) for name in (
               "average_loss", "last_loss", "val_loss")}
           | {name: lambda value: isinstance(value, dict) for name in (
-              "model_state_dict", "optimizer_state_dict", "cfg")}
+              "model_state_dict", "optimizer_state_dict", "cfg", "adaptation")}
           | dict(n_loops=lambda value: is_count(value) and 1 <= value <= MAX_LOOPS, noise=is_number,
                  best_before_end=lambda value: value is None or is_lowest(value),
                  flags=lambda value: is_flat(value) and all(

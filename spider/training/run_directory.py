@@ -108,7 +108,7 @@ class RunDirectory:
 
     def start_line(self, state: dict) -> str:
         """Describe what the run loads from a state."""
-        adapted = f", tables adapted to {state['adapted']:,} bytes since training" if state.get("adapted") else ""
+        adapted = f", adapted to {state['adapted']:,} bytes since training" if state.get("adapted") else ""
         return f"{'weights of' if self.reset_steps else 'resuming from'} {self.origin} (step {state['step']}{adapted})"
 
     def restore(self, state: dict | None, model: nn.Module, optimizers, n_loops: int, loader: Loader,

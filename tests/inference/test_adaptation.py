@@ -1,4 +1,4 @@
-"""Adaptation: the tables learn from what was read, each byte scored before; --adapt and --save_adapted of sample.py."""
+"""Adaptation: weights learn from what was read, each byte scored before; --adapt and --save_adapted of sample.py."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import sample
 from conftest import final_state, make_shards, metrics, run
 from spider.errors import CheckpointError
 from spider.inference import dialogue
-from spider.inference.adaptation import CHUNK, CONTEXT, RATE, Adaptation, adapted_state
+from spider.inference.adaptation import CHUNK, CONTEXT, DENSE_RATE, RATE, Adaptation, adapted_state
 from spider.inference.loading import model_of, read_checkpoint
 from spider.model.engram_table import EngramTable
 from spider.training.optimizers import RowwiseAdagrad
@@ -54,11 +54,18 @@ def read(adaptation: Adaptation, ids: torch.Tensor, *cuts: int) -> Adaptation:
 
 def tables(adaptation: Adaptation) -> list[torch.Tensor]:
     """Rows and accumulators."""
-    return [part.clone() for weight in adaptation.optimizer.tables for part in (weight, adaptation.accumulator(weight))]
+    return [part.clone() for weight in adaptation.adagrad.tables for part in (weight, adaptation.accumulator(weight))]
+
+
+def learned(adaptation: Adaptation) -> list[torch.Tensor]:
+    """All that adaptation changes: tables, other weights, and their moments."""
+    (params,) = (group["params"] for group in adaptation.adamw.param_groups)
+    return tables(adaptation) + [part.clone() for p in params
+                                 for part in (p.detach(), *adaptation.adamw.state.get(p, {}).values())]
 
 
 def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]):
-    assert all(map(torch.equal, left, right))
+    assert len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 def test_the_first_chunk_is_scored_by_the_checkpoint_as_it_is_and_the_next_ones_by_what_was_learned(checkpoint):
@@ -93,7 +100,7 @@ def test_a_text_in_any_number_of_calls_gives_the_same_to_the_bit(checkpoint, see
     for settings in ({}, dict(per_document=True)):
         whole, parts = (read(adaptation_of(checkpoint, **settings), ids, *at) for at in ((), cuts))
         assert (whole.nats, whole.count) == (parts.nats, parts.count)
-        assert_equal(tables(whole), tables(parts))
+        assert_equal(learned(whole), learned(parts))
 
 
 def test_a_step_is_rowwise_adagrad_with_the_accumulators_and_the_scale_of_training(checkpoint):
@@ -116,25 +123,41 @@ def test_a_step_is_rowwise_adagrad_with_the_accumulators_and_the_scale_of_traini
         torch.testing.assert_close(found, wanted)
 
 
-def test_nothing_but_tables_and_accumulators_changes_and_the_checkpoint_itself_stays(checkpoint):
+def test_other_weights_take_a_step_of_adamw_at_their_own_rate(checkpoint):
+    """In its first step every weight with a gradient moves by the rate, whatever the gradient's size."""
+    ids, adaptation = text(60), adaptation_of(checkpoint)
+    before = {name: p.detach().clone() for name, p in adaptation.model.named_parameters()}
+    model = model_of(checkpoint, torch.device("cpu"), torch.float32, Spider)
+    model(ids[None, :-1], ids[None, 1:], n_loops=2).nats_per_byte.backward()
+    read(adaptation, ids)
+    seen = 0
+    for name, p in model.named_parameters():
+        if p.grad is not None and not name.endswith("table.weight"):
+            clear = p.grad.abs() > 1e-3
+            step = adaptation.model.get_parameter(name).detach() - before[name]
+            torch.testing.assert_close(step[clear], -DENSE_RATE * p.grad[clear].sign(), rtol=0.02, atol=1e-7)
+            seen += clear.sum()
+    assert seen > 100
+
+
+def test_no_gradient_is_left_and_the_checkpoint_itself_stays(checkpoint):
     adaptation = adaptation_of(checkpoint)
-    before = {name: value.clone() for name, value in adaptation.model.state_dict().items()}
-    sums = tables(adaptation)[1::2]
+    before, buffers = learned(adaptation), {name: value.clone() for name, value in adaptation.model.named_buffers()}
     read(adaptation, text(700))
-    changed = [name for name, value in adaptation.model.state_dict().items() if not torch.equal(value, before[name])]
-    assert changed and all(name.endswith("table.weight") for name in changed)
+    assert not any(map(torch.equal, tables(adaptation)[::2], before[:len(tables(adaptation)):2]))
     assert all(p.grad is None for p in adaptation.model.parameters())
-    assert_equal(sums, tables(adaptation_of(checkpoint))[1::2])
+    assert all(torch.equal(value, buffers[name]) for name, value in adaptation.model.named_buffers())
+    assert_equal(before, learned(adaptation_of(checkpoint)))
 
 
 def test_ids_that_do_not_count_are_context_alone(checkpoint):
     """Nothing is learned from them, but what follows is predicted with them in view."""
     ids, adaptation = text(300), adaptation_of(checkpoint)
-    before = tables(adaptation)
+    before = learned(adaptation)
     adaptation.read(ids[:200], torch.zeros(200, dtype=torch.bool))
     adaptation.flush()
     assert adaptation.count == 0
-    assert_equal(before, tables(adaptation))
+    assert_equal(before, learned(adaptation))
     adaptation.read(ids[200:], torch.ones(100, dtype=torch.bool))
     adaptation.flush()
     model = model_of(checkpoint, torch.device("cpu"), torch.float32, Spider)
@@ -145,15 +168,15 @@ def test_ids_that_do_not_count_are_context_alone(checkpoint):
     assert adaptation.count == 100 and adaptation.nats == pytest.approx(nats, rel=1e-6)
 
 
-def test_documents_of_their_own_are_scored_as_if_each_was_read_alone_and_leave_the_tables_as_they_were(checkpoint):
+def test_documents_of_their_own_are_scored_as_if_each_was_read_alone_and_leave_the_weights_as_they_were(checkpoint):
     pieces = [text(CHUNK + CONTEXT + 300, 1), text(40, 2), text(600, 3)]
     alone = sum(read(adaptation_of(checkpoint), piece).nats for piece in pieces)
     together = adaptation_of(checkpoint, per_document=True)
-    before = tables(together)
+    before = learned(together)
     read(together, torch.cat(pieces))
     assert together.nats == pytest.approx(alone, rel=1e-9) and together.count == sum(map(len, pieces)) - 3
     together.rewind()
-    assert_equal(before, tables(together))
+    assert_equal(before, learned(together))
     through = read(adaptation_of(checkpoint), torch.cat(pieces))
     assert through.count == together.count and through.nats < together.nats
 
@@ -196,7 +219,7 @@ def test_what_rewinding_takes_back_is_kept_once_for_each_row(checkpoint):
     adaptation = adaptation_of(checkpoint, per_document=True)
     read(adaptation, text(6 * CHUNK))
     kept = sum(len(row) for weight, row, part, _ in adaptation.undo if part is weight)
-    assert 0 < kept <= sum(map(len, adaptation.optimizer.tables))
+    assert 0 < kept <= sum(map(len, adaptation.adagrad.tables))
 
 
 def test_a_loss_that_is_no_number_ends_it(checkpoint):
@@ -216,18 +239,18 @@ def figures(tmp_path, *argv) -> list[dict]:
 
 def test_eval_adapts_to_each_text_from_the_checkpoints_tables_and_says_how(trained, tmp_path, capfd):
     (tmp_path / "a.txt").write_text("abcdefgh " * 200)
-    (tmp_path / "b.jsonl").write_text(json.dumps(dict(text="hgfedcba " * 100)) + "\n" + json.dumps(dict(text="dcba")))
+    (tmp_path / "b.jsonl").write_text(json.dumps(dict(text="hgfedcba " * 300)) + "\n" + json.dumps(dict(text="dcba")))
     texts = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain = figures(tmp_path, trained, "--eval", *texts)
     adapted = figures(tmp_path, trained, "--eval", *texts, "--adapt")
-    assert [entry["bytes"] for entry in adapted] == [entry["bytes"] for entry in plain] == [1800, 904]
+    assert [entry["bytes"] for entry in adapted] == [entry["bytes"] for entry in plain] == [1800, 2704]
     assert all(one["bits_per_byte"] > other["bits_per_byte"] + 0.1 for one, other in zip(plain, adapted))
     assert [entry["adapt"] for entry in plain + adapted] == [False, False, True, True]
     assert adapted[1:] == figures(tmp_path, trained, "--eval", texts[1], "--adapt")
-    assert "tables adapted through all of it" in capfd.readouterr().err
+    assert "adapted through all of it" in capfd.readouterr().err
     (own,) = figures(tmp_path, trained, "--eval", texts[1], "--adapt", "--per_document")
     assert own["per_document"] and own["bits_per_byte"] >= adapted[1]["bits_per_byte"]
-    assert "tables adapted within each document" in capfd.readouterr().err
+    assert "adapted within each document" in capfd.readouterr().err
 
 
 def test_a_prepared_directory_is_scored_by_what_counts_in_training(trained, tmp_path):
@@ -243,18 +266,18 @@ def test_an_adapted_checkpoint_says_so_scores_as_the_model_did_and_can_be_traine
     (tmp_path / "a.txt").write_text("abcdefgh " * 200)
     target = tmp_path / name
     (first,) = figures(tmp_path, trained, "--eval", tmp_path / "a.txt", "--adapt", "--save_adapted", target)
-    assert "tables adapted to 1,800 bytes" in capfd.readouterr().err
+    assert f"saved {target}: adapted to 1,800 bytes" in capfd.readouterr().err
     (again,) = figures(tmp_path, target, "--eval", tmp_path / "a.txt", "--adapt", "--save_adapted", tmp_path / "b.pt")
     assert again["bits_per_byte"] < first["bits_per_byte"] - 0.1
-    assert "have adapted to 1,800 bytes" in capfd.readouterr().err
+    assert "adapted to 1,800 bytes since training" in capfd.readouterr().err
     state = read_checkpoint(str(target), Spider)[1]
     assert state["adapted"] == 1800 and state["step"] == 3 and state["val_loss"] is None
     assert sample.main([str(target), "--export", str(tmp_path / "export")]) == 0
-    assert "Engram tables adapted to 1,800 bytes" in (tmp_path / "export" / "README.md").read_text()
+    assert "Adapted to 1,800 bytes" in (tmp_path / "export" / "README.md").read_text()
     assert read_checkpoint(str(tmp_path / "b.pt"), Spider)[1]["adapted"] == 3600
     resumed = run(tmp_path, trained.parent / "data", "--resume", str(target), steps=4, ckpt="resumed")
     assert final_state(resumed)["step"] == 4
-    assert "(step 3, tables adapted to 1,800 bytes since training)" in capfd.readouterr().err
+    assert "(step 3, adapted to 1,800 bytes since training)" in capfd.readouterr().err
 
 
 def test_reading_on_with_a_saved_checkpoint_is_reading_on(checkpoint):
@@ -265,7 +288,7 @@ def test_reading_on_with_a_saved_checkpoint_is_reading_on(checkpoint):
     adaptation.start()
     read(adaptation, second)
     assert adaptation.nats - before == pytest.approx(later.nats, rel=1e-12)
-    assert_equal(tables(adaptation), tables(later))
+    assert_equal(learned(adaptation), learned(later))
 
 
 def test_a_prompt_is_learned_from_before_it_is_continued(trained, tmp_path, capsys):
@@ -302,7 +325,7 @@ def test_ctrl_c_while_a_long_text_is_learned_comes_between_two_steps(checkpoint,
     monkeypatch.setattr(RowwiseAdagrad, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dialogue.learn(adaptation, text(4000).tolist(), 3999)
-    assert adaptation.count == CHUNK and not any(table.gathered() for table in adaptation.optimizer.tables.values())
+    assert adaptation.count == CHUNK and not any(table.gathered() for table in adaptation.adagrad.tables.values())
 
 
 @pytest.mark.parametrize("flags, words", (
