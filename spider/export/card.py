@@ -52,7 +52,7 @@ def model_card(path: Path, model: nn.Module, n_loops: int, facts: dict) -> str:
         lines.append(f"trained on {facts['bytes_seen']:,} bytes in {facts['step']:,} steps, "
                      f"{facts['flags'].get('seq_len', '?')} bytes a sequence")
     if "adapted" in facts:
-        lines.append(f"Adapted to {facts['adapted']:,} bytes since; the figures are of the weights before")
+        lines.append(f"adapted to {facts['adapted']:,} bytes since; the figures are of the weights before")
     if "val_bpb" in facts:
         lines.append(f"{facts['val_bpb']:.4f} bits per byte of its run's held-out text at step "
                      f"{facts['val_bpb_at_step']:,}")

@@ -38,8 +38,9 @@ class Adaptation:
         self.adagrad, self.undo = table_optimizer(model, state), []
         self.saved = {weight: torch.zeros(len(weight), dtype=torch.bool, device=self.device)
                       for weight in self.adagrad.tables} if per_document else {}  # rows that `undo` has
-        dense = [p.requires_grad_() for p in model.parameters() if p not in self.adagrad.tables]
-        self.adamw = dense_optimizer(dense, state)
+        dense = [p for p in model.parameters() if p not in self.adagrad.tables]
+        self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
+        load_state(self.adamw, "adamw", state.get("adaptation", dict(state={})))
         self.unadapted = None
         if per_document:
             self.unadapted = [p.detach().clone() for p in dense], deepcopy(self.adamw.state_dict())
@@ -87,7 +88,7 @@ class Adaptation:
 
     def _learn(self, ids: Tensor, labels: Tensor):
         """Score a window, ids and labels [1, n], then step the weights."""
-        with self.model.cast_weights_once(), torch.enable_grad():
+        with torch.enable_grad(), self.model.cast_weights_once():
             out = self.model(ids, n_loops=self.n_loops)
             nats = F.cross_entropy(out.logits[0], labels[0], ignore_index=-100, reduction="sum")
             (nats / self.bytes_per_step).backward()
@@ -114,14 +115,15 @@ class Adaptation:
     @torch.no_grad()
     def rewind(self):
         """Undo all steps since the last call (per_document only)."""
+        if not self.undo:
+            return
         for weight, row, part, before in self.undo:
             part.index_copy_(0, row, before)
             self.saved[weight][row] = False
         self.undo.clear()
-        if self.unadapted is not None:
-            weights, moments = self.unadapted
-            torch._foreach_copy_(self.adamw.param_groups[0]["params"], weights)
-            self.adamw.load_state_dict(deepcopy(moments))
+        weights, moments = self.unadapted
+        torch._foreach_copy_(self.adamw.param_groups[0]["params"], weights)
+        self.adamw.load_state_dict(deepcopy(moments))
 
     def accumulator(self, weight: Tensor) -> Tensor:
         """Return the accumulators of a table's rows, [rows]."""
@@ -133,42 +135,41 @@ def table_optimizer(model: nn.Module, state: dict) -> RowwiseAdagrad:
     are none."""
     tables = [module for module in model.modules() if isinstance(module, EngramTable)]
     if not tables:
-        raise CheckpointError("the model has no Engram tables to adapt")
+        raise CheckpointError("adaptation needs Engram tables, which the model lacks")
     if not state.get("step") or not state.get("bytes_seen") or "engram" not in state.get("optimizer_state_dict", {}):
         raise CheckpointError("the checkpoint has no optimizer state of the Engram tables (an export has none): use "
                               "one that train.py wrote")
     optimizer = RowwiseAdagrad(tables, RATE)
-    try:
-        optimizer.load_state_dict(with_whole_tensors(state["optimizer_state_dict"]["engram"]))
-        check_optimizer_state("engram", optimizer)
-    except Exception as fault:            # whatever a foreign state provokes
-        raise CheckpointError(f"the checkpoint's state of engram does not fit its model ({fault})") from None
+    load_state(optimizer, "engram", state["optimizer_state_dict"]["engram"])
     for weight in optimizer.tables:
-        total = optimizer.state[weight].get("sum")  # cloned: it may be mapped from the checkpoint's file
-        optimizer.state[weight]["sum"] = weight.new_zeros(len(weight)) if total is None else total.clone()
-    optimizer.param_groups[0]["lr"] = RATE
+        optimizer.state[weight].setdefault("sum", weight.new_zeros(len(weight)))
     return optimizer
 
 
-def dense_optimizer(params: list[nn.Parameter], state: dict) -> torch.optim.AdamW:
-    """Make the optimizer of all other weights, with the moments of a checkpoint that is already adapted."""
-    optimizer = torch.optim.AdamW(params, DENSE_RATE, betas=(0.9, 0.999), weight_decay=0, fused=True)
+def load_state(optimizer: torch.optim.Optimizer, name: str, saved: dict):
+    """Load a checkpoint's state of the optimizer `name`, but keep this one's settings. The tensors are copied, since
+    they may be mapped from the checkpoint's file. Raise CheckpointError if it does not fit."""
+    groups = optimizer.state_dict()["param_groups"]
     try:
-        moments = dict(state=deepcopy(with_whole_tensors(state.get("adaptation", {}))))
-        optimizer.load_state_dict(moments | dict(param_groups=optimizer.state_dict()["param_groups"]))
-        check_optimizer_state("adamw", optimizer)
+        state = deepcopy(with_whole_tensors(saved["state"]))
+        if unknown := state.keys() - {*groups[0]["params"]}:
+            raise ValueError(f"unknown parameters {', '.join(sorted(map(repr, unknown))[:3])}")
+        optimizer.load_state_dict(dict(state=state, param_groups=groups))
+        check_optimizer_state(name, optimizer)
     except Exception as fault:            # whatever a foreign state provokes
-        raise CheckpointError(f"the checkpoint's state of adaptation does not fit its model ({fault})") from None
-    return optimizer
+        raise CheckpointError(f"the checkpoint's state of {name} does not fit its model ({fault})") from None
 
 
 def adapted_state(state: dict, adaptation: Adaptation) -> dict:
     """Return the content of a checkpoint with the weights, accumulators and moments of its adapted model, not copied;
-    `adapted` counts the ids that they have learned since training. The validation loss was that of other weights."""
+    `adapted` counts the ids that they have learned since training. The validation loss was that of other weights. Raise
+    FloatingPointError if a weight is not finite."""
     learned = {name: p.detach().cpu() for name, p in adaptation.model.named_parameters()}
+    if not all(weight.isfinite().all() for weight in learned.values()):
+        raise FloatingPointError("adaptation has ruined the model: weights are not finite")
     engram = adaptation.adagrad.state_dict()
     engram["param_groups"] = state["optimizer_state_dict"]["engram"]["param_groups"]
     return state | dict(model_state_dict=state["model_state_dict"] | learned, val_loss=None,
                         adapted=state.get("adapted", 0) + adaptation.count,
-                        adaptation=adaptation.adamw.state_dict()["state"],
+                        adaptation=adaptation.adamw.state_dict(),
                         optimizer_state_dict=state["optimizer_state_dict"] | dict(engram=engram))

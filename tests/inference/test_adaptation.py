@@ -168,7 +168,10 @@ def test_ids_that_do_not_count_are_context_alone(checkpoint):
     assert adaptation.count == 100 and adaptation.nats == pytest.approx(nats, rel=1e-6)
 
 
-def test_documents_of_their_own_are_scored_as_if_each_was_read_alone_and_leave_the_weights_as_they_were(checkpoint):
+@pytest.mark.parametrize("adapted", (False, True))
+def test_documents_of_their_own_are_scored_as_if_each_was_read_alone_and_then_undone(checkpoint, adapted):
+    if adapted:
+        checkpoint = adapted_state(checkpoint, read(adaptation_of(checkpoint), text(300, 4)))
     pieces = [text(CHUNK + CONTEXT + 300, 1), text(40, 2), text(600, 3)]
     alone = sum(read(adaptation_of(checkpoint), piece).nats for piece in pieces)
     together = adaptation_of(checkpoint, per_document=True)
@@ -198,12 +201,12 @@ def test_a_model_without_tables_and_a_checkpoint_without_accumulators_are_refuse
         for name, child in list(module.named_children()):
             if isinstance(child, EngramTable):
                 setattr(module, name, torch.nn.Identity())
-    with pytest.raises(CheckpointError, match="no Engram tables"):
+    with pytest.raises(CheckpointError, match="needs Engram tables"):
         Adaptation(none, checkpoint, 2)
 
 
 def test_documents_that_eos_alone_separates_are_documents_of_their_own(checkpoint):
-    """The byte behind EOS is predicted from it, with the checkpoint's tables, for any split into calls."""
+    """The byte behind EOS is predicted from it, with the checkpoint's weights, for any split into calls."""
     pieces = [torch.cat((text(length, length)[bool(length - 60):], torch.tensor([EOS_ID]))) for length in (60, 600, 90)]
     alone = sum(read(adaptation_of(checkpoint), torch.cat((torch.tensor([EOS_ID]) if i else pieces[0][:0], piece))).nats
                 for i, piece in enumerate(pieces))
@@ -215,11 +218,28 @@ def test_documents_that_eos_alone_separates_are_documents_of_their_own(checkpoin
 
 
 def test_what_rewinding_takes_back_is_kept_once_for_each_row(checkpoint):
-    """Memory is bounded by the tables, and not by the document."""
+    """Its memory is bounded by the tables, and not by the document."""
     adaptation = adaptation_of(checkpoint, per_document=True)
     read(adaptation, text(6 * CHUNK))
     kept = sum(len(row) for weight, row, part, _ in adaptation.undo if part is weight)
     assert 0 < kept <= sum(map(len, adaptation.adagrad.tables))
+
+
+@pytest.mark.parametrize("spoil, fault", (
+    (lambda moments: {"0": moments[0]}, "unknown parameters '0'"), (lambda moments: {0: moments[1]}, "for a parameter"),
+    (lambda moments: {0: {}, 1: [1]}, ""), (lambda moments: [moments], "")))
+def test_moments_that_do_not_fit_are_refused(checkpoint, spoil, fault):
+    state = adapted_state(checkpoint, read(adaptation_of(checkpoint), text(60)))
+    state["adaptation"]["state"] = spoil(state["adaptation"]["state"])
+    with pytest.raises(CheckpointError, match=f"the checkpoint's state of adamw does not fit its model .*{fault}"):
+        adaptation_of(state)
+
+
+def test_a_ruined_model_is_not_saved(checkpoint):
+    state = adapted_state(checkpoint, read(adaptation_of(checkpoint), text(60)))
+    state["adaptation"]["state"][0]["exp_avg"].fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="weights are not finite"):
+        adapted_state(state, read(adaptation_of(state), text(60)))
 
 
 def test_a_loss_that_is_no_number_ends_it(checkpoint):
@@ -237,7 +257,7 @@ def figures(tmp_path, *argv) -> list[dict]:
     return json.loads((tmp_path / "out.json").read_text())
 
 
-def test_eval_adapts_to_each_text_from_the_checkpoints_tables_and_says_how(trained, tmp_path, capfd):
+def test_eval_adapts_to_each_text_from_the_checkpoints_weights_and_says_how(trained, tmp_path, capfd):
     (tmp_path / "a.txt").write_text("abcdefgh " * 200)
     (tmp_path / "b.jsonl").write_text(json.dumps(dict(text="hgfedcba " * 300)) + "\n" + json.dumps(dict(text="dcba")))
     texts = tmp_path / "a.txt", tmp_path / "b.jsonl"
@@ -273,7 +293,7 @@ def test_an_adapted_checkpoint_says_so_scores_as_the_model_did_and_can_be_traine
     state = read_checkpoint(str(target), Spider)[1]
     assert state["adapted"] == 1800 and state["step"] == 3 and state["val_loss"] is None
     assert sample.main([str(target), "--export", str(tmp_path / "export")]) == 0
-    assert "Adapted to 1,800 bytes" in (tmp_path / "export" / "README.md").read_text()
+    assert "adapted to 1,800 bytes since" in (tmp_path / "export" / "README.md").read_text()
     assert read_checkpoint(str(tmp_path / "b.pt"), Spider)[1]["adapted"] == 3600
     resumed = run(tmp_path, trained.parent / "data", "--resume", str(target), steps=4, ckpt="resumed")
     assert final_state(resumed)["step"] == 4
