@@ -149,12 +149,9 @@ def table_optimizer(model: nn.Module, state: dict) -> RowwiseAdagrad:
 def load_state(optimizer: torch.optim.Optimizer, name: str, saved: dict):
     """Load a checkpoint's state of the optimizer `name`, but keep this one's settings. The tensors are copied, since
     they may be mapped from the checkpoint's file. Raise CheckpointError if it does not fit."""
-    groups = optimizer.state_dict()["param_groups"]
+    own = optimizer.state_dict()
     try:
-        state = deepcopy(with_whole_tensors(saved["state"]))
-        if unknown := state.keys() - {*groups[0]["params"]}:
-            raise ValueError(f"unknown parameters {', '.join(sorted(map(repr, unknown))[:3])}")
-        optimizer.load_state_dict(dict(state=state, param_groups=groups))
+        optimizer.load_state_dict(own | dict(state=deepcopy(with_whole_tensors(saved["state"]))))
         check_optimizer_state(name, optimizer)
     except Exception as fault:            # whatever a foreign state provokes
         raise CheckpointError(f"the checkpoint's state of {name} does not fit its model ({fault})") from None

@@ -151,10 +151,14 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
 
 def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer):
-    """Raise ValueError if a parameter's state lacks the names and shapes that kernels rely on."""
+    """Raise ValueError if a parameter's state lacks the names and shapes that kernels rely on, or if there is state of
+    other parameters, which torch would keep."""
     kinds = {"muon": [{"momentum_buffer"}], "adamw": [{"step", "exp_avg", "exp_avg_sq"}], "engram": [{"sum"}],
              "adamw8bit": [{"step", "state1", "state2"},
                            {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}]}[name]
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if unknown := [key for key in optimizer.state if id(key) not in known]:
+        raise ValueError(f"it has unknown parameters: {unknown[0]!r}")
     for group in optimizer.param_groups:
         for p in group["params"]:
             state, blocks = optimizer.state.get(p, {}), math.ceil(p.numel() / BLOCK)

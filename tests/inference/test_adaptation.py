@@ -226,7 +226,7 @@ def test_what_rewinding_takes_back_is_kept_once_for_each_row(checkpoint):
 
 
 @pytest.mark.parametrize("spoil, fault", (
-    (lambda moments: {"0": moments[0]}, "unknown parameters '0'"), (lambda moments: {0: moments[1]}, "for a parameter"),
+    (lambda moments: {"0": moments[0]}, "unknown parameters: '0'"), (lambda moments: {0: moments[1]}, "a parameter"),
     (lambda moments: {0: {}, 1: [1]}, ""), (lambda moments: [moments], "")))
 def test_moments_that_do_not_fit_are_refused(checkpoint, spoil, fault):
     state = adapted_state(checkpoint, read(adaptation_of(checkpoint), text(60)))
