@@ -158,14 +158,12 @@ def ten_evaluations(config: SpiderConfig, steps: float) -> int:
 
 # Defaults of flags by model; a function computes one from the config and the horizon in steps. Those of tiny are
 # measured in docs/results/learning.md.
+TINY = dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate,
+            warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=ten_evaluations,
+            eval_tokens=262_144)
 RECIPES = {
-    "1b": {},
-    "small": dict(n_loops=2, seq_len=4096, micro_batch=2, target_tokens=30_000_000, lr=measured_rate,
-                  warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=250, eval_every=ten_evaluations,
-                  eval_tokens=524_288),
-    "tiny": dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate,
-                 warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=ten_evaluations,
-                 eval_tokens=262_144),
+    "1b": {}, "base": dict(n_loops=1),
+    "small": TINY | dict(target_tokens=30_000_000, eval_tokens=1_048_576), "tiny": TINY,
 }
 
 
@@ -235,13 +233,13 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
     world = World() if world is None else world
     compiles, why_compile = resolve_compile(args.compile, device)
     precision, why_precision = resolve_precision(args.precision, device, compiles)
-    check_fp8_experts(args.fp8_experts, precision, device)
     recipe, suits = (state or {}).get("recipe"), "1b" if device.type == "cuda" else "tiny"
     recipe = (recipe or suits) if args.model == "auto" else args.model
     values = {flag.name: getattr(args, flag.name) for flag in FLAGS}
     values |= {name: value for name, value in RECIPES[recipe].items() if name not in args.given}
     config = (resolve_config(values, recipe) if state is None else
               config_of_checkpoint(values, recipe, state, origin, model_class))
+    check_fp8_experts(args.fp8_experts, precision, device, config)
     if state is not None and "n_loops" not in args.given:
         values["n_loops"] = state.get("n_loops", config.n_loops)
     with torch.device("meta"):
@@ -286,8 +284,10 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
     return replace(plan, remarks=(*choices, *remarks, *why))
 
 
-def check_fp8_experts(asked: bool, precision: str, device: torch.device):
+def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
     """Raise UsageError if --fp8_experts is given but not supported."""
+    if asked and not config.n_routed_experts:
+        raise UsageError("--fp8_experts: this model has no routed experts")
     if asked and precision != "fp8":
         raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")
     if asked and device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):

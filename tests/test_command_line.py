@@ -55,7 +55,7 @@ def test_help_shows_every_choice_of_every_flag(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     said = capsys.readouterr().out
-    for choices in ("{auto,1b,small,tiny}", "{auto,adamw,adamw8bit,muon}", "{cosine,wsd}", "{auto,cpu,cuda}",
+    for choices in ("{auto,1b,base,small,tiny}", "{auto,adamw,adamw8bit,muon}", "{cosine,wsd}", "{auto,cpu,cuda}",
                     "{auto,fp8,bf16,fp32}", "{auto,loop,grouped,tile}", "{auto,on,off}"):
         assert choices in said
 
@@ -104,8 +104,9 @@ def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
     for flag in FLAGS:
         assert re.search(rf"\b(args|plan|out|output|schedule|settings|batch|shape|machine_plan|machine|optimizer)\."
                          rf"{flag.name}\b|(values|flags)\[\"{flag.name}\"\]", source), flag.name
-    for name, choices in {"model": ("auto", "tiny", "small", "1b"), "precision": ("auto", "fp8", "bf16", "fp32"),
-                          "moe_backend": ("auto", "loop", "grouped", "tile"), "schedule": ("cosine", "wsd"),
+    for name, choices in {"model": ("auto", "tiny", "small", "base", "1b"),
+                          "precision": ("auto", "fp8", "bf16", "fp32"), "schedule": ("cosine", "wsd"),
+                          "moe_backend": ("auto", "loop", "grouped", "tile"),
                           "optimizer": ("auto", "adamw", "adamw8bit", "muon"),
                            "device": ("auto", "cpu", "cuda"), "compile": ("auto", "on", "off"),
                            "recompute": ("auto", "nothing", "core", "all")}.items():
@@ -268,7 +269,7 @@ def test_the_profiler_leaves_a_trace(tmp_path, shards, processes):
 
 @pytest.mark.gpu
 def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path):
-    base = ("--mock_data", "--model", "small", "--max_steps", "8", "--seq_len", "256", "--micro_batch", "8",
+    base = ("--mock_data", "--model", "tiny", "--max_steps", "8", "--seq_len", "256", "--micro_batch", "8",
             "--eval_every", "0")
     for flags in ((), ("--grad_accum", "4", "--n_loops", "6"), ("--compile",), ("--fp8_experts",)):
         done = command(*base, "--precision", "fp8", *flags, "--ckpt_dir", "-".join(("run", *flags)), cwd=tmp_path)

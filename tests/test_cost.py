@@ -82,7 +82,7 @@ def test_auto_recomputes_the_least_that_fits_with_room_to_spare_and_all_where_no
     assert choose_recompute("core", needs.get, 5) == ("core", needs["core"])
 
 
-def estimated(recompute: str, *flags, precision="bf16") -> float:
+def estimated(*flags, recompute: str, precision="bf16") -> float:
     """GB of a step of 1b on a GPU."""
     plan = settled("--model", "1b", "--seq_len", "256", "--micro_batch", "112", "--precision", precision, *flags)
     with torch.device("meta"):
@@ -91,10 +91,11 @@ def estimated(recompute: str, *flags, precision="bf16") -> float:
 
 
 def test_what_is_recomputed_takes_less_memory_and_other_rows_more():
-    nothing, core, everything = (estimated(recompute) for recompute in RECOMPUTE)
+    step = partial(estimated, "--set", "boundary_rate=0.3")        # the design's 3.3 bytes per segment
+    nothing, core, everything = (step(recompute=recompute) for recompute in RECOMPUTE)
     assert everything < 0.8 * core and core < 0.6 * nothing
-    assert estimated("core", "--grad_accum", "4") > core + 3 and estimated("core", precision="fp8") > core
-    assert estimated("core", "--seq_len", "2048", "--micro_batch", "64") > 2.5 * core
+    assert step("--grad_accum", "4", recompute="core") > core + 3 and step(recompute="core", precision="fp8") > core
+    assert step("--seq_len", "2048", "--micro_batch", "64", recompute="core") > 2.5 * core
 
 
 def test_the_flag_of_the_original_is_recompute_nothing_and_what_is_chosen_is_one_line(tmp_path, shards, capsys):
@@ -152,8 +153,8 @@ def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_pat
 
 
 def test_what_dropout_drops_is_counted_a_byte_a_number():
-    bytes_and_segments = 112 * 256 * (1 + 1 / config.SpiderConfig().bytes_per_segment)
-    grown = estimated("nothing", "--dropout", "0.5") - estimated("nothing")
+    bytes_and_segments = 112 * 256 * (1 + 1 / config.SpiderConfig.preset("1b").bytes_per_segment)
+    grown = estimated("--dropout", "0.5", recompute="nothing") - estimated(recompute="nothing")
     assert grown * 1e9 == pytest.approx(2 * 2048 * bytes_and_segments, rel=0.02)
 
 

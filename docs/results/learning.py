@@ -73,10 +73,9 @@ def of_the_rule(run: dict) -> float:
     def flag(name, default):
         found = re.search(rf"{name}[ =](\d+)", run["flags"])
         return int(found[1]) if found else default
-    recipe = RECIPES["small" if "--model small" in run["flags"] else "tiny"]
+    recipe = RECIPES["tiny"]
     steps = flag("--target_tokens", recipe["target_tokens"]) / 4096 / flag("--micro_batch", recipe["micro_batch"])
-    width = flag("hidden_size", 768 if "--model small" in run["flags"] else 128)
-    return run["lr"] / measured_rate(SimpleNamespace(hidden_size=width), steps)
+    return run["lr"] / measured_rate(SimpleNamespace(hidden_size=flag("hidden_size", 128)), steps)
 
 
 def draw_rates(axes):

@@ -12,6 +12,7 @@ from stand_in_kernels import INSTALLED, WIDTH, D, E, K, Kernels, N, kernels, rou
 
 import tile_moe
 import train
+from conftest import settled
 from spider import errors
 from spider.training import machine
 from tile_moe import TORCH_OPERATIONS, BackendError, find_disagreement, resolve_backend, route
@@ -163,7 +164,12 @@ def test_a_gpu_on_which_torch_loops_over_experts_is_named(machine):
 def test_fp8_experts_are_refused_where_torch_has_no_grouped_fp8_product(machine, monkeypatch):
     machine.capability = (12, 0)
     with pytest.raises(errors.UsageError, match="^--fp8_experts: .*sm_90"):
-        train.check_fp8_experts(True, "fp8", GPU)
+        train.check_fp8_experts(True, "fp8", GPU, CONFIG)
+
+
+def test_fp8_experts_are_refused_where_there_are_none():
+    with pytest.raises(errors.UsageError, match="^--fp8_experts: this model has no routed experts"):
+        settled("--model", "small", "--precision", "fp8", "--fp8_experts")
 
 
 def test_the_reason_of_a_choice_is_logged_with_it(tmp_path, monkeypatch, capsys):

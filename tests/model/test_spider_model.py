@@ -169,7 +169,7 @@ def test_what_a_model_cannot_be_given_is_named_with_what_it_takes():
     for backend in ("nonsense", "auto", None):
         with pytest.raises(ValueError, match=f"{backend!r} is not one of loop, grouped, tile"):
             model.set_backend(backend)
-    with pytest.raises(ValueError, match="'huge' is not one of 1b, small, tiny"):
+    with pytest.raises(ValueError, match="'huge' is not one of 1b, base, small, tiny"):
         SpiderConfig.preset("huge")
     for odd, found in ((ids[0], r"\[8\]"), (ids[None], r"\[1, 2, 8\]"), (ids.float(), "float32"), (ids.int(), "int32"),
                        (ids[:, :0], r"\[2, 0\]"), (ids[:0], r"\[0, 8\]")):
