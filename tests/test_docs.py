@@ -8,7 +8,8 @@ from io import StringIO
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, settled
+from spider.model.config import SpiderConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/*.md"))]
 ENTRIES = {"train": "command_line", "sample": "main", "data": "main", "bench": "main"}
@@ -84,6 +85,14 @@ def test_every_flag_in_a_command_is_one_of_its_script(page):
         for word in rest.split():
             if word.startswith("--"):
                 assert re.match(r"--\w+", word)[0] in flags_of(script, command), (script, word)
+
+
+def test_every_part_that_the_guide_switches_off_can_be():
+    table = (ROOT / "docs/guide/training.md").read_text().split("can be switched off")[1].split("\n\n")[1]
+    changes = re.findall(r"`(\w+=[\w+]*)`", table)
+    assert len(changes) > 10
+    for change in changes:
+        assert settled("--model", "1b", "--set", change).config != SpiderConfig.preset("1b")
 
 
 def test_readme_has_at_most_two_hundred_lines():
