@@ -155,7 +155,7 @@ class Step:
     def __init__(self, b: Bench, rate: float | None = None, world: World | None = None, **flags):
         if flags.get("compile") == "on":
             torch._dynamo.reset()  # else graphs of earlier variants count towards dynamo's limit
-        if rate is not None:              # only these boundaries have an adjustable rate
+        if rate is not None:              # only the rate of these boundaries can be set at once
             flags["set"] = ",".join(filter(None, (flags.get("set", b.settings), "boundaries=flexitokens")))
         self.plan = plan = b.plan(world, **flags)
         self.model = train.build_model(plan, b.device, world)
@@ -165,7 +165,7 @@ class Step:
                 self.model.boundary_predictor[2].weight.zero_()
                 self.model.boundary_predictor[2].bias.fill_(30.0 if rate <= 1 else -math.log(rate - 1))
         self.optimizers = Optimizers(self.model, plan.optimizer)
-        self.optimizers.set_lr(1e-20, 1.0)  # keeps the boundaries unchanged; at 0 Muon would skip its products
+        self.optimizers.set_lr(1e-20, 1.0)  # keeps the weights unchanged; at 0 Muon would skip its products
         self.loader, self.steps = Loader(b.sources, plan.batch.seq_len, 0), itertools.count()
         self.world = World({}) if world is None else world
         self.world.device = b.device
@@ -220,7 +220,7 @@ def row_of(b: Bench, label: str, step: Step, times: list[float], bytes_per_segme
 def precisions(b: Bench):
     names = ["fp32"] + ["bf16"] * multiplies_bf16(b.device) + ["fp8"] * b.fp8
     yield from ((name, dict(precision=name)) for name in names)
-    if b.fp8:
+    if b.fp8 and b.config.has_experts:
         yield "fp8, experts too", dict(precision="fp8", fp8_experts=True)
     yield from ((f"{names[-1]}, recompute {what}", dict(precision=names[-1], recompute=what)) for what in RECOMPUTE)
 
@@ -247,7 +247,7 @@ def core(b: Bench):
 
 def backend_names(b: Bench) -> list[str]:
     dtype = torch.float32 if b.precision == "fp32" else torch.bfloat16
-    return [name for name in BACKENDS if name != "tile"
+    return [name for name in BACKENDS * b.config.has_experts if name != "tile"
             or tile_moe.resolve_backend("auto", b.device, b.config, dtype) == "tile"]
 
 
@@ -269,7 +269,7 @@ def measure_section(b: Bench, name: str):
         title, rounds, variants = VARIANTS[name]
         if variants := list(variants(b)):
             compare(b, title, variants, rounds)
-        if name == "backends":
+        if name == "backends" and variants:
             experts(b)
         return
     {"ceilings": ceilings, "headline": headline, "parts": parts, "segments": segments, "decoding": decoding,
@@ -324,7 +324,7 @@ def parts(b: Bench):
             "forward: byte layers": (*model.prelude, *model.coda),
             "forward: byte-rate Engram": (model.engram_input, model.engram_output),
             "forward: core attention": [layer.attention for layer in model.core.layers],
-            "forward: experts": [layer.moe for layer in model.core.layers],
+            "forward: core feed-forward": [layer.moe for layer in model.core.layers],
             "forward: segment Engram": [layer.engram for layer in model.core.layers if layer.engram is not None],
             "forward, all": (model,)}.items():
         for module in modules:

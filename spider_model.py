@@ -6,7 +6,7 @@
 Features and their sources; the modules are in spider/model/:
     MLA, latent attention with a decoupled rotary key                                     DeepSeek-V2, arXiv 2405.04434
     mixture of experts, balanced by a selection bias, no capacity limit                   DeepSeek-V3, arXiv 2412.19437
-    learned segments, mean pooling                           FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
+    mean pooling, segments by a published gradient           FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
     segments that end where the next byte is hard to predict                  this project, see spider/model/surprise.py
     segments that end with a word                                                          SpaceByte, arXiv 2404.14408
     recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946

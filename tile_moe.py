@@ -51,7 +51,7 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
         name = "tile" if on_gpu and agree(obstacle is None) else "grouped"
         if on_gpu and name == "grouped":
             say(f"TileKernels not used: {obstacle or 'it fails on another rank; --moe_backend tile shows the reason'}")
-    if on_gpu and name != "loop" and not multiplies_at_once(device, dtype):
+    if on_gpu and name != "loop" and config.n_routed_experts and not multiplies_at_once(device, dtype):
         say(f"on this GPU ({describe(device)}) torch runs {str(dtype)[6:]} experts one after the other and waits for "
             f"the device at each grouped product (docs/results/performance.md, Grouped products)")
     return name
@@ -74,6 +74,8 @@ def describe(device: torch.device) -> str:
 def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | None:
     """Return why TileKernels cannot run this model on this device, with the remedy, or None. Compiles the kernels of
     training: seconds for each the first time, later from tilelang's cache."""
+    if not config.n_routed_experts:
+        return "the model has no routed experts"
     too_old = "TileKernels needs a GPU from Hopper on (sm_90 or above)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < TILE_CAPABILITY:
         return too_old
@@ -81,8 +83,6 @@ def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | Non
         return 'TileKernels is not installed: pip install -e ".[tile]"'
     if device.type != "cuda":
         return too_old
-    if not config.n_routed_experts:
-        return "the model has no routed experts"
     if config.hidden_size % TILE_WIDTH:
         return f"TileKernels needs a hidden_size that is a multiple of {TILE_WIDTH}, not {config.hidden_size}"
     try:

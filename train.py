@@ -28,7 +28,7 @@ from spider.training.plan import (OPTIMIZERS, BatchShape, MachinePlan, Optimizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags by heading of --help, which is also their section in a --config file. Defaults are those of `1b`; RECIPES holds
-# what differs for the smaller models.
+# what differs for the others.
 
 HIGHEST_RATE = 1000.0                     # a larger learning rate is a typo: steps overflow
 MOST_MICRO_STEPS = 1 << 16
@@ -51,7 +51,7 @@ GROUPS = {"basics": (
     Flag("config", None, path_name, "TOML file of flag values, in sections named like these headings; flags and "
          "environment variables override it", metavar="FILE"),
 ), "model": (
-    Flag("set", None, str, "fields of SpiderConfig to change, e.g. lora_rank=0,engram_layers=0+1",
+    Flag("set", None, str, "fields of SpiderConfig to change, e.g. lora_rank=0,engram_match_words=1+2",
          metavar="NAME=VALUE,..."),
     Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
     Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution with mean --n_loops"),
@@ -286,7 +286,7 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
     """Raise UsageError if --fp8_experts is given but not supported."""
-    if asked and not config.n_routed_experts:
+    if asked and not config.has_experts:
         raise UsageError("--fp8_experts: this model has no routed experts")
     if asked and precision != "fp8":
         raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")

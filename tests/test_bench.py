@@ -43,6 +43,18 @@ def test_a_step_of_the_benchmark_is_a_whole_one_and_leaves_the_model_as_it_was(m
             torch.testing.assert_close(p, before[name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("model,experts", (("tiny", True), ("small", False)))
+def test_backends_and_experts_in_fp8_are_compared_where_there_are_experts(model, experts):
+    b = bench.Bench(World(), "cpu", model)
+    b.fp8 = True
+    assert ("fp8, experts too" in dict(bench.precisions(b))) == experts == bool(bench.backend_names(b))
+
+
+def test_a_model_without_experts_has_no_section_of_backends(capsys):
+    assert bench.main(["--device", "cpu", "--model", "small", "--only", "backends"]) == 0
+    assert "###" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_benchmark_measures_every_section_and_keeps_its_figures(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "bench.py", "--model", "tiny", "--device", "cpu", "--seq_len", "32",

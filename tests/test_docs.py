@@ -92,7 +92,7 @@ def test_every_part_that_the_guide_switches_off_can_be():
     changes = re.findall(r"`(\w+=[\w+]*)`", table)
     assert len(changes) > 10
     for change in changes:
-        assert settled("--model", "1b", "--set", change).config != SpiderConfig.preset("1b")
+        assert settled("--model", "base", "--set", change).config != SpiderConfig.preset("base")
 
 
 def test_readme_has_at_most_two_hundred_lines():

@@ -21,11 +21,12 @@ from spider.model.config import SpiderConfig
 from spider.model.layers import Block
 from spider.training import machine
 from spider.training.batches import Batch
-from spider.training.fp8 import convert_to_fp8, takes_fp8
+from spider.training.fp8 import convert_to_fp8, describe_fp8, takes_fp8
 from spider.training.optimizers import Optimizers
 from spider.training.plan import BatchShape, OptimizerSettings
 from spider.training.ranks import World
 from spider.training.stopping import Stopping
+from spider_model import Spider
 from train import lr_factor, parse_args, step_alone
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,6 +213,13 @@ def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_pa
     run(tmp_path, shards, *flags, "--precision", "bf16", steps=9, ckpt="fp8")                # and on in bf16
     run(tmp_path, shards, "--moe_backend", "loop", "--precision", "fp32", steps=10, ckpt="fp8")
     assert final_state(tmp_path / "fp8")["step"] == 10
+
+
+@pytest.mark.parametrize("preset", ("tiny", "small"))
+def test_the_line_of_fp8_names_routed_experts_where_there_are_any(preset):
+    with torch.device("meta"):
+        model = Spider(SpiderConfig.preset(preset))
+    assert ("routed experts in bf16" in describe_fp8(model, False)) == (preset == "tiny")
 
 
 @pytest.mark.parametrize("fp8,experts", ((False, False), (True, False), (True, True)))

@@ -29,7 +29,6 @@ from spider.dev.operations import KERNELS, Trace
 from spider.training.sharding import Unsharded
 
 STEPS = 3                                 # the last one is counted; the first two compile for varying sizes
-RATE = 3.3                                # bytes per segment
 
 
 class Driver:
@@ -97,9 +96,9 @@ class Graph:
 class Eager(Trace):
     """Count eager operations. The number of segments that the host reads varies from step to step."""
 
-    def __init__(self, bytes_at_once: int):
+    def __init__(self, bytes_at_once: int, rate: float):
         super().__init__(0)
-        self.bytes_at_once = bytes_at_once
+        self.bytes_at_once, self.rate = bytes_at_once, rate                                  # bytes, bytes per segment
 
     @classmethod
     def is_infra_mode(cls):               # else Dynamo compiles nothing
@@ -108,7 +107,7 @@ class Eager(Trace):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if Graph.running:
             return func(*args, **(kwargs or {}))
-        self.segments = int(self.bytes_at_once / (RATE - 0.1 * (self.waits % 3)))
+        self.segments = int(self.bytes_at_once / (self.rate - 0.1 * (self.waits % 3)))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -184,7 +183,7 @@ def compile_step(card: Card, flags: list[str], trainer: ModuleType) -> dict[str,
             for graph in Graph.made:
                 graph.runs = 0
             batch = fake_batch(plan, plan.batch.micro_batch + 7 * step)
-            with Eager(batch.real) as eager:
+            with Eager(batch.real, plan.config.bytes_per_segment) as eager:
                 do_step(trainer, plan, model, optimizers, batch, eager)
             made.append({"step": step, "graphs made": len(Graph.made) - before, "CPU s": time.process_time() - start})
         return {"compilation": made} | tables(eager)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spider.model import engram, parameters
+from spider.model.surprise import BINS
 
 NEAR, FAR, LATENCY = 450e9, 50e9, 5e-6   # bytes/s of a rank within a node and beyond it, s of a message: assumptions
 PAPER_STEP = 4 * 112 * 256               # bytes of text per rank and step, as in the original
@@ -60,6 +61,8 @@ def expected(model: nn.Module, replicas: int, shards: int, grad_accum: int, widt
         if name in matrices:
             near += (p.ndim == 2) * 2 * width * p.numel() / ranks * (shards - 1) / shards
             far += (replicas - 1) * width * p.numel() / ranks
+    if model.config.learns_boundaries:    # counts of scores and of pairs of bytes, with the sums of the step
+        far += 2 * (ranks - 1) / ranks * 8 * (BINS + model.config.vocab_size ** 2)
     hops += (shards - 1) * (groups * (3 if grad_accum == 1 else 2) + 2) + (replicas - 1) * (2 * groups + 1)
     return near, far, hops + 2 * (ranks - 1)
 

@@ -139,6 +139,11 @@ class SpiderConfig:
         return 0 if self.engram_votes and self.engram_byte_orders else self.match_contexts
 
     @property
+    def has_experts(self) -> bool:
+        """Return whether any layer has routed experts."""
+        return self.n_recurrent_layers > 0 and self.n_routed_experts > 0
+
+    @property
     def scores_core(self) -> bool:
         """Return whether training has the loss of the core's own prediction."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
@@ -157,8 +162,8 @@ class SpiderConfig:
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
-        """Return `tiny` (69M parameters) or `small` (139M) for CPUs, `1b` (997M) or `base` (its compute, without its
-        loops) for GPUs; raise ValueError for other names."""
+        """Return `tiny` (69M parameters) or `small` (139M) for CPUs, `1b` (997M) or `base` (569M: about the compute of
+        `1b`, without loops) for GPUs; raise ValueError for other names."""
         if name not in PRESETS:
             raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
@@ -192,8 +197,8 @@ RANGES = {
     "engram_byte_rows": (1, 1 << 24), "engram_byte_dim": (1, 4096), "engram_votes": (0, 64),
 }
 
-# What lowers the loss at every width that was tried, at almost no cost in parameters, and what does so for a matrix per
-# segment offset (docs/results/learning.md).
+# What lowers the loss, or takes fewer FLOPs for the same, at almost no cost in parameters; and segment offsets with the
+# core's own loss, which cost a matrix per offset (docs/results/learning.md).
 EARNED = dict(boundaries="learned", engram_match_orders=(1, 2, 3, 4, 5, 6, 8, 12, 16, 24), engram_match_words=(1, 2),
               engram_votes=4, engram_logits=True)
 WITH_PLACES = EARNED | dict(places=8, core_loss_weight=0.2)

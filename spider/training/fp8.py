@@ -62,6 +62,8 @@ def describe_fp8(model: nn.Module, experts: bool) -> str:
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
     count = sum(takes_fp8(module, name) for name, module in linears)
-    return (f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}; "
-            + ("routed experts in FP8 with row and column scales" if experts else
-               "routed experts in bf16, since their products are small (see --fp8_experts)"))
+    said = f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}"
+    if not model.config.has_experts:
+        return said
+    return said + ("; routed experts in FP8 with row and column scales" if experts else
+                   "; routed experts in bf16, since their products are small (see --fp8_experts)")

@@ -14,6 +14,7 @@ import tile_moe
 import train
 from conftest import settled
 from spider import errors
+from spider.model.config import SpiderConfig
 from spider.training import machine
 from tile_moe import TORCH_OPERATIONS, BackendError, find_disagreement, resolve_backend, route
 
@@ -164,7 +165,7 @@ def test_a_gpu_on_which_torch_loops_over_experts_is_named(machine):
 def test_fp8_experts_are_refused_where_torch_has_no_grouped_fp8_product(machine, monkeypatch):
     machine.capability = (12, 0)
     with pytest.raises(errors.UsageError, match="^--fp8_experts: .*sm_90"):
-        train.check_fp8_experts(True, "fp8", GPU, CONFIG)
+        train.check_fp8_experts(True, "fp8", GPU, SpiderConfig())
 
 
 def test_fp8_experts_are_refused_where_there_are_none():
