@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.utils import ModelOutput
+from transformers.utils.versions import require_version
 
 from spider.model.config import SpiderConfig
 from spider.model.decoding import DecodingState, check_ids
@@ -19,6 +20,8 @@ from spider.model.engram_table import EngramTable
 from spider.model.packing import document_cu_seqlens
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+require_version("transformers>=5.24", "Earlier releases pass the decoding cache by another name, `past_key_values`.")
 
 
 class SpiderHFConfig(PreTrainedConfig):
@@ -39,7 +42,8 @@ class SpiderHFConfig(PreTrainedConfig):
 
 class SpiderCache:
     """The decoding state as transformers' cache; each step updates it in place."""
-    is_compileable = False
+    is_compileable = is_croppable = False
+    is_linear = (False,)                  # per layer, whether it is linear attention
 
     def __init__(self, state: DecodingState):
         self.state, self.seen = state, 0  # bytes fed per row, including padding
@@ -57,7 +61,7 @@ class SpiderCausalLMOutput(ModelOutput):
     """The output of SpiderForCausalLM.forward."""
     loss: Tensor | None = None
     logits: Tensor | None = None          # [B, T, vocab_size]
-    past_key_values: SpiderCache | None = None
+    cache: SpiderCache | None = None
     nats_per_byte: Tensor | None = None
 
 
@@ -98,21 +102,21 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def zero_grad(self, set_to_none: bool = True):
         self.spider.zero_grad(set_to_none)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: SpiderCache | None = None,
+    def prepare_inputs_for_generation(self, input_ids: Tensor, cache: SpiderCache | None = None,
                                       attention_mask: Tensor | None = None, use_cache: bool | None = None,
                                       n_loops: int | None = None, **_) -> dict:
         """Return the inputs of the next step: the part of input_ids [B, T] that is not in the cache."""
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        return dict(input_ids=input_ids[:, seen:], attention_mask=attention_mask, past_key_values=past_key_values,
-                    use_cache=use_cache, n_loops=n_loops)
+        seen = 0 if cache is None else cache.get_seq_length()
+        return dict(input_ids=input_ids[:, seen:], attention_mask=attention_mask, cache=cache, use_cache=use_cache,
+                    n_loops=n_loops)
 
     def generate(self, *args, **kwargs):
         with self.spider.cast_weights_once():
             return super().generate(*args, **kwargs)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-                past_key_values: SpiderCache | None = None, use_cache: bool | None = None,
-                n_loops: int | None = None, return_dict: bool | None = None) -> SpiderCausalLMOutput | tuple:
+                cache: SpiderCache | None = None, use_cache: bool | None = None, n_loops: int | None = None,
+                return_dict: bool | None = None) -> SpiderCausalLMOutput | tuple:
         """Compute logits and, given labels, the loss; padding affects neither.
 
         input_ids [B, T] int64. attention_mask [B, bytes so far]: 0 only at the ends of rows. labels [B, T]: shifted
@@ -126,18 +130,18 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         check_ids("input_ids", input_ids)
         if labels is not None:
             check_ids("labels", labels, *input_ids.shape)
-        if past_key_values is None or not past_key_values.seen:
+        if cache is None or not cache.seen:
             kept, input_ids = without_padding(input_ids, attention_mask)
             cu_seqlens = document_cu_seqlens(input_ids)
             if labels is not None:        # the first byte has no context
                 labels = labels.masked_fill(~(kept & F.pad(kept[:, :-1], (1, 0))) | (labels == PAD_ID), -100)
-        if use_cache or past_key_values is not None:
+        if use_cache or cache is not None:
             if labels is not None:
-                raise ValueError("labels: the loss needs a full pass, without past_key_values and use_cache")
-            if past_key_values is None:
-                past_key_values = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
-            output = SpiderCausalLMOutput(None, self.spider.step(input_ids, past_key_values.state), past_key_values)
-            past_key_values.seen += input_ids.shape[1]
+                raise ValueError("labels: the loss needs a full pass, without cache and use_cache")
+            if cache is None:
+                cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
+            output = SpiderCausalLMOutput(None, self.spider.step(input_ids, cache.state), cache)
+            cache.seen += input_ids.shape[1]
         else:
             shifted = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
             full = self.spider(input_ids.where(kept, PAD_ID), shifted, n_loops, cu_seqlens=cu_seqlens)

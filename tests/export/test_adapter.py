@@ -17,7 +17,7 @@ def test_logits_and_loss_are_spiders_own_and_labels_are_shifted_inside(model, sp
     for name in ("logits", "loss", "nats_per_byte"):
         assert torch.equal(getattr(ours, name), theirs[name]), name
     assert not torch.equal(model(ids, labels=ids).loss, theirs.loss)
-    assert model(ids).loss is None and model(ids).past_key_values is None
+    assert model(ids).loss is None and model(ids).cache is None
     assert torch.equal(model(ids, return_dict=False)[0], theirs.logits)
     assert torch.equal(spider(ids, n_loops=1).logits, model(ids, n_loops=1).logits)
     theirs.loss.backward()
@@ -104,11 +104,11 @@ def test_a_mask_that_is_no_padding_is_refused(model, row):
 def test_a_kept_cache_continues_and_several_texts_continue_from_one(model):
     prompt = [BOS_ID, *b"abc def g"]
     first = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-    cache = first.past_key_values
+    cache = first.cache
     assert cache.get_seq_length() == len(prompt) + 4      # the last byte was written and not read
     ids = torch.cat((first.sequences, torch.tensor([list(b" and then")])), dim=1)
     fresh = continuation(model, ids[0].tolist(), 8)
-    went_on = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    went_on = model.generate(ids, cache=cache, max_new_tokens=8, do_sample=False)
     assert went_on[0, ids.shape[1]:].tolist() == fresh
 
 
