@@ -1,7 +1,7 @@
 """Train Spider, a byte-level Recurrent-Depth Transformer, from memory-mapped byte shards.
 
     python train.py --mock_data --max_steps 20 --seq_len 128 --micro_batch 2            # smoke run, on any machine
-    python train.py --data_dir data --seq_len 256 --micro_batch 112 --grad_accum 4      # one GPU
+    python train.py --data_dir data                                                     # `1b` on a GPU, `tiny` on a CPU
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8        # several GPUs
 
 The same command again resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of (--seed, step),
