@@ -86,7 +86,7 @@ The checkpoint and its training flags:
 ## Use
 
 This directory includes the model's code (Apache-2.0, see LICENSE). `trust_remote_code` runs it, so read it first. It
-needs torch and transformers.
+needs torch and transformers 5.24 or later.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

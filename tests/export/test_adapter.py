@@ -1,8 +1,11 @@
 """An exported model computes behind Hugging Face's interfaces what Spider computes."""
 
+import importlib.metadata
+import runpy
+
 import pytest
 import torch
-from conftest import text
+from conftest import ROOT, text
 from exporting import checkpoint, continuation, exported, loaded, model, spider, tokenizer  # noqa: F401
 
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
@@ -156,3 +159,8 @@ def test_a_model_of_any_precision_tells_learns_and_writes(exported, model, dtype
     assert other.generate(ids[:, :9], max_new_tokens=5, do_sample=False).shape == (2, 14)
     assert other.float().spider.compute_dtype == torch.float32 == other.spider.wide_dtype
 
+
+def test_a_transformers_that_passes_the_cache_by_another_name_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "5.23.0")
+    with pytest.raises(ImportError, match="transformers>=5.24 is required"):
+        runpy.run_path(str(ROOT / "spider/export/modeling_spider.py"))
