@@ -38,9 +38,8 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
     TileKernels; else `tile` if TileKernels pass a test on this GPU, else `grouped`. Raise BackendError if `tile` is
     requested but fails.
 
-    config: has hidden_size, n_routed_experts and n_experts_per_tok. dtype: of the products. say: gets a line if `auto`
-    cannot use TileKernels on a GPU, and a warning if torch's grouped product is slow. agree: maps whether this rank
-    passes to whether all ranks do."""
+    config: a SpiderConfig. dtype: of the products. say: gets a line if `auto` cannot use TileKernels on a GPU, and a
+    warning if torch's grouped product is slow. agree: maps whether this rank passes to whether all ranks do."""
     on_gpu = device.type == "cuda"
     if name == "tile" and (obstacle := find_obstacle(device, config, dtype)):
         raise BackendError(f"--moe_backend tile: {obstacle}; or use --moe_backend grouped")
@@ -51,7 +50,7 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
         name = "tile" if on_gpu and agree(obstacle is None) else "grouped"
         if on_gpu and name == "grouped":
             say(f"TileKernels not used: {obstacle or 'it fails on another rank; --moe_backend tile shows the reason'}")
-    if on_gpu and name != "loop" and config.n_routed_experts and not multiplies_at_once(device, dtype):
+    if on_gpu and name != "loop" and config.has_experts and not multiplies_at_once(device, dtype):
         say(f"on this GPU ({describe(device)}) torch runs {str(dtype)[6:]} experts one after the other and waits for "
             f"the device at each grouped product (docs/results/performance.md, Grouped products)")
     return name
@@ -74,7 +73,7 @@ def describe(device: torch.device) -> str:
 def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | None:
     """Return why TileKernels cannot run this model on this device, with the remedy, or None. Compiles the kernels of
     training: seconds for each the first time, later from tilelang's cache."""
-    if not config.n_routed_experts:
+    if not config.has_experts:
         return "the model has no routed experts"
     too_old = "TileKernels needs a GPU from Hopper on (sm_90 or above)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < TILE_CAPABILITY:

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from spider.model.config import SpiderConfig
 from spider.training import machine
 from tile_moe import TORCH_OPERATIONS, BackendError, find_disagreement, resolve_backend, route
 
-CONFIG = SimpleNamespace(hidden_size=D, n_routed_experts=E, n_experts_per_tok=K)
+CONFIG = SpiderConfig(hidden_size=D, n_routed_experts=E, n_experts_per_tok=K)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -124,9 +125,10 @@ def test_what_keeps_tile_kernels_from_running_is_one_line_and_auto_takes_grouped
 
 def test_sizes_that_tile_kernels_do_not_serve_are_refused(machine):
     with pytest.raises(BackendError, match="hidden_size that is a multiple of 32, not 48"):
-        machine.resolve("tile", config=SimpleNamespace(**vars(CONFIG) | {"hidden_size": 48}))
-    with pytest.raises(BackendError, match="no routed experts"):
-        machine.resolve("tile", config=SimpleNamespace(**vars(CONFIG) | {"n_routed_experts": 0}))
+        machine.resolve("tile", config=replace(CONFIG, hidden_size=48))
+    for without in (dict(n_routed_experts=0), dict(n_recurrent_layers=0, engram_layers=())):
+        with pytest.raises(BackendError, match="no routed experts"):
+            machine.resolve("tile", config=replace(CONFIG, **without))
 
 
 def test_a_check_that_leaves_the_gpu_in_error_ends_the_run_whatever_was_asked(machine):
@@ -238,7 +240,7 @@ def test_kernels_and_plain_operations_agree_on_ties_zeros_and_minus_one(kernels)
 def test_tile_kernels_pass_their_check_on_a_gpu_from_hopper_on(dtype):
     if torch.cuda.get_device_capability() < tile_moe.TILE_CAPABILITY:
         pytest.skip("an older GPU")
-    config = SimpleNamespace(hidden_size=2048, n_routed_experts=32, n_experts_per_tok=2)
+    config = SpiderConfig()
     assert tile_moe.find_obstacle(GPU, config, dtype) is None
     for experts in (32, 20):                                              # 2^31 - 1 and 20 without further care
         score = torch.full((300, experts), math.nan, device="cuda")
