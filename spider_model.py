@@ -35,7 +35,7 @@ from spider.model.attention import MLA
 from spider.model.boundaries import boundary_loss, flexitokens_boundaries, respect_sentinels, rule_boundaries
 from spider.model.cache import Cache
 from spider.model.casting import Linear, WideLinear, cast_experts, cast_weights_once, wide
-from spider.model.compilation import compile_layers
+from spider.model.compilation import compile_layers, uncompile_layers
 from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, SpiderConfig  # noqa: F401
 from spider.model.core_types import CorePass, CoreStats, LayerCaches, LayerState
 from spider.model.costs import flops_per_byte
@@ -528,6 +528,10 @@ class Spider(DecodingMixin, nn.Module):
     def compile_layers(self, **settings) -> str | None:
         """Compile the layers; return why those of the core cannot be, or None. See compilation.compile_layers."""
         return compile_layers(self, **settings)
+
+    def uncompile_layers(self):
+        """Run all layers uncompiled again."""
+        uncompile_layers(self)
 
     def set_backend(self, backend: str):
         """Choose the backend of the experts, one of config.BACKENDS; raise ValueError for any other name."""

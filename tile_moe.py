@@ -5,8 +5,8 @@
     tile      the same, with gating, sorting, expanding and reducing by DeepSeek's TileKernels
 
 Shapes: N tokens, k experts per token, E experts, D hidden size, F expert width, P rows sorted by expert: every token k
-times, each expert's rows padded to a multiple of ALIGNMENT, and padding at the end up to a bound that does not depend
-on the data. No backend drops a token; an expert may get none or all of them. Expert -1 means none.
+times, each expert's rows padded to a multiple of ALIGNMENT, at least one, and padding at the end up to a bound that
+does not depend on the data. No backend drops a token; an expert may get none or all of them. Expert -1 means none.
 """
 
 import importlib.util
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spider.errors import SpiderError
+from spider.model.packing import round_up
 
 ALIGNMENT = 16                         # rows: required by FP8 products; also limits the number of CPU kernels
 TILE_CAPABILITY = (9, 0)  # minimum of TileKernels: Hopper, Blackwell (sm_120 is not listed, but the original ran there)
@@ -178,13 +179,13 @@ def _aux_fi(topk_idx, num_experts, num_aux_topk):
     return count[1:] * (num_experts / (len(topk_idx) * num_aux_topk))
 
 
-def _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment):
-    """Assign rows by counting, without a sort or host sync. Return the row of each slot, int64 [N, k], -1 for slots
+def _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment, at_least=0):
+    """Assign rows by counting, without a sort or host sync, `at_least` so many to every expert. Return the row of each slot, int64 [N, k], -1 for slots
     without an expert; the slot of each row, [P], -1 for padding; expert_end and aligned counts, [E]."""
     slots, device = topk_idx.numel(), topk_idx.device
     chosen = torch.arange(num_experts, device=device)[:, None] == topk_idx.flatten()         # [E, slots]
     rank = chosen.cumsum(1)               # of a slot within its expert, from 1 on
-    aligned = (rank[:, -1] + (alignment - 1)) // alignment * alignment
+    aligned = ((rank[:, -1] + (alignment - 1)) // alignment * alignment).clamp_min(at_least)
     end = aligned.cumsum(0)
     row = rank.add_((end - aligned)[:, None]).mul_(chosen).sum(0)                          # from 1 on
     slot = row.new_full((1 + num_expanded_tokens,), -1).scatter_(0, row, torch.arange(slots, device=device))[1:]
@@ -241,16 +242,24 @@ class ExpertRows(NamedTuple):
 
 
 def assign_rows(topk_idx: Tensor, n_experts: int, backend: str) -> ExpertRows | None:
-    """Sort the slots [N, k] by expert; return None for `loop`, which does not sort."""
+    """Sort the slots [N, k] by expert; return None for `loop`, which does not sort.
+
+    Every expert gets rows, if only padding with weight 0: on sm_100 grouped_mm leaves the weight gradient of a group
+    without rows uninitialized (pytorch issue 172439)."""
     if backend == "loop":
         return None
+    tokens, k = topk_idx.shape
     bound = row_bound(topk_idx.numel(), n_experts)
     if backend == "tile":
+        # A token more for every k experts, which gives each expert a row; these rows then become padding.
+        extra = torch.arange(round_up(n_experts, k), device=topk_idx.device)
+        extra = extra.masked_fill(extra >= n_experts, -1).view(-1, k)
         pos_to_expert, _, _, row, _, expert_end, *_ = operations(backend).get_fused_mapping(
-            topk_idx.contiguous(), n_experts, bound, ALIGNMENT)
-        return ExpertRows(row, pos_to_expert, expert_end)
-    row, slot, expert_end, _ = _rows_by_expert(topk_idx, n_experts, bound, ALIGNMENT)
-    return ExpertRows(row, slot.clamp_min(0) // topk_idx.shape[1], expert_end.int())
+            torch.cat((topk_idx, extra)), n_experts, bound, ALIGNMENT)
+        pos_to_expert.index_fill_(0, row[tokens:].flatten()[:n_experts].long(), -1)
+        return ExpertRows(row[:tokens], pos_to_expert, expert_end)
+    row, slot, expert_end, _ = _rows_by_expert(topk_idx, n_experts, bound, ALIGNMENT, at_least=ALIGNMENT)
+    return ExpertRows(row, slot.clamp_min(0) // k, expert_end.int())
 
 
 def _expand(x, row, source, tile):
@@ -450,8 +459,9 @@ def _multiply_group(product, rows, weight):
 
 
 def row_bound(slots: int, experts: int) -> int:
-    """Return P, enough rows for any routing of `slots` slots; with fewer, TileKernels would write out of bounds."""
-    return (slots + (ALIGNMENT - 1) * experts) // ALIGNMENT * ALIGNMENT
+    """Return P, enough rows for any routing of `slots` slots and one more for each expert; with fewer, TileKernels
+    would write out of bounds."""
+    return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
 
 
 def _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, tile):

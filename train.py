@@ -94,8 +94,7 @@ GROUPS = {"basics": (
          metavar="STEPS"),
 ), "machine": (
     Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda if available"),
-    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 if the hardware has it; fp8 only if "
-         "layers are compiled too"),
+    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 if the hardware has it"),
     Flag("fp8_experts", False, None, "with fp8: convert the routed experts too, with row-wise scales"),
     Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "expert kernels; auto: grouped with compiled layers, else "
          "tile if it works here, else grouped; loop: the reference"),
@@ -182,6 +181,9 @@ def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNames
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # answered before torch is imported, which takes seconds
     sys.exit(run_program(parse_args, "train.py"))
 
+if __name__ == "__main__" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the number of rows varies by step
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 import numpy as np
 import torch
 from loguru import logger
@@ -232,7 +234,7 @@ def settle(args, device: torch.device, world: World | None = None, state: dict |
     machine does not support, and CheckpointError for a checkpoint of another model."""
     world = World() if world is None else world
     compiles, why_compile = resolve_compile(args.compile, device)
-    precision, why_precision = resolve_precision(args.precision, device, compiles)
+    precision, why_precision = resolve_precision(args.precision, device)
     recipe, suits = (state or {}).get("recipe"), "1b" if device.type == "cuda" else "tiny"
     recipe = (recipe or suits) if args.model == "auto" else args.model
     values = {flag.name: getattr(args, flag.name) for flag in FLAGS}
@@ -420,12 +422,22 @@ def build_model(plan: Plan, device: torch.device, world: World | None = None,
     return model
 
 
-def warm_up(model: Spider, batch: BatchShape, n_loops: int, device: torch.device):
-    """Compile kernels by two passes on dummy bytes; weights, random state, buffers and data position stay unchanged."""
+def warm_up(model: Spider, batch: BatchShape, n_loops: int, device: torch.device, fall_back: bool = False):
+    """Compile kernels by two passes on dummy bytes; weights, random state, buffers and data position stay unchanged. If
+    torch.compile fails on the layers, run them uncompiled, with a warning, if `fall_back`; else raise UsageError."""
     ids = (torch.arange(batch.micro_batch * batch.seq_len, device=device) % 251).view(batch.micro_batch, batch.seq_len)
-    with model.cast_weights_once():
-        for noise_seed in range(2):
-            model(ids, ids, n_loops=n_loops, noise_seed=noise_seed).loss.backward()
+    try:
+        with model.cast_weights_once():
+            for noise_seed in range(2):
+                model(ids, ids, n_loops=n_loops, noise_seed=noise_seed).loss.backward()
+    except Exception as fault:            # whatever Dynamo, Inductor and Triton provoke
+        if not model.compiled or machine.is_out_of_memory(fault):
+            raise
+        line = machine.describe_compile_error(fault, device)
+        if not fall_back:
+            raise UsageError(f"--compile: {line}; or use --compile off") from fault
+        logger.warning(f"{line}: the layers run uncompiled")
+        model.uncompile_layers()
     model.zero_grad(set_to_none=True)
 
 
@@ -692,7 +704,7 @@ def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: Wo
         logger.info(f"nothing to do: the run is at step {progress.step} of {last_step}; to continue, raise --max_steps "
                     f"or --target_tokens")
     elif (plan.machine.precision == "fp8" or plan.machine.compile) and not progress.is_out_of_patience(out.patience):
-        warm_up(model, batch, plan.n_loops, device)
+        warm_up(model, batch, plan.n_loops, device, fall_back=args.compile == "auto" and world.ranks == 1)
     feed = Feed(loader, batch, plan.schedule.seed, world, progress, closing)
     run = Run(plan, model, optimizers, loader, feed, progress, world, horizon, cache(model.flops_per_byte))
     optimizers.set_lr(plan.schedule.lr, lr_factor(max(0, progress.step - 1), horizon, plan.schedule))  # as saved

@@ -18,7 +18,7 @@ SCRIPTS = {module for module, name in MODULES.items() if "/" not in name}
 ADAPTER = "spider.export.modeling_spider"  # what an export takes along, where spider_model.py lies beside it
 
 LAYERS = 9
-FILE, TRAIN, TEST_FILE, CLASS, FUNCTION, MAIN, LINE = 650, 800, 450, 250, 60, 100, 120
+FILE, TRAIN, TEST_FILE, CLASS, FUNCTION, MAIN, LINE = 700, 900, 450, 260, 62, 100, 120
 
 
 def listed(found: set[str]) -> str:

@@ -27,3 +27,10 @@ def compile_layers(model: nn.Module, **settings) -> str | None:
             compiled[function] = torch.compile(function, **settings)
         layer.compiled = compiled[function]
     return obstacle
+
+
+def uncompile_layers(model: nn.Module):
+    """Run all layers uncompiled again."""
+    model.compiled = False
+    for layer in (*model.prelude, *model.coda, *(() if model.core is None else model.core.layers)):
+        layer.compiled = None

@@ -9,10 +9,7 @@ def inverse_rms_of(x: Tensor, eps: float) -> Tensor:
     """Return 1 / sqrt(mean(x^2) + eps), [..., 1], at least in fp32."""
     dtype = x.dtype if x.dtype.itemsize > 2 else torch.float32
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    return torch.addcmul(EPS[eps], length, length, value=1 / x.shape[-1]).rsqrt_()
-
-
-EPS = {eps: torch.tensor(eps) for eps in (1e-6, 1e-3)}  # tensors, which addcmul can fuse
+    return torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
 class _RMSNormCPU(torch.autograd.Function):

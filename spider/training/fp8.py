@@ -26,26 +26,32 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
         """Float8Linear whose weight may be cast beforehand."""
         cast = None
 
+        def settle(self):
+            """Build torchao's settings of the three products for row counts that are multiples of 16, and for others.
+            Not in forward: Dynamo of torch 2.11 cannot construct named tuples inside a graph."""
+            self.mm_config_aligned, self.mm_config_ragged = self.mm_config(16), self.mm_config(1)
+
+        def mm_config(self, rows: int):
+            """Pad only inner dimensions that are not multiples of 16: torchao copies a tensor even if the padding is
+            empty."""
+            inner = self.in_features, self.out_features, rows  # of forward, the input's and the weight's gradient
+            return type(self.linear_mm_config)(*(product._replace(pad_inner_dim=size % 16 > 0)
+                                                 for product, size in zip(self.linear_mm_config, inner)))
+
         def cast_weight(self, dtype: torch.dtype):
             if not self.training:
                 return Linear.cast_weight(self, dtype)
             self.cast = hp_tensor_to_float8_dynamic(
-                self.weight.t(), self.config.cast_config_weight.target_dtype, self.multiplying(16),
+                self.weight.t(), self.config.cast_config_weight.target_dtype, self.mm_config_aligned,
                 gemm_input_role=GemmInputRole.WEIGHT)
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.training:
                 return Linear.forward(self, x)
             weight = self.weight.t() if self.cast is None else self.cast
-            rows = x.numel() // x.shape[-1]  # inner dimension of the weight's gradient
-            return matmul_with_hp_or_float8_args.apply(x, weight, self.multiplying(rows), self.config)
-
-        def multiplying(self, rows: int):
-            """Return torchao's settings of the three products, which pad only inner dimensions that are not multiples
-            of 16, since torchao copies a tensor even if the padding is empty."""
-            summed = self.in_features, self.out_features, rows
-            return type(self.linear_mm_config)(*(product._replace(pad_inner_dim=size % 16 > 0) for product, size
-                                                 in zip(self.linear_mm_config, summed)))
+            rows = x.numel() // x.shape[-1]
+            mm_config = self.mm_config_ragged if rows % 16 else self.mm_config_aligned
+            return matmul_with_hp_or_float8_args.apply(x, weight, mm_config, self.config)
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True,
                                  emulate=device.type == "cpu")
@@ -53,6 +59,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool):
     for module in model.modules():
         if isinstance(module, Float8Linear):
             module.__class__ = FP8Linear
+            module.settle()
     for module in moe_layers(model):
         module.fp8 = experts
 

@@ -41,9 +41,17 @@ def obstacle_to_compile(device: torch.device) -> str | None:
             results.append((y, *torch.autograd.grad(y, x)))
         torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
     except Exception as fault:            # whatever Triton, its C compiler and its cache provoke
-        return f"torch.compile fails here ({str(fault).strip().splitlines()[0][:200]}); it needs a C++ compiler" + (
-            " and a Triton that knows this GPU" * (device.type == "cuda"))
+        return describe_compile_error(fault, device)
     return None
+
+
+def describe_compile_error(fault: Exception, device: torch.device) -> str:
+    """Describe a failure of torch.compile in one line, with what it needs."""
+    first = (str(fault).strip().splitlines() or [type(fault).__name__])[0][:200]  # some errors have no message
+    needs = "a C++ compiler and Python's headers (python3-dev)"
+    if device.type == "cuda":
+        needs = "a C++ compiler, Python's headers (python3-dev) and a Triton that knows this GPU"
+    return f"torch.compile fails here ({first}); it needs {needs}"
 
 
 def small_function(x: Tensor) -> Tensor:
@@ -61,22 +69,18 @@ def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
     return not obstacle, (obstacle or "torch.compile passed a test") * (name == "auto")
 
 
-def resolve_precision(name: str, device: torch.device, compiles: bool) -> tuple[str, str]:
-    """Choose the precision; return it and, for `auto`, why. `auto` takes the fastest that the hardware has, but FP8
-    only with compiled layers, since its casts are many small kernels (docs/results/performance.md). Any other name is
-    checked against the hardware."""
+def resolve_precision(name: str, device: torch.device) -> tuple[str, str]:
+    """Choose the precision; return it and, for `auto`, why. `auto` is bf16 where the hardware has it, never fp8, until
+    a GPU has shown that fp8 pays (bench.py prints the ratio). Any other name is checked against the hardware."""
     on_gpu = device.type == "cuda"
-    fp8 = on_gpu and torch.cuda.get_device_capability(device) >= (8, 9)
-    if name == "fp8" and on_gpu and not fp8:
+    if name == "fp8" and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
         raise UsageError("--precision fp8: this GPU has no FP8 (it needs compute capability 8.9); use --precision bf16")
     if name == "fp8" and not on_gpu:
         logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
     if name != "auto":
         return name, ""
-    if fp8 and compiles:
-        return "fp8", "the GPU supports it, and layers are compiled"
     if multiplies_bf16(device):
-        return "bf16", "fp8 is faster only with --compile" * fp8
+        return "bf16", ""
     return "fp32", "this machine has no bf16 instructions"
 
 

@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import train
-from conftest import awake, documents, gradients, settled, small_config, text
+from conftest import awake, documents, gradients, metrics, run_flags, settled, small_config, text
 from spider.errors import UsageError
 from spider.model.packing import Packing
 from spider.training import machine
@@ -160,22 +160,13 @@ def gpu(monkeypatch):
     return pretend
 
 
-def chosen(device, compile="auto", precision="auto"):
-    compiles, why = resolve_compile(compile, device)
-    precision, why_precision = resolve_precision(precision, device, compiles)
-    return compiles, precision, why, why_precision
-
-
-def test_auto_compiles_on_a_gpu_and_takes_fp8_only_with_it(gpu):
-    for capability, compiled in (((9, 0), "fp8"), ((8, 9), "fp8"), ((12, 0), "fp8"), ((8, 0), "bf16"),
-                                 ((7, 5), "fp32")):
-        plain = "bf16" if compiled == "fp8" else compiled
-        assert chosen(gpu(capability))[:2] == (True, compiled)
-        assert chosen(gpu(capability), compile="off")[:2] == (False, plain)
-        assert chosen(gpu(capability, obstacle="there is no Triton"))[:2] == (False, plain)
-    assert chosen(gpu(), compile="off", precision="fp8")[:2] == (False, "fp8")       # asked for, and slow
-    assert "only with --compile" in chosen(gpu(), compile="off")[3] and not chosen(gpu(), precision="bf16")[3]
-    assert chosen(gpu(obstacle="there is no Triton"))[2] == "there is no Triton"
+def test_auto_compiles_on_a_gpu_and_takes_bf16_where_the_hardware_has_it_and_never_fp8(gpu):
+    for capability, precision in (((9, 0), "bf16"), ((8, 9), "bf16"), ((12, 0), "bf16"), ((8, 0), "bf16"),
+                                  ((7, 5), "fp32")):
+        assert resolve_compile("auto", gpu(capability))[0]
+        assert resolve_precision("auto", gpu(capability))[0] == precision
+    assert resolve_precision("fp8", gpu((8, 9)))[0] == "fp8"
+    assert resolve_compile("auto", gpu(obstacle="there is no Triton")) == (False, "there is no Triton")
 
 
 def test_a_cpu_compiles_only_when_it_is_told_to(gpu):
@@ -190,14 +181,33 @@ def test_compilation_that_was_asked_for_and_does_not_work_is_an_error(gpu):
 
 def test_what_keeps_a_small_function_from_compiling_is_one_line(monkeypatch):
     def broken(function):
-        raise RuntimeError("no compiler\nand much more")
+        raise RuntimeError(*message)
     monkeypatch.setattr("torch.compile", broken)
-    obstacle = machine.obstacle_to_compile(torch.device("cpu"))
-    assert obstacle.startswith("torch.compile fails here (no compiler); it needs")
+    for message, said in ((("no compiler\nand much more",), "no compiler"), ((), "RuntimeError")):
+        obstacle = machine.obstacle_to_compile(torch.device("cpu"))
+        assert f"({said})" in obstacle and "python3-dev" in obstacle and "\n" not in obstacle
     monkeypatch.setattr("torch.compile", lambda function: lambda x: 2 * function(x))
     assert "fails here" in machine.obstacle_to_compile(torch.device("cpu"))
     monkeypatch.setattr("torch.compile", lambda function: function)
     assert machine.obstacle_to_compile(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("compile", ("on", "auto"))
+def test_layers_that_fail_to_compile_run_uncompiled_under_auto_and_end_the_run_in_one_line_under_on(
+        compile, tmp_path, shards, monkeypatch, capsys):
+    def broken(function, **settings):
+        def fail(*args):
+            raise RuntimeError
+        return fail if function.__name__ == "in_one_graph" else function
+    monkeypatch.setattr("torch.compile", broken)
+    monkeypatch.setattr(train, "resolve_compile", lambda name, device: (True, ""))
+    status = train.command_line(run_flags(shards, tmp_path / "run", "--compile", compile, steps=2))
+    said = capsys.readouterr().err
+    assert "torch.compile fails here (RuntimeError)" in said and "Traceback" not in said
+    if compile == "auto":
+        assert status == 0 and len(metrics(tmp_path / "run")) == 2 and "the layers run uncompiled" in said
+    else:
+        assert status == 2 and said.splitlines()[-1].startswith("train.py: error: --compile: ")
 
 
 def test_the_flag_alone_means_on():
@@ -216,7 +226,7 @@ def test_the_flag_alone_means_on():
 def test_compiled_layers_learn_on_a_gpu_what_they_learn_without(precision):
     """Ten steps of many sizes: losses agree, and no graph is made after the two warm-up passes."""
     device, losses = torch.device("cuda"), {}
-    resolve_precision(precision, device, True)
+    resolve_precision(precision, device)
     for compiled in ("off", "on"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

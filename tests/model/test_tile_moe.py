@@ -136,6 +136,15 @@ def test_rows_that_no_token_owns_never_reach_a_result():
     check_backend("grouped", "uneven", torch.float32, 1e-6, product=product)
 
 
+@KINDS
+@pytest.mark.parametrize("backend", ("grouped", "tile"))
+def test_every_expert_gets_rows(backend, kind, kernels):
+    """On sm_100 the weight gradient of a group without rows is uninitialized."""
+    rows = tile_moe.assign_rows(routing(kind), E, backend)
+    assert (rows.expert_end.diff(prepend=rows.expert_end.new_zeros(1)) > 0).all()
+    assert rows.expert_end[-1] <= len(rows.source)
+
+
 def test_the_mapping_assigns_every_slot_once_with_aligned_groups():
     topk_idx = routing("one expert gets nothing")
     bound = (topk_idx.numel() + 15 * E) // 16 * 16
