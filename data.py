@@ -1,9 +1,10 @@
-"""Prepare, verify and print byte shards, the input of training.
+"""Prepare text as byte shards, verify and print them, and read them in one global order, the input of training.
 
-    python data.py prepare books.txt web/ --out data      # .txt, .jsonl, .parquet, directories of them, or - for stdin
-    python data.py prepare src/ --ext .py,.md --out code  # each file is a document; --ext text: all UTF-8 files
-    python data.py verify data                            # check sizes, checksums and ids
-    python data.py show data --first 12544 --count 448    # print sequences that a run with --data_dir data reads
+    python data.py prepare books.txt web/ --out data       # text, JSON lines, directories of them; - is standard input
+    python data.py prepare src/ --ext .py,.md --out code   # each file with one of these extensions is a document
+    python data.py prepare HuggingFaceFW/fineweb-edu --config sample-10BT --out data  # by Hugging Face `datasets`
+    python data.py verify data                             # check sizes, checksums and ids
+    python data.py show data --first 12544 --count 448     # print sequences that a run with --data_dir data reads
 
 A shard is a headerless file of little-endian uint16 ids (see tokenizer.py); `metadata.json` beside the shards describes
 them. The shards of a split form one stream, in the order of their names. Sequence g of a run is a pure function of
@@ -11,115 +12,754 @@ them. The shards of a split form one stream, in the order of their names. Sequen
 end, in its own order, before it repeats.
 """
 
+from __future__ import annotations
+
 import argparse
+import dataclasses
+import glob
 import hashlib
+import json
+import math
 import os
+import random
+import re
+import resource
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, NamedTuple
 
-from spider.console import ProgressBar, one_line, say, tolerate_closed_stdout
-from spider.data.inputs import FORMATS, Options, endings
-from spider.data.loader import Loader
-from spider.data.prepare import prepare
-from spider.data.shards import MIB, Stream, check_ids, find_shards, map_shard, mock_source, open_data, printable
-from spider.errors import DataError
-from spider.files import naming
-from spider.flags import Parser, integer, path_name, print_error, real, run_program
-from tokenizer import PAD_ID
+import numpy as np
+
+from spider.common import (DataError, Parser, ProgressBar, durable, integer, locked, naming, note, one_line, path_name,
+                           printable, put_in_place, real, run_program, say, step_seed)
+from spider.datasets_import import (BOM, COMPRESSED, READERS, json_lines, open_input, pieces, rows, text_of,
+                                    uncompressed_name)
+from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+if TYPE_CHECKING:                         # torch is imported where it is used: it takes seconds, and neither `prepare`
+    import torch                          # nor a mistyped flag needs it
+    from torch import Tensor
+
+MIB = 1 << 20
+CHECK_ALL = 2048 * MIB                    # bytes: up to this size, `check` reads all of the data
+HELD_OUT = 10_000_000                     # most ids to hold out where there is no validation shard
+VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)  # names of validation shards and their folders
+UNFINISHED = '{"complete": false}\n'      # metadata.json while `prepare` writes the shards
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
 
 
-def verify_shard(path: str, entry: dict | None, progress: ProgressBar) -> str | None:
-    """Return a shard's first error as a line, or None."""
+class Shard(NamedTuple):
+    """The ids of a file, or a slice of them that begins at id `first` of the file."""
+    path: str
+    ids: np.ndarray                       # uint16
+    first: int = 0
+    size: int | None = None               # bytes of the file; None: no file
+
+
+class Stream:
+    """Shards as one sequence of ids; Stream([Shard("memory", ids)]) needs no file."""
+
+    def __init__(self, shards: Iterable[Shard]):
+        self.shards = list(shards)
+        self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
+        self.bounds = np.array(self.starts)
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return ids start .. stop - 1, uint16; a view if they are all in one shard."""
+        i = bisect_right(self.starts, start) - 1
+        if stop <= self.starts[i + 1]:
+            return self.shards[i].ids[start - self.starts[i]:stop - self.starts[i]]
+        return np.concatenate([shard.ids for shard in self.slice(start, stop).shards])
+
+    def slice(self, start: int, stop: int) -> Stream:
+        """Return the stream of ids start .. stop - 1."""
+        cuts = [(shard, max(0, start - begin), min(len(shard.ids), stop - begin))
+                for shard, begin in zip(self.shards, self.starts)]
+        return Stream(shard._replace(ids=shard.ids[a:b], first=shard.first + a) for shard, a, b in cuts if a < b)
+
+    def where(self, index: int) -> str:
+        """Return the file and byte offset of an id."""
+        i = bisect_right(self.starts, index) - 1
+        return f"{self.shards[i].path}: byte offset {2 * (self.shards[i].first + index - self.starts[i])}"
+
+    def check(self, start: int, stop: int):
+        """Raise DataError at the first of the ids start .. stop - 1 that is above 271."""
+        for begin in range(start, stop, MIB):  # pieces that fit into the CPU's cache
+            piece = self.read(begin, min(begin + MIB, stop))
+            if piece.max() >= VOCAB_SIZE:
+                i = int((piece >= VOCAB_SIZE).argmax())
+                raise DataError(f"{self.where(begin + i)}: id {piece[i]} is above {VOCAB_SIZE - 1}: damaged, or not a "
+                                "shard")
+
+    def rows(self, start: np.ndarray, stop: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Return (input_ids, labels), int64 [n, seq_len], of windows start .. stop [n], both ends included.
+
+        Labels are the ids one further. Short windows are padded with PAD; labels that are PAD become -100.
+        """
+        import torch
+        first, last = self.bounds.searchsorted((start, stop), "right") - 1  # shards
+        for i in set().union(*map(range, first.tolist(), (last + 1).tolist())):
+            path, _, _, size = self.shards[i]
+            if size is not None and os.path.getsize(path) != size:  # to read beyond its end would kill the process
+                raise DataError(f"{path}: changed during the run: restore it; the same command resumes")
+        ids = np.full((len(start), seq_len + 1), PAD_ID, np.uint16)
+        for row, a, b in zip(ids, start.tolist(), stop.tolist()):
+            row[:b - a + 1] = self.read(a, b + 1)
+        if ids.max() >= VOCAB_SIZE:
+            for a, b in zip(start.tolist(), stop.tolist()):
+                self.check(a, b + 1)
+        input_ids, labels = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
+        input_ids[np.arange(seq_len) >= (stop - start)[:, None]] = PAD_ID  # a window's last id is a target only
+        labels[labels == PAD_ID] = -100
+        return torch.from_numpy(input_ids), torch.from_numpy(labels)
+
+
+def files_below(directory: str) -> list[str]:
+    """List the files below a directory, sorted, without hidden names. Links are followed; a file is listed once."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(directory), "**"), recursive=True), reverse=True)
+    return sorted({os.path.realpath(path): path for path in paths if not os.path.isdir(path)}.values())
+
+
+def read_metadata(path: str) -> list[dict]:
+    """Return the entries of shards (name, split, ids, sha256) in a metadata.json; none if another program wrote it."""
+    text = Path(path).read_text(errors="replace")
+    if text == UNFINISHED:
+        raise DataError(f"{Path(path).parent}: `prepare` was interrupted here, or still runs: give its command again")
     try:
-        stream, digest = Stream([map_shard(path, entry)]), hashlib.sha256()
-        for start in range(0, len(stream), MIB):
-            stop = min(start + MIB, len(stream))
-            check_ids(stream, start, stop)
-            if entry is not None:
-                digest.update(stream.read(start, stop))
-            progress.add(2 * (stop - start))
-        if entry is not None and digest.hexdigest() != entry["sha256"]:
-            return f"{path}: altered: its SHA-256 does not match metadata.json; copy or prepare it again"
-    except DataError as fault:
-        return str(fault)
+        metadata = json.loads(text)
+    except ValueError as fault:
+        raise DataError(f"{path}: not JSON: {fault}; delete it if it does not belong to these shards") from None
+    ours = isinstance(metadata, dict) and metadata.get("vocab_size") == VOCAB_SIZE
+    return metadata["shards"] if ours else []
 
 
-def verify(directory: str) -> list[str]:
-    """Check a directory's shards on all cores; return a line for each error."""
-    shards = find_shards(directory)
+def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
+    """List (path, split, entry in metadata.json) of the .bin files below a directory, sorted by relative path.
+
+    Without an entry, the split is "val" if a file or folder name is like val, val_00, valid or validation-1, else
+    "train".
+    """
+    names, entries, found = sorted(os.path.relpath(path, directory) for path in files_below(directory)), {}, []
+    for name in names:
+        if os.path.basename(name) == "metadata.json":
+            for entry in read_metadata(os.path.join(directory, name)):
+                entries[os.path.join(os.path.dirname(name), entry["name"])] = entry
+    if missing := sorted(entries.keys() - set(names)):
+        raise DataError(f"{os.path.join(directory, missing[0])}: missing, though metadata.json lists it")
+    for name in names:
+        if name.endswith(".bin"):
+            split = "val" if any(map(VALIDATION.match, Path(name).parts)) else "train"
+            split = entries[name]["split"] if name in entries else split
+            found.append((os.path.join(directory, name), split, entries.get(name)))
+    if not found:
+        lacking = "no .bin file in it" if os.path.isdir(directory) else "no such directory"
+        raise DataError(f"{directory}: {lacking}; make shards by `python data.py prepare INPUT --out {directory}`")
+    return found
+
+
+def map_shard(path: str, entry: dict | None = None) -> Shard:
+    """Map a file as a plain uint16 array, since slices of np.memmap are slow; `entry`: of metadata.json."""
+    size = os.path.getsize(path)
+    if entry is not None and size != 2 * entry["ids"]:
+        raise DataError(f"{path}: has {size:,} bytes, but metadata.json says {2 * entry['ids']:,}: truncated or "
+                        "altered; copy or prepare it again")
+    if size == 0 or size % 2:
+        raise DataError(f"{path}: has {size:,} bytes, none or an odd number: truncated, or not a shard")
+    return Shard(path, np.memmap(path, "<u2", "r").view(np.ndarray), 0, size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources: what --data_dir and --mock_data name
+
+
+@dataclass
+class Source:
+    """The data of one directory, and its weight in the mixture."""
+    name: str
+    weight: float
+    train: Stream
+    val: Stream
+    held_out: bool = False                # whether `val` is the end of the training shards
+
+    def __str__(self) -> str:
+        validation = f"{len(self.val):,} validation ids" if len(self.val) else "no validation ids"
+        origin = " (the end of its data, held out: it has no validation shard)" if self.held_out else ""
+        return f"{self.name}: {len(self.train):,} training and {validation}{origin}"
+
+
+def open_data(spec: str) -> list[Source]:
+    """Open a directory, or a mixture such as web:0.7,code:0.3 (positive weights, of any sum)."""
+    if ":" not in spec or os.path.isdir(spec):
+        return [open_source(spec, 1.0)]
+    names, _, weights = zip(*(part.rpartition(":") for part in spec.split(",")))
+    try:
+        weights = [float(weight) for weight in weights]
+    except ValueError:
+        weights = [0]
+    if not all(names) or not all(weight > 0 for weight in weights) or not sum(weights) < math.inf:
+        raise DataError(f"{spec}: neither a directory nor a mixture dir:weight,dir:weight with positive weights")
+    if len(set(map(os.path.realpath, names))) < len(names):
+        raise DataError(f"{spec}: a directory is named twice: give it once, with the sum of its weights")
+    return [open_source(name, weight / sum(weights)) for name, weight in zip(names, weights)]
+
+
+def open_source(directory: str, weight: float) -> Source:
+    """Map a directory's shards; without a validation shard, hold out the last 1% of the ids."""
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
+    shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
+    train, val = (Stream(shard for its_split, shard in shards if its_split == split) for split in ("train", "val"))
+    if not len(train):
+        raise DataError(f"{directory}: has only validation shards, none for training")
+    if len(val):
+        return Source(directory, weight, train, val)
+    cut = len(train) - min(len(train) // 100, HELD_OUT)
+    return Source(directory, weight, train.slice(0, cut), train.slice(cut, len(train)), held_out=True)
+
+
+def mock_source(seed: int) -> Source:
+    """Generate about 1 MB of sentences that a model learns within a few steps, and 70 kB for validation, in memory."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(rng.choice((1, 2, 2, 3))))
+             for _ in range(20)]
+    often = [1 / (i + 1) for i in range(40)]
+    sentences = [" ".join(rng.choices(words, often[:20], k=rng.randint(3, 5))) + ". " for _ in range(40)]
+
+    def stream(documents: int) -> Stream:  # 8 sentences each; 0x02 and 0x03 stand for BOS and EOS
+        text = "".join("\x02" + "".join(rng.choices(sentences, often, k=8)) + "\x03" for _ in range(documents))
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        ids[ids == 2], ids[ids == 3] = BOS_ID, EOS_ID
+        return Stream([Shard("mock data", ids)])
+
+    return Source("mock", 1.0, stream(5000), stream(350))
+
+
+def check(sources: Sequence[Source]):
+    """Raise DataError for an id above 271. Checks all ids of up to 2 GiB, else the first and last MiB of every shard;
+    training checks the ids of every batch."""
+    streams = [stream for source in sources for stream in (source.train, source.val)]
+    reach = MIB // 2 if sum(2 * len(stream) for stream in streams) > CHECK_ALL else CHECK_ALL
+    for stream in streams:
+        for start, stop in pairwise(stream.starts):
+            stream.check(start, min(start + reach, stop))
+            stream.check(max(start + reach, stop - reach), stop)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of training, and the rows of an evaluation
+
+BLOCK = 10_000                            # sequences in which each source of a mixture has exactly its share
+
+# Constants of SplitMix64, as numpy scalars, which are twice as fast as Python's.
+ADD, MUL_1, MUL_2, BITS_27, BITS_30, BITS_31, BITS_32 = map(
+    np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 27, 30, 31, 32))
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """Apply a step of SplitMix64, uint64 -> uint64: a bijection where every input bit affects every output bit."""
+    x = x + ADD
+    x = (x ^ (x >> BITS_30)) * MUL_1
+    x = (x ^ (x >> BITS_27)) * MUL_2
+    return x ^ (x >> BITS_31)
+
+
+def key(seed: int, *numbers) -> np.ndarray:
+    """Hash a seed and non-negative numbers or arrays to uint64; the result has at least one dimension."""
+    x = mix(np.array([seed % 2 ** 64], np.uint64))
+    for number in numbers:
+        x = mix(x ^ np.asarray(number).astype(np.uint64))
+    return x
+
+
+def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
+    """Map indices [m] by keyed bijections of [0, n), n < 2**52, under keys [m]; n [m] or a number; int64 [m].
+
+    A Feistel network of four rounds on two digits in a base just above sqrt(n). Values of n or more are mapped again
+    (cycle walking), which is rare with this base.
+    """
+    n = np.asarray(n)
+    base = np.sqrt(n).astype(np.uint64) + np.uint64(1)
+    high, low = np.divmod(index.astype(np.uint64), base)
+    round_keys = keys
+    for _ in range(4):
+        high, low = low, (high + (mix(round_keys ^ low) >> BITS_32)) % base
+        round_keys = round_keys + ADD
+    out = (high * base + low).astype(np.int64)
+    beyond = np.flatnonzero(out >= n)
+    if beyond.size:
+        out[beyond] = permute(out[beyond], np.broadcast_to(n, out.shape)[beyond], keys[beyond])
+    return out
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Split `total` into integers in proportion to weights (largest remainder, ties to the first)."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    out = [int(x) for x in exact]
+    for k in sorted(range(len(out)), key=lambda k: out[k] - exact[k])[:total - sum(out)]:
+        out[k] += 1
+    return out
+
+
+@lru_cache(maxsize=4)
+def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Assign each slot of a block to a source; return the source and the slot's rank within it, int64 [slots]."""
+    ends = np.cumsum(counts)
+    slots = np.arange(ends[-1])
+    source = np.searchsorted(ends, permute(slots, len(slots), key(seed, 0, np.full_like(slots, block))), side="right")
+    rank = np.empty_like(slots)
+    rank[np.argsort(source, kind="stable")] = slots           # by source, in order
+    return source, rank - (ends - counts)[source]
+
+
+class Loader:
+    """Read the training sequences of a run, numbered from 0 in one global order over ranks and micro-steps.
+
+    Each epoch of a source covers each of its targets (every id but the first) exactly once, in new windows of up to
+    seq_len and in a new order. Blocks of 10,000 sequences contain the sources in exact proportion to the weights,
+    shuffled; each slot takes the next sequence of its source.
+    """
+
+    def __init__(self, sources: Sequence[Source], seq_len: int, seed: int):
+        streams = [source.train for source in sources]
+        self.stream = Stream(shard for stream in streams for shard in stream.shards)
+        self.offsets = np.array([0, *accumulate(map(len, streams))][:-1])             # where each begins
+        self.seq_len, self.seed = seq_len, seed
+        self.targets = np.array([len(stream) - 1 for stream in streams])
+        self.windows = -(-self.targets // seq_len)                                    # in an epoch
+        self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
+        self.share, self.deal = self.counts / BLOCK, partial(deal, seed, tuple(self.counts.tolist()))
+        for source, targets, count in zip(sources, self.targets, self.counts):
+            if targets < seq_len:
+                raise DataError(f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
+                                f"({max(0, targets):,} bytes): lower --seq_len")
+            if count == 0:
+                raise DataError(f"{source.name}: weight {source.weight:g} is less than one sequence in {BLOCK:,}: "
+                                "raise it")
+
+    def batches(self, step: int, first: int, shape, rank: int = 0) -> Iterator[Batch]:
+        """Yield a rank's micro-batches of an optimizer step. `first`: number of sequences before it; `shape`: has
+        micro_batch, grad_accum and ranks, which do not change the sequences of the step."""
+        noise = step_seed(self.seed, step, "noise")
+        for micro_step in range(shape.grad_accum):
+            begin = (micro_step * shape.ranks + rank) * shape.micro_batch
+            yield Batch.of(*self.rows(first + begin + np.arange(shape.micro_batch)), noise + begin)
+
+    def rows(self, g: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]; labels are shifted, those of -100
+        do not count."""
+        return self.stream.rows(*self._spans(np.asarray(g)), self.seq_len)
+
+    def describe(self, g: int) -> tuple[int, int, str]:
+        """Return sequence g's number of source, that source's epoch, and the file and byte offset where it begins."""
+        (k,), (index,) = self._deal(np.array([g]))
+        (start,), _ = self._spans(np.array([g]))
+        return int(k), int(index // self.windows[k]), self.stream.where(start)
+
+    def epochs(self, g: int) -> np.ndarray:
+        """Count the passes over each source that were completed before sequence g; int64 [sources]."""
+        block, slot = divmod(g, BLOCK)
+        read = block * self.counts + np.bincount(self.deal(block)[0][:slot], minlength=len(self.counts))
+        return read // self.windows
+
+    def epoch(self, g: int) -> int:
+        """Return the epoch of sequence g, from 0; of a mixture the mean of `epochs` by weight, rounded down."""
+        return int(self.counts @ self.epochs(g)) // BLOCK
+
+    def _deal(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source number of sequences g, and their index in that source's own endless sequence."""
+        block, slot = np.divmod(g, BLOCK)
+        source, index = np.empty_like(g), np.empty_like(g)
+        for number in np.unique(block).tolist():
+            here = block == number
+            owner, rank = (dealt[slot[here]] for dealt in self.deal(number))
+            source[here], index[here] = owner, number * self.counts[owner] + rank
+        return source, index
+
+    def _spans(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return start and stop of sequences g in the joined stream: inputs are ids start .. stop - 1, labels one
+        further."""
+        source, index = self._deal(g)
+        targets, windows = self.targets[source], self.windows[source]
+        epoch, position = np.divmod(index, windows)
+        keys = key(self.seed, 1 + source, epoch)              # an order of its own for each source and epoch
+        # Where windows do not fit evenly, each epoch's first one has another length, which moves the cuts after it.
+        rest = targets % self.seq_len
+        head = np.where(rest == 0, self.seq_len, rest + (mix(keys) >> 32).astype(np.int64) % (self.seq_len - rest))
+        stop = head + permute(position, windows, keys) * self.seq_len
+        begin = self.offsets[source]
+        return begin + np.maximum(stop - self.seq_len, 0), begin + np.minimum(stop, targets)
+
+
+def validation_sets(sources: Sequence[Source], seq_len: int, eval_tokens: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the rows of every evaluation by source name: (input_ids, labels), int64 [n, seq_len].
+
+    They have the first `eval_tokens` validation targets, split by weight. A source with fewer targets than its share
+    contributes all of them; one without targets (or with PAD alone) is left out. Raise DataError if none is left.
+    """
+    sets = {}
+    for source, share in zip(sources, shares([source.weight for source in sources], eval_tokens)):
+        count = min(share, len(source.val) - 1)
+        if count > 0:
+            starts = np.arange(0, count, seq_len)
+            ids, labels = source.val.rows(starts, np.minimum(starts + seq_len, count), seq_len)
+            if (labels != -100).any():
+                sets[source.name] = ids, labels
+    if not sets:
+        raise DataError(f"{', '.join(source.name for source in sources)}: no validation data; prepare more data, raise "
+                        "--eval_tokens, or disable evaluation with --eval_every 0")
+    return sets
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches of training
+
+
+@dataclass
+class Batch:
+    """The sequences of a micro-step, with counts that are cheap to compute on the host before the copy."""
+    ids: Tensor                           # [B, T] int64
+    labels: Tensor                        # [B, T] int64, -100 is ignored
+    noise_seed: int                       # of the first row's segments and dropout
+    cu_seqlens: Tensor                    # int32 [documents + 1]
+    targets: int                          # labels other than -100
+    real: int                             # bytes that are not PAD
+
+    @classmethod
+    def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> Batch:
+        """Make a batch on the host."""
+        from spider.packing import document_cu_seqlens
+        return cls(ids, labels, noise_seed, document_cu_seqlens(ids), int((labels != -100).sum()),
+                   int((ids != PAD_ID).sum()))
+
+    def to(self, device: torch.device) -> Batch:
+        """Copy it to a device; from pinned memory, so that the host does not wait."""
+        if device.type == "cpu":
+            return self
+        moved = {name: getattr(self, name).pin_memory().to(device, non_blocking=True)
+                 for name in ("ids", "labels", "cu_seqlens")}
+        return dataclasses.replace(self, **moved)
+
+
+class Feed:
+    """Give a rank's batches step by step, on its device. A thread fetches those of the next step meanwhile. It is not a
+    daemon: the end of the process would abort a daemon inside of torch, with the status of a failure."""
+
+    def __init__(self, loader: Loader, shape, rank: int, device: torch.device, step: int, first: int):
+        """step, first: the next step, and the number of sequences before it; for `shape` see Loader.batches."""
+        self.loader, self.shape, self.rank, self.device, self.fetched = loader, shape, rank, device, SimpleQueue()
+        self._start(step, first)
+
+    def take(self) -> list[Batch]:
+        """Return the batches of the next step, and start to fetch those of the step after it."""
+        batches, step, first = self.fetched.get()
+        if isinstance(batches, BaseException):
+            raise batches
+        self._start(step + 1, first + self.shape.sequences)
+        return batches
+
+    def _start(self, step: int, first: int):
+        def fetch():
+            try:
+                batches = self.loader.batches(step, first, self.shape, self.rank)
+                batches = [batch.to(self.device) for batch in batches]
+            except BaseException as fault:
+                batches = fault
+            self.fetched.put((batches, step, first))
+        Thread(target=fetch).start()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare: inputs become documents, documents become shards
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a data set: owner/name
+KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines"} | dict.fromkeys(READERS, "table")
+
+
+@dataclass
+class Documents:
+    """Read the documents of inputs. Bad records are skipped and counted by kind, or with `strict` raise DataError."""
+    field: str                            # of a JSON object, or the column of a table, with the text
+    val_fraction: float
+    endings: tuple[str, ...]              # if any, only files with these are read, each as a document
+    config: str | None                    # of a data set of the hub
+    split: str                            # the same
+    strict: bool
+    skipped: dict[str, list] = dataclasses.field(default_factory=dict)  # count and first place by kind
+
+    def find(self, argument: str) -> list[tuple[str, str]]:
+        """List (path, kind) of the inputs that an argument names; directories are searched in sorted order."""
+        if argument == "-":
+            return [("-", "stdin")]
+        if not os.path.exists(argument):
+            if self.endings or Path(argument).suffix in (*KINDS, *COMPRESSED) or not HUB_NAME.fullmatch(argument):
+                raise DataError(f"{argument}: no such file or directory")
+            return [(argument, "table")]
+        found, others = [], Counter()
+        for path in sorted(map(Path, files_below(argument))) if os.path.isdir(argument) else [Path(argument)]:
+            name = uncompressed_name(path)
+            kind = KINDS.get(Path(name).suffix)
+            if self.endings:
+                kind = "document" if name.endswith(self.endings) else None
+            if kind is None:
+                others[Path(name).suffix or name] += 1
+            else:
+                found.append((str(path), kind))
+        if not found:
+            raise DataError(f"{argument}: no {' '.join(self.endings or KINDS)} file; --ext names other text files")
+        if others:
+            counts = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(8))
+            note(f"prepare: {argument}: skipped other files ({counts}); --ext names those to read as documents")
+        return found
+
+    def read(self, number: int, path: str, kind: str, scratch: Path) -> Iterator[tuple[str, Iterable[bytes]]]:
+        """Yield (split, pieces of the text) for each document of input `number`; `scratch`: see open_input."""
+        if kind == "table":
+            yield from self.texts(number, path, enumerate(rows(path, self.field, self.config, self.split)))
+            return
+        with open_input(path, scratch) as file:
+            head = file.read(MIB)
+            start = len(BOM) if head.startswith(BOM) else 0
+            size = file.seek(0, os.SEEK_END) - start
+            file.seek(start)
+            zeros = head[::2].count(0), head[1::2].count(0)
+            if kind == "stdin":
+                kind = "lines" if re.match(rb'\s*\{\s*"', head[start:]) else "text"
+                note(f"prepare: -: read as {'JSON lines' if kind == 'lines' else 'text'}, by its first bytes")
+            if size == 0:
+                self.skip("empty", path)
+            elif head.startswith((b"\xff\xfe", b"\xfe\xff")) or not min(zeros) and max(zeros) > len(head) // 4:
+                self.skip("UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`", path)
+            elif kind == "lines":
+                yield from self.texts(number, path, json_lines(file))
+            elif kind == "document":
+                yield self.draw_split(number, 0), pieces(file, size)
+            else:                         # a text: its end is the validation split
+                cut = int(size * (1 - self.val_fraction))
+                for split, count in ("train", cut), ("val", size - cut):
+                    if count:
+                        yield split, pieces(file, count)
+
+    def texts(self, number: int, path: str, records: Iterable[tuple[int, bytes | dict]]) -> Iterator:
+        """Yield the documents of JSON lines or rows, each with its start, but for bad ones and blank lines."""
+        for line, (start, record) in enumerate(records, 1):
+            try:
+                text = text_of(record, self.field)
+            except ValueError as fault:
+                self.skip(str(fault), f"{path}:{line}")
+            else:
+                if text is not None:
+                    yield self.draw_split(number, start), [text]
+
+    def draw_split(self, number: int, start: int) -> str:
+        """Draw the split of the document that begins at `start` (byte offset or row) of input `number`, by a hash."""
+        draw = hashlib.blake2b(b"%d:%d" % (number, start), digest_size=8).digest()
+        return "val" if int.from_bytes(draw, "little") < self.val_fraction * 2 ** 64 else "train"
+
+    def skip(self, kind: str, place: str):
+        if self.strict:
+            raise DataError(f"{place}: {kind}")
+        self.skipped.setdefault(kind, [0, place])[0] += 1
+
+
+class ShardWriter:
+    """Write the shards of a split, each of `limit` ids but the last; a complete one is synced and gets its name."""
+
+    BOS, EOS = np.array([BOS_ID], "<u2"), np.array([EOS_ID], "<u2")
+
+    def __init__(self, out: Path, split: str, limit: int):
+        self.out, self.split, self.limit, self.entries = out, split, limit, []       # entries: of metadata.json
+        self.file, self.digest, self.ids, self.documents = None, None, 0, 0          # of the shard being written
+
+    def write(self, document: Iterable[bytes], progress: ProgressBar):
+        """Write a document; `progress`: counts its bytes."""
+        self._put(self.BOS)
+        self.documents += 1
+        for piece in document:
+            self._put(np.frombuffer(piece, np.uint8).astype("<u2"))
+            progress.add(len(piece))
+        self._put(self.EOS)
+
+    def _put(self, ids: np.ndarray):
+        while len(ids):
+            if self.file is None:
+                self.file = open(self.out / f".{self.split}-{len(self.entries):05d}.bin.tmp", "wb", MIB)
+                self.digest = hashlib.sha256()
+            part, ids = ids[:self.limit - self.ids], ids[self.limit - self.ids:]
+            self.file.write(part)
+            self.digest.update(part)
+            self.ids += len(part)
+            if self.ids == self.limit:
+                self.finish()
+
+    def finish(self):
+        """Complete the shard that is being written, if there is one."""
+        if self.file is not None:
+            name = f"{self.split}-{len(self.entries):05d}.bin"
+            with self.file:
+                put_in_place(self.file, self.out / name)
+            self.entries.append(dict(name=name, split=self.split, ids=self.ids, documents=self.documents,
+                                     sha256=self.digest.hexdigest()))
+            self.file, self.ids, self.documents = None, 0, 0
+
+
+def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: int):
+    """Turn inputs into shards of `limit` ids and metadata.json, in one pass; after a failure nothing is left."""
+    def clear():
+        for path in (*out.glob("*.bin"), *out.glob(".*.bin.tmp"), out / "metadata.json"):
+            path.unlink(missing_ok=True)
+    inputs = [found for argument in arguments for found in documents.find(argument)]
+    sizes = [0 if kind in ("stdin", "table") or path.lower().endswith(COMPRESSED) else os.path.getsize(path)
+             for path, kind in inputs]
+    progress = ProgressBar("prepare", sum(sizes) if all(sizes) else 0)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        metadata = out / "metadata.json"
+        if metadata.exists() and metadata.read_text(errors="replace") == UNFINISHED:
+            note(f"{out}: an earlier prepare was interrupted here: it begins again")
+            clear()
+        if metadata.exists() or any(out.rglob("*.bin")):
+            raise DataError(f"{out}: has shards already: use another --out, or delete it")
+        try:
+            with durable(metadata) as file:
+                file.write(UNFINISHED)
+            writers = {split: ShardWriter(out, split, limit) for split in ("train", "val")}
+            for number, ((path, kind), end) in enumerate(zip(inputs, accumulate(sizes))):
+                for split, document in documents.read(number, path, kind, out):
+                    writers[split].write(document, progress)
+                progress.add(max(0, end - progress.done))     # of JSON lines only the texts were counted
+            for writer in writers.values():
+                writer.finish()
+            totals = summarize(arguments, documents, writers)
+            with durable(metadata) as file:
+                json.dump(dict(
+                    vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=arguments, field=documents.field,
+                    ext=documents.endings, val_fraction=documents.val_fraction,
+                    skipped={kind: count for kind, (count, _) in documents.skipped.items()},
+                    shards=[entry for writer in writers.values() for entry in writer.entries]), file, indent=1)
+        except BaseException:
+            clear()
+            raise
+    say(f"{out}: " + "; ".join(f"{split} {total['ids']:,} ids, {total['documents']:,} documents"
+                               for split, total in totals.items()))
+
+
+def summarize(arguments: Sequence[str], documents: Documents, writers: dict[str, ShardWriter]) -> dict[str, dict]:
+    """Return the ids and documents of each split, and print what was skipped. Raise DataError without training data."""
+    totals = {split: {count: sum(entry[count] for entry in writer.entries) for count in ("ids", "documents")}
+              for split, writer in writers.items()}
+    skipped = ", ".join(f"{count:,} {kind} (first: {place})" for kind, (count, place) in documents.skipped.items())
+    if not totals["train"]["ids"]:
+        reason = skipped or "no document"
+        if totals["val"]["ids"]:
+            reason = "every document fell into the validation split: lower --val_fraction"
+        raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
+    if skipped:
+        note(f"prepare: skipped {skipped}")
+    if not totals["val"]["ids"]:
+        note("prepare: no validation split: training will hold out the last 1% of its data; for a real one "
+             "raise --val_fraction or add documents")
+    return totals
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify and show
+
+
+def verify(directory: str):
+    """Check the shards of a directory; print each that is damaged, and raise DataError if there is one."""
+    shards, damaged = find_shards(directory), 0
     progress = ProgressBar("verify", sum(os.path.getsize(path) for path, _, _ in shards))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        faults = [line for line in pool.map(lambda shard: verify_shard(shard[0], shard[2], progress), shards) if line]
-    unlisted = sum(entry is None for _, _, entry in shards)
-    if not faults:
-        say(f"{directory}: {len(shards)} shards are valid"
-            + f"; {unlisted} of them are not in a metadata.json, so only their format was checked" * (unlisted > 0))
-    return faults
+    for path, _, entry in shards:
+        try:
+            stream, digest = Stream([map_shard(path, entry)]), hashlib.sha256()
+            for start in range(0, len(stream), MIB):
+                stop = min(start + MIB, len(stream))
+                stream.check(start, stop)
+                digest.update(stream.read(start, stop))
+                progress.add(2 * (stop - start))
+            if entry is not None and digest.hexdigest() != entry["sha256"]:
+                raise DataError(f"{path}: altered: its SHA-256 does not match metadata.json; copy or prepare it again")
+        except DataError as fault:
+            note(str(fault))
+            damaged += 1
+    if damaged:
+        raise DataError(f"{directory}: {damaged:,} of {len(shards):,} shards are damaged")
+    say(f"{directory}: {len(shards):,} shards are valid")
+    if unlisted := sum(entry is None for _, _, entry in shards):
+        say(f"{unlisted:,} of them are not in a metadata.json: only their format was checked")
 
 
-def show(loader: Loader, names: list[str], first: int, count: int):
+def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: int):
     """Print sequences of a run: number, epoch, source, file and byte offset of the first id, then the text."""
-    with tolerate_closed_stdout():
-        for g in range(first, first + count):
-            k, epoch, offset = loader.describe(g)
-            (inputs,), (labels,) = loader.rows([g])
-            print(one_line(f"{g}: epoch {epoch}, {names[k]}, {offset}"))
-            print("    " + printable([int(inputs[0]), *labels.masked_fill(labels < 0, PAD_ID).tolist()]))
+    loader = Loader(sources, seq_len, seed)
+    for g in range(first, first + count):
+        k, epoch, offset = loader.describe(g)
+        (inputs,), (labels,) = loader.rows([g])
+        print(one_line(f"{g}: epoch {epoch}, {sources[k].name}, {offset}"))
+        print("    " + printable([int(inputs[0]), *labels.masked_fill(labels < 0, PAD_ID).tolist()]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="data.py", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="{prepare,verify,show}")
-    command = commands.add_parser("prepare", help="make shards from text; after a kill, the same command resumes")
-    command.add_argument("inputs", nargs="+", type=path_name, metavar="INPUT",
-                         help="text, JSON-lines or parquet file, directory, or - (stdin)")
-    command.add_argument("--ext", type=endings, metavar="ENDINGS", help="only read files with these extensions "
-                         "(.py,.md,.rst), or all UTF-8 files (text), each as one document")
-    command.add_argument("--format", choices=FORMATS, help="format of standard input (txt)")
-    command.add_argument("--out", dest="directory", required=True, type=path_name, metavar="DIR",
-                         help="directory for the shards")
-    command.add_argument("--field", default="text", metavar="NAME",
-                         help="JSON field or parquet column with the text (text)")
-    command.add_argument("--val_fraction", type=real(0, 1, open_high=True), default=0.1, metavar="FRACTION",
-                         help="fraction for validation, of each text or of the documents (0.1)")
-    command.add_argument("--workers", type=integer(1, 1 << 10), default=os.cpu_count(), metavar="N",
-                         help="number of processes (one per core)")
-    command.add_argument("--unit_mb", type=real(0, 1e6, open_low=True), default=64, metavar="MB",
-                         help="MB of input per unit of work and shard (64)")
-    command = commands.add_parser("verify", help="check shards against metadata.json, or only their format without it")
-    command.add_argument("directory", type=path_name, metavar="DIR")
-    command = commands.add_parser("show", help="print the sequences that a run reads, by number")
-    command.add_argument("directory", nargs="?", type=path_name, metavar="SPEC",
-                         help="the run's --data_dir: a directory or a mixture")
-    command.add_argument("--mock_data", action="store_true", help="synthetic data instead of SPEC")
-    command.add_argument("--seq_len", type=integer(1), default=2048, metavar="BYTES", help="the run's --seq_len (2048)")
-    command.add_argument("--seed", type=integer(0), default=0, metavar="N", help="the run's --seed (0)")
-    command.add_argument("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence (0)")
-    command.add_argument("--count", type=integer(1), default=1, metavar="N", help="sequences to print (1)")
+    add = commands.add_parser("prepare", help="make shards from text").add_argument
+    add("inputs", nargs="+", type=path_name, metavar="INPUT", help="text, JSON lines, parquet, csv or arrow file, also "
+        "compressed; directory of them; - (standard input); or OWNER/NAME, a data set of the Hugging Face hub")
+    add("--out", dest="directory", required=True, type=path_name, metavar="DIR", help="directory for the shards")
+    add("--ext", type=lambda text: tuple("." + ending.lstrip(".") for ending in text.lower().split(",")), default=(),
+        metavar=".py,.md", help="read the files with these extensions alone, each as one document")
+    add("--field", default="text", metavar="NAME", help="JSON field or column with the text")
+    add("--val_fraction", type=real(0, 0.999), default=0.1, metavar="FRACTION",
+        help="fraction for validation, below 1: the end of each text; of documents, those that a hash draws")
+    add("--config", "--name", help="configuration of a data set of the hub")
+    add("--split", default="train", help="split of a data set of the hub")
+    add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")
+    add("--shard_mb", type=real(1e-6), default=256, metavar="MB", help="size of a shard")
+    add = commands.add_parser("verify", help="check shards: size and checksum by metadata.json, ids").add_argument
+    add("directory", type=path_name, metavar="DIR")
+    add = commands.add_parser("show", help="print the sequences that a run reads, by number").add_argument
+    add("directory", nargs="?", type=path_name, metavar="SPEC", help="the run's --data_dir: a directory or a mixture")
+    add("--mock_data", action="store_true", help="synthetic data instead of SPEC")
+    add("--seq_len", type=integer(1), default=2048, metavar="BYTES", help="the run's --seq_len")
+    add("--seed", type=integer(0), default=0, metavar="N", help="the run's --seed")
+    add("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence")
+    add("--count", type=integer(1), default=1, metavar="N", help="sequences to print")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit status: 0; 2 with a line on stderr for each error; 130 after Ctrl-C."""
-    def command() -> int:
+    """Run a command. Exit status: 0; 2 with a line on stderr for an error; 130 after Ctrl-C."""
+    def command():
         args = parse_args(argv)
         with naming(args.directory or "standard output"):
             if args.command == "prepare":
-                unit_bytes = max(1, int(args.unit_mb * 1e6))
-                prepare(args.inputs, Path(args.directory), args.workers,
-                        Options(args.field, args.val_fraction, unit_bytes, args.ext, args.format))
-            elif args.command == "show":
-                if args.mock_data == (args.directory is not None):
-                    raise DataError("show takes either the run's --data_dir or its --mock_data")
+                documents = Documents(args.field, args.val_fraction, args.ext, args.config, args.split, args.strict)
+                prepare(args.inputs, Path(args.directory), documents, max(1, int(args.shard_mb * 1e6 / 2)))
+            elif args.command == "verify":
+                verify(args.directory)
+            elif args.mock_data == (args.directory is not None):
+                raise DataError("show takes either the run's --data_dir or its --mock_data")
+            else:
                 sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
-                names = [source.name for source in sources]
-                show(Loader(sources, args.seq_len, args.seed), names, args.first, args.count)
-            faults = verify(args.directory) if args.command == "verify" else []
-        for fault in faults:
-            print_error("data.py", f"error: {fault}")
-        return 2 if faults else 0
-    return run_program(command, "data.py", interrupted="error: interrupted; the same command again resumes")
+                show(sources, args.seq_len, args.seed, args.first, args.count)
+    return run_program(command, "data.py", interrupted="interrupted")
 
 
 if __name__ == "__main__":

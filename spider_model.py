@@ -3,11 +3,11 @@
     bytes -> embed_tokens -> prelude (byte rate) -> segments -> recurrent core (segment rate, looped)
           -> unpool + residual -> coda (byte rate) -> norm -> lm_head
 
-Features and their sources; the modules are in spider/model/:
+Features and their sources:
     MLA, latent attention with a decoupled rotary key                                     DeepSeek-V2, arXiv 2405.04434
     mixture of experts, balanced by a selection bias, no capacity limit                   DeepSeek-V3, arXiv 2412.19437
     mean pooling, segments by a published gradient           FlexiTokens, arXiv 2507.12720; Nawrot, arXiv 2211.09761
-    segments that end where the next byte is hard to predict                  this project, see spider/model/surprise.py
+    segments that end where the next byte is hard to predict                  this project, see spider/boundaries.py
     segments that end with a word                                                          SpaceByte, arXiv 2404.14408
     recurrent depth with a stable linear injection (LTI)          Huginn, arXiv 2502.05171; Parcae, arXiv 2604.12946
     adaptive computation time (ACT)                                                             Graves, arXiv 1603.08983
@@ -21,87 +21,40 @@ Parameters are fp32 (or another dtype, if converted); products run in `Spider.co
 losses are at least fp32 (`wide_dtype`).
 """
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from spider.model.attention import MLA
-from spider.model.boundaries import boundary_loss, flexitokens_boundaries, respect_sentinels, rule_boundaries
-from spider.model.cache import Cache
-from spider.model.casting import Linear, WideLinear, cast_experts, cast_weights_once, wide
-from spider.model.compilation import compile_layers, uncompile_layers
-from spider.model.config import BACKENDS, BOUNDARIES, PRESETS, RECOMPUTE, SpiderConfig  # noqa: F401
-from spider.model.core_types import CorePass, CoreStats, LayerCaches, LayerState
-from spider.model.costs import flops_per_byte
-from spider.model.decoding import DecodingMixin, check_ids
-from spider.model.engram import ByteEngram, OutputEngram, Recalled, SegmentEngram
-from spider.model.engram_table import EngramTable
-from spider.model.halting import Halting
-from spider.model.initialization import init_weights
-from spider.model.layers import Block, SwiGLU
-from spider.model.match_memory import Matches, MatchMemory
-from spider.model.ngrams import shifted_bytes
-from spider.model.noise import byte_noise, dropped
-from spider.model.norm import rms_norm
-from spider.model.packing import ActiveRows, Packing, document_cu_seqlens, round_up
-from spider.model.segments import last_byte_of, pool_segments, segment_offsets, unpool_segments
-from spider.model.surprise import Observed, SurprisePredictor
-from tile_moe import Routing, assign_rows, balance, fp8_grouped_product, grouped_product, moe_forward, route
-
+from spider.boundaries import Observed, SurprisePredictor, boundary_loss, flexitokens_boundaries, respect_sentinels
+from spider.config import BACKENDS, SpiderConfig
+from spider.decode import DecodingMixin, check_ids
+from spider.layers import (MLA, Block, Linear, SwiGLU, WideLinear, byte_noise, cast_weights_once, dropped, rms_norm,
+                           wide)
+from spider.memory import (ByteEngram, EngramTable, Matches, MatchMemory, OutputEngram, Recalled, SegmentEngram,
+                           shifted_bytes, word_ends)
+from spider.packing import (ALL_ROWS, ActiveRows, Cache, CorePass, Packing, document_cu_seqlens, last_byte_of,
+                            pool_segments, round_up, segment_offsets, unpool_segments)
+from tile_moe import MoE, Routing, balance
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Experts and the layer of the core
+# The recurrent core
 
-class MoE(nn.Module):
-    """Routed experts and a shared one, [N, D] -> [N, D]; there is no capacity limit, so no token is dropped."""
-
-    def __init__(self, config: SpiderConfig):
-        super().__init__()
-        self.config, self.backend, c = config, "grouped", config
-        experts, width = c.n_routed_experts, c.moe_intermediate_size
-        if experts:
-            self.router = WideLinear(c.hidden_size, experts)
-            self.w_gate = nn.Parameter(torch.empty(experts, c.hidden_size, width))
-            self.w_up = nn.Parameter(torch.empty(experts, c.hidden_size, width))
-            self.w_down = nn.Parameter(torch.empty(experts, width, c.hidden_size))
-        self.register_buffer("expert_bias", torch.empty(experts))
-        self.shared = SwiGLU(c.hidden_size, c.n_shared_experts * width) if c.n_shared_experts else None
-        self.fp8 = False                  # whether the routed experts train in FP8
-        self.cast = None                  # cast weights of the routed experts, see spider.model.casting
-
-    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Cast w_gate, w_up and w_down for the backend, see casting.cast_experts."""
-        return cast_experts((self.w_gate, self.w_up, self.w_down), dtype, self.backend != "loop", self.fp8)
-
-    def cast_weight(self, dtype: torch.dtype):
-        self.cast = self.weights(dtype) if self.config.n_routed_experts else None
-
-    def forward(self, x: Tensor, decided: Routing | None = None) -> tuple[Tensor, Routing]:
-        """Route each row to its experts, or reuse `decided`, the routing of an earlier pass over the same rows."""
-        if not self.config.n_routed_experts:
-            return self.shared(x), Routing(None, None, None)
-        score = self.router(x)                                                               # [N, E]
-        topk_idx, topk_weights = route(score, self.expert_bias, self.config.n_experts_per_tok, self.backend,
-                                       decided and decided.topk_idx)
-        rows = decided and decided.rows
-        if rows is None and torch.is_grad_enabled():
-            rows = assign_rows(topk_idx, len(self.expert_bias), self.backend)
-        weights = self.weights(x.dtype) if self.cast is None else self.cast
-        product = fp8_grouped_product if self.fp8 and self.training else grouped_product
-        y = moe_forward(x, topk_idx, topk_weights, *weights, self.backend, product, rows)
-        return (y if self.shared is None else y + self.shared(x)), Routing(score, topk_idx, rows)
+LayerState = tuple[Tensor | None, Tensor | None]   # of a core layer, [N, ...]: latents, inputs of the convolution
+LayerCaches = tuple[Cache | None, Cache | None]    # the same of earlier decoding steps
 
 
 class RecurrentBlock(nn.Module):
     """A layer of the core at segment rate: Engram in some layers, attention, experts."""
 
-    compiled: Callable | None = None      # of `in_one_graph`, see spider.model.compilation
+    compiled: Callable | None = None      # of `in_one_graph`, see Spider.compile_layers
 
     def __init__(self, config: SpiderConfig, has_engram: bool, attention_class: type[nn.Module] = MLA):
         super().__init__()
@@ -137,8 +90,61 @@ def keeping_routing():
     return create_selective_checkpoint_contexts([torch.ops.aten.sort.stable])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The recurrent core
+class CoreStats(NamedTuple):              # a tuple, in which FSDP finds tensors with gradients
+    """The statistics of a pass through the core. Losses are means over layer visits or segments."""
+    aux_loss: Tensor                      # f_e * P_e balance loss
+    z_loss: Tensor                        # router z-loss
+    ponder: Tensor                        # ACT's loops + remainder, per segment
+    mean_loops: Tensor                    # loops until halting, per segment
+    load: Tensor                          # [L, E] fp32, tokens per expert relative to an even load, summed over loops
+
+
+class Halting:
+    """ACT over the loops of one pass (Graves, arXiv 1603.08983).
+
+    The weight of a loop is p while the running sum is below the threshold. On the loop that reaches it, and on the last
+    one, the weight is the remainder to 1, and the segment halts. It is computed once more, with weight 0, so that later
+    segments can read its final state instead of the one before, and then leaves the core.
+
+    A segment that halts in its first loop has weight 1 there for any p, so there is no gradient to continue, nor for
+    later loops. Therefore a warm-up scales p until all loops have learned.
+    """
+
+    def __init__(self, share: Tensor, threshold: float, leave: bool, ends: bool):
+        """Begin a pass. share [N]: 1 / segments, 0 for padding rows; leave: halted rows leave the products; ends: no
+        later segment reads these, so the pass ends once all have halted."""
+        self.threshold, self.leave, self.ends, self.active = threshold, leave, ends, ALL_ROWS
+        self.share, self.remaining = share, torch.ones_like(share)  # [n] of active rows: 1 - weights; 0 once halted
+        self.output: Tensor | None = None                           # [N, D]
+        self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
+
+    def add(self, h: Tensor, p: Tensor, last: bool) -> Tensor:
+        """Add the states after a loop, h [n, D], with halting probabilities p [n]; return the states for the next loop,
+        none after the last."""
+        stays = self.share > 0                                      # the others halted in the loop before
+        stops = torch.ones_like(stays) if last else 1 - self.remaining + p >= self.threshold
+        weight = torch.where(stops, self.remaining, p)
+        weighted = weight[:, None].to(h.dtype) * h
+        index = self.active.index
+        self.output = weighted if self.output is None else (
+            self.output + weighted if index is None else self.output.index_add(0, index, weighted))
+        share = self.share.sum()
+        self.loops = self.loops + share
+        self.ponder = self.ponder + share + self.share @ torch.where(stops, self.remaining, 0)
+        self.share, self.remaining = self.share * ~stops, torch.where(stops, 0, self.remaining - weight)
+        if last or not self.leave:
+            self.active = ActiveRows(mask=stays)
+            return h[:0] if last else h
+        if self.ends and not self.share.any():
+            return h[:0]
+        stay = stays.nonzero().squeeze(1)
+        if len(stay) < len(h):
+            index = stay if index is None else index.index_select(0, stay)
+            self.share, self.remaining = self.share.index_select(0, stay), self.remaining.index_select(0, stay)
+            h = h.index_select(0, stay)
+        self.active = ActiveRows(index, halted=self.share == 0)
+        return h
+
 
 class RecurrentCore(nn.Module):
     """The looped layers: h <- y + LoRA_t(y), y = layers(A h + B e + loop_embedding[t]), weighted by ACT."""
@@ -150,15 +156,14 @@ class RecurrentCore(nn.Module):
         self.layers = nn.ModuleList(block_class(config, i in config.engram_layers, attention_class)
                                     for i in range(config.n_recurrent_layers))
         self.loop_embedding = nn.Parameter(torch.empty(loops, d))
-        if config.lti:
-            self.log_A, self.dt, self.B = (nn.Parameter(torch.empty(d)) for _ in range(3))
+        self.log_A, self.dt, self.B = (nn.Parameter(torch.empty(d)) for _ in range(3))
         if config.lora_rank:
             self.lora_down = nn.Parameter(torch.empty(loops, d, config.lora_rank))
             self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
         self.halt_predictor = WideLinear(d, 1, bias=True) if config.act else None
         self.out_proj = Linear(d, d)
-        if config.places > 1:                 # added to out_proj for each segment offset, [places, out, in]
-            self.place_proj = nn.Parameter(torch.empty(config.places, d, d))
+        if config.segment_offsets > 1:    # added to out_proj for each segment offset, [offsets, out, in]
+            self.offset_proj = nn.Parameter(torch.empty(config.segment_offsets, d, d))
         self.halted_leave: bool | None = None  # whether halted rows leave the products; None: only on a CPU
 
     def decay(self) -> Tensor:
@@ -166,13 +171,9 @@ class RecurrentCore(nn.Module):
         rate = F.softplus(wide(self.dt)) * wide(self.log_A).clamp(-15, 15).exp()
         return torch.exp(-rate.clamp(1e-4, 15))
 
-    def inject(self, h: Tensor | None, e: Tensor, loop: int, decay: Tensor | None) -> Tensor:
+    def inject(self, h: Tensor | None, e: Tensor, loop: int, decay: Tensor) -> Tensor:
         """Return A h + B e + loop_embedding, summed in fp32; h is None before the first loop."""
-        embedding = wide(self.loop_embedding[loop])
-        if not self.config.lti:
-            v = e + embedding
-            return (v if h is None else v + h).to(e.dtype)
-        v = torch.addcmul(embedding, wide(self.B), e)
+        v = torch.addcmul(wide(self.loop_embedding[loop]), wide(self.B), e)
         return (v if h is None else torch.addcmul(v, decay, h)).to(e.dtype)
 
     def adapt(self, y: Tensor, loop: int) -> Tensor:
@@ -190,19 +191,18 @@ class RecurrentCore(nn.Module):
     def forward(self, z: Tensor, run: CorePass) -> tuple[Tensor, CoreStats | None]:
         """Loop over the pooled segments z [N, D].
 
-        Returns the output of each segment for all segment offsets, [N, places * D], and statistics (None in
+        Returns the output of each segment for all segment offsets, [N, offsets * D], and statistics (None in
         decoding)."""
         decoding = run.latents is not None
         leave = decoding or not z.is_cuda if self.halted_leave is None else self.halted_leave
         halting = Halting(run.share, self.config.act_threshold, leave, ends=not decoding)
-        decay = self.decay() if self.config.lti else None
-        e, h, visits = dropped(rms_norm(z), run.dropout, run.noise, 1), None, []
+        e, h, decay, visits = dropped(rms_norm(z), run.dropout, run.noise, 1), None, self.decay(), []
         recalled = [layer.engram and layer.engram.recall(run.last_bytes, run.packing.position, z.dtype)
                     for layer in self.layers]
         states: list[LayerState] = [(None, None)] * len(self.layers)
         for t in range(run.n_loops):
             loop, active = min(t, self.config.n_loops - 1), halting.active
-            y = self.inject(h, active.pick(e), loop, decay)
+            y = self.inject(h, active.select(e), loop, decay)
             for i, layer in enumerate(self.layers):
                 y, routing, states[i] = visit(layer, y, run.packing, recalled[i], active, states[i],
                                               self._caches(run, i, t), run.recompute)
@@ -217,7 +217,7 @@ class RecurrentCore(nn.Module):
         aux_loss, z_loss, load = self.balance(visits)
         means = (loss / (len(self.layers) * halting.loops.clamp_min(1e-9)) for loss in (aux_loss, z_loss))
         ponder = halting.ponder
-        if decay is not None and run.n_loops > 1:  # a gradient on every rank, even if all segments halt at once
+        if run.n_loops > 1:               # a gradient on every rank, even if all segments halt at once
             ponder = ponder + 0 * decay.sum()
         return output, CoreStats(*means, ponder, halting.loops, load.detach())                 # 0 without segments
 
@@ -228,18 +228,18 @@ class RecurrentCore(nn.Module):
         return run.latents.of(layer, loop), run.convolved.of(sum(i < layer for i in self.config.engram_layers), loop)
 
     def _read_out(self, normed: Tensor) -> Tensor:
-        """Project states [N, D] to outputs [N, places * D], one row per segment offset."""
-        output, places = self.out_proj(normed), self.config.places
-        if places > 1:
-            output = output.repeat(1, places) + F.linear(normed, self.place_proj.to(normed.dtype).flatten(0, 1))
+        """Project states [N, D] to outputs [N, offsets * D], one row per segment offset."""
+        output, offsets = self.out_proj(normed), self.config.segment_offsets
+        if offsets > 1:
+            output = output.repeat(1, offsets) + F.linear(normed, self.offset_proj.to(normed.dtype).flatten(0, 1))
         return output
 
     def balance(self, visits: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         """Sum the balance losses (see tile_moe.balance) and the load [L, E] of visits (score, topk_idx, share). Visits
         with equally many rows are computed together."""
-        layers, none = len(self.layers), visits[0][2].new_zeros(())
+        layers, zero = len(self.layers), visits[0][2].new_zeros(())
         if not self.config.n_routed_experts:
-            return none, none, none.new_zeros(layers, 0)
+            return zero, zero, zero.new_zeros(layers, 0)
         sums = []
         for _, group in groupby(visits, key=lambda visited: len(visited[0])):
             sums.append(balance(*map(torch.stack, zip(*group)), self.layers[0].moe.backend))
@@ -266,6 +266,115 @@ def visit(layer: nn.Module, x: Tensor, packing: Packing, recalled, active: Activ
         decided.append(Routing(None, routing.topk_idx, routing.rows))
         return y, routing, later
     return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Initialization
+
+@torch.no_grad()
+def init_weights(model: "Spider"):
+    """Initialize every value of a Spider, buffers included:
+
+        embed_tokens                        N(0, 1)
+        Linear.weight, w_gate, w_up         N(0, 1 / fan_in); biases 0
+        o_proj, down_proj, w_down           the same divided by sqrt(2 * layers, the core's counted once per loop)
+        lm_head, halt_predictor             N(0, 0.02^2); the halting bias is -3: at 0 it would stick at one loop
+        boundary_predictor                  the last bias is logit(boundary_prior); the gain of learned boundaries 0
+        loop_embedding                      N(0, 0.02^2)
+        log_A, dt, B                        such that A = 0.905 and B = 1. B = (1 - A) / (1 - A^n_loops) would keep the
+                                            state at e's size, but then the layers' output drowns e; see
+                                            docs/results/mechanisms.md
+        lora_down, lora_up                  N(0, 1 / fan_in), 0
+        core.out_proj, core.offset_proj     0: at the start the core adds nothing to the bytes
+        null_segment, conv_weight           0
+        engram_output.logits, .votes        0, of votes the last Linear
+        Engram tables, followed             0; their hash constants from the table's order in the model
+        expert_bias                         0
+        modules that a subclass adds        their reset_parameters, after all of these
+
+    Raise RuntimeError with the names of uninitialized tensors."""
+    def values() -> dict[str, Tensor]:
+        named = (*model.named_parameters(), *model.named_buffers())
+        return {name: t for name, t in named if t.is_floating_point() and not t.is_meta}
+
+    for tensor in values().values():
+        tensor.fill_(math.nan)            # what is never initialized stays NaN
+    _init_layers(model)
+    model.embed_tokens.normal_()
+    model.lm_head.weight.normal_(std=0.02)
+    if model.core is not None:
+        model.null_segment.zero_()
+        _init_core(model.core)
+    if model.config.learns_boundaries:
+        model.boundary_predictor.init_weights()
+    elif model.boundary_predictor is not None:
+        prior = model.config.boundary_prior
+        model.boundary_predictor[2].bias.fill_(math.log(prior / (1 - prior)))
+    for name, tensor in values().items():
+        path = name.split(".")[:-1]
+        holders = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), 0, -1)]
+        holder = next((module for module in holders if hasattr(module, "reset_parameters")), None)
+        if holder is not None and tensor.isnan().any():
+            holder.reset_parameters()
+    if names := [name for name, tensor in values().items() if tensor.isnan().any()]:
+        raise RuntimeError(f"uninitialized: {', '.join(names)}: add a reset_parameters() to the module; values from "
+                           f"the constructor are lost when a model is built on the meta device")
+
+
+def _init_layers(model: "Spider"):
+    """Initialize the layers, in the order of modules; output projections of residual branches shrink with depth."""
+    c = model.config
+    depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
+    tables = 0
+    excluded = {*model.boundary_predictor.modules()} if c.learns_boundaries else {}  # all else starts as with words
+    for module in model.modules():
+        if isinstance(module, Linear) and module not in excluded:
+            module.weight.normal_(std=module.in_features ** -0.5)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, MoE):
+            module.expert_bias.zero_()
+            if c.n_routed_experts:
+                module.w_gate.normal_(std=c.hidden_size ** -0.5)
+                module.w_up.normal_(std=c.hidden_size ** -0.5)
+                module.w_down.normal_(std=(2 * depth * c.moe_intermediate_size) ** -0.5)
+        elif isinstance(module, EngramTable):
+            module.weight.zero_()
+            module.forget()
+            module.init_hash(tables)
+            tables += 1
+        elif isinstance(module, SegmentEngram):
+            module.conv_weight.zero_()
+        elif isinstance(module, MatchMemory):
+            module.init_hash(0)
+        elif isinstance(module, ByteEngram) and module.followed is not None:
+            module.followed.zero_()
+    for module in model.modules():
+        if isinstance(module, MLA):
+            module.o_proj.weight.mul_((2 * depth) ** -0.5)
+        elif isinstance(module, SwiGLU):
+            module.down_proj.weight.mul_((2 * depth) ** -0.5)
+        elif isinstance(module, OutputEngram):
+            for linear in (module.logits, module.votes and module.votes[2]):
+                if linear is not None:
+                    linear.weight.zero_()
+
+
+def _init_core(core: RecurrentCore):
+    c, rate = core.config, 0.1
+    core.loop_embedding.normal_(std=0.02)
+    core.out_proj.weight.zero_()
+    if c.segment_offsets > 1:
+        core.offset_proj.zero_()
+    core.log_A.zero_()
+    core.dt.fill_(math.log(math.expm1(rate)))
+    core.B.fill_(1)
+    if c.lora_rank:
+        core.lora_down.normal_(std=c.hidden_size ** -0.5)
+        core.lora_up.zero_()
+    if c.act:
+        core.halt_predictor.weight.normal_(std=0.02)
+        core.halt_predictor.bias.fill_(-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,6 +440,7 @@ class Spider(DecodingMixin, nn.Module):
         self.compute_dtype = torch.float32       # dtype of products and activations, not of parameters
         self.recompute = "nothing"               # one of RECOMPUTE: layers with activation checkpointing
         self.compiled = False                    # see compile_layers
+        self.backend = "grouped"                 # of the experts, see set_backend
         self.casts_early = True                  # False under FSDP, which casts in each group's forward
         self.halting_warmup = 1.0                # in training, factor on halting probabilities and ponder_weight
         self.dropout = 0.0                       # in training, at both ends of the core; a fifth of it for bytes
@@ -368,7 +478,7 @@ class Spider(DecodingMixin, nn.Module):
         return super()._apply(fn, recurse)
 
     def init_weights(self):
-        """Initialize all parameters and buffers, see initialization.init_weights."""
+        """Initialize all parameters and buffers, see the function init_weights."""
         init_weights(self)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -376,7 +486,7 @@ class Spider(DecodingMixin, nn.Module):
 
     def predict_boundaries(self, x: Tensor) -> Tensor | None:
         """Return what the boundary predictor makes of x [M, D]: logits [M, 1] of flexitokens, surprise and gain [M, 2]
-        of learned boundaries, None for a rule."""
+        of learned boundaries, None for words."""
         return None if self.boundary_predictor is None else self.boundary_predictor(rms_norm(x))
 
     def boundaries(self, predicted: Tensor | None, input_ids: Tensor, shifted: Tensor, packing: Packing,
@@ -390,7 +500,7 @@ class Spider(DecodingMixin, nn.Module):
             p = predicted.squeeze(1).sigmoid()                                               # [M]
             b = flexitokens_boundaries(p, packing, self.wide_dtype, noise, summed)
         else:
-            b = rule_boundaries(self.config.boundaries, ids, shifted, packing, self.wide_dtype)
+            b = word_ends(shifted[:2]).squeeze(0).to(self.wide_dtype)
         return respect_sentinels(b, ids)
 
     def run_core(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
@@ -414,17 +524,17 @@ class Spider(DecodingMixin, nn.Module):
         return z[:segments], stats
 
     def null_rows(self) -> Tensor:
-        """Return the unpooled output for bytes before a document's first boundary, at all offsets: [places * D]."""
-        return self.null_segment.repeat(self.config.places)
+        """Return the unpooled output for bytes before a document's first boundary, at all offsets: [offsets * D]."""
+        return self.null_segment.repeat(self.config.segment_offsets)
 
     def unpool(self, z: Tensor, null: Tensor, b: Tensor, packing: Packing, segment_cu_seqlens: Tensor,
                open_bytes: Tensor | int = 0, back: int = 0) -> Tensor:
-        """Unpool the core's output to bytes: z [N, places * D], null [places * D] or one per document, b [M] -> [M, D];
-        open_bytes, back: see segment_offsets."""
-        places, cu_seqlens, offset = self.config.places, packing.cu_seqlens, None
-        if places > 1:
-            z, null = z.unflatten(-1, (places, -1)), null.unflatten(-1, (places, -1))
-            offset = segment_offsets(b, cu_seqlens.index_select(0, packing.document), places, open_bytes, back)
+        """Unpool the core's output to bytes: z [N, offsets * D], null [offsets * D] or one per document, b [M] -> [M,
+        D]; open_bytes, back: see segment_offsets."""
+        offsets, cu_seqlens, offset = self.config.segment_offsets, packing.cu_seqlens, None
+        if offsets > 1:
+            z, null = z.unflatten(-1, (offsets, -1)), null.unflatten(-1, (offsets, -1))
+            offset = segment_offsets(b, cu_seqlens.index_select(0, packing.document), offsets, open_bytes, back)
         return unpool_segments(z, null, b, cu_seqlens, segment_cu_seqlens, offset, back)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -485,9 +595,9 @@ class Spider(DecodingMixin, nn.Module):
         if self.training and (self.dropout or self.boundary_predictor is not None):
             noise = byte_noise(noise_seed, sequences, length, ids.device).flatten()
         x = dropped(self.before_core(ids, packing, shifted, matches), of_bytes, noise, 0)    # [M, D]
-        none = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
-        segments, cut_loss, unpooled, observed = 0, none, None, None
-        stats = CoreStats(none, none, none, none, none.new_zeros(0, c.n_routed_experts))
+        zero = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
+        segments, cut_loss, unpooled, observed = 0, zero, None, None
+        stats = CoreStats(zero, zero, zero, zero, zero.new_zeros(0, c.n_routed_experts))
         if self.core is not None:
             predicted = self.predict_boundaries(x)
             b = self.boundaries(predicted, input_ids, shifted, packing, noise)
@@ -502,8 +612,8 @@ class Spider(DecodingMixin, nn.Module):
             x = x + unpooled
         logits = self.after_core(dropped(x, of_bytes, noise, 3), packing, shifted, matches)  # [M, vocab_size]
         tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # integers
-        out = SpiderOutput(logits.view(sequences, length, -1), None, None, none + segments, stats.mean_loops.detach(),
-                           tokens, none.new_zeros(0) if observed is None else observed.counts)
+        out = SpiderOutput(logits.view(sequences, length, -1), None, None, zero + segments, stats.mean_loops.detach(),
+                           tokens, zero.new_zeros(0) if observed is None else observed.counts)
         return out if labels is None else add_losses(self, out, labels, stats, cut_loss, unpooled, observed)
 
     def extra_losses(self, out: SpiderOutput, labels: Tensor) -> dict[str, Tensor]:
@@ -515,7 +625,7 @@ class Spider(DecodingMixin, nn.Module):
     # Training
 
     def cast_weights_once(self):
-        """Cast weights once for all passes inside, see casting.cast_weights_once."""
+        """Cast weights once for all passes inside, see layers.cast_weights_once."""
         return cast_weights_once(self)
 
     def zero_grad(self, set_to_none: bool = True):
@@ -526,17 +636,38 @@ class Spider(DecodingMixin, nn.Module):
                 module.forget()
 
     def compile_layers(self, **settings) -> str | None:
-        """Compile the layers; return why those of the core cannot be, or None. See compilation.compile_layers."""
-        return compile_layers(self, **settings)
+        """Compile each kind of layer to one graph by torch.compile, for passes with gradients; evaluation and decoding,
+        with other shapes, stay eager. `settings` go to torch.compile; the numbers of segments and documents are dynamic
+        sizes. The compiled function is `in_one_graph` of the layer's class, not the module, which has FSDP's hooks.
+
+        Returns why the core's layers are not compiled, or None. They are left out if the graph would break."""
+        obstacle, of_core = None, [] if self.core is None else list(self.core.layers)
+        if self.compute_dtype != torch.bfloat16:
+            obstacle = "torch.compile supports grouped products only in bf16"
+        elif self.backend == "tile":
+            obstacle = "torch.compile does not support TileKernels; use --moe_backend grouped"
+        self.compiled = True
+        # torch warns of recomputed in-place operations; these only modify fresh tensors.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+        compiled = {}                     # one per kind of layer
+        for layer in (*self.prelude, *self.coda, *([] if obstacle else of_core)):
+            function = type(layer).in_one_graph
+            if function not in compiled:
+                compiled[function] = torch.compile(function, **settings)
+            layer.compiled = compiled[function]
+        return obstacle
 
     def uncompile_layers(self):
         """Run all layers uncompiled again."""
-        uncompile_layers(self)
+        self.compiled = False
+        for layer in (*self.prelude, *self.coda, *([] if self.core is None else self.core.layers)):
+            layer.compiled = None
 
     def set_backend(self, backend: str):
         """Choose the backend of the experts, one of config.BACKENDS; raise ValueError for any other name."""
         if backend not in BACKENDS:
             raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+        self.backend = backend
         for module in self.modules():
             if isinstance(module, MoE):
                 module.backend = backend
@@ -555,10 +686,3 @@ class Spider(DecodingMixin, nn.Module):
             if not counts.numel():
                 raise ValueError("counts: of a pass in evaluation, which has none")
             self.boundary_predictor.update(counts, nats_per_byte)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Sizes and costs
-
-    def flops_per_byte(self, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
-        """Count training FLOPs per byte, see costs.flops_per_byte."""
-        return flops_per_byte(self, bytes_per_segment, n_loops, seq_len)

@@ -1,8 +1,9 @@
-"""Routing and experts of a mixture-of-experts layer, behind one signature for three backends.
+"""Routing and experts of a mixture-of-experts layer, behind one signature for four backends.
 
     loop      one expert after the other in plain Python: the reference for tests of the others
     grouped   rows sorted by expert, one grouped product per weight (torch's grouped_mm), no host synchronization
-    tile      the same, with gating, sorting, expanding and reducing by DeepSeek's TileKernels
+    triton    the same, with the grouped product of spider/grouped_triton.py, for GPUs on which torch's is a loop
+    tile      like grouped, with gating, sorting, expanding and reducing by DeepSeek's TileKernels
 
 Shapes: N tokens, k experts per token, E experts, D hidden size, F expert width, P rows sorted by expert: every token k
 times, each expert's rows padded to a multiple of ALIGNMENT, at least one, and padding at the end up to a bound that
@@ -10,6 +11,7 @@ does not depend on the data. No backend drops a token; an expert may get none or
 """
 
 import importlib.util
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -19,42 +21,47 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from spider.errors import SpiderError
-from spider.model.packing import round_up
+from spider.config import SpiderConfig
+from spider.common import SpiderError
+from spider.layers import SwiGLU, WideLinear
+from spider.packing import round_up
 
 ALIGNMENT = 16                         # rows: required by FP8 products; also limits the number of CPU kernels
 TILE_CAPABILITY = (9, 0)  # minimum of TileKernels: Hopper, Blackwell (sm_120 is not listed, but the original ran there)
 TILE_WIDTH = 256          # TileKernels needs hidden sizes that are multiples of this
+KERNELS = {"triton": "Triton's grouped product", "tile": "TileKernels"}  # backends that are tested before their use
 
 
 class BackendError(SpiderError, RuntimeError):
     """The requested backend cannot run here; the message names the remedy."""
 
 
-def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype, say: Callable = lambda line: None,
-                    agree: Callable = bool, compiled: bool = False) -> str:
-    """Resolve a backend. `auto` becomes `grouped` with compiled layers, since torch.compile does not support
-    TileKernels; else `tile` if TileKernels pass a test on this GPU, else `grouped`. Raise BackendError if `tile` is
-    requested but fails.
+def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype, compiled: bool = False
+                    ) -> tuple[str, str]:
+    """Resolve a backend; return it, and a line to log or "". On a GPU `auto` becomes the first of these that passes a
+    test there: `triton` if torch's grouped product is a loop, `tile` unless layers are compiled, since torch.compile
+    does not support TileKernels; else `grouped`. Raise BackendError if `triton` or `tile` is requested but fails.
 
-    config: a SpiderConfig. dtype: of the products. say: gets a line if `auto` cannot use TileKernels on a GPU, and a
-    warning if torch's grouped product is slow. agree: maps whether this rank passes to whether all ranks do."""
-    on_gpu = device.type == "cuda"
-    if name == "tile" and (obstacle := find_obstacle(device, config, dtype)):
-        raise BackendError(f"--moe_backend tile: {obstacle}; or use --moe_backend grouped")
-    if name == "auto" and compiled:
-        name = "grouped"
+    config: a SpiderConfig. dtype: of the products."""
+    on_gpu, remarks = device.type == "cuda", []
+    in_turn = on_gpu and name != "loop" and config.has_experts and not multiplies_at_once(device, dtype)
+    if name in KERNELS and (obstacle := find_obstacle(name, device, config, dtype)):
+        raise BackendError(f"--moe_backend {name}: {obstacle}; or use --moe_backend grouped")
     if name == "auto":
-        obstacle = find_obstacle(device, config, dtype) if on_gpu else "no GPU"
-        name = "tile" if on_gpu and agree(obstacle is None) else "grouped"
-        if on_gpu and name == "grouped":
-            say(f"TileKernels not used: {obstacle or 'it fails on another rank; --moe_backend tile shows the reason'}")
-    if on_gpu and name != "loop" and config.has_experts and not multiplies_at_once(device, dtype):
-        say(f"on this GPU ({describe(device)}) torch runs {str(dtype)[6:]} experts one after the other and waits for "
-            f"the device at each grouped product (docs/results/performance.md, Grouped products)")
-    return name
+        name = "grouped"
+        useful = {"triton": in_turn, "tile": on_gpu and not compiled}
+        for backend in filter(useful.get, KERNELS):
+            obstacle = find_obstacle(backend, device, config, dtype)
+            if obstacle is None:
+                name = backend
+                break
+            remarks.append(f"{KERNELS[backend]} not used: {obstacle}")
+    if in_turn and name != "triton":
+        remarks.append(f"on this GPU ({describe(device)}) torch runs {str(dtype)[6:]} experts one after the other and "
+                       f"waits for the device at each grouped product (docs/results/performance.md)")
+    return name, "; ".join(remarks)
 
 
 def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
@@ -68,14 +75,47 @@ def describe(device: torch.device) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Check of TileKernels
+# Check of kernels
 
 
-def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | None:
-    """Return why TileKernels cannot run this model on this device, with the remedy, or None. Compiles the kernels of
-    training: seconds for each the first time, later from tilelang's cache."""
+def find_obstacle(backend: str, device: torch.device, config, dtype: torch.dtype) -> str | None:
+    """Return why the kernels of `triton` or `tile` cannot run this model on this device, with the remedy, or None.
+    Compiles the kernels of training: seconds for each the first time, later from a cache."""
     if not config.has_experts:
         return "the model has no routed experts"
+    if missing := triton_lacks(device) if backend == "triton" else tile_kernels_lack(device, config):
+        return missing
+    kernels, gpu = KERNELS[backend], describe(device)
+    try:
+        with torch.cuda.device(device):   # TileKernels allocates its results on the current device
+            if backend == "triton":
+                from spider.grouped_triton import grouped_product as product
+                wrong = find_wrong_product(product, device, config, dtype)
+            else:
+                from tile_kernels import moe
+                wrong = find_disagreement(moe, device, config, dtype)
+        obstacle = wrong and f"{kernels} computes wrong results on this GPU ({gpu}): {wrong}"
+    except Exception as fault:
+        obstacle = f"{kernels} fails on this GPU ({gpu}): {first_error(fault)}"
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as fault:         # a kernel's error stays in the CUDA context, so nothing else can run
+        raise BackendError(f"a test of {kernels} crashed on the GPU ({first_error(fault)}); start again with "
+                           f"--moe_backend grouped") from None
+    return obstacle
+
+
+def triton_lacks(device: torch.device) -> str | None:
+    """Return what Triton lacks here, or None."""
+    if device.type != "cuda":
+        return "Triton needs a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    return None
+
+
+def tile_kernels_lack(device: torch.device, config) -> str | None:
+    """Return what TileKernels lacks here, or None."""
     too_old = "TileKernels needs a GPU from Hopper on (sm_90 or above)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < TILE_CAPABILITY:
         return too_old
@@ -86,7 +126,7 @@ def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | Non
     if config.hidden_size % TILE_WIDTH:
         return f"TileKernels needs a hidden_size that is a multiple of {TILE_WIDTH}, not {config.hidden_size}"
     try:
-        from tile_kernels import moe
+        from tile_kernels import moe      # noqa: F401
         from tilelang.contrib.nvcc import get_nvcc_compiler
     except Exception as fault:            # depends on the version: no module, no attribute, an assertion
         return f'TileKernels cannot be imported ({first_error(fault)}): pip install -e ".[tile]"'
@@ -96,18 +136,7 @@ def find_obstacle(device: torch.device, config, dtype: torch.dtype) -> str | Non
         compiler = ""
     if shutil.which(compiler) is None:
         return f"TileKernels needs nvcc, and there is no {compiler or 'nvcc'}: set CUDA_HOME to a CUDA toolkit"
-    try:
-        with torch.cuda.device(device):   # TileKernels allocates its results on the current device
-            wrong = find_disagreement(moe, device, config, dtype)
-        obstacle = wrong and f"TileKernels computes wrong results on this GPU ({describe(device)}): {wrong}"
-    except Exception as fault:
-        obstacle = f"TileKernels fails on this GPU ({describe(device)}): {first_error(fault)}"
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as fault:         # a kernel's error stays in the CUDA context, so nothing else can run
-        raise BackendError(f"a test of TileKernels crashed on the GPU ({first_error(fault)}); start again with "
-                           f"--moe_backend grouped") from None
-    return obstacle
+    return None
 
 
 def first_error(fault: Exception) -> str:
@@ -151,6 +180,30 @@ def find_disagreement(ops, device: torch.device, config, dtype: torch.dtype) -> 
     return None
 
 
+def find_wrong_product(product: Callable, device: torch.device, config, dtype: torch.dtype) -> str | None:
+    """Name what of a grouped product differs from experts in turn, its value or a gradient, or return None. The shapes
+    are those of the model; expert 1 has no rows, rows after the last expert's are NaN, and all sums are exact."""
+    experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    generator = torch.Generator(device).manual_seed(0)
+    end = ((37 * torch.arange(experts) + 163) % 200).cumsum(0)
+    used, end = int(end[-1]), end.int().to(device)
+    def draw(*shape):
+        return torch.randint(-8, 9, shape, generator=generator, device=device).to(dtype)
+    for d, f in ((hidden, 2 * width), (width, hidden)):
+        tensors = draw(used + ALIGNMENT, d), draw(experts, d, f), draw(used + ALIGNMENT, f)
+        tensors[0][used:], tensors[2][used:] = math.nan, math.nan
+        results = []
+        for multiply, of_sums in ((product, dtype), (_multiply_in_turn, torch.float32)):
+            rows, weights, upstream = (t.to(of_sums).requires_grad_() for t in tensors)
+            y = multiply(rows, weights, end)
+            grad_rows, grad_weights = torch.autograd.grad(y, (rows, weights), upstream)
+            results.append((y[:used].to(dtype), grad_rows[:used].to(dtype), grad_weights.to(dtype)))
+        for what, ours, theirs in zip(("the product", "its rows' gradient", "its weights' gradient"), *results):
+            if not torch.equal(ours, theirs):
+                return f"{what}, {d} x {f}"
+    return None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The six operations, with the names and signatures of tile_kernels.moe; none has a gradient. Ties go to the smaller
 # index, zero weights stay zero, -1 is skipped.
@@ -180,8 +233,10 @@ def _aux_fi(topk_idx, num_experts, num_aux_topk):
 
 
 def _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment, at_least=0):
-    """Assign rows by counting, without a sort or host sync, `at_least` so many to every expert. Return the row of each slot, int64 [N, k], -1 for slots
-    without an expert; the slot of each row, [P], -1 for padding; expert_end and aligned counts, [E]."""
+    """Assign rows by counting, without a sort or host sync, `at_least` so many to every expert.
+
+    Return the row of each slot, int64 [N, k], -1 for slots without an expert; the slot of each row, [P], -1 for
+    padding; expert_end and aligned counts, [E]."""
     slots, device = topk_idx.numel(), topk_idx.device
     chosen = torch.arange(num_experts, device=device)[:, None] == topk_idx.flatten()         # [E, slots]
     rank = chosen.cumsum(1)               # of a slot within its expert, from 1 on
@@ -412,15 +467,17 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
     topk_idx[n, j].
 
     x [N, D]; topk_idx [N, k] int64, -1 for none; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D]
-    in x's dtype. w_up is None if w_gate has both concatenated, [E, D, 2F], which saves `grouped` and `tile` a copy.
-    product: one of the two above; expert_rows: `assign_rows` of topk_idx, if known. Returns y [N, D]. Differentiable in
-    x, topk_weights and the three weights.
+    in x's dtype. w_up is None if w_gate has both concatenated, [E, D, 2F], which saves all but `loop` a copy.
+    product: one of the two above; `triton` computes the first by its own kernels. expert_rows: `assign_rows` of
+    topk_idx, if known. Returns y [N, D]. Differentiable in x, topk_weights and the three weights.
     """
     if len(x) == 1 and not (x.is_cuda or torch.is_grad_enabled()):
         return _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down)
     if backend == "loop":
         w_gate, w_up = w_gate.chunk(2, dim=-1) if w_up is None else (w_gate, w_up)
         return _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product)
+    if backend == "triton" and product is grouped_product:
+        from spider.grouped_triton import grouped_product as product
     w_gate_up = w_gate if w_up is None else torch.cat((w_gate, w_up), dim=-1)
     if expert_rows is None:
         topk_weights = topk_weights.masked_fill(topk_idx < 0, 0)  # computed by the first expert with weight 0
@@ -472,3 +529,53 @@ def _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, tile):
     gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]
     hidden = F.silu(gate) * up * row_weights[:, None]  # weighted here, where rows are narrowest
     return _Reduce.apply(product(hidden, w_down, expert_end), row, source, tile)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layer
+
+
+class MoE(nn.Module):
+    """Routed experts and a shared one, [N, D] -> [N, D]; there is no capacity limit, so no token is dropped."""
+
+    def __init__(self, config: SpiderConfig):
+        super().__init__()
+        self.config, self.backend, c = config, "grouped", config
+        experts, width = c.n_routed_experts, c.moe_intermediate_size
+        if experts:
+            self.router = WideLinear(c.hidden_size, experts)
+            self.w_gate = nn.Parameter(torch.empty(experts, c.hidden_size, width))
+            self.w_up = nn.Parameter(torch.empty(experts, c.hidden_size, width))
+            self.w_down = nn.Parameter(torch.empty(experts, width, c.hidden_size))
+        self.register_buffer("expert_bias", torch.empty(experts))
+        self.shared = SwiGLU(c.hidden_size, c.n_shared_experts * width) if c.n_shared_experts else None
+        self.fp8 = False                  # whether the routed experts train in FP8
+        self.cast = None                  # cast weights of the routed experts, inside cast_weights_once
+
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Cast w_gate, w_up and w_down. Backends that sort take the first two as one; FP8's kernels need column-major
+        order."""
+        w_gate, w_up, w_down = (w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down))
+        if self.backend != "loop":
+            w_gate, w_up = torch.cat((w_gate, w_up), dim=-1), None
+        if not self.fp8:
+            return w_gate, w_up, w_down
+        return tuple(w if w is None else w.mT.contiguous().mT for w in (w_gate, w_up, w_down))
+
+    def cast_weight(self, dtype: torch.dtype):
+        self.cast = self.weights(dtype) if self.config.n_routed_experts else None
+
+    def forward(self, x: Tensor, decided: Routing | None = None) -> tuple[Tensor, Routing]:
+        """Route each row to its experts, or reuse `decided`, the routing of an earlier pass over the same rows."""
+        if not self.config.n_routed_experts:
+            return self.shared(x), Routing(None, None, None)
+        score = self.router(x)                                                               # [N, E]
+        topk_idx, topk_weights = route(score, self.expert_bias, self.config.n_experts_per_tok, self.backend,
+                                       decided and decided.topk_idx)
+        rows = decided and decided.rows
+        if rows is None and torch.is_grad_enabled():
+            rows = assign_rows(topk_idx, len(self.expert_bias), self.backend)
+        weights = self.weights(x.dtype) if self.cast is None else self.cast
+        product = fp8_grouped_product if self.fp8 and self.training else grouped_product
+        y = moe_forward(x, topk_idx, topk_weights, *weights, self.backend, product, rows)
+        return (y if self.shared is None else y + self.shared(x)), Routing(score, topk_idx, rows)

@@ -5,151 +5,164 @@
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8        # several GPUs
 
 The same command again resumes from the newest checkpoint in --ckpt_dir. All randomness is a function of (--seed, step),
-so an interrupted run ends like an uninterrupted one. `python train.py --help` lists the flags.
+so an interrupted run ends like an uninterrupted one. `python train.py --help` lists the flags, with the defaults of
+`1b`; other models have recipes of their own (RECIPES in train.py), and the log shows what they set.
 """
 
+import argparse
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from spider.errors import UsageError
-from spider.flags import (Flag, config_text, error_line, integer, nonempty, one_of, parse_flags, path_name, real,
-                          run_program)
-from spider.model.config import BACKENDS, MAX_LOOPS, PRESETS, RECOMPUTE, SpiderConfig
-from spider.training.plan import (OPTIMIZERS, BatchShape, MachinePlan, OptimizerSettings, OutputPlan, Plan, Schedule,
-                                  apply_settings, describe, explain, pick, step_seed)
+from spider import common
+from spider.common import UsageError, integer, path_name, real
+from spider.config import BACKENDS, MAX_LOOPS, OPTIMIZERS, PRESETS, RECOMPUTE, SpiderConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Flags by heading of --help, which is also their section in a --config file. Defaults are those of `1b`; RECIPES holds
-# what differs for the others.
+# Flags, by heading of --help. Defaults are those of `1b`; RECIPES holds what differs for the others.
 
-HIGHEST_RATE = 1000.0                     # a larger learning rate is a typo: steps overflow
-MOST_MICRO_STEPS = 1 << 16
-
-GROUPS = {"basics": (
-    Flag("model", "auto", one_of("auto", *PRESETS), "auto: the checkpoint's, else 1b on a GPU, tiny elsewhere"),
-    Flag("data_dir", "data", path_name, "directory of .bin shards, or a mixture: web:0.7,code:0.3",
-         "DATA_DIR", metavar="DIR"),
-    Flag("mock_data", False, None, "train on synthetic, learnable bytes instead of --data_dir"),
-    Flag("ckpt_dir", "checkpoints", path_name, "directory for checkpoints and metrics.jsonl; --mock_data adds mock/ "
-         "to the default", metavar="DIR"),
-    Flag("target_tokens", 10_000_000_000, integer(1), "bytes to train on: the horizon of the schedule",
-         "TARGET_TOKENS", metavar="BYTES"),
-    Flag("max_steps", 0, integer(0), "stop after this many optimizer steps; 0: stop at --target_tokens. Beyond that "
-         "horizon the learning rate stays at its minimum", metavar="STEPS"),
-    Flag("resume", None, path_name, "checkpoint to resume from, if not the newest good one in --ckpt_dir",
-         metavar="CHECKPOINT"),
-    Flag("dry_run", "off", one_of("off", "on", "config"), "on (or no value): check the data, print the settings, "
-         "memory and cost of the run, and stop; config: print the settings as a file for --config", alone="on"),
-    Flag("config", None, path_name, "TOML file of flag values, in sections named like these headings; flags and "
-         "environment variables override it", metavar="FILE"),
-), "model": (
-    Flag("set", None, str, "fields of SpiderConfig to change, e.g. lora_rank=0,engram_match_words=1+2",
-         metavar="NAME=VALUE,..."),
-    Flag("n_loops", 6, integer(1, MAX_LOOPS), "loops of the recurrent core", "N_LOOPS"),
-    Flag("random_loops", False, None, "draw the loops of each step from a Poisson distribution with mean --n_loops"),
-), "batch": (
-    Flag("seq_len", 2048, integer(2, 1 << 24), "bytes per sequence", "SEQ_LEN", metavar="BYTES"),
-    Flag("micro_batch", 64, integer(1, 1 << 20), "sequences per device and micro-step; lower it to save memory",
-         "MICRO_BATCH"),
-    Flag("grad_accum", 1, integer(1, MOST_MICRO_STEPS), "micro-steps per optimizer step", "GRAD_ACCUM"),
-    Flag("global_batch", None, integer(1), "bytes per optimizer step over all ranks, instead of --grad_accum",
-         metavar="BYTES"),
-    Flag("seed", 0, integer(0), "seed of weights, data order, segment noise, dropout and loop counts"),
-), "horizon": (
-    Flag("target_flops", None, real(0, open_low=True), "training FLOPs, instead of --target_tokens", metavar="FLOPS"),
-    Flag("target_param_data_ratio", None, real(0, open_low=True), "training bytes per parameter (not counting the "
-         "Engram tables), instead of --target_tokens", metavar="RATIO"),
-), "optimizer": (
-    Flag("optimizer", "auto", one_of("auto", *OPTIMIZERS), "auto: muon for matrices, AdamW for the rest"),
-    Flag("lr", OptimizerSettings.lr, real(0, HIGHEST_RATE, open_low=True), "peak learning rate (Muon's updates are "
-         "scaled to AdamW's size)", "LR", metavar="RATE"),
-    Flag("engram_lr", OptimizerSettings.engram_lr, real(0, HIGHEST_RATE), "learning rate of the Engram tables: the "
-         "size of a row's first step", metavar="RATE"),
-    Flag("engram_reset", False, None, "clear the Engram tables at the start of each further epoch, since they memorize "
-         "the text"),
-    Flag("schedule", "cosine", one_of("cosine", "wsd"), "decay after warm-up; wsd: constant, then linear"),
-    Flag("warmup_steps", 10, integer(0), "optimizer steps of linear warm-up", metavar="STEPS"),
-    Flag("wsd_decay_fraction", 0.2, real(0, 1), "last fraction of the horizon, in which wsd decays",
-         metavar="FRACTION"),
-    Flag("min_lr_fraction", 0.1, real(0, 1), "learning rate at the horizon, as a fraction of the peak",
-         metavar="FRACTION"),
-    Flag("weight_decay", OptimizerSettings.weight_decay, real(0, HIGHEST_RATE), "weight decay of matrices; vectors and "
-         "Engram tables have none"),
-    Flag("dropout", 0.0, real(0, 0.9), "dropout on the core's input and output, and a fifth of it on the bytes "
-         "before and after; 0 in the first epoch, in full from the eleventh on", metavar="RATE"),
-    Flag("beta1", OptimizerSettings.beta1, real(0, 1, open_high=True), "AdamW's beta1"),
-    Flag("beta2", OptimizerSettings.beta2, real(0, 1, open_high=True), "AdamW's beta2"),
-    Flag("momentum", OptimizerSettings.momentum, real(0, 1, open_high=True), "Muon's momentum"),
-    Flag("grad_clip", 1.0, real(0), "clip the gradient to this norm, not counting the Engram tables; 0: off",
-         metavar="NORM"),
-    Flag("max_skipped", 10, integer(1), "stop after this many steps in a row with a non-finite loss or gradient",
-         metavar="STEPS"),
-), "machine": (
-    Flag("device", "auto", one_of("auto", "cpu", "cuda"), "auto: cuda if available"),
-    Flag("precision", "auto", one_of("auto", "fp8", "bf16", "fp32"), "auto: bf16 if the hardware has it"),
-    Flag("fp8_experts", False, None, "with fp8: convert the routed experts too, with row-wise scales"),
-    Flag("moe_backend", "auto", one_of("auto", *BACKENDS), "expert kernels; auto: grouped with compiled layers, else "
-         "tile if it works here, else grouped; loop: the reference"),
-    Flag("compile", "auto", one_of("auto", "on", "off"), "torch.compile the layers (mode default); no value: on; auto: "
-         "on for a GPU, if it works there", alone="on"),
-    Flag("recompute", "auto", one_of("auto", *RECOMPUTE), "activation checkpointing: layers that backward computes "
-         "again; auto: the fewest with which a step fits into memory"),
-    Flag("no_gradient_checkpointing", False, None, "same as --recompute nothing"),
-    Flag("shards", 1, integer(1, 1 << 16), "shard weights, gradients and optimizer state over this many ranks; the "
-         "groups of ranks are replicas", metavar="RANKS"),
-    Flag("rank_timeout", 300.0, real(0, 1e6, open_low=True), "seconds that ranks wait for one another after the first "
-         "step; saves have no limit", metavar="SECONDS"),
-    Flag("deterministic", False, None, "on a GPU: use deterministic kernels, some of them slower"),
-), "checkpoints": (
-    Flag("ckpt_every", 50, integer(1), "optimizer steps between checkpoints", "CKPT_EVERY", metavar="STEPS"),
-    Flag("keep_last", 2, integer(2, 1 << 20), "number of newest checkpoints to keep"),
-    Flag("keep_best", False, None, "save at each new lowest validation loss, and keep that checkpoint beside the "
-         "newest ones; sample.py DIR --best loads it"),
-    Flag("sharded_checkpoints", False, None, "write checkpoints as directories with a file per rank, for models too "
-         "large for one file"),
-    Flag("reset_steps", False, None, "with --resume: load only the weights; fresh optimizer, step 0, data from the "
-         "start"),
-), "evaluation": (
-    Flag("eval_every", 250, integer(0), "optimizer steps between evaluations; there is one more at the end; 0: none",
-         metavar="STEPS"),
-    Flag("eval_tokens", 1_048_576, integer(1, 1 << 40), "validation bytes per evaluation, always the same ones",
-         metavar="BYTES"),
-    Flag("patience", 0, integer(0), "end the run after this many evaluations in a row without a lower validation "
-         "loss; 0: never"),
-    Flag("sample_every", 0, integer(0), "optimizer steps between logged samples; 0: none", metavar="STEPS"),
-    Flag("sample_prompt", None, str, "prompt of the samples; default: held-out text, if the run evaluates"),
-), "logs": (
-    Flag("log_every", 1, integer(1), "optimizer steps between lines of the log; metrics.jsonl has every step",
-         metavar="STEPS"),
-    Flag("run", None, nonempty("a name"), "log to wandb under this name (WANDB_MODE=offline works)"),
-    Flag("profile", False, None, "write a profiler trace of steps 3 to 5 to --ckpt_dir"),
-)}
-FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
-# Groups of flags that exclude each other: one on the command line or in the environment overrides the others in a
-# --config file.
-ALTERNATIVES = (("target_tokens", "target_flops", "target_param_data_ratio"), ("grad_accum", "global_batch"),
-                ("recompute", "no_gradient_checkpointing"), ("data_dir", "mock_data"))
+ENVIRONMENT = ("seq_len", "micro_batch", "grad_accum", "n_loops", "lr", "data_dir", "target_tokens", "ckpt_every")
+SWITCH = argparse.BooleanOptionalAction
+COUNT, STEPS, RATE = integer(1), integer(0), real(0, 1000)
 
 
-def measured_rate(config: SpiderConfig, steps: float) -> float:
+def flag_parser() -> argparse.ArgumentParser:
+    parser = common.Parser(prog="train.py", description=__doc__, usage="python train.py [--FLAG VALUE ...]")
+    flag = parser.add_argument_group("basics").add_argument
+    flag("--model", default="auto", choices=("auto", *PRESETS),
+         help="auto: the checkpoint's, else 1b on a GPU, tiny elsewhere")
+    flag("--data_dir", default="data", type=path_name, metavar="DIR",
+         help="directory of .bin shards, or a mixture: web:0.7,code:0.3")
+    flag("--mock_data", action="store_true", help="train on synthetic, learnable bytes instead of --data_dir")
+    flag("--ckpt_dir", default="checkpoints", type=path_name, metavar="DIR",
+         help="directory for checkpoints and metrics.jsonl; --mock_data adds mock/ to the default")
+    flag("--target_tokens", default=10_000_000_000, type=COUNT, metavar="BYTES",
+         help="bytes to train on: the horizon of the schedule")
+    flag("--minutes", type=real(0, above=True), metavar="N",
+         help="choose --target_tokens for about this many minutes, by timing a few steps")
+    flag("--max_steps", default=0, type=STEPS, metavar="STEPS",
+         help="stop after this many optimizer steps; 0: at --target_tokens. Later steps use the minimum learning rate")
+    flag("--resume", type=path_name, metavar="CHECKPOINT",
+         help="checkpoint to start from if --ckpt_dir is empty; else the newest one in --ckpt_dir is resumed")
+    flag("--reset_steps", action="store_true",
+         help="with --resume: load only the weights; fresh optimizer, step 0, data from the start")
+    flag("--dry_run", action="store_true", help="check the data, print settings, memory and cost of the run, and stop")
+    flag("--config", type=path_name, metavar="FILE",
+         help="TOML file of flag values; flags and environment variables override it")
+
+    flag = parser.add_argument_group("model").add_argument
+    flag("--set", metavar="NAME=VALUE,...",
+         help="fields of SpiderConfig to change, e.g. lora_rank=0,engram_match_words=1+2")
+    flag("--n_loops", default=6, type=integer(1, MAX_LOOPS), metavar="N", help="loops of the recurrent core")
+    flag("--random_loops", action="store_true",
+         help="draw the loops of each step from a Poisson distribution with mean --n_loops")
+
+    flag = parser.add_argument_group("batch").add_argument
+    flag("--seq_len", default=2048, type=integer(2, 1 << 24), metavar="BYTES", help="bytes per sequence")
+    flag("--micro_batch", default=64, type=COUNT, metavar="N",
+         help="sequences per device and micro-step; with --global_batch, and without --grad_accum, the most that fit")
+    flag("--grad_accum", default=1, type=COUNT, metavar="N", help="micro-steps per optimizer step")
+    flag("--global_batch", type=COUNT, metavar="BYTES",
+         help="bytes per optimizer step over all ranks, instead of --grad_accum")
+    flag("--seed", default=0, type=STEPS, metavar="N",
+         help="seed of weights, data order, segment noise, dropout and loop counts")
+
+    flag = parser.add_argument_group("horizon").add_argument
+    flag("--target_flops", type=real(0, above=True), metavar="FLOPS", help="training FLOPs, instead of --target_tokens")
+    flag("--target_param_data_ratio", type=real(0, above=True), metavar="RATIO",
+         help="training bytes per parameter (without Engram tables), instead of --target_tokens")
+
+    flag = parser.add_argument_group("optimizer").add_argument
+    flag("--optimizer", default="auto", choices=("auto", *OPTIMIZERS),
+         help="auto: muon for matrices, AdamW for the rest")
+    flag("--lr", default=3e-4, type=real(0, 1000, above=True), metavar="RATE",
+         help="peak learning rate (Muon's updates are scaled to AdamW's size)")
+    flag("--engram_lr", default=0.25, type=RATE, metavar="RATE",
+         help="learning rate of the Engram tables: the size of a row's first step")
+    flag("--engram_reset", default=False, action=SWITCH,
+         help="clear the Engram tables at the start of each further epoch, since they memorize the text")
+    flag("--schedule", default="cosine", choices=("cosine", "wsd"),
+         help="decay after warm-up; wsd: constant, then linear")
+    flag("--warmup_steps", default=10, type=STEPS, metavar="STEPS", help="optimizer steps of linear warm-up")
+    flag("--wsd_decay_fraction", default=0.2, type=real(0, 1), metavar="FRACTION",
+         help="last fraction of the horizon, in which wsd decays")
+    flag("--min_lr_fraction", default=0.1, type=real(0, 1), metavar="FRACTION",
+         help="learning rate at the horizon, as a fraction of the peak")
+    flag("--weight_decay", default=0.1, type=RATE, metavar="RATE",
+         help="of matrices; vectors and Engram tables have none")
+    flag("--dropout", default=0.0, type=real(0, 0.9), metavar="RATE",
+         help="on the core's input and output, and a fifth of it on bytes; 0 in the first epoch, in full from the "
+              "eleventh on")
+    flag("--beta1", default=0.9, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
+    flag("--beta2", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
+    flag("--momentum", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of Muon")
+    flag("--grad_clip", default=1.0, type=real(0), metavar="NORM",
+         help="largest norm of the gradient, not counting the Engram tables; 0: off")
+    flag("--max_skipped", default=10, type=COUNT, metavar="STEPS",
+         help="stop after this many steps in a row with a non-finite loss or gradient")
+
+    flag = parser.add_argument_group("machine").add_argument
+    flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if available")
+    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"),
+         help="auto: bf16 if the hardware has it")
+    flag("--fp8_experts", action="store_true", help="with fp8: convert the routed experts too, with row-wise scales")
+    flag("--moe_backend", default="auto", choices=("auto", *BACKENDS),
+         help="expert kernels; auto: triton where torch's grouped product is a loop, else tile or grouped; loop: the "
+              "reference")
+    flag("--compile", default="auto", nargs="?", const="on", choices=("auto", "on", "off"),
+         help="torch.compile the layers (mode default); auto: on a GPU where it works")
+    flag("--recompute", default="auto", choices=("auto", *RECOMPUTE),
+         help="activation checkpointing: layers that backward computes again; auto: the fewest with which a step fits "
+              "into memory")
+    flag("--no_gradient_checkpointing", action="store_true", help="same as --recompute nothing")
+    flag("--shards", default=1, type=COUNT, metavar="RANKS",
+         help="shard weights, gradients and optimizer state over this many ranks; groups of ranks are replicas")
+    flag("--rank_timeout", default=900.0, type=real(0, 1e6, above=True), metavar="SECONDS",
+         help="that ranks wait for one another")
+    flag("--deterministic", action="store_true", help="on a GPU: use deterministic kernels, some of them slower")
+
+    flag = parser.add_argument_group("checkpoints").add_argument
+    flag("--ckpt_every", default=50, type=COUNT, metavar="STEPS", help="optimizer steps between checkpoints")
+    flag("--keep_last", default=2, type=integer(2), metavar="N", help="newest checkpoints to keep")
+    flag("--keep_best", action="store_true",
+         help="save at each new lowest validation loss, and keep that checkpoint too; sample.py DIR --best loads it")
+
+    flag = parser.add_argument_group("evaluation").add_argument
+    flag("--eval_every", default=250, type=STEPS, metavar="STEPS",
+         help="optimizer steps between evaluations; one more at the end; 0: none")
+    flag("--eval_tokens", default=1_048_576, type=COUNT, metavar="BYTES",
+         help="validation bytes per evaluation, always the same ones")
+    flag("--patience", default=0, type=STEPS, metavar="N",
+         help="end the run after this many evaluations in a row without a lower loss; 0: never")
+    flag("--sample_every", default=0, type=STEPS, metavar="STEPS",
+         help="optimizer steps between logged samples; 0: none")
+    flag("--sample_prompt", metavar="TEXT", help="prompt of the samples; default: held-out text, if the run evaluates")
+
+    flag = parser.add_argument_group("logs").add_argument
+    flag("--log_every", default=1, type=COUNT, metavar="STEPS",
+         help="optimizer steps between lines of the log; metrics.jsonl has every step")
+    flag("--run", metavar="NAME", help="log to wandb under this name (WANDB_MODE=offline works)")
+    flag("--profile", action="store_true", help="write a profiler trace of steps 3 to 5 to --ckpt_dir")
+    return parser
+
+
+def fitted_lr(config: SpiderConfig, steps: float) -> float:
     """Return the peak learning rate for a horizon in steps, a fit to runs of tiny (docs/results/learning.md)."""
     return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
-def brief_warmup(config: SpiderConfig, steps: float) -> int:
-    """Return the warm-up for a horizon in steps, brief if that is short (docs/results/learning.md)."""
+def warmup_rule(config: SpiderConfig, steps: float) -> int:
+    """Return the warm-up: 4% of the horizon, at most 40 steps (docs/results/learning.md)."""
     return int(min(40, steps / 25))
 
 
-def ten_evaluations(config: SpiderConfig, steps: float) -> int:
+def eval_interval(config: SpiderConfig, steps: float) -> int:
     """Return the steps between evaluations, for ten per horizon. On tinyshakespeare's validation split one takes as
     long as 8 steps of tiny: ten add 3% to the recipe's 2,930 steps, and 31% to one pass (245 steps)."""
     return max(1, math.ceil(steps / 10))
@@ -157,32 +170,51 @@ def ten_evaluations(config: SpiderConfig, steps: float) -> int:
 
 # Defaults of flags by model; a function computes one from the config and the horizon in steps. Those of tiny are
 # measured in docs/results/learning.md.
-TINY = dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=measured_rate,
-            warmup_steps=brief_warmup, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=ten_evaluations,
+TINY = dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=fitted_lr,
+            warmup_steps=warmup_rule, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=eval_interval,
             eval_tokens=262_144)
-RECIPES = {
-    "1b": {}, "base": dict(n_loops=1),
-    "small": TINY | dict(target_tokens=30_000_000, eval_tokens=1_048_576), "tiny": TINY,
-}
+RECIPES = {"1b": {}, "base": dict(n_loops=1), "original": {},
+           "small": TINY | dict(target_tokens=30_000_000, eval_tokens=1_048_576), "tiny": TINY}
+
+# One of these overrides the others where they are set with less precedence.
+ALTERNATIVES = (("target_tokens", "minutes", "target_flops", "target_param_data_ratio"),
+                ("grad_accum", "global_batch"), ("recompute", "no_gradient_checkpointing"), ("data_dir", "mock_data"))
 
 
-def parse_args(argv: list[str] | None = None, environ=os.environ) -> SimpleNamespace:
-    """Parse flags, see flags.parse_flags for the result; raise UsageError for a bad value or contradicting flags."""
-    args = parse_flags(GROUPS, argv, environ, prog="train.py", doc=__doc__, recipes=RECIPES, alternatives=ALTERNATIVES)
+def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.environ) -> SimpleNamespace:
+    """Return the values of all flags, and in `given` the names of those set anywhere. Precedence: flag, environment
+    variable, --config file, default. Raise UsageError for a bad value or flags that contradict one another."""
+    parser = flag_parser()
+    values, flags = vars(parser.parse_args([])), parser.given(argv)
+    environment = {}
+    for name in ENVIRONMENT:
+        if name not in flags and environ.get(name.upper()):
+            environment |= parser.value(name, environ[name.upper()], f"{name.upper()}={environ[name.upper()]}")
+    of_file = common.read_toml(parser, flags["config"]) if "config" in flags else {}
+    given = {}
+    for source in (flags, environment, of_file):
+        replaced = {name for names in ALTERNATIVES for name in names if given.keys() & {*names}}
+        given = {name: value for name, value in source.items() if name not in replaced} | given
+    environment = [f"{name.upper()}={given[name]}" for name in environment if name in given]
+    of_file = {name: value for name, value in of_file.items() if given.get(name) is value}
+    args = SimpleNamespace(**values | given, given=set(given), environment=environment, of_file=of_file)
+    if len(both := [name for name in ALTERNATIVES[0] if name in given]) > 1:
+        raise UsageError(f"--{both[1]}: --{both[0]} already sets the horizon: give one")
     if args.no_gradient_checkpointing and args.recompute not in ("auto", "nothing"):
-        raise UsageError("--no_gradient_checkpointing means --recompute nothing, which contradicts --recompute "
-                         f"{args.recompute}: give one of the two")
-    args.recompute = "nothing" if args.no_gradient_checkpointing else args.recompute
-    if args.mock_data and "ckpt_dir" not in args.given:
+        raise UsageError("--no_gradient_checkpointing means --recompute nothing: give one of the two")
+    if args.no_gradient_checkpointing:
+        args.recompute = "nothing"
+    if "ckpt_dir" not in given and args.mock_data:
         args.ckpt_dir = os.path.join(args.ckpt_dir, "mock")
+    if "ckpt_dir" not in given and args.reset_steps and args.resume:
+        args.ckpt_dir = os.path.join(args.ckpt_dir, f"from-{Path(args.resume).stem}")  # a run has one directory
     return args
 
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # answered before torch is imported, which takes seconds
-    sys.exit(run_program(parse_args, "train.py"))
-
-if __name__ == "__main__" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the number of rows varies by step
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+if __name__ == "__main__":
+    common.check_flags_early(parse_args, "train.py")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the number of rows varies by step
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
 import torch
@@ -191,99 +223,179 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import tokenizer
-from spider import console
-from spider.data.loader import Loader, validation_sets
-from spider.data.shards import Source, check, mock_source, open_data
-from spider.errors import CheckpointError, Diverged, LeftByPeer, Stopped
-from spider.model.engram_table import EngramTable
-from spider.model.parameters import ENGRAM_TABLES, kinds_of
-from spider.training import machine
-from spider.training.batches import Batch, Feed, batches_of
-from spider.training.checkpoint_contents import run_state
-from spider.training.curves import write_curves
-from spider.training.dry_run import (epochs_over, expected_rate, horizon_warnings, mean_length, print_outlook,
-                                     print_tables, print_verdict, segment_lengths, segment_warnings)
-from spider.training.evaluation import EVAL_BYTES, evaluate, print_sample
-from spider.training.fp8 import convert_to_fp8, describe_fp8
-from spider.training.machine import (keep_freed_memory, memory_advice, multiplies_bf16, resolve_compile,
-                                     resolve_device, resolve_precision, start_log)
-from spider.training.memory import (check_memory, checkpoint_size, choose_recompute, describe_memory, estimate_memory,
-                                    memory_beside_tensors)
-from spider.training.optimizers import Optimizers
-from spider.training.progress import RunProgress
-from spider.training.ranks import World
-from spider.training.run_directory import RunDirectory
-from spider.training.run_identity import RunIdentity, check_same_model
-from spider.training.run_log import log_lines, odd_step_line, progress_line
-from spider.training.sharding import shard_model, sharding_of
-from spider.training.stopping import Stopping, StopSignals, tell_torchrun
-from spider.training.trackers import start_profiler, start_wandb
+from data import Batch, Feed, Loader, Source, check, mock_source, open_data, validation_sets
+from spider import estimate, machine
+from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
+from spider.common import CheckpointError, Diverged, ProgressBar, Stopped, one_line, step_seed
+from spider.curves import write_curves
+from spider.distributed import World, shard_model, sharding_of
+from spider.layers import NEVER_FP8, Linear, takes_fp8
+from spider.memory import EngramTable
+from spider.optim import ENGRAM_TABLES, Optimizers, kinds_of
+from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
 from spider_model import Spider, SpiderOutput
-from tile_moe import multiplies_at_once, resolve_backend
+from tile_moe import KERNELS, MoE, multiplies_at_once, resolve_backend
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The plan of a run. Precedence: flag, environment, --config, recipe, device
+# The plan of a run
 
-def settle(args, device: torch.device, world: World | None = None, state: dict | None = None,
-           origin: Path | None = None, open_sources: Callable[[], Sequence[Source]] = list,
-           model_class: type[Spider] = Spider) -> Plan:
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as `settle` decided it. Every flag is an attribute with its resolved value: plan.lr is --lr."""
+    flags: Mapping[str, object]
+    recipe: str                           # the source of defaults
+    config: SpiderConfig
+    model_class: type[Spider] = Spider
+    ranks: int = 1
+    bytes_per_segment: float = 1.0        # expected
+    segment_lengths: Mapping[str, float] = field(default_factory=dict)  # of each source, where they can be measured
+    checkpoint_size: float = 0.0          # bytes
+    memory: Mapping[str, float] = field(default_factory=dict)           # estimated bytes of a rank by purpose
+    remarks: tuple[str, ...] = ()         # lines for the log
+
+    def __getattr__(self, name: str):
+        if name == "flags" or name not in self.flags:
+            raise AttributeError(name)
+        return self.flags[name]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, on all ranks together."""
+        return self.micro_batch * self.grad_accum * self.ranks
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes per optimizer step, on all ranks together."""
+        return self.sequences * self.seq_len
+
+    @property
+    def horizon(self) -> int:
+        """Optimizer steps from the start to --target_tokens."""
+        return math.ceil(self.target_tokens / self.step_bytes)
+
+
+MAX_MICRO_BATCH = 1 << 16                 # sequences, where --global_batch chooses
+
+
+def settle(args: SimpleNamespace, world: World, state: dict | None = None, resumes: bool = False,
+           sources: Sequence[Source] = (), model_class: type[Spider] = Spider) -> Plan:
     """Resolve parsed flags into the plan of a run.
 
-    state, origin: the checkpoint to resume from, and its path. open_sources: opens the data, to measure its segments;
-    called after all flags have been checked. Raise UsageError for flags that contradict one another or that this
-    machine does not support, and CheckpointError for a checkpoint of another model."""
-    world = World() if world is None else world
-    compiles, why_compile = resolve_compile(args.compile, device)
-    precision, why_precision = resolve_precision(args.precision, device)
-    recipe, suits = (state or {}).get("recipe"), "1b" if device.type == "cuda" else "tiny"
-    recipe = (recipe or suits) if args.model == "auto" else args.model
-    values = {flag.name: getattr(args, flag.name) for flag in FLAGS}
-    values |= {name: value for name, value in RECIPES[recipe].items() if name not in args.given}
-    config = (resolve_config(values, recipe) if state is None else
-              config_of_checkpoint(values, recipe, state, origin, model_class))
-    check_fp8_experts(args.fp8_experts, precision, device, config)
-    if state is not None and "n_loops" not in args.given:
-        values["n_loops"] = state.get("n_loops", config.n_loops)
+    state: of a checkpoint to begin with. resumes: continue that checkpoint's run, else use only its weights. Raise
+    UsageError for flags that contradict one another or that this machine does not support, and CheckpointError for a
+    checkpoint of another model."""
+    device, given, state = world.device, args.given, state or {}
+    flags = {name: value for name, value in vars(args).items() if name not in ("given", "environment", "of_file")}
+
+    # Recipe: that of --model, else the checkpoint's, else the one that suits the device
+    saved_flags, recipe = state.get("flags", {}), args.model
+    if recipe == "auto":
+        recipe = state.get("recipe") or ("1b" if device.type == "cuda" else "tiny")
+    flags |= {name: value for name, value in RECIPES[recipe].items() if name not in given}
+    if resumes and args.minutes:          # --minutes chose these when the run started
+        flags |= {name: saved_flags[name] for name in ("target_tokens", "eval_tokens") if name in saved_flags}
+
+    # Model
+    config = apply_settings(replace(SpiderConfig.preset(recipe), n_loops=flags["n_loops"]), args.set)
+    if state:
+        config = config_of_checkpoint(state["cfg"], config if args.model != "auto" else None, args.set, model_class)
+        if "n_loops" not in given:
+            flags["n_loops"] = state.get("n_loops", config.n_loops)
     with torch.device("meta"):
         model = model_class(config)
-    batch = resolve_batch(values, args.given, world.ranks)
-    values |= dict(grad_accum=batch.grad_accum, global_batch=batch.bytes, compile="on" if compiles else "off")
-    values["target_tokens"] = resolve_horizon(values, args.given, model)
-    values |= {name: rule(config, values["target_tokens"] / batch.bytes)
-               for name, rule in values.items() if callable(rule)}
+    has_tables = any(isinstance(module, EngramTable) for module in model.modules())
+    if flags["engram_reset"] and not has_tables and "engram_reset" in given:
+        raise UsageError("--engram_reset: this model has no Engram tables")
+    flags["engram_reset"] = flags["engram_reset"] and has_tables
+
+    # Batch: all splits of a step into micro-steps that are possible, best first; memory decides below
+    splits, of_sequence = [(flags["micro_batch"], flags["grad_accum"])], flags["seq_len"] * world.ranks
+    if args.global_batch is not None:
+        sequences = args.global_batch // of_sequence
+        splits = [(n, sequences // n) for n in range(min(sequences, MAX_MICRO_BATCH), 0, -1) if sequences % n == 0]
+        for i, name in enumerate(("micro_batch", "grad_accum")):
+            if name in given:
+                splits = [split for split in splits if split[i] == flags[name]]
+        if not splits or args.global_batch % of_sequence:
+            asked = [f"--{name} {flags[name]}" for name in ("micro_batch", "grad_accum") if name in given]
+            raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of "
+                             f"{of_sequence:,} (--seq_len times ranks){' times '.join(['', *asked])}")
+        if resumes:                       # an interrupted run keeps its split
+            splits.sort(key=lambda split: split[0] != saved_flags.get("micro_batch"))
+    flags["global_batch"] = math.prod(splits[0]) * of_sequence
+
+    # Horizon, and the flags that follow from it
+    if args.target_flops:
+        cost = estimate.flops_per_byte(model, config.bytes_per_segment, flags["n_loops"], flags["seq_len"])
+        flags["target_tokens"] = max(1, math.ceil(args.target_flops / cost))
+    elif args.target_param_data_ratio:
+        parameters = sum(model.get_parameter(name).numel() for name, kind in kinds_of(model).items()
+                         if kind.component != ENGRAM_TABLES)
+        flags["target_tokens"] = max(1, math.ceil(args.target_param_data_ratio * parameters))
+    steps = flags["target_tokens"] / flags["global_batch"]
+    flags |= {name: rule(config, steps) for name, rule in flags.items() if callable(rule)}
     for name in ("keep_best", "patience"):
-        if values[name] and not values["eval_every"]:
+        if flags[name] and not flags["eval_every"]:
             raise UsageError(f"--{name} needs the validation loss, but --eval_every 0 disables evaluation")
-    if not any(isinstance(module, EngramTable) for module in model.modules()):
-        if values["engram_reset"] and "engram_reset" in args.given:
-            raise UsageError("--engram_reset: this model has no Engram tables")
-        values["engram_reset"] = False    # the recipe's
-    remarks = []
-    backend = resolve_backend(
-        args.moe_backend, device, config, torch.float32 if precision == "fp32" else torch.bfloat16, remarks.append,
-        agree=lambda able: int(world.sum(torch.tensor(int(able), device=device))) == world.ranks, compiled=compiles)
-    optimizer = "muon" if args.optimizer == "auto" else args.optimizer
-    sources = open_sources()
-    lengths = segment_lengths(model, sources, batch.seq_len, args.seed)
-    plan = Plan(recipe, config, args.data_dir, args.mock_data, batch, pick(Schedule, values),
-                pick(OptimizerSettings, values, optimizer=optimizer),
-                pick(MachinePlan, values, precision=precision, moe_backend=backend, compile=compiles),
-                pick(OutputPlan, values), values, segment_lengths=lengths,
-                bytes_per_segment=mean_length(config, sources, lengths),
-                checkpoint_size=checkpoint_size(model, optimizer))
-    recompute, memory = world.on_rank0(lambda: choose_recompute(
-        args.recompute, lambda recompute: memory_beside_tensors(plan, device, world) | estimate_memory(
-            model, plan, device, recompute, world), machine.memory_of(device, world.local_ranks)))
-    plan = replace(plan, machine=replace(plan.machine, recompute=recompute), memory=memory,
-                   flags=values | dict(recompute=recompute))
-    why = [f"precision {precision}: {why_precision}"] * bool(why_precision)
-    why += [f"layers {'not ' * (not compiles)}compiled: {why_compile}"] * bool(why_compile)
-    threads = torch.get_num_threads()
-    hardware = f"{threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    layout = f"{world.ranks} ranks, {world.replicas} replicas of {world.shards} shards" * (world.ranks > 1)
-    choices = describe(plan, vars(args), sum(p.numel() for p in model.parameters()), f"{device}, {hardware}", layout)
-    why = explain(plan, RECIPES[recipe], args.given, args.environment, why)
-    return replace(plan, remarks=(*choices, *remarks, *why))
+
+    # Machine
+    compiles, why_compile = machine.resolve_compile(args.compile, device)
+    precision, why_precision = machine.resolve_precision(args.precision, device)
+    check_fp8_experts(args.fp8_experts, precision, device, config)
+    backend, why_backend = resolve_backend(args.moe_backend, device, config, torch.float32 if precision == "fp32" else
+                                           torch.bfloat16, compiles)
+    if args.moe_backend == "auto" and not any([world.all(backend == name) for name in KERNELS]):
+        backend = "grouped"
+    flags |= dict(precision=precision, moe_backend=backend, compile=args.compile if compiles else "off",
+                  optimizer="muon" if args.optimizer == "auto" else args.optimizer)
+    lengths = {}                          # bytes per segment by source: of words, whose boundaries are a rule
+    if model.core is not None and model.boundary_predictor is None:
+        loaders = {source.name: Loader([source], flags["seq_len"], args.seed) for source in sources}
+        lengths = {name: estimate.segment_length(model, loader) for name, loader in loaders.items()}
+    mean_length = 1 / sum(s.weight / lengths[s.name] for s in sources) if lengths else config.bytes_per_segment
+    plan = Plan(flags, recipe, config, model_class, world.ranks, mean_length, lengths,
+                estimate.checkpoint_size(model, flags["optimizer"]))
+    plans = [replace(plan, flags=flags | dict(micro_batch=n, grad_accum=steps)) for n, steps in splits]
+    i, recompute, memory = world.on_rank0(lambda: estimate.choose_memory(
+        len(plans), args.recompute, lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
+        machine.memory_of(device, world.local_ranks)))
+    plan = replace(plan, flags=plans[i].flags | dict(recompute=recompute), memory=memory)
+    return replace(plan, remarks=describe_plan(plan, args, model, world, (why_precision, why_compile, why_backend)))
+
+
+def describe_plan(plan: Plan, args: SimpleNamespace, model: Spider, world: World, why: Iterable[str]
+                  ) -> tuple[str, ...]:
+    """Return the lines that say what was chosen: by `auto`, by the recipe, by the environment."""
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    hardware = f"{torch.get_num_threads()} threads"
+    if world.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(world.device)
+    layout = f", {world.ranks} ranks: {world.replicas} replicas of {world.shards} shards" if world.ranks > 1 else ""
+    lines = [f"model {plan.recipe}, {parameters:.1f}M parameters, {plan.n_loops} loops; {world.device}, {hardware}"
+             f"{layout}",
+             f"precision {plan.precision}, compile {plan.compile}, expert backend {plan.moe_backend}, optimizer "
+             f"{plan.optimizer}, recompute {plan.recompute}", *filter(None, why)]
+    if args.global_batch is not None:
+        lines.append(f"a step of {plan.step_bytes:,} bytes: --micro_batch {plan.micro_batch} --grad_accum "
+                     f"{plan.grad_accum}")
+    if args.minutes:
+        lines.append(f"--minutes chose --target_tokens {plan.target_tokens:,} when this run started; to train longer, "
+                     f"replace it by --target_tokens")
+    recipe = [pasteable(name, plan.flags[name]) for name in RECIPES[plan.recipe] if name not in args.given
+              and (name != "micro_batch" or args.global_batch is None)]
+    if recipe:
+        lines.append(f"recipe of {plan.recipe}: {' '.join(recipe)}")
+    if args.environment:
+        lines.append(f"environment: {' '.join(args.environment)}")
+    if args.of_file:
+        lines.append(f"{args.config}: {' '.join(pasteable(name, value) for name, value in args.of_file.items())}")
+    return tuple(lines)
+
+
+def pasteable(name: str, value) -> str:
+    """Format a flag as on the command line."""
+    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}"
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
@@ -297,144 +409,209 @@ def check_fp8_experts(asked: bool, precision: str, device: torch.device, config:
                          "the experts in bf16")
 
 
-def resolve_config(values: dict, recipe: str) -> SpiderConfig:
-    """Return the recipe's preset with --n_loops and --set."""
-    return apply_settings(replace(SpiderConfig.preset(recipe), n_loops=values["n_loops"]), values["set"])
+def apply_settings(config: SpiderConfig, text: str | None) -> SpiderConfig:
+    """Return a config with the changes of --set (NAME=VALUE,...); raise UsageError for a bad name or value."""
+    try:
+        return config.changed(text or "")
+    except ValueError as fault:
+        raise UsageError(f"--set: {fault}") from None
 
 
-def config_of_checkpoint(values: dict, recipe: str, state: dict, origin: Path,
+def config_of_checkpoint(saved: dict, asked: SpiderConfig | None, settings: str | None,
                          model_class: type[Spider]) -> SpiderConfig:
-    """Return the checkpoint's config with --set applied. Raise CheckpointError if --model or --set would change the
-    shape of a weight."""
-    there = SpiderConfig.from_saved(state["cfg"])
-    config = apply_settings(replace(there, vocab_size=tokenizer.VOCAB_SIZE), values["set"])
-    if state["cfg"].get("vocab_size") != config.vocab_size:
-        raise CheckpointError(f"{origin} has another vocabulary: {state['cfg'].get('vocab_size')} ids instead of "
-                              f"{config.vocab_size}")
-    for asked in (config, *(resolve_config(values, recipe),) * (values["model"] != "auto")):
-        check_same_model(origin, state["cfg"], asked, model_class)
+    """Return a checkpoint's config with --set applied. Raise CheckpointError, with the fields, if that or the `asked`
+    model (of --model) has weights of other names or shapes."""
+    there = SpiderConfig.from_saved(saved)
+    config = apply_settings(replace(there, vocab_size=tokenizer.VOCAB_SIZE), settings)
+    for other in (config, asked or config):
+        changes = {f.name: (getattr(there, f.name), getattr(other, f.name)) for f in fields(other)
+                   if f.name != "n_loops" and getattr(there, f.name) != getattr(other, f.name)}
+        if changes and shapes(replace(other, n_loops=there.n_loops), model_class) != shapes(there, model_class):
+            raise CheckpointError("the checkpoint holds another model: " + "; ".join(
+                f"{name} is {before}, not {now}" for name, (before, now) in changes.items())
+                + ". Leave --model and --set out, or train a new model in another --ckpt_dir")
     return config
 
 
-def resolve_batch(values: dict, given: set[str], ranks: int) -> BatchShape:
-    """Derive --grad_accum from --global_batch or the other way round; if both are given, they must agree."""
-    shape = BatchShape(values["seq_len"], values["micro_batch"], 1, ranks)
-    at_once, asked, micro_steps = shape.bytes, values["global_batch"], values["grad_accum"]
-    if asked is None:
-        return replace(shape, grad_accum=micro_steps)
-    if asked % at_once:
-        raise UsageError(f"--global_batch: {asked:,} bytes are not a multiple of a micro-step's {at_once:,} "
-                         f"({ranks} rank{'s' * (ranks > 1)} of {shape.micro_batch} x {shape.seq_len}): lower "
-                         f"--micro_batch, or change --global_batch")
-    if "grad_accum" in given and micro_steps * at_once != asked:
-        raise UsageError(f"--grad_accum: {micro_steps} makes {micro_steps * at_once:,} bytes a step on {ranks} "
-                         f"rank{'s' * (ranks > 1)}, --global_batch is {asked:,}: give one of the two")
-    if asked // at_once > MOST_MICRO_STEPS:
-        raise UsageError(f"--global_batch: {asked:,} bytes are {asked // at_once:,} micro-steps of {at_once:,}, more "
-                         f"than {MOST_MICRO_STEPS:,}: lower it, or raise --micro_batch")
-    return replace(shape, grad_accum=asked // at_once)
+def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple]:
+    """Return the shapes of a model's parameters and buffers by name."""
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in model_class(config).state_dict().items()}
 
 
-def resolve_horizon(values: dict, given: set[str], model: Spider) -> int:
-    """Return the horizon in bytes, from --target_tokens, --target_flops or --target_param_data_ratio."""
-    given = [name for name in ("target_tokens", "target_flops", "target_param_data_ratio") if name in given]
-    if len(given) > 1:
-        raise UsageError(f"--{given[1]}: --{given[0]} already sets the horizon, by flag or environment: give one")
-    horizon = values["target_tokens"]
-    if values["target_flops"]:
-        per_byte = model.flops_per_byte(model.config.bytes_per_segment, values["n_loops"], values["seq_len"])
-        horizon = max(1, math.ceil(min(values["target_flops"] / per_byte, 1 << 62)))
-    elif values["target_param_data_ratio"]:
-        parameters = sum(model.get_parameter(name).numel() for name, kind in kinds_of(model).items()
-                         if kind.component != ENGRAM_TABLES)
-        horizon = math.ceil(min(values["target_param_data_ratio"] * parameters, 1 << 62))
-    if horizon >= 1 << 62:
-        raise UsageError(f"--{given[0]}: a horizon of {horizon:.0e} bytes is more than {1 << 62:.0e}")
-    return horizon
+MAX_EPOCHS = 20                          # of a horizon without a warning
+LONG_SEGMENT = 64                         # bytes: the core runs once per segment, and contributes little then
+
+
+def horizon_warnings(plan: Plan, loader: Loader | None, horizon: int) -> list[str]:
+    """Return warnings for a horizon in steps that does not suit the data or --max_steps, and for segments that leave
+    the core nearly idle."""
+    warnings, epochs = [], 0.0
+    if loader is not None:
+        epochs = (plan.target_tokens * loader.share / loader.targets).max()
+    if epochs > MAX_EPOCHS:
+        warnings.append(f"--target_tokens {plan.target_tokens:,} is {epochs:,.0f} epochs, in which the model memorizes "
+                        f"the data: use at most {int(plan.target_tokens * MAX_EPOCHS / epochs):,}, or more data")
+    factor, bytes_of_run = lr_factor(plan.max_steps - 1, horizon, plan), plan.max_steps * plan.step_bytes
+    if 0 < plan.max_steps < horizon and factor > 2 * plan.min_lr_fraction and not plan.mock_data:
+        warnings.append(f"--max_steps {plan.max_steps:,} ends the run at {factor:.0%} of the peak learning rate, which "
+                        f"decays over {horizon:,} steps: use --target_tokens {bytes_of_run} for a better loss")
+    if plan.max_steps > horizon:
+        warnings.append(f"--max_steps {plan.max_steps:,}: steps beyond {horizon:,} have the minimum learning rate: use "
+                        f"--target_tokens {bytes_of_run} to spread the schedule over all steps")
+    for name, length in plan.segment_lengths.items():
+        if length >= min(LONG_SEGMENT, plan.seq_len):
+            warnings.append(f"{name}: segments have {length:,.0f} bytes on average, so that the core hardly runs: use "
+                            f"--set boundaries=learned")
+    return warnings
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pure functions of the step
 
-def lr_factor(step: int, horizon: int, schedule: Schedule) -> float:
-    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then --schedule."""
-    if step < schedule.warmup_steps:
-        return (step + 1) / (schedule.warmup_steps + 1)
-    done = min(1.0, (step - schedule.warmup_steps) / max(1, horizon - schedule.warmup_steps))
-    if schedule.schedule == "cosine":
-        shape = 0.5 * (1 + math.cos(math.pi * done))
-    else:
-        shape = min(1.0, (1 - done) / schedule.wsd_decay_fraction) if schedule.wsd_decay_fraction else 1.0
-    return schedule.min_lr_fraction + (1 - schedule.min_lr_fraction) * shape
-
-
-def empties_tables(plan: Plan, loader: Loader, first: int) -> bool:
-    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`. Not if less than half of
-    it will be read: nearly empty tables at the end of a run cost more than memorized rows."""
-    left = epochs_over(loader, plan.schedule.target_tokens - first * plan.batch.seq_len)
-    return plan.schedule.engram_reset and float(loader.share @ left) >= 0.5
-
-
-def dropout_at(schedule: Schedule, loader: Loader, first: int) -> float:
-    """Return the dropout of a step that begins at sequence `first`: 0 in the first epoch, growing to --dropout after
-    DROPOUT_EPOCHS; for a mixture the mean over its sources."""
-    return schedule.dropout * float(loader.share @ (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1))
-
-
-def loops_of_step(schedule: Schedule, step: int) -> int:
-    """Return --n_loops, or with --random_loops a Poisson draw of that mean, at least 1; the same on every rank."""
-    if not schedule.random_loops:
-        return schedule.n_loops
-    generator = np.random.default_rng(step_seed(schedule.seed, step, "loops"))
-    return max(1, int(generator.poisson(schedule.n_loops)))
-
-
 HALTING_WARMUP = 1 / 8                    # of the horizon, so that every loop learns (docs/results/mechanisms.md)
 DROPOUT_EPOCHS = 10                       # until dropout reaches --dropout: text is memorized gradually
-STEP_PATIENCE = 8.0                       # seconds that a step may take to finish after a signal; then it is dropped
+
+
+def lr_factor(step: int, horizon: int, plan: Plan) -> float:
+    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then --schedule."""
+    if step < plan.warmup_steps:
+        return (step + 1) / (plan.warmup_steps + 1)
+    done = min(1.0, (step - plan.warmup_steps) / max(1, horizon - plan.warmup_steps))
+    if plan.schedule == "cosine":
+        shape = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        shape = min(1.0, (1 - done) / plan.wsd_decay_fraction) if plan.wsd_decay_fraction else 1.0
+    return plan.min_lr_fraction + (1 - plan.min_lr_fraction) * shape
+
+
+def clears_tables(plan: Plan, loader: Loader, first: int) -> bool:
+    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`. Not if less than half of
+    it will be read: nearly empty tables at the end of a run cost more than memorized rows."""
+    left = (plan.target_tokens - first * plan.seq_len) * loader.share / loader.targets
+    return plan.engram_reset and float(loader.share @ left) >= 0.5
+
+
+def dropout_at(plan: Plan, loader: Loader, first: int) -> float:
+    """Return the dropout of a step that begins at sequence `first`: 0 in the first epoch, growing to --dropout after
+    DROPOUT_EPOCHS; for a mixture the mean over its sources."""
+    return plan.dropout * float(loader.share @ (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1))
+
+
+def loops_of_step(plan: Plan, step: int) -> int:
+    """Return --n_loops, or with --random_loops a Poisson draw of that mean, at least 1; the same on every rank."""
+    if not plan.random_loops:
+        return plan.n_loops
+    generator = np.random.default_rng(step_seed(plan.seed, step, "loops"))
+    return max(1, int(generator.poisson(plan.n_loops)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model: initialization, precision, compilation
+# The model: initialization, FP8, compilation
 
-def build_model(plan: Plan, device: torch.device, world: World | None = None,
-                model_class: type[Spider] = Spider) -> Spider:
+
+def build_model(plan: Plan, world: World) -> Spider:
     """Build the model of a plan, ready to train: initialize it from --seed, apply FP8, backend and compilation, shard
     it over the ranks."""
     with torch.device("meta"):
-        model = model_class(plan.config)
-    torch.manual_seed(plan.schedule.seed)
-    model.to_empty(device=device)
+        model = plan.model_class(plan.config)
+    torch.manual_seed(plan.seed)
+    model.to_empty(device=world.device)
     model.init_weights()
-    machine_plan = plan.machine
-    emulated = machine_plan.precision == "fp8" and not multiplies_bf16(device)
-    model.compute_dtype = torch.float32 if machine_plan.precision == "fp32" or emulated else torch.bfloat16
-    model.recompute = machine_plan.recompute
-    model.set_backend(machine_plan.moe_backend)
-    if machine_plan.precision == "fp8":
-        logger.info(describe_fp8(model, machine_plan.fp8_experts))
-        convert_to_fp8(model, device, machine_plan.fp8_experts)
-    if machine_plan.compile and (obstacle := model.compile_layers()):
+    emulated = plan.precision == "fp8" and not machine.multiplies_bf16(world.device)
+    model.compute_dtype = torch.float32 if plan.precision == "fp32" or emulated else torch.bfloat16
+    model.recompute = plan.recompute
+    model.set_backend(plan.moe_backend)
+    if plan.precision == "fp8":
+        logger.info(describe_fp8(model, plan.fp8_experts))
+        convert_to_fp8(model, world.device, plan.fp8_experts)
+    if plan.compile != "off" and (obstacle := model.compile_layers()):
         logger.warning(f"compiled only the byte layers, not the core's: {obstacle}")
     model.train()
-    if world is not None:
-        shard_model(model, world, plan.batch.grad_accum)
+    shard_model(model, world, plan.grad_accum)
     return model
 
 
-def warm_up(model: Spider, batch: BatchShape, n_loops: int, device: torch.device, fall_back: bool = False):
+def convert_to_fp8(model: Spider, device: torch.device, experts: bool):
+    """Replace the model's Linears by torchao's Float8Linear (tensorwise), in place; parameters stay the same objects.
+
+    Weights are cast once per optimizer step (Spider.cast_weights_once); evaluation does not use FP8. torchao's axiswise
+    recipe does not work with activation checkpointing. `experts`: convert the stacked expert weights too.
+    """
+    with machine.quiet():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+    class FP8Linear(Float8Linear):
+        """Float8Linear whose weight may be cast beforehand."""
+        cast = None
+
+        def build_mm_configs(self):
+            """Build torchao's settings of the three products for row counts that are multiples of 16, and for others.
+            Not in forward: Dynamo of torch 2.11 cannot construct named tuples inside a graph."""
+            self.mm_config_aligned, self.mm_config_ragged = self.mm_config(16), self.mm_config(1)
+
+        def mm_config(self, rows: int):
+            """Pad only inner dimensions that are not multiples of 16: torchao copies a tensor even if the padding is
+            empty."""
+            inner = self.in_features, self.out_features, rows  # of forward, the input's and the weight's gradient
+            return type(self.linear_mm_config)(*(product._replace(pad_inner_dim=size % 16 > 0)
+                                                 for product, size in zip(self.linear_mm_config, inner)))
+
+        def cast_weight(self, dtype: torch.dtype):
+            if not self.training:
+                return Linear.cast_weight(self, dtype)
+            self.cast = hp_tensor_to_float8_dynamic(
+                self.weight.t(), self.config.cast_config_weight.target_dtype, self.mm_config_aligned,
+                gemm_input_role=GemmInputRole.WEIGHT)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                return Linear.forward(self, x)
+            weight = self.weight.t() if self.cast is None else self.cast
+            rows = x.numel() // x.shape[-1]
+            mm_config = self.mm_config_ragged if rows % 16 else self.mm_config_aligned
+            return matmul_with_hp_or_float8_args.apply(x, weight, mm_config, self.config)
+
+    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True,
+                     emulate=device.type == "cpu")
+    convert_to_float8_training(model, config=config, module_filter_fn=takes_fp8)
+    for module in model.modules():
+        if isinstance(module, Float8Linear):
+            module.__class__ = FP8Linear
+            module.build_mm_configs()
+        elif isinstance(module, MoE):
+            module.fp8 = experts
+
+
+def describe_fp8(model: Spider, experts: bool) -> str:
+    """Describe in one line which Linears FP8 converts. Call it before the conversion."""
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
+    count = sum(takes_fp8(module, name) for name, module in linears)
+    line = f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}"
+    if not model.config.has_experts:
+        return line
+    return line + ("; routed experts in FP8 with row and column scales" if experts else
+                   "; routed experts in bf16, since their products are small (see --fp8_experts)")
+
+
+def warm_up(model: Spider, plan: Plan, device: torch.device):
     """Compile kernels by two passes on dummy bytes; weights, random state, buffers and data position stay unchanged. If
-    torch.compile fails on the layers, run them uncompiled, with a warning, if `fall_back`; else raise UsageError."""
-    ids = (torch.arange(batch.micro_batch * batch.seq_len, device=device) % 251).view(batch.micro_batch, batch.seq_len)
+    torch.compile fails on the layers, run them uncompiled under --compile auto, else raise UsageError."""
+    ids = torch.arange(plan.micro_batch * plan.seq_len, device=device) % 251
+    ids = ids.view(plan.micro_batch, plan.seq_len)
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
-                model(ids, ids, n_loops=n_loops, noise_seed=noise_seed).loss.backward()
+                model(ids, ids, n_loops=plan.n_loops, noise_seed=noise_seed).loss.backward()
     except Exception as fault:            # whatever Dynamo, Inductor and Triton provoke
         if not model.compiled or machine.is_out_of_memory(fault):
             raise
         line = machine.describe_compile_error(fault, device)
-        if not fall_back:
+        if plan.compile == "on" or plan.ranks > 1:
             raise UsageError(f"--compile: {line}; or use --compile off") from fault
         logger.warning(f"{line}: the layers run uncompiled")
         model.uncompile_layers()
@@ -444,9 +621,10 @@ def warm_up(model: Spider, batch: BatchShape, n_loops: int, device: torch.device
 # ---------------------------------------------------------------------------------------------------------------------
 # One optimizer step
 
+
 @dataclass
 class Run:
-    """State of a run: what a step reads and changes."""
+    """The state of a run: what a step reads and changes."""
     plan: Plan
     model: Spider
     optimizers: Optimizers
@@ -454,39 +632,43 @@ class Run:
     feed: Feed
     progress: RunProgress
     world: World
+    stop: StopSignals
     horizon: int                          # last step of the schedule, if all further steps have today's batch size
-    flops_per_byte: Callable              # the model's method, cached, since it takes milliseconds
+    costs: dict = field(default_factory=dict)  # FLOPs per byte, by bytes per segment and loops
 
 
-def train_step(run: Run, stopping: Stopping) -> bool | None:
-    """Run one optimizer step and record its metrics in `run.progress`. Return whether its loss is a spike, or None if
-    the step was dropped."""
-    plan, model, progress, step_start = run.plan, run.model, run.progress, time.perf_counter()
-    first = progress.bytes_seen // plan.batch.seq_len
+def train_step(run: Run) -> bool:
+    """Run one optimizer step and record its metrics in `run.progress`; return whether its loss is a spike."""
+    plan, model, progress, world, start = run.plan, run.model, run.progress, run.world, time.perf_counter()
+    first = progress.bytes_seen // plan.seq_len
+    epoch = run.loader.epoch(first)
+    batches = run.feed.take()
+    loops = loops_of_step(plan, progress.step)
     model.halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * run.horizon))
-    with stopping.droppable(STEP_PATIENCE):  # before the update only gradients change
-        batches, targets, epoch = run.feed.take()
-        loops = loops_of_step(plan.schedule, progress.step)
-        model.dropout = dropout_at(plan.schedule, run.loader, first)
-        sums, counts = accumulate(model, batches, loops, targets)
-    if stopping.drops():
-        return None
-    factor = lr_factor(progress.step, run.horizon, plan.schedule)
-    run.optimizers.set_lr(plan.schedule.lr, factor)
-    real = sum(batch.real for batch in batches)
-    numbers = update(model, run.optimizers, sums, counts, real, plan.optimizer.grad_clip,
-                     empty_tables=epoch > progress.epoch and empties_tables(plan, run.loader, first))
-    rate = plan.batch.bytes / (time.perf_counter() - step_start)
-    cost = run.flops_per_byte(round(max(1.0, numbers["bytes_per_segment"]), 1), loops, plan.batch.seq_len)
-    device = run.world.device
-    numbers |= dict(lr=plan.schedule.lr * factor, tok_per_sec=rate,
-                    bf16_mfu=rate * cost / (machine.product_rate(device) * run.world.ranks),
-                    memory=machine.peak_memory(device), time=time.time())
-    return progress.record(numbers, (first + plan.batch.sequences) * plan.batch.seq_len, epoch)
+    model.dropout = dropout_at(plan, run.loader, first)
+    factor = lr_factor(progress.step, run.horizon, plan)
+    run.optimizers.set_lr(plan.lr, factor)
+    targets = None
+    if world.ranks > 1:                   # those of all ranks, not read on the host
+        targets = torch.full((), sum(batch.targets for batch in batches), dtype=torch.float64, device=world.device)
+        world.sum(targets)
+    sums, counts = accumulate(model, batches, loops, targets)
+    clears = epoch > progress.epoch and clears_tables(plan, run.loader, first)
+    numbers = update(model, run.optimizers, sums, counts, batches, plan.grad_clip, clears, run.stop.votes())
+    run.stop.agree(numbers.pop("votes"))
+
+    rate = plan.step_bytes / (time.perf_counter() - start)
+    key = round(max(1.0, numbers["bytes_per_segment"]), 1), loops
+    if key not in run.costs:
+        run.costs[key] = estimate.flops_per_byte(model, *key, plan.seq_len)
+    mfu = rate * run.costs[key] / (machine.product_rate(world.device) * world.ranks)
+    numbers |= dict(lr=plan.lr * factor, tok_per_sec=rate, bf16_mfu=mfu, memory=machine.peak_memory(world.device),
+                    time=time.time())
+    return progress.record(numbers, (first + plan.sequences) * plan.seq_len, epoch)
 
 
 def accumulate(model: Spider, batches: list[Batch], n_loops: int,
-               targets: int | None = None) -> tuple[dict[str, Tensor], list[Tensor]]:
+               targets: Tensor | None = None) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Run forward and backward over a step's micro-steps; change nothing but gradients. `targets`: those of all ranks.
 
     Return sums over the micro-steps by name: loss (nats), total_loss, segments, mean_loops and the loss's other terms;
@@ -494,11 +676,13 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     """
     sharding = sharding_of(model)
     sums, counts, passes = {}, [0, 0], len(batches) * sharding.ranks
-    targets = max(1, sum(batch.targets for batch in batches) if targets is None else targets)
+    targets = max(1, sum(batch.targets for batch in batches)) if targets is None else targets.clamp_min(1)
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
             share = batch.targets / targets  # weigh all bytes equally, however many are PAD
+            if isinstance(share, Tensor):
+                share = share.to(out.loss.dtype)
             loss = out.by_byte * share + (out.loss - out.by_byte) / passes
             sharding.backward(model, loss, last=batch is batches[-1])
             numbers = dict(loss=out.nats_per_byte.detach() * share, total_loss=loss.detach(), segments=out.segments,
@@ -510,266 +694,414 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     return sums, counts
 
 
-def step_alone(model: Spider, optimizers: Optimizers, batches: list[Batch], n_loops: int, grad_clip: float = 1.0
-               ) -> dict:
-    """Run an optimizer step of a model outside of a run; return its metrics."""
-    sums, counts = accumulate(model, batches, n_loops)
-    return update(model, optimizers, sums, counts, sum(batch.real for batch in batches), grad_clip)
-
-
-def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], counts: list[Tensor], real: int,
-           grad_clip: float = 1.0, empty_tables: bool = False) -> dict:
-    """Update the weights from accumulated gradients and return the step's metrics. `real`: its bytes that are not PAD;
-    `empty_tables`: clear the Engram tables.
+def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], counts: list[Tensor], batches: list[Batch],
+           grad_clip: float = 1.0, clear_tables: bool = False, votes: Sequence[float] = ()) -> dict:
+    """Update the weights from accumulated gradients and return the step's metrics; `votes`, summed over ranks, are
+    among them.
 
     Waits for the device once, for all numbers, before it changes a weight. If loss or gradient is not finite, no weight
     changes and `skipped` is true.
     """
-    names, sums = list(sums), torch.stack(list(sums.values()))
-    norm, sums, (tokens, scores), real = optimizers.sharding.all_reduce_step(optimizers.dense, sums, counts, real)
+    tokens, scores = counts
+    host = torch.stack([tokens.new_full((), number, dtype=torch.float64)                     # a copy would wait
+                        for number in (sum(batch.real for batch in batches), *votes)])
+    flat = torch.cat((torch.stack(list(sums.values())).double(), host, tokens.flatten().double(), scores.double()))
+    norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, flat)
+    of_sums, of_host, of_tokens, of_scores = flat.split((len(sums), len(host), tokens.numel(), scores.numel()))
+    tokens, scores = of_tokens.float().view_as(tokens), of_scores.float()
     nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip or math.inf, norm)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
-    *sums, norm, balance = torch.cat((sums, torch.stack((norm, balance.mean())))).tolist()
-    sums = dict(zip(names, sums))
+    norm, balance, *numbers = torch.cat((torch.stack((norm, balance.mean())), of_sums.float(), of_host)).tolist()
+    sums, (real, *votes) = dict(zip(sums, numbers)), numbers[len(sums):]
     skipped = not (math.isfinite(sums["total_loss"]) and math.isfinite(norm))
     if not skipped:
         optimizers.step()
         model.update_expert_bias(tokens)
         model.update_boundaries(scores, sums["loss"])
-        if empty_tables:
+        if clear_tables:
             optimizers.reset_tables()
     optimizers.zero_grad()
     loss, total_loss, segments, loops = (sums.pop(name) for name in ("loss", "total_loss", "segments", "mean_loops"))
     return dict(loss=loss, total_loss=total_loss, grad_norm=norm, bytes_per_segment=real / max(1, segments),
-                mean_loops=loops, expert_balance=balance, skipped=skipped, **sums)
+                mean_loops=loops, expert_balance=balance, skipped=skipped, votes=votes, **sums)
+
+
+def step_alone(model: Spider, optimizers: Optimizers, batches: list[Batch], n_loops: int, grad_clip: float = 1.0
+               ) -> dict:
+    """Run an optimizer step of a model outside of a run; return its metrics."""
+    return update(model, optimizers, *accumulate(model, batches, n_loops), batches, grad_clip)
+
+
+def optimizers_of(plan: Plan, model: Spider) -> Optimizers:
+    return Optimizers(model, plan.optimizer, plan.lr, plan.engram_lr, plan.weight_decay, plan.beta1, plan.beta2,
+                      plan.momentum)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+EVAL_BYTES = 8192                         # minimum bytes per evaluation batch; larger ones fit without gradients
+SAMPLE_START = 64                         # bytes of held-out text, the default prompt of a sample
+
+
+@torch.no_grad()
+def sum_losses(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, world: World
+               ) -> list[float]:
+    """Sum nats, labels (without -100), bytes and segments over batches of (ids, labels), each [n, T] int64, distributed
+    over ranks. `size`: ids in all batches. The model's training mode is restored."""
+    progress = ProgressBar("evaluating", size) if sys.stderr.isatty() and world.is_rank0 else None
+    sums, training = torch.zeros(4, device=world.device, dtype=torch.float64), model.training
+    model.eval()
+    with model.cast_weights_once():
+        for batch, counts in world.distribute(batches):
+            ids, labels = (tensor.to(world.device) for tensor in batch)
+            out = model(ids, labels, n_loops=n_loops)
+            counted = (labels != -100).sum()
+            sums += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
+                                          (ids != tokenizer.PAD_ID).sum(), out.segments))
+            if progress:
+                progress.add(ids.numel() * world.ranks)
+    model.train(training)
+    return world.sum(sums).tolist()
+
+
+def evaluate(model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int, n_loops: int, world: World
+             ) -> dict[str, float]:
+    """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time. Return val_loss, val_bpb and
+    val_bytes_per_segment over all sources and, for several sources, the bits per byte of each as val_bpb/NAME."""
+    targets = sum(int((labels != -100).sum()) for _, labels in sets.values())
+    logger.info(f"evaluating on {targets:,} bytes")
+    sums = {name: sum_losses(model, list(zip(*(tensor.split(rows) for tensor in of_source))), of_source[0].numel(),
+                             n_loops, world) for name, of_source in sets.items()}
+    nats, labels, real, segments = (sum(column) for column in zip(*sums.values()))
+    loss, length = nats / labels, real / max(1, segments)
+    by_source = {}
+    if len(sums) > 1:
+        by_source = {f"val_bpb/{name}": own[0] / own[1] / math.log(2) for name, own in sums.items()}
+    bpb = loss / math.log(2)
+    logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {bpb:.4f}, {length:.2f} bytes per segment"
+                + "".join(f", {name.removeprefix('val_bpb/')} {own:.4f}" for name, own in by_source.items()))
+    return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=length) | by_source
+
+
+def log_sample(model: Spider, step: int, plan: Plan, validation: Mapping[str, tuple[Tensor, Tensor]]):
+    """Log 200 generated bytes; the generator's seed is a function of (--seed, step).
+
+    They continue --sample_prompt, else the first bytes of the `validation` rows, else a line break: BOS alone is a bad
+    prompt, because a text file is one document and has it only once."""
+    if plan.sample_prompt:
+        prompt, start = [tokenizer.BOS_ID, *os.fsencode(plan.sample_prompt)], plan.sample_prompt
+    elif validation:
+        ids, _ = next(iter(validation.values()))
+        prompt = ids[0, :SAMPLE_START].tolist()
+        start = f"(held-out text) {tokenizer.decode(prompt)}"
+    else:
+        prompt, start = [ord("\n")], "\n"
+    generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(plan.seed, step, "sample"))
+    model.eval()
+    try:
+        text = tokenizer.decode(list(model.generate(prompt, 200, generator=generator, n_loops=plan.n_loops)))
+        logger.info(f"step {step} continues {start!r}: {text!r}")
+    except FloatingPointError as fault:
+        logger.warning(f"step {step}: no sample: {fault}")
+    model.train()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The dry run
 
-TIMED = 2.0                               # seconds of steps that a dry run times, at least one step
+MIN_SECONDS_TIMED = 2.0                   # seconds of steps that a dry run times, at least one step
 
 
-def time_steps(plan: Plan, world: World, loader: Loader | None, model_class: type[Spider] = Spider) -> float:
+def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
     """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for this. Without data, use
     synthetic sentences. Writes nothing."""
-    seed, schedule = plan.schedule.seed, plan.schedule
-    loader = Loader([mock_source(seed)], plan.batch.seq_len, seed) if loader is None else loader
-    model = build_model(plan, world.device, model_class=model_class)
-    optimizers, times = Optimizers(model, plan.optimizer), []
-    while not times or sum(times) < TIMED:
-        step = plan.horizon // 2 + len(times)
-        start, first = time.perf_counter(), step * plan.batch.sequences
-        batches = list(batches_of(loader, plan.batch, seed, world, step, first))
-        model.dropout = dropout_at(schedule, loader, first)
-        optimizers.set_lr(schedule.lr, lr_factor(step, plan.horizon, schedule))
-        step_alone(model, optimizers, batches, plan.n_loops, plan.optimizer.grad_clip)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+    logger.info(f"timing steps of {plan.step_bytes:,} bytes")
+    loader = Loader(sources or [mock_source(plan.seed)], plan.seq_len, plan.seed)
+    model = build_model(plan, world)
+    if plan.compile != "off":
+        warm_up(model, plan, world.device)
+    optimizers, times = optimizers_of(plan, model), []
+    while len(times) < 2 or sum(times[1:]) < MIN_SECONDS_TIMED:  # the first step is a warm-up
+        step, start = plan.horizon // 2 + len(times), time.perf_counter()
+        first = step * plan.sequences
+        batches = [batch.to(world.device) for batch in loader.batches(step, first, plan)]
+        model.dropout = dropout_at(plan, loader, first)
+        optimizers.set_lr(plan.lr, lr_factor(step, plan.horizon, plan))
+        step_alone(model, optimizers, batches, plan.n_loops, plan.grad_clip)
         times.append(time.perf_counter() - start)
-    return plan.batch.bytes / float(np.median(times[1:] or times))  # the first step is a warm-up
+    return plan.step_bytes / float(np.median(times[1:]))
 
 
-NOT_IN_CONFIG = {"dry_run", "resume", "reset_steps", "global_batch", "target_flops", "target_param_data_ratio",
-                 "no_gradient_checkpointing"}  # specific to one run, or already resolved into another flag
+def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source], by_rule: bool) -> dict[str, int]:
+    """Return target_tokens and eval_tokens for a run of `minutes` at `rate` bytes/s. Evaluation costs a third of
+    training per byte, and gets at most a quarter of the time. by_rule: the recipe decides how often to evaluate."""
+    total, evaluations = 60 * minutes * rate, 10.0
+    if not (by_rule and callable(RECIPES[plan.recipe].get("eval_every"))) and plan.eval_every:
+        evaluations = total / (plan.eval_every * plan.step_bytes)
+    held_out = min(plan.eval_tokens, sum(len(source.val) for source in sources), int(0.75 * total / evaluations))
+    target = total - evaluations * held_out / 3 if plan.eval_every else total
+    return dict(target_tokens=max(plan.step_bytes, int(target)), eval_tokens=max(1, held_out))
 
 
-def print_dry_run(plan: Plan, sources: Sequence[Source], world: World, model_class: type[Spider] = Spider) -> int:
+def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
     """Print the cost of a run, the verdict first; return exit status 1 if memory or disk do not suffice."""
-    if plan.flags["dry_run"] == "config":
-        print(config_text(GROUPS, {name: plan.flags[name] for name in plan.flags.keys() - NOT_IN_CONFIG}), end="")
-        return 0
     with torch.device("meta"):
-        model = model_class(plan.config)
-    loader = Loader(sources, plan.batch.seq_len, plan.schedule.seed) if sources else None
-    enough = print_verdict(plan, machine.memory_of(world.device, world.local_ranks))
-    peak = machine.product_rate(world.device) * world.ranks * (2 if plan.machine.precision == "fp8" else 1)
-    bound = peak / model.flops_per_byte(plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
-    rate = expected_rate(plan, world.device, bound, lambda: time_steps(plan, world, loader, model_class))
-    print_outlook(plan, loader, sources, rate, horizon_warnings(plan, loader, plan.horizon, lr_factor)
-                  + segment_warnings(plan.config, plan.segment_lengths, plan.batch.seq_len))
-    for remark in plan.remarks:
-        print(console.one_line(remark))
-    print_tables(plan, model)
-    print(describe_fp8(model, plan.machine.fp8_experts))
+        model = plan.model_class(plan.config)
+    loader = Loader(sources, plan.seq_len, plan.seed) if sources else None
+    enough = estimate.print_verdict(plan, machine.memory_of(world.device, world.local_ranks))
+    peak = machine.product_rate(world.device) * world.ranks * (2 if plan.precision == "fp8" else 1)
+    bound = peak / estimate.flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, plan.seq_len)
+    at_least, rate, origin = estimate.expected_rate(
+        plan, world, bound, lambda: time_steps(plan, world, sources))
+    steps = plan.max_steps or plan.horizon
+    duration = estimate.describe_duration(steps * plan.step_bytes / rate)
+    print(one_line(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {at_least}{duration} at {rate:,.0f} bytes/s "
+                   f"({origin})"))
+    for source in sources:
+        print(one_line(f"data: {source}, all checked"))
+    if not sources:
+        print(one_line(f"data: {plan.data_dir} does not exist yet: python data.py prepare INPUT --out {plan.data_dir}"))
+    for line in (*(f"warning: {line}" for line in horizon_warnings(plan, loader, plan.horizon)), *plan.remarks):
+        print(one_line(line))
+    estimate.print_tables(plan, model)
+    print(describe_fp8(model, plan.fp8_experts))
     return 0 if enough else 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
-def set_up(args, closing: ExitStack, world: World) -> torch.device:
-    """Configure this process, join the other ranks, and return the device."""
-    device = world.local_device(resolve_device(args.device))
-    if device.type == "cpu":
-        keep_freed_memory()
-    torch.set_float32_matmul_precision("high")
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        closing.callback(torch.use_deterministic_algorithms, False)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    world.join(device, args.shards, args.rank_timeout)
-    return device
+# Flags whose change is logged when a run resumes.
+LOGGED_IF_CHANGED = (
+    "seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
+    "target_tokens", "n_loops", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
+    "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
+OTHER_EVALUATION = ("--data_dir", "--mock_data", "--seq_len", "--eval_tokens", "training bytes")  # changes of it
 
 
-@contextmanager
-def refusals(tolerated: bool, world: World):
-    """Print a CheckpointError raised inside as one line, if it is `tolerated` as in a dry run; else let it end the
-    run."""
-    try:
-        yield
-    except CheckpointError as fault:
-        if not tolerated:
-            raise
-        if world.is_rank0:
-            print(console.one_line(f"a run would be refused: {fault}"))
+def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
+            ) -> RunProgress:
+    """Load a checkpoint into model and optimizers, or only its weights; log what has changed since; return the run's
+    progress."""
+    sharding_of(model).load_model(model, state["model_state_dict"])
+    if not resumes:
+        return RunProgress()
+    optimizers.load_state_dict(state["optimizer_state_dict"])
+    progress = RunProgress(**{f.name: state[f.name] for f in fields(RunProgress) if f.name in state})
+    before = dict(n_loops=state.get("n_loops", plan.n_loops), **state.get("flags", {}))
+    changed = [f"--{name} was {before[name]}, is {plan.flags[name]}" for name in LOGGED_IF_CHANGED
+               if name in before and before[name] != plan.flags[name]]
+    there, targets = asdict(SpiderConfig.from_saved(state["cfg"])), loader.targets.tolist()
+    changed += [f"{name} was {there[name]}, is {value}" for name, value in asdict(plan.config).items()
+                if name != "n_loops" and there[name] != value]
+    if state.get("targets", targets) != targets:
+        changed.append(f"training bytes by source were {state['targets']}, are {targets}")
+    if changed:
+        logger.warning(f"settings differ from the run so far: {'; '.join(changed)}")
+        progress.forget_losses(evaluations=any(line.startswith(OTHER_EVALUATION) for line in changed))
+        progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // plan.seq_len))  # of other data
+    return progress
 
 
-def open_sources(args) -> list[Source]:
+def run_state(plan: Plan, model: Spider, optimizers: Optimizers, progress: RunProgress, targets: list[int]) -> dict:
+    """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the keys."""
+    return dict(model_state_dict=sharding_of(model).model_state(model), optimizer_state_dict=optimizers.state_dict(),
+                cfg=asdict(model.config), recipe=plan.recipe, targets=targets,
+                flags={name: plan.flags[name] for name in LOGGED_IF_CHANGED if name != "n_loops"}, **asdict(progress))
+
+
+def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:
+    """Format a step's metrics for the log; `remaining` in seconds."""
+    mfu, bpb = f"MFU {metrics['bf16_mfu']:.1%} | " if device.type == "cuda" else "", metrics["loss"] / math.log(2)
+    return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {bpb:.4f} | "
+            f"lr {metrics['lr']:.2e} | norm {metrics['grad_norm']:.3f} | {metrics['tok_per_sec']:,.0f} bytes/s | {mfu}"
+            f"{metrics['bytes_per_segment']:.2f} bytes/segment | {metrics['mean_loops']:.2f} loops | "
+            f"balance {metrics['expert_balance']:.2f} | {metrics['memory']:.2f} GB | "
+            f"ETA {estimate.describe_duration(remaining)}")
+
+
+def odd_step_line(progress: RunProgress, plan: Plan) -> str:
+    """Describe a skipped step or a loss spike, with the command that prints its batch."""
+    what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
+    where = "--mock_data" if plan.mock_data else plan.data_dir
+    first = progress.bytes_seen // plan.seq_len - plan.sequences
+    return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {plan.seq_len} --seed "
+            f"{plan.seed} --first {first} --count {plan.sequences}")
+
+
+def open_sources(args: SimpleNamespace) -> list[Source]:
     """Open and check the data; return an empty list in a dry run without --data_dir, if the default does not exist."""
-    if args.dry_run != "off" and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
+    if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
         return []
     sources = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir)
     check(sources)
     return sources
 
 
-def start_run(args, closing: ExitStack, world: World, model_class: type[Spider]):
-    """Find the checkpoint to resume from and settle the plan; return the run's directory, the checkpoint's state, the
-    plan and the data."""
-    home = state = plan = None
-    start_log("INFO" if world.is_rank0 else "ERROR")
-    device, dry = set_up(args, closing, world), args.dry_run != "off"
-    sources = cache(partial(open_sources, args))
-    with refusals(dry and not args.resume, world):
-        home = RunDirectory(Path(args.ckpt_dir), args.resume, args.reset_steps, closing, dry, world,
-                            args.mock_data, model_class)
-        state = home.load()
-    if state is not None:
-        with refusals(dry and not args.resume, world):
-            plan = settle(args, device, world, state, home.origin, sources, model_class)
-            if args.dry_run == "on" and world.is_rank0:
-                print(console.one_line(home.start_line(state)))
-    plan = settle(args, device, world, None, None, sources, model_class) if plan is None else plan
-    return home, state, plan, sources()
+def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: type[Spider]
+          ) -> tuple[Plan, list[Source], tuple]:
+    """Configure this process, join the other ranks, find data and checkpoint, and settle the plan. Return the plan, the
+    data, and the checkpoint: its path, its state, and whether the run resumes from it (see checkpoint.load_origin)."""
+    machine.start_log("INFO" if world.is_rank0 else "ERROR")
+    device = machine.resolve_device(args.device)
+    if device.type == "cpu":
+        machine.keep_freed_memory()
+    torch.set_float32_matmul_precision("high")
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    world.join(device, args.shards, args.rank_timeout)
+    sources, directory = open_sources(args), Path(args.ckpt_dir)
+    if world.is_rank0 and not args.dry_run:
+        directory.mkdir(parents=True, exist_ok=True)
+        closing.enter_context(common.locked(directory))
+    origin = world.on_rank0(lambda: load_origin(directory, args.resume, args.reset_steps, model_class))
+    _, state, resumes = origin = origin or (None, None, False)
+    plan = settle(args, world, state, resumes, sources, model_class)
+    if args.minutes and not resumes:      # the speed of this plan gives its horizon, which changes the plan
+        if world.ranks > 1:
+            raise UsageError("--minutes times steps on one process: use --target_tokens")
+        rate = time_steps(plan, world, sources)
+        chosen = fit_into(args.minutes, plan, rate, sources, by_rule="eval_every" not in args.given)
+        args = SimpleNamespace(**vars(args) | chosen | dict(given=args.given | chosen.keys()))
+        plan = settle(args, world, state, resumes, sources, model_class)
+    return plan, sources, origin
 
 
-def log_start(plan: Plan, model: Spider, loader: Loader, horizon: int, last_step: int):
-    """Log the length of the run and the cost of a step; warn if horizon or segments do not suit the data."""
-    cost = model.flops_per_byte(plan.bytes_per_segment, plan.n_loops, plan.batch.seq_len)
-    logger.info(f"{last_step:,} step{'s' * (last_step != 1)} of {plan.batch.bytes:,} bytes; {cost / 1e9:.2g} GFLOP per "
-                f"byte at {plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {plan.output.ckpt_dir}")
-    log_lines("WARNING", (*horizon_warnings(plan, loader, horizon, lr_factor),
-                          *segment_warnings(plan.config, plan.segment_lengths, plan.batch.seq_len)))
-
-
-def main(args: SimpleNamespace, stop: StopSignals, closing: ExitStack, world: World,
+def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitStack,
          model_class: type[Spider] = Spider) -> int:
     """Train, from the flags to the last checkpoint, and return the exit status. `closing` closes all resources."""
-    # -----------------------------------------------------------------------------------------------------------------
-    # Device, ranks, checkpoint to resume, plan
-    home, state, plan, sources = start_run(args, closing, world, model_class)
-    device, batch, out = world.device, plan.batch, plan.output
-    if args.dry_run != "off":
-        return print_dry_run(plan, sources, world, model_class) if world.is_rank0 else 0
-    log_lines("INFO", (*plan.remarks, describe_memory(plan.memory, machine.memory_of(device, world.local_ranks)),
-                       *map(str, sources)))
+    plan, sources, (path, state, resumes) = start(args, world, closing, model_class)
+    directory = Path(plan.ckpt_dir)
+    if plan.dry_run:
+        return print_dry_run(plan, sources, world) if world.is_rank0 else 0
+    for line in (*plan.remarks, *map(str, sources),
+                 estimate.describe_memory(plan.memory, machine.memory_of(world.device, world.local_ranks))):
+        logger.info(line)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Data, model and optimizers, restored from the checkpoint
-    loader = Loader(sources, batch.seq_len, plan.schedule.seed)
-    validation = validation_sets(sources, batch.seq_len, out.eval_tokens) if out.eval_every else {}
-    eval_rows = max(batch.micro_batch, EVAL_BYTES // batch.seq_len)  # larger batches fit without gradients
-    check_memory(sum(plan.memory.values()), device, world)
-    model = build_model(plan, device, world, model_class)
-    optimizers = Optimizers(model, plan.optimizer)
-    identity = RunIdentity.of(plan.recipe, plan.flags)
-    progress = home.restore(state, model, optimizers, plan.n_loops, loader, identity)
-    del state
+    # Model and optimizers, restored from the checkpoint
+    estimate.check_memory(sum(plan.memory.values()), world)
+    loader = Loader(sources, plan.seq_len, plan.seed)
+    validation = validation_sets(sources, plan.seq_len, plan.eval_tokens) if plan.eval_every else {}
+    eval_rows = max(plan.micro_batch, EVAL_BYTES // plan.seq_len)
+    model = build_model(plan, world)
+    optimizers, progress = optimizers_of(plan, model), RunProgress()
+    if state is not None:
+        logger.info(f"{'resuming from' if resumes else 'weights of'} {path} (step {state['step']})")
+        progress = restore(state, resumes, plan, model, optimizers, loader)
+    progress.n_loops, state = plan.n_loops, None
+    if progress.exploded:
+        logger.warning(f"{path}: the loss had exploded by then; to go back, name an earlier checkpoint by --resume, "
+                       f"and a new --ckpt_dir")
 
     # -----------------------------------------------------------------------------------------------------------------
     # Loop state
-    bytes_left = max(0, plan.schedule.target_tokens - progress.bytes_seen)
-    horizon = progress.step + math.ceil(bytes_left / batch.bytes)
-    last_step, first_step = plan.schedule.max_steps or horizon, progress.step + 1
-    log_start(plan, model, loader, horizon, last_step)
-    metrics_file, writer = home.open(progress, last_step, out, plan.checkpoint_size)
-    tracker = profiler = None
+    horizon = progress.step + math.ceil(max(0, plan.target_tokens - progress.bytes_seen) / plan.step_bytes)
+    last_step, first_step = plan.max_steps or horizon, progress.step + 1
+    metrics_file = tracker = profiler = None
     if world.is_rank0:
-        tracker = start_wandb(out.run, plan.flags, progress, closing)
-        profiler = start_profiler(device, home.path, closing) if out.profile else None
-        closing.callback(lambda: write_curves(home.path, stop.asked))
-    if progress.written >= last_step:
-        logger.info(f"nothing to do: the run is at step {progress.step} of {last_step}; to continue, raise --max_steps "
-                    f"or --target_tokens")
-    elif (plan.machine.precision == "fp8" or plan.machine.compile) and not progress.is_out_of_patience(out.patience):
-        warm_up(model, batch, plan.n_loops, device, fall_back=args.compile == "auto" and world.ranks == 1)
-    feed = Feed(loader, batch, plan.schedule.seed, world, progress, closing)
-    run = Run(plan, model, optimizers, loader, feed, progress, world, horizon, cache(model.flops_per_byte))
-    optimizers.set_lr(plan.schedule.lr, lr_factor(max(0, progress.step - 1), horizon, plan.schedule))  # as saved
-    stopping = Stopping(stop, writer, progress.step, last_step, plan.optimizer.max_skipped, out.patience)
-
-    def save():
-        writer.save(run_state(model, optimizers, progress, identity, loader.targets.tolist()), metrics_file.sync)
+        first_line = progress.step if progress.metrics else progress.step + 1
+        metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
+        tracker = start_wandb(plan.run, plan.flags, progress, closing)
+        profiler = start_profiler(world.device, directory, closing) if plan.profile else None
+        closing.callback(lambda: write_curves(directory, stop.asked))
+    saved = []
+    if world.is_rank0 and resumes:        # a later one is damaged
+        saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
+    writer = closing.enter_context(CheckpointWriter(directory, saved, plan.keep_last, plan.keep_best,
+                                                    progress.step if resumes else -1, world))
+    cost = estimate.flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, plan.seq_len)
+    logger.info(f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; {cost / 1e9:.2g} GFLOP "
+                f"per byte at {plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {directory}")
+    for line in horizon_warnings(plan, loader, horizon):
+        logger.warning(line)
+    if progress.step < last_step and (plan.precision == "fp8" or plan.compile != "off"):
+        warm_up(model, plan, world.device)
+    feed = Feed(loader, plan, world.rank, world.device, progress.step, progress.bytes_seen // plan.seq_len)
+    run = Run(plan, model, optimizers, loader, feed, progress, world, stop, horizon)
+    optimizers.set_lr(plan.lr, lr_factor(max(0, progress.step - 1), horizon, plan))  # as saved
+    began, paused = time.perf_counter(), 0.0
+    stop.raises = False
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The loop
-    while stopping.continues(progress):
-        if progress.owed is None:         # else the run stopped after the step, before its evaluation
-            if (spike := train_step(run, stopping)) is None:
-                break
-            # Once in a while: a line of the log
-            if progress.step % out.log_every == 0 or progress.step in (first_step, last_step):
-                remaining = stopping.seconds_left(progress.step, out.pauses(progress.step, last_step))
-                logger.info(progress_line(progress.owed, last_step, remaining, device))
-            # Once in a while: a skipped step or a loss spike
-            if progress.skipped or spike:
-                logger.warning(odd_step_line(progress, plan))
-            # After the first step: the lengths of FlexiTokens are known only now
-            if progress.step == first_step and not plan.segment_lengths and not plan.config.learns_boundaries:
-                measured = {f"step {first_step}": progress.owed["bytes_per_segment"]}
-                log_lines("WARNING", segment_warnings(plan.config, measured, batch.seq_len))
-            if profiler:
-                profiler.step()
-        metrics = progress.owed
-        evaluates, samples = (every and (progress.step % every == 0 or progress.step == last_step)
-                              for every in (out.eval_every, out.sample_every))
-        # Once in a while: evaluate and sample; the step's line of metrics is pending until then
-        if evaluates or samples:
-            with stopping.pause(bool(evaluates) + bool(samples)):
-                if evaluates:
-                    metrics = metrics | evaluate(model, validation, eval_rows, plan.n_loops, device, world)
-                if samples and (whole := sharding_of(model).gather_model(model)) is not None:
-                    print_sample(whole, progress.step, plan, validation)
-            if stopping.drops():
-                break
-        if evaluates:
-            progress.record_evaluation(metrics["val_loss"], at_end=progress.step % out.eval_every != 0)
-        metrics_file.write(metrics)
-        if tracker:
+    # The loop: what is due after a step, then the next one
+    while True:
+        metrics, last = progress.metrics, progress.step >= last_step
+
+        # Once in a while: evaluate and sample, unless that was done before the checkpoint, or the run stops
+        evaluates, samples = (metrics and every and not stop.agreed and (progress.step % every == 0 or last)
+                              for every in (plan.eval_every, plan.sample_every))
+        pause = time.perf_counter()
+        try:
+            stop.end_at_once()
+            if evaluates and progress.val_loss is None:
+                metrics |= evaluate(model, validation, eval_rows, plan.n_loops, world)
+                progress.record_evaluation(metrics["val_loss"], counts=progress.step % plan.eval_every == 0)
+                writer.step = progress.step - 1  # a resumed checkpoint of this step lacks the evaluation
+            if samples and (whole := sharding_of(model).gather_model(model)) is not None:
+                log_sample(whole, progress.step, plan, validation)
+            stop.end_at_once(False)
+        except Stopped:
+            stop.end_at_once(False)
+            stop.agreed = stop.asked
+        paused += time.perf_counter() - pause
+        if metrics and metrics_file:
+            metrics_file.write(metrics)
+        if tracker and progress.step >= first_step:
             tracker.log(metrics, step=progress.step)
-        progress.owed = None
+
         # Once in a while: save
-        if not progress.skipped and (progress.step % out.ckpt_every == 0 or stopping.retry_is_due()
-                                     or out.keep_best and progress.is_best):
-            save()
+        patient = not 0 < plan.patience <= progress.unimproved
+        ends = last or stop.agreed or not patient
+        due = progress.step % plan.ckpt_every == 0 or plan.keep_best and progress.is_best
+        if (ends or due and not progress.skipped) and progress.step > max(0, writer.step):
+            writer.save(run_state(plan, model, optimizers, progress, loader.targets.tolist()),
+                        metrics_file and metrics_file.sync)
+        if ends:
+            break
+        if progress.skipped >= plan.max_skipped:
+            raise Diverged(f"{progress.skipped} steps in a row had a non-finite loss or gradient and were not saved: "
+                           f"resume with a lower --lr or more --warmup_steps")
+
+        # -------------------------------------------------------------------------------------------------------------
+        spike = train_step(run)
+        # -------------------------------------------------------------------------------------------------------------
+
+        # Once in a while: a line of the log
+        if progress.step % plan.log_every == 0 or progress.step in (first_step, last_step):
+            pace = (time.perf_counter() - began - paused) / (progress.step - first_step + 1)
+            logger.info(progress_line(progress.metrics, last_step, (last_step - progress.step) * pace, world.device))
+        # Once in a while: a skipped step or a loss spike
+        if progress.skipped or spike:
+            logger.warning(odd_step_line(progress, plan))
+        if profiler:
+            profiler.step()
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
     if not writer.holds(progress.step):
-        save()
-    stopping.report(progress, out.resume_hint)
+        raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older checkpoints "
+                              f"are intact: make room; the same command resumes")
+    if stop.agreed:
+        raise Stopped(f"stopped after step {progress.step}, which is saved in {directory}; the same command resumes")
+    if not patient:
+        logger.info(f"ended by --patience {plan.patience}: the last {progress.unimproved} evaluations did not lower "
+                    f"the validation loss; raise it, or set it to 0, to continue")
+    best = f"best validation loss {progress.best_loss:.4f}, " if math.isfinite(progress.best_loss) else ""
+    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{time.perf_counter() - began:.0f} s")
+    if plan.model_class is Spider:        # sample.py loads no other
+        logger.info(f"next: python sample.py {directory}; to continue, raise --max_steps or --target_tokens")
     return 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
-def smaller_batch(args) -> str:
-    """Return the advice for a step that takes more memory than there is."""
-    return (f"lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len (now "
-            f"{args.seq_len})" + ", or take --recompute all" * (args.recompute != "all"))
+
+SHARED_ERRORS = UsageError, CheckpointError, Diverged  # which all ranks of a host have, and its first one prints
 
 
 def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> int:
@@ -777,35 +1109,22 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
 
     Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence, or a dry
     run without enough memory or disk; 128 plus the signal's number if a signal stopped the run."""
-    status, args, world, shared = 2, None, World(), False
-    with StopSignals(world) as stop:
-        try:
+    world = World()
+    with StopSignals(world.ranks) as stop:
+        def work() -> int:
             args = parse_args(argv)
-            with memory_advice(smaller_batch(args)), ExitStack() as closing:
-                closing.enter_context(world)
-                closing.callback(setattr, stop, "seconds", None)  # no signal interrupts the world's last messages
-                done = main(args, stop, closing, world, model_class)
-            sys.stdout.flush()
-            return done
-        except BrokenPipeError:           # stdout is closed, as by `--dry_run | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        except LeftByPeer:
+            advice = f"lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len"
+            with machine.memory_advice(advice), ExitStack() as closing:
+                status = main(args, world, stop, closing, model_class)
+            world.leave()
             return status
-        except Diverged as fault:
-            status, line, shared = 1, f"error: {fault}", True
+        try:
+            return common.run_program(work, "train.py", silent=SHARED_ERRORS if world.local_rank else ())
         except Stopped as where:
-            status, line, shared = 128 + stop.asked, f"{stop.asked.name}: {where}", world.steps > 0
-        except Exception as fault:
-            line = error_line(fault)
-            if line is None:
-                raise
-        stop.seconds = None
-        with suppress(OSError):           # stderr may be gone
-            if world.should_print(line, shared):
-                print(f"train.py: {console.one_line(line)}\n", end="", file=sys.stderr)  # one write: ranks share it
-        tell_torchrun(f"train.py: {console.one_line(line)}")
-    return status
+            number = stop.agreed or stop.asked
+            if world.is_rank0:
+                common.print_error("train.py", f"{number.name}: {where}")
+            return 128 + number
 
 
 if __name__ == "__main__":

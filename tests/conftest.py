@@ -10,37 +10,33 @@ import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 CACHE = tempfile.TemporaryDirectory()     # before transformers is imported: no network, nothing in the home directory
 os.environ |= dict(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ["OMP_NUM_THREADS"] = "1"       # before torch is: to small models more give nothing, and workers share cores
 
+import numpy as np
+import pytest
+import torch
+
 import data
 import train
-from spider.dev import absent_gpu
-from spider.model.casting import wide
-from spider.model.config import SpiderConfig
-from spider.model.engram_table import EngramTable
-from spider.model.match_memory import MatchMemory
-from spider.training import curves, dry_run
-from spider.training.checkpoint_loading import find_checkpoints
-from spider.training.plan import Plan
+from spider import curves, estimate
+from spider.checkpoint import find_checkpoints
+from spider.config import SpiderConfig
+from spider.distributed import World
+from spider.layers import wide
+from spider.memory import EngramTable, MatchMemory
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
-from train import command_line
+from train import Plan, command_line
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
-        if "rehearsal" in item.keywords and (reason := absent_gpu.obstacle()):
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,9 +49,9 @@ def interrupts():
 
 @pytest.fixture(scope="session")
 def processes():
-    """A server that has imported everything, from which runs, ranks and scripts are forked in a tenth of a second."""
+    """A server that has imported everything, from which runs and ranks are forked in a tenth of a second (jobs.py)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training.jobs", "runs", "scripts", "bitsandbytes"])
+    context.set_forkserver_preload(["jobs", "bitsandbytes"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))         # it does not take sys.path from here
         forkserver.ensure_running()
@@ -63,11 +59,10 @@ def processes():
 
 
 def do_nothing_slow(patch=setattr):
-    """Have runs draw no curves.png and dry runs time no step: both take longer than the rest of them.
-    tests/training/test_curves.py and tests/test_cost.py have them do it."""
+    """Draw no curves.png and time no step: both take longer than a small run. Tests of these undo it."""
     patch(curves, "draw_curves", lambda *_: None)
     patch(train, "time_steps", lambda *_: 1000.0)
-    patch(dry_run, "free_memory", lambda device: 1e15)                # whatever else runs on this machine
+    patch(estimate, "free_memory", lambda device: 1e15)               # whatever else runs on this machine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -92,7 +87,7 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
     model = Spider(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "place_proj" in name or name.endswith(
+            if "offset_proj" in name or name.endswith(
                     ("table.weight", "conv_weight", "lora_up", "null_segment", "out_proj.weight", "bias")):
                 p.add_(torch.randn_like(p) * 0.5)
         if config.boundaries == "flexitokens" and config.n_recurrent_layers:
@@ -113,9 +108,16 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
     return model.train()
 
 
+def world_of(device: str = "cpu") -> World:
+    """A single process on a device."""
+    world = World({})
+    world.device = torch.device(device)
+    return world
+
+
 def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
     """The plan that train.py makes of flags; without the machine's environment."""
-    return train.settle(train.parse_args([*argv], environ=environ or {}), torch.device(device), **settings)
+    return train.settle(train.parse_args([*argv], environ=environ or {}), world_of(device), **settings)
 
 
 def gradients(model: Spider) -> dict:
@@ -149,7 +151,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def prepare(*args) -> int:
     """`data.py prepare` in this process, without others to work for it; its exit status."""
-    return data.main(["prepare", "--workers", "1", *map(str, args)])
+    return data.main(["prepare", *map(str, args)])
 
 
 MEASURED = """
@@ -168,7 +170,7 @@ SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1
          "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
          "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,engram_dim=8,"
          "engram_byte_rows=300,engram_byte_dim=8,boundaries=flexitokens,boundary_prior=0.15,"
-         "boundary_alpha=0.16666666666666666,boundary_sigma=0.0115,places=1,core_loss_weight=0")
+         "boundary_alpha=0.16666666666666666,boundary_sigma=0.0115,segment_offsets=1,core_loss_weight=0")
 
 
 @pytest.fixture
@@ -182,9 +184,13 @@ def make_shards(directory):
     generator = np.random.default_rng(0)
     for name, count in (("train-0.bin", 640), ("val-0.bin", 300)):
         ids = generator.choice(np.frombuffer(b"abcdef gh", np.uint8), count).astype("<u2")
-        ids[::211], ids[210::211] = 257, 258
+        ids[::211], ids[210::211] = BOS_ID, EOS_ID
         ids.tofile(directory / name)
     return directory
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
 
 
 def run_flags(shards, directory, *flags, steps=6) -> list[str]:
@@ -195,21 +201,47 @@ def run_flags(shards, directory, *flags, steps=6) -> list[str]:
 
 
 def run(tmp_path, shards, *flags, steps=6, ckpt="run"):
-    """Runs a small model to its end; returns its checkpoint directory."""
+    """Run a small model to its end; return its checkpoint directory."""
     directory = tmp_path / ckpt
     assert command_line(run_flags(shards, directory, *flags, steps=steps)) == 0
     return directory
+
+
+def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
+    """The same, stopped by SIGTERM in each step of `cuts` and resumed by the same command."""
+    argv, take_step = run_flags(shards, tmp_path / ckpt, *flags, steps=steps), train.train_step
+    for cut in cuts:
+        def stopped(state, cut=cut):
+            if state.progress.step + 1 == cut:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return take_step(state)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "train_step", stopped)
+            assert command_line(argv) == 128 + signal.SIGTERM
+        assert final_state(tmp_path / ckpt)["step"] == cut
+    return run(tmp_path, shards, *flags, steps=steps, ckpt=ckpt)
+
+
+def refused(argv, capsys, status=2) -> str:
+    """The last line of a command that fails, which is its only error."""
+    assert command_line([*map(str, argv)]) == status
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("train.py: ")] == lines[-1:]
+    assert all(line.isprintable() for line in lines)
+    return lines[-1]
 
 
 def final_state(directory):
     return torch.load(find_checkpoints(directory)[-1].path, weights_only=True)
 
 
-def metrics(directory):
-    """Lines of metrics.jsonl without what depends on the clock, or on where the run once ended."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tok_per_sec", "bf16_mfu", "memory", "time", "at_end")
-             and not ("at_end" in line and k.startswith("val_"))} for line in lines]
+def without_clock(line: dict) -> dict:
+    """A line of metrics.jsonl without the numbers that depend on the clock."""
+    return {name: value for name, value in line.items() if name not in ("tok_per_sec", "bf16_mfu", "memory", "time")}
+
+
+def metrics(directory) -> list[dict]:
+    return [without_clock(json.loads(line)) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same(a, b, where=""):
@@ -226,3 +258,12 @@ def assert_same(a, b, where=""):
             assert_same(x, y, f"{where}/{i}")
     else:
         assert a == b, where
+
+
+def assert_same_runs(one, other):
+    """Equality to the bit of the last checkpoints of two runs, and of their lines of metrics.jsonl."""
+    one_state, other_state = final_state(one), final_state(other)
+    for state in (one_state, other_state):
+        state["metrics"] = without_clock(state["metrics"])
+    assert_same(one_state, other_state)
+    assert metrics(one) == metrics(other)

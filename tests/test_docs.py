@@ -9,9 +9,9 @@ from io import StringIO
 import pytest
 
 from conftest import ROOT, settled
-from spider.model.config import SpiderConfig
+from spider.config import SpiderConfig
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ENTRIES = {"train": "command_line", "sample": "main", "data": "main", "bench": "main"}
 FORMER = re.compile(r"commit|earlier|not kept|then\)")  # a command of an older commit stands in a line that says so
 

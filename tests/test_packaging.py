@@ -1,21 +1,30 @@
-"""The wheel: it holds the package alone, with the files that the package reads, and can be imported where it lies."""
+"""The wheel: it holds the package and the scripts, which work in an environment without a checkout."""
 
+import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
-from test_house import ADAPTER, MODULES, SCRIPTS
 
 pytestmark = pytest.mark.slow
+SCRIPTS = {path.name for path in ROOT.glob("*.py")}
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[2:]:
+    assert importlib.import_module(name).__file__.startswith(sys.argv[1]), name
+"""
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Build a wheel from a copy of the tree, since setuptools writes beside pyproject.toml."""
+def site(tmp_path_factory):
+    """Build a wheel from a copy of the tree, since setuptools writes beside pyproject.toml; unpack it, as pip does."""
     pytest.importorskip("build")
     pytest.importorskip("setuptools", minversion="77")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
@@ -28,44 +37,53 @@ def wheel(tmp_path_factory):
     done = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out], cwd=source,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = out.glob("*.whl")
-    return built
+    (wheel,) = out.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(out / "site")
+    return out / "site"
 
 
-def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel):
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
-    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"spider"}
-    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "spider").rglob("*")
-             if path.is_file() and "__pycache__" not in path.parts}
-    assert files <= names, f"missing from the wheel: {sorted(files - names)}"
-    assert any(name.endswith("/licenses/LICENSE") for name in names)
-
-
-def test_every_module_of_the_wheel_can_be_imported_beside_the_tokenizer_alone(wheel, tmp_path):
-    """In a directory that has neither a checkout nor another script. The adapter is made for an export."""
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    (tmp_path / "beside").mkdir()
-    shutil.copy(ROOT / "tokenizer.py", tmp_path / "beside")
-    modules = sorted(MODULES.keys() - SCRIPTS - {ADAPTER})
-    probe = f"""
-import importlib, sys
-sys.path[:0] = [{str(tmp_path / "site")!r}, {str(tmp_path / "beside")!r}]
-for name in {modules}:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as fault:  # an extra that is not installed
-        if fault.name.partition(".")[0] in {{"spider", *{sorted(SCRIPTS)}}}:
-            raise
-    else:
-        assert module.__file__.startswith(sys.path[0]), module.__file__
-"""
-    done = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path / "beside", capture_output=True, text=True,
-                          timeout=120)
+def run(site: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run Python with the wheel alone, in a directory without a checkout."""
+    done = subprocess.run([sys.executable, *arguments], cwd=directory, env=os.environ | dict(PYTHONPATH=str(site)),
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return done
 
 
-def test_flags_and_files_need_nothing_beside_the_package(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    done = subprocess.run([sys.executable, "-c", "import spider.flags, spider.files; print(spider.flags.__file__)"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == str(tmp_path / "spider/flags.py"), done.stderr
+def program(page: str) -> str:
+    """Return the blocks of a page of the guide as one program."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide" / page).read_text(), re.DOTALL))
+
+
+def test_the_wheel_holds_the_package_and_the_scripts_and_nothing_else(site):
+    found = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "spider").rglob("*")
+               if path.is_file() and "__pycache__" not in path.parts}
+    assert {name for name in found if ".dist-info/" not in name} == package | SCRIPTS
+    assert any(name.endswith("/licenses/LICENSE") for name in found)
+
+
+def test_every_module_can_be_imported(site, tmp_path):
+    modules = {path.relative_to(site).with_suffix("").as_posix().replace("/", ".") for path in site.rglob("*.py")}
+    if importlib.util.find_spec("triton") is None:            # as beside a CPU build of torch
+        modules.remove("spider.grouped_triton")
+    run(site, tmp_path, "-c", IMPORT_ALL, str(site), *sorted(modules))
+
+
+def test_the_program_of_trying_an_idea_trains_resumes_and_samples(site, tmp_path):
+    (tmp_path / "my_idea.py").write_text(
+        program("trying-an-idea.md") + '\nif __name__ == "__main__":\n    raise SystemExit(main())\n')
+    for steps in ("1", "2"):
+        done = run(site, tmp_path, "my_idea.py", "--mock_data", "--max_steps", steps, "--seq_len=64", "--micro_batch=2",
+                   "--eval_every=0", "--device=cpu", "--ckpt_dir=run")
+    assert "resuming from" in done.stderr and "done: step 2" in done.stderr
+    run(site, tmp_path, "-c", "import my_idea; exit(my_idea.talk())", "run", "--prompt", "a", "--bytes", "4")
+
+
+def test_the_program_of_your_own_loop_runs(site, tmp_path):
+    sizes = "steps, rows, length, peak = "
+    text = program("your-own-loop.md").replace(f"{sizes}200, 4, 512, 0.01", f"{sizes}11, 2, 128, 0.02")
+    (tmp_path / "loop.py").write_text(text)
+    shutil.copy(ROOT / "LICENSE", tmp_path / "text.txt")
+    assert "step 10: " in run(site, tmp_path, "loop.py").stdout
+    assert (tmp_path / "spider-step200.pt").exists()

@@ -1,0 +1,410 @@
+"""Checkpoints: write one atomically, read one safely, choose the one to resume from and those to keep.
+
+A checkpoint is one file, `spider-step{N}.pt`, whatever the number of ranks: torch.save's archive of tensors and plain
+values, with its SHA-256 as the zip comment, which detects damage. It is read with `torch.load(weights_only=True)`, so
+loading executes no code. All randomness is a function of (seed, step), so there is no random state in it. The keys:
+`model_state_dict`, `optimizer_state_dict`, `cfg`, the fields of run.RunProgress (`step`, `epoch`, `best_loss`, ...),
+`recipe`, `flags` (those that should not change) and `targets` (training bytes by source).
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+from spider import common
+from spider.config import PRESETS, SpiderConfig
+from spider.distributed import ShardedRows, World, host_buffer
+from spider.common import CheckpointError
+from spider.run import RunProgress
+
+REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
+RENAMED = {"core.place_proj": "core.offset_proj"}       # old and new names of weights
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file format
+
+SEAL = b"spider sha256:"                  # the zip comment: this, and the SHA-256 of everything before it
+PLAIN_END = b"PK\5\6", b"\0\0"            # first and last of the 22 bytes that end an archive without a comment
+
+
+class HashingFile:
+    """A binary file that computes its SHA-256 while it is written."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.sha256, self.fault = file, hashlib.sha256(), None
+
+    def write(self, content) -> int:
+        self.sha256.update(content)
+        try:
+            return self.file.write(content)
+        except OSError as fault:          # torch.save hides it
+            self.fault = fault
+            raise
+
+    def flush(self):
+        self.file.flush()
+
+
+def write_archive(file: BinaryIO, state: dict):
+    """Write a state and its checksum to a binary file; raise OSError if writing fails."""
+    out = HashingFile(file)
+    try:
+        torch.save(state, out)
+    except RuntimeError:
+        raise out.fault or OSError("torch.save failed") from None
+    comment = SEAL + out.sha256.hexdigest().encode()
+    file.seek(-2, os.SEEK_CUR)            # the length of the comment, 0 so far
+    file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+def check_seal(path: Path):
+    """Raise ValueError if a file does not match its checksum; warn if it has none, as when another program saved it."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if (content[-22:-18], content[-2:]) == PLAIN_END:
+            logger.warning(f"{path} has no checksum, since another program saved it: damage would go unnoticed")
+            return
+        length = len(SEAL) + 64
+        with memoryview(content) as view, view[:-length - 2] as body:
+            sha256 = hashlib.sha256(body)
+        sha256.update(b"\0\0")
+        if content[-length - 2:] != length.to_bytes(2, "little") + SEAL + sha256.hexdigest().encode():
+            raise ValueError("truncated or altered: its checksum does not match")
+
+
+@contextmanager
+def reading(path: Path):
+    """Turn any error inside, as a damaged or foreign file may cause, into a CheckpointError that names the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except Exception as fault:
+        unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
+        reason = unsafe[0] if unsafe else str(fault).partition("\n")[0] or type(fault).__name__
+        raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load_checkpoint(path: Path, mapped: bool = False) -> dict:
+    """Read a checkpoint, or an export, which has only weights; this executes nothing.
+
+    mapped: leave the tensors in the file, and skip the checksum. Raise CheckpointError if anything is wrong."""
+    if is_export(path):
+        with reading(path):
+            state, required = read_export(path), {"model_state_dict", "cfg"}
+    else:
+        with reading(path):
+            if path.exists() and not path.is_file():             # to open a pipe would wait for ever
+                raise ValueError("it is not a regular file")
+            if not mapped:
+                check_seal(path)
+            state, required = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped), REQUIRED
+    check_state(path, state, required)
+    state["model_state_dict"] = {RENAMED.get(name, name): value for name, value in state["model_state_dict"].items()}
+    return state
+
+
+def check_state(path: Path, state, required: set[str]):
+    """Raise CheckpointError unless a state has the required keys, a valid `cfg`, and progress of the right types."""
+    state = state if isinstance(state, dict) else {}
+    if missing := required - state.keys():
+        raise CheckpointError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
+    try:
+        SpiderConfig.from_saved(state["cfg"])
+        if state.get("recipe", "tiny") not in PRESETS:
+            raise ValueError(f"recipe: {state['recipe']!r} is not one of {', '.join(PRESETS)}")
+        for f in fields(RunProgress):
+            kind, value = type(getattr(RunProgress(), f.name)), state.get(f.name)
+            if value is not None and kind in (int, float) and type(value) not in (int, kind):
+                raise ValueError(f"{f.name} must be of type {kind.__name__}")
+    except (TypeError, ValueError) as fault:
+        raise CheckpointError(f"{path}: {fault}") from None
+
+
+def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
+    """Raise CheckpointError unless weights have the names and shapes of a model with the state's config; floating-point
+    dtypes may differ."""
+    def kinds(weights: dict) -> dict:
+        return {name: (tuple(tensor.shape), tensor.dtype.is_floating_point)
+                for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    with reading(path):
+        with torch.device("meta"):
+            expected = kinds(model_class(SpiderConfig.from_saved(state["cfg"])).state_dict())
+        found = kinds(state["model_state_dict"])
+        odd = sorted(str(name) for name in expected.keys() | state["model_state_dict"].keys()
+                     if expected.get(name) != found.get(name))
+    if odd:
+        more = ", ..." if len(odd) > 3 else ""
+        raise CheckpointError(f"{path}: weights do not match {model_class.__name__} with its cfg: "
+                              f"{', '.join(odd[:3])}{more}: load it with the program that trained it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exports (see export.py): reading one executes no code either
+
+PREFIX = "spider."                        # of an export's names of weights: the adapter's attribute for the model
+INDEX = "model.safetensors.index.json"    # transformers' list of the files, if there are several
+
+
+def safetensors():
+    """Return the library; raise CheckpointError with the remedy if it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise CheckpointError('safetensors is not installed: pip install -e ".[hf]"') from None
+    return safetensors
+
+
+def is_export(path: Path) -> bool:
+    """Return whether a path is an export, or its weights."""
+    return path.suffix == ".safetensors" or (path / "config.json").exists()
+
+
+def read_export(path: Path) -> dict:
+    """Read an export, a directory or its only safetensors file, as the state of a checkpoint: weights, cfg, n_loops,
+    step, recipe, and the flags of evaluation. Raise CheckpointError for a bad file."""
+    library = safetensors()
+    directory, files = path, [path / "model.safetensors"]
+    if path.suffix == ".safetensors":
+        directory, files = path.parent, [path]
+    try:
+        if (path / INDEX).exists():
+            files = [path / name for name in set(json.loads((path / INDEX).read_bytes())["weight_map"].values())]
+        weights = {}
+        for file in files:
+            weights |= library.torch.load_file(file)
+        config = json.loads((directory / "config.json").read_bytes())
+        training = config.get("training", {})
+        flags = training.get("flags", {})
+        state = dict(model_state_dict={name.removeprefix(PREFIX): weight for name, weight in weights.items()},
+                     cfg=config["spider"], n_loops=config["n_loops"], step=training.get("step", 0),
+                     flags={name: flags[name] for name in ("seq_len", "eval_tokens") if name in flags})
+        if "recipe" in training:
+            state["recipe"] = training["recipe"]
+        return state
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, library.SafetensorError) as fault:
+        raise CheckpointError(f"{path} is not an export that can be read: {type(fault).__name__}: {fault}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The directory of a run
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint in a directory; sorts from the oldest to the newest."""
+    step: int
+    path: Path
+    exploded: bool = False                # whether the loss had exploded
+    val_loss: float | None = None         # nats per byte, if the step was evaluated
+    best_loss: float = math.inf           # the lowest so far
+
+
+def saved_checkpoint(path: Path, state: dict) -> SavedCheckpoint:
+    return SavedCheckpoint(state["step"], path, state.get("exploded", False), state.get("val_loss"),
+                           state.get("best_loss", math.inf))
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint."""
+    return directory / f"spider-step{step}.pt"
+
+
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """List the paths named like checkpoints, oldest first, but not manual copies (spider-step100-best.pt)."""
+    paths = [path for path in directory.glob("spider-step*.pt") if re.fullmatch("spider-step[0-9]+[.]pt", path.name)]
+    return sorted(paths, key=lambda path: int(path.stem.removeprefix("spider-step")))
+
+
+def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
+    """List a directory's checkpoints, oldest first; those that cannot be read are skipped with a warning."""
+    saved = []
+    for path in checkpoint_paths(directory):
+        with skipped_if_unusable():
+            state = load_checkpoint(path, mapped=True)
+            if path != checkpoint_path(directory, state["step"]):
+                raise CheckpointError(f"{path} is renamed: it holds step {state['step']}")
+            saved.append(saved_checkpoint(path, state))
+    return saved
+
+
+def load_newest(directory: Path) -> tuple[Path, dict] | None:
+    """Load the newest intact checkpoint of a directory; return its path and state, or None if there is none. Damaged
+    ones are skipped with a warning."""
+    for path in reversed(checkpoint_paths(directory)):
+        with skipped_if_unusable():
+            return path, load_checkpoint(path)
+    return None
+
+
+def best_checkpoint(directory: Path) -> SavedCheckpoint:
+    """Return the checkpoint with the lowest validation loss in a directory (see --keep_best). Raise CheckpointError if
+    none was saved after an evaluation."""
+    best = lowest_loss(find_checkpoints(directory))
+    if best is None:
+        raise CheckpointError(f"{directory}: no checkpoint in it was saved after an evaluation: train with "
+                              f"--keep_best, or use the newest one")
+    return best
+
+
+@contextmanager
+def skipped_if_unusable() -> Iterator[None]:
+    """Turn a CheckpointError into a warning."""
+    try:
+        yield
+    except CheckpointError as fault:
+        logger.warning(f"skipped: {fault}")
+
+
+def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_class: type[nn.Module]
+                ) -> tuple[Path, dict, bool] | None:
+    """Load the checkpoint that a run begins with; return its path, its state, and whether the run resumes from it, or
+    only takes its weights. None for a run from scratch.
+
+    If the directory holds checkpoints, its run resumes from the newest good one: `resume` and `reset_steps` say where
+    an empty directory begins, so that repeating a command, as torchrun and Slurm do, continues the run. Raise
+    CheckpointError for a request to go back or start over inside a directory, or a checkpoint that cannot be used."""
+    found = load_newest(directory)
+    own = resume is not None and Path(resume).resolve().parent == directory.resolve()
+    if found is None:
+        if checkpoint_paths(directory) and not own:
+            raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good one, "
+                                  f"or use another directory")
+        if reset_steps and resume is None:
+            raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
+        if resume is None:
+            return None
+        if Path(resume).is_dir() and not is_export(Path(resume)):
+            raise CheckpointError(f"--resume: {resume} is not a checkpoint, but a directory: name a checkpoint in it")
+        state = load_checkpoint(Path(resume))
+        check_weights(Path(resume), state, model_class)
+        if not reset_steps and "optimizer_state_dict" not in state:
+            raise CheckpointError(f"--resume: {resume} has no optimizer state: add --reset_steps to start a new run "
+                                  f"from its weights")
+        return Path(resume), state, not reset_steps
+    path, state = found
+    if reset_steps and (own or resume is None):
+        raise CheckpointError(f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
+                              f"checkpoint by --resume")
+    if own and Path(resume).resolve() != path.resolve():
+        raise CheckpointError(f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go back, "
+                              f"name a new --ckpt_dir")
+    if resume is not None and not own:
+        logger.info(f"--resume {resume} is where the run in {directory} began: it resumes from its own checkpoint")
+    check_weights(path, state, model_class)
+    return path, state, True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+    """Return the (oldest) checkpoint with the lowest validation loss, of those oldest first; None if none was
+    evaluated. A loss below the newest one's `best_loss` is of other data, since when the best was forgotten."""
+    comparable = [one for one in saved if one.val_loss is not None and one.val_loss >= saved[-1].best_loss]
+    return min(comparable, key=lambda one: one.val_loss, default=None)
+
+
+def retained(saved: Sequence[SavedCheckpoint], keep_last: int, keep_best: bool) -> list[SavedCheckpoint]:
+    """Choose which checkpoints (oldest first) to keep: the newest `keep_last`; the newest two that had not exploded;
+    and, if `keep_best`, the one with the lowest validation loss. Two, because the update right after a sound loss may
+    already have ruined the weights."""
+    sound = [one for one in saved if not one.exploded]
+    kept = [*saved[-keep_last:], *sound[-2:]]
+    if keep_best:
+        kept.append(lowest_loss(saved))
+    return [one for one in saved if one in kept]
+
+
+def copy_to_host(value, into, keeps: bool):
+    """Copy a nested state to host memory, into the tensors of an earlier copy where they fit. This gathers ShardedRows,
+    so every rank calls it; only the rank that `keeps` the copy makes one."""
+    if isinstance(value, ShardedRows):
+        return value.gather(into)
+    if isinstance(value, Tensor):
+        return host_buffer(value.shape, value, into).copy_(value.detach(), non_blocking=True) if keeps else None
+    if isinstance(value, dict):
+        return {key: copy_to_host(entry, into.get(key) if isinstance(into, dict) else None, keeps)
+                for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        old = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
+        return type(value)(copy_to_host(entry, earlier, keeps) for entry, earlier in zip(value, old))
+    return value
+
+
+class CheckpointWriter:
+    """Write checkpoints in a background thread, so that the loop only waits for the copy out of device memory.
+
+    A file under its final name is complete and durable. A failure (a full disk) is logged, and the next save tries
+    again; older files stay. With several ranks, rank 0 writes and the others send it their rows."""
+
+    def __init__(self, directory: Path, saved: list[SavedCheckpoint], keep_last: int, keep_best: bool, step: int,
+                 world: World):
+        """saved: the directory's checkpoints so far; step: of the newest saved state."""
+        self.directory, self.saved, self.keep_last, self.keep_best = directory, saved, keep_last, keep_best
+        self.step, self.world, self.failed = step, world, False
+        self.thread, self.copy = ThreadPoolExecutor(1), None
+        self.writing = self.thread.submit(lambda: None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.thread.shutdown()
+
+    def save(self, state: dict, before_rename: Callable | None):
+        """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""
+        began = time.perf_counter()
+        self.writing.result()
+        self.copy = copy_to_host(state, self.copy, self.world.is_rank0)
+        self.step = state["step"]
+        if not self.world.is_rank0:
+            return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()      # until the copies are complete
+        self.writing = self.thread.submit(self._write, self.copy, before_rename, time.perf_counter() - began)
+
+    def holds(self, step: int) -> bool:
+        """Wait for the current write; return whether the state of a step is saved. Every rank calls it."""
+        self.writing.result()
+        return self.world.on_rank0(lambda: self.step == step and not self.failed)
+
+    def _write(self, state: dict, before_rename: Callable, in_loop: float):
+        began, path = time.perf_counter(), checkpoint_path(self.directory, state["step"])
+        try:
+            with common.durable(path, "wb", before_rename) as file:
+                write_archive(file, state)
+        except OSError as fault:
+            self.failed = True
+            logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older checkpoints are intact; "
+                         f"training continues and will retry")
+            return
+        self.failed = False
+        logger.info(f"saved {path}: {1e3 * in_loop:.0f} ms in the loop, {time.perf_counter() - began:.1f} s in the "
+                    f"background")
+        others = [one for one in self.saved if one.step != state["step"]]
+        kept = retained([*others, saved_checkpoint(path, state)], self.keep_last, self.keep_best)
+        for one in others:
+            if one not in kept:
+                one.path.unlink(missing_ok=True)
+        self.saved = kept

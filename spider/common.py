@@ -1,0 +1,341 @@
+"""Shared by all scripts: errors, the terminal, command lines, files. Does not import torch.
+
+A SpiderError is shown as one line, with the exit status 2. Whatever is printed of files, data or other people's names
+has its control characters escaped.
+"""
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import IO
+
+from tokenizer import BOS_ID, EOS_ID, PAD_ID
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+class SpiderError(Exception):
+    """An error that the user can fix. The message is one line with the cause and the remedy."""
+
+
+class UsageError(SpiderError):
+    """A bad flag, variable or setting, or a machine that does not support it."""
+
+
+class DataError(SpiderError):
+    """Unusable data; the message has the file, the offset and, if there is one, the remedy."""
+
+
+class CheckpointError(SpiderError):
+    """An unusable checkpoint or directory of checkpoints."""
+
+
+class TooLarge(SpiderError):
+    """A step that needs more memory than there is."""
+
+
+class Diverged(SpiderError):
+    """Training that diverged; the message gives advice."""
+
+
+class WorldError(SpiderError):
+    """Ranks that cannot start."""
+
+
+class Stopped(BaseException):
+    """A signal asked the process to stop. Not an Exception, so that libraries do not catch it."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The terminal
+
+def one_line(message) -> str:
+    """Escape line breaks, control characters and lone surrogates (of file names) in a message."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+
+
+def printable(ids: Iterable[int]) -> str:
+    r"""Format ids for a terminal: printable text unchanged, other bytes as \n, \x07 or \\, ids as \<BOS> or \<259>."""
+    names, out = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}, []
+    for is_byte, run in groupby(ids, lambda i: i < 256):
+        if is_byte:
+            out += [c if c.isprintable() and c != "\\" else repr(c.encode("utf-8", "surrogateescape"))[2:-1]
+                    for c in bytes(run).decode("utf-8", "surrogateescape")]
+        else:
+            out += [f"\\<{names.get(i, i)}>" for i in run]
+    return "".join(out)
+
+
+def say(line: str):
+    """Print one line on stdout."""
+    print(one_line(line))
+
+
+def note(line: str):
+    """Print one line on stderr, for anything but results."""
+    print(one_line(line), file=sys.stderr)
+
+
+class ProgressBar:
+    """Show progress, rate and time left on stderr: updated in place on a terminal, else a line every 5 seconds."""
+
+    def __init__(self, title: str, total: int = 0):
+        self.title, self.total, self.done = title, total, 0
+        self.terminal, self.start = sys.stderr.isatty(), time.monotonic()
+        self.shown = self.start
+
+    def add(self, size: int):
+        if not size:
+            return
+        self.done += size
+        now, complete = time.monotonic(), self.done == self.total
+        if now - self.shown < (0.1 if self.terminal else 5) and not complete:
+            return
+        self.shown, rate = now, max(1, self.done) / max(1e-3, now - self.start)
+        line = f"{self.title}: {self.done / 1e6:,.1f} MB at {rate / 1e6:,.3g} MB/s"
+        if self.total:
+            fraction, left = self.done / self.total, (self.total - self.done) / rate
+            line += f" [{'#' * int(30 * fraction):30}] {fraction:4.0%}, {left:,.0f} s left"
+        line = f"\r{line}\033[K" + "\n" * complete if self.terminal else f"{line}\n"
+        print(line, end="", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command lines
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keep line breaks of the description, and show defaults."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        hidden = action.default in (None, False, argparse.SUPPRESS)
+        return action.help if hidden else f"{action.help} (default: {action.default})"
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser that refuses abbreviated flags, and raises UsageError."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
+
+    def error(self, message: str):
+        raise UsageError(f"{message}; see python {self.prog} --help")
+
+    def given(self, argv: Sequence[str] | None) -> dict:
+        """Parse argv; return the values of the flags that it sets, without defaults."""
+        unset = argparse.Namespace(**dict.fromkeys(vars(self.parse_args([])), self))
+        return {name: value for name, value in vars(self.parse_args(argv, unset)).items() if value is not self}
+
+    def value(self, name: str, value, source: str) -> dict:
+        """Parse the value of a flag as read from `source`, as it would be parsed on the command line."""
+        words = [f"--{name}={value}"]
+        if value is True:
+            words = [f"--{name}"]
+        elif value is False and self._option_string_actions[f"--{name}"].nargs == 0:
+            words = [word for word in (f"--no-{name}",) if word in self._option_string_actions]  # else the default
+        try:
+            return self.given(words)
+        except UsageError as fault:
+            raise UsageError(f"{source}: {fault}") from None
+
+
+def read_toml(parser: Parser, path: str) -> dict:
+    """Read the values of a parser's flags from a TOML file; sections are ignored, but group flags for the reader."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:           # Python 3.10
+        import tomli as tomllib
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        raise UsageError(f"--config: {path}: {fault}") from None
+    values, entries = {}, list(content.items())
+    for name, value in entries:           # grows in the loop
+        if isinstance(value, dict):
+            entries += value.items()
+        elif f"--{name}" not in parser._option_string_actions or name == "config":
+            raise UsageError(f"--config: {path}: unknown flag {name}")
+        else:
+            values |= parser.value(name, value, f"--config: {path}")
+    return values
+
+
+def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
+    """Make a parser of whole numbers from low to high, also in the form 10e9, for `type` of an argument."""
+    def parse(text: str) -> int:
+        try:
+            value = int(text) if text.isdigit() else float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or value != int(value):
+            bound = f" and at most {high}" if high < 1 << 61 else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}{bound}")
+        return int(value)
+    return parse
+
+
+def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
+    """Make a parser of finite numbers from low to high, or `above` low, for `type` of an argument."""
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or value == math.inf or above and value == low:
+            least = f"above {low:g}" if above else f"of at least {low:g}"
+            bound = f" and at most {high:g}" if high < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {least}{bound}")
+        return value
+    return parse
+
+
+def path_name(text: str) -> str:
+    """Refuse an empty path, which pathlib would turn into the working directory, for `type` of an argument."""
+    if not text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
+    return text
+
+
+def run_program(main: Callable[[], int | None], prog: str, interrupted: str = "",
+                silent: tuple[type[Exception], ...] = ()) -> int:
+    """Run a command and return its exit status: 2 after an expected error, shown as one line on stderr, 1 if that is
+    divergence; 130 after Ctrl-C, with the line `interrupted` if given; 0 after a closed stdout; else its own. `silent`:
+    errors that another process prints."""
+    try:
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        status = main() or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:               # stdout is closed, as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        status, line = 130, interrupted
+    except (SpiderError, FloatingPointError) as fault:
+        status, line = 1 if isinstance(fault, Diverged) else 2, f"error: {fault}"
+        if isinstance(fault, silent):
+            return status
+    except OSError as fault:
+        name = f"{fault.filename}: " if fault.filename else ""
+        status, line = 2, f"error: {name}{fault.strerror or fault}"
+    if line:
+        print_error(prog, line)
+    return status
+
+
+def check_flags_early(parse_args: Callable, prog: str):
+    """Check the command line of a script before it imports torch, which takes seconds; exit if it is bad. Until the
+    import is done, Ctrl-C ends the process without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if status := run_program(lambda: parse_args() and None, prog):
+        sys.exit(status)
+    print(f"{prog}: starting", file=sys.stderr)
+
+
+def print_error(prog: str, line: str):
+    """Print a line on stderr, over a progress bar."""
+    clear = "\r\033[K" if sys.stderr.isatty() else ""
+    print(f"{clear}{prog}: {one_line(line)}", file=sys.stderr)
+
+
+def step_seed(seed: int, step: int, purpose: str) -> int:
+    """Derive a seed below 2^62 for one purpose in one step."""
+    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def commit() -> str | None:
+    """Return the commit of this code, with `-dirty` if it was changed since; None if unknown."""
+    if not (ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+@contextmanager
+def naming(path):
+    """Turn an OSError or MemoryError into a DataError that names the file: the error's own, else `path`."""
+    try:
+        yield
+    except BrokenPipeError:               # stdout is closed, see run_program
+        raise
+    except OSError as fault:
+        raise DataError(f"{fault.filename or path}: {fault.strerror or fault}") from None
+    except MemoryError:
+        raise DataError(f"{path}: out of memory") from None
+
+
+@contextmanager
+def locked(directory: Path):
+    """Lock a directory against other processes, or raise UsageError; the lock ends with the process."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UsageError(f"{directory}: another process is using it: wait for it, or use another directory") from None
+    except OSError as fault:              # some network file systems
+        note(f"{directory} cannot be locked ({fault.strerror}): make sure that nothing else uses it")
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
+    """Sync a temporary file and rename it to `path`, so that it survives a kill or power loss, whole or not at all."""
+    file.flush()
+    os.fsync(file.fileno())
+    if before_rename is not None:
+        before_rename()
+    os.replace(file.name, path)
+    sync(path.parent)
+
+
+def sync(path: Path):
+    """Flush a file, or the entries of a directory, to disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def durable(path: Path, mode: str = "w", before_rename: Callable | None = None) -> Iterator[IO]:
+    """Write a file atomically: once it is complete and synced it replaces the old one; an exception keeps the old one.
+
+    Yields the temporary file, `.NAME.tmp` beside it; `before_rename` is called after the sync.
+    """
+    if path.exists() and not path.is_file():  # os.replace would replace a device such as /dev/null
+        raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, mode) as file:
+        try:
+            yield file
+            put_in_place(file, path, before_rename)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise

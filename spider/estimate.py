@@ -1,0 +1,346 @@
+"""Estimate a run before it starts: parameters, FLOPs, memory of a step, segments of the data, duration.
+
+The memory estimate counts what each module saves for its backward pass; it agrees within 10% with a step on fake
+tensors (tests/rehearsal). `plan` is a train.Plan. Shapes and names of sizes as in config.py.
+"""
+
+import math
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from spider.checkpoint import checkpoint_paths
+from spider.config import RECOMPUTE, SpiderConfig
+from spider.distributed import World
+from spider.common import TooLarge
+from spider.layers import takes_fp8
+from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
+from spider.memory import EngramTable, shifted_bytes
+from spider.optim import ENGRAM_TABLES, Read, kinds_of
+from spider.packing import Packing, document_cu_seqlens, round_up
+from spider.run import read_lines
+from tokenizer import PAD_ID
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters and FLOPs
+
+
+def parameter_table(model: nn.Module) -> dict[str, tuple[int, float]]:
+    """Return for each component (parameters, active parameters per byte): core layers count once, experts top-k."""
+    table = {}
+    for name, kind in kinds_of(model).items():
+        size, share = model.get_parameter(name).numel(), 1.0
+        if kind.read is Read.CHOSEN:
+            share = model.config.n_experts_per_tok / model.config.n_routed_experts
+        elif kind.component == ENGRAM_TABLES:
+            share = 0.0                   # only a few rows are read
+        total, active = table.get(kind.component, (0, 0.0))
+        table[kind.component] = (total + size, active + size * share)
+    return table
+
+
+def products_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int) -> float:
+    """Count the multiply-adds per byte of the forward pass, as weights times their uses."""
+    c, rate, products = model.config, 1 / bytes_per_segment, 0.0
+    for name, kind in kinds_of(model).items():
+        p = model.get_parameter(name)
+        if p.ndim < 2 or kind.read is Read.LOOKUP:
+            continue
+        size = p.numel()
+        if kind.read is Read.CHOSEN:
+            size *= c.n_experts_per_tok / c.n_routed_experts
+        if kind.read is Read.ONE_LOOP:
+            size /= c.n_loops
+        if kind.read is not Read.BYTE:
+            size *= rate * (1 if kind.read is Read.SEGMENT else n_loops)
+        products += size
+    return products
+
+
+def flops_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
+    """Count training FLOPs (forward and backward, no recomputation) per byte, causal attention included. Counts
+    parameters by name, since FP8 conversion replaces Linears."""
+    c, rate = model.config, 1 / bytes_per_segment
+    products = products_per_byte(model, bytes_per_segment, n_loops) + c.scores_core * model.lm_head.weight.numel()
+    window = min(c.byte_window or seq_len, seq_len)
+    seen = window - window * window / (2 * seq_len)                                          # bytes, on average
+    attention = 2 * c.n_heads * c.v_head_dim * (
+        seen * (c.n_prelude_layers + c.n_coda_layers) + c.n_recurrent_layers * n_loops * rate * rate * seq_len / 2)
+    return 6 * products + 3 * 2 * attention
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory of a step
+
+
+def attention_kept(c: SpiderConfig) -> int:
+    """Count the numbers per row that attention saves for backward: low-rank projections and their norms, q, k, v and
+    the result."""
+    return 2 * (c.q_lora_rank + c.kv_lora_rank) + c.qk_rope_head_dim + 4 * c.n_heads * c.v_head_dim
+
+
+def block_kept(c: SpiderConfig, size: int) -> float:
+    """Count the bytes per row that a byte layer saves for backward: inputs and norms of attention and FFN, attention,
+    gate, up and their product."""
+    return size * (4 * c.hidden_size + attention_kept(c) + 4 * c.intermediate_size) + 4 * (c.n_heads + 4)
+
+
+def visit_kept(c: SpiderConfig, size: int, has_engram: bool) -> float:
+    """Count the bytes per segment that a core layer saves in one loop: like a byte layer, and routing, experts and
+    Engram."""
+    experts = c.n_experts_per_tok * bool(c.n_routed_experts) * (c.hidden_size + 5 * c.moe_intermediate_size)
+    shared = 4 * c.n_shared_experts * c.moe_intermediate_size
+    width = (4 + 2 * has_engram) * c.hidden_size
+    return size * (width + attention_kept(c) + experts + shared) + 12 * c.n_routed_experts
+
+
+def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
+    """Count the bytes per row that all other modules at byte rate save: Engram, boundaries, head, integers. Return the
+    total, and the share of modules after the byte layers, which is freed before those run backward."""
+    read = (len(c.engram_byte_orders) + c.match_contexts) * c.engram_byte_dim
+    width = (len(c.engram_byte_orders) + c.matches_before_head) * c.engram_byte_dim          # before the head
+    head = (1 + c.scores_core) * (size * 2 * c.hidden_size + (8 + size) * c.vocab_size)
+    votes = c.engram_votes * c.match_contexts  # ids as read and in order, int64, and weights
+    head += (18 + size) * votes + size * c.hidden_size * (votes > 0) + size * c.vocab_size * c.engram_logits
+    written = size * 2 * (width + c.hidden_size) * (width > 0)
+    predictor = {"flexitokens": 8, "learned": 6 + size}.get(c.boundaries, 0) * bool(c.n_recurrent_layers)
+    numbers = 8 * (c.longest_order + 6 + 3 * len(c.engram_byte_orders) + 4 * c.match_contexts)
+    return size * read + predictor * c.hidden_size + written + head + numbers, written + head
+
+
+def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, rate: float,
+                dropout: bool) -> float:
+    """Count the bytes of activations at the end of a forward pass, or in backward while the first checkpointed layer is
+    recomputed; segments have `rate` bytes. Dropout saves masks twice at byte rate and twice at segment rate."""
+    layers, fixed = c.n_prelude_layers + c.n_coda_layers, byte_rate_kept(c, size)
+    total, block = rows * (fixed[0] + 2 * dropout * c.hidden_size), rows * block_kept(c, size)
+    if recompute == "all" and layers:
+        total += rows * layers * size * c.hidden_size + max(0, block - rows * fixed[1])
+    else:
+        total += layers * block
+    if not c.n_recurrent_layers:
+        return total
+    step = max(1, min(seq_len, rows // 64))
+    segments = round_up(max(1, math.ceil(rows / rate)), step)
+    engrams = len(c.engram_layers)
+    memory = len(c.engram_orders) * c.engram_heads * c.engram_dim
+    latent = c.kv_lora_rank + c.qk_rope_head_dim
+    visits = [visit_kept(c, size, i in c.engram_layers) for i in range(c.n_recurrent_layers)]
+    if recompute == "nothing":
+        kept = n_loops * sum(visits)
+    else:                                 # of each visit: input, latents, convolved memory, choice of experts
+        kept = n_loops * (c.n_recurrent_layers * (size * (c.hidden_size + latent) + 8 * c.n_experts_per_tok)
+                          + engrams * size * c.hidden_size)
+        if not layers:
+            kept += max(visits)
+    kept += n_loops * c.hidden_size * 4 * size  # read-out, adapter and halting of each loop
+    kept += engrams * size * (memory + 3 * c.hidden_size) + c.hidden_size * (
+        (3 + c.segment_offsets) * size + 4 + 2 * dropout)
+    return total + segments * kept
+
+
+def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
+    """Return the bytes of all parameters, of the dense optimizer state, and of the state of Engram tables."""
+    tables = [m for m in model.modules() if isinstance(m, EngramTable)]
+    total = sum(p.numel() for p in model.parameters())
+    dense = total - sum(m.weight.numel() for m in tables)
+    matrices = sum(model.get_parameter(name).numel() for name, kind in kinds_of(model).items()
+                   if kind.optimizer == "muon")
+    state = {"adamw": 8 * dense, "adamw8bit": 2.05 * dense, "muon": 4 * matrices + 8 * (dense - matrices)}[optimizer]
+    return 4 * total, state, 4 * sum(len(m.weight) for m in tables)
+
+
+def checkpoint_size(model: nn.Module, optimizer: str) -> float:
+    """Return the bytes of a checkpoint."""
+    return sum(state_size(model, optimizer))
+
+
+KERNELS = 1e9                             # bytes: oneDNN caches 1,024 kernels twice, one per size of a product (in Muon
+                                          # also per learning rate); includes malloc's fragmentation
+
+
+def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dict[str, float]:
+    """Estimate the peak bytes of a rank by purpose in a step with `recompute` checkpointed; on a CPU with those of the
+    rest of the process.
+
+    Without a variable-length attention kernel (on a CPU, and in fp32) documents are padded to at most twice their rows.
+    The padding depends on the data; its upper bound is a separate entry."""
+    c, n_loops, rate = plan.config, plan.n_loops, plan.bytes_per_segment
+    size = 4 if plan.precision == "fp32" else 2
+    tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
+    total = sum(p.numel() for p in model.parameters())
+    dense = total - sum(m.weight.numel() for m in tables.values())
+    _, state, sums = state_size(model, plan.optimizer)
+    rows = plan.micro_batch * plan.seq_len
+    kept = activations(c, n_loops, rows, plan.seq_len, size, recompute, rate, plan.dropout > 0)
+    casts = dense * size if size < 4 else 0
+    if plan.precision == "fp8":           # one byte per converted weight; gate and up go to fp32 and back
+        casts -= sum(m.weight.numel() for name, m in model.named_modules() if takes_fp8(m, name))
+        kept += rows * 12 * c.intermediate_size
+    filled = 0.0
+    if size == 4 or world.device.type == "cpu":
+        visits, layers = c.n_recurrent_layers * n_loops, c.n_prelude_layers + c.n_coda_layers
+        for count, part in ((2 if recompute == "all" else layers, 1), (visits if recompute == "nothing" else 2, rate)):
+            window = 2 * c.byte_window if part == 1 else 0
+            scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, plan.seq_len / part)
+            copies = 12 if window else 5  # of a head's numbers: a window stores every block twice, and recomputation
+                                          # adds their gradients
+            filled += count * rows / part * (copies * c.n_heads * c.v_head_dim + scores) * size
+    gathered = 0.0
+    for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
+        lookups = table.prime.numel() * rows / (rate if name.startswith("core") else 1)
+        rows_held = min(plan.grad_accum * lookups, 1.5 * len(table.weight) + lookups)
+        gathered += rows_held * (4 * table.weight.shape[1] + 12)
+    # with one micro-step, gradients replace activations; with several, they exist before
+    gradients = 4 * dense if plan.grad_accum > 1 else max(0.0, 4 * dense - kept)
+    memory = {"parameters": 4 * total, "gradients": gradients, "gradients of tables": gathered,
+              "optimizer": state + sums, "cast weights": casts, "activations": kept,
+              "padding of documents (at most)": filled}
+    if world.ranks > 1:                   # see shard_model; tables and their summed gradients are not sharded
+        whole, shards = plan.grad_accum > 1 or world.shards == 1, world.shards
+        of_core = sum(p.numel() for name, p in model.named_parameters() if name.startswith("core."))
+        memory |= {"parameters": 4 * (total - dense) + 4 * dense / shards, "optimizer": state / shards + sums,
+                   "gradients of tables": 4 * (total - dense),
+                   "gradients": 4 * dense / (1 if plan.grad_accum > 1 else shards),
+                   "gathered weights": 4 * (dense if whole else of_core)}
+    if world.device.type == "cpu":
+        memory |= {"process at start": process_memory("VmRSS"),
+                   "checkpoint copy": plan.checkpoint_size / world.local_ranks,
+                   "oneDNN kernels (at most)": KERNELS * multiplies_bf16(world.device)}
+    return memory
+
+
+FITS = 0.85                               # of the memory; the rest is for the context, fragmentation, and an error
+                                          # of up to a tenth (tests/rehearsal/test_costs.py)
+
+
+def choose_memory(splits: int, asked: str, estimate: Callable, there: float) -> tuple[int, str, dict[str, float]]:
+    """Choose one of several splits of a step into micro-steps, by number, and what to recompute: for `auto` the least
+    with which a split fits into `there` bytes, and then the first such split. If nothing fits, the last of all. Return
+    them with their memory by `estimate(split, recompute)`."""
+    for recompute in RECOMPUTE if asked == "auto" else (asked,):
+        for i in range(splits):
+            memory = estimate(i, recompute)
+            if sum(memory.values()) <= FITS * there:
+                return i, recompute, memory
+    return i, recompute, memory
+
+
+def describe_memory(memory: dict[str, float], there: float) -> str:
+    """Describe the memory of a run by purpose, and whether it fits into `there` bytes."""
+    needed = sum(memory.values())
+    verdict = "NOT ENOUGH" if needed > there else "enough"
+    return (f"memory: about {needed / 1e9:.3g} GB of {there / 1e9:.3g}, {verdict}: "
+            + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size >= 5e6))
+
+
+def check_memory(needed: float, world: World):
+    """Raise TooLarge if `needed` bytes for each local rank surely exceed the memory of a CPU, since the kernel would
+    kill the run without a message."""
+    if world.device.type == "cpu" and needed > 1.25 * memory_of(world.device, world.local_ranks):
+        raise TooLarge(f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.0f} GB, but this "
+                       f"machine has {memory_of(world.device) / 1e9:.0f} GB: lower it and raise --grad_accum instead, "
+                       f"or choose a smaller --seq_len or --model")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Segments of words
+
+SAMPLED, AT_ONCE = 1 << 18, 1 << 14       # bytes to measure the segments of a source on, in all and per batch
+
+
+def segment_length(model: nn.Module, loader) -> float:
+    """Measure the bytes per segment of a data.Loader's sequences, for a model whose boundaries are a rule."""
+    seq_len, rows = loader.seq_len, max(1, AT_ONCE // loader.seq_len)
+    real = segments = 0
+    for first in range(0, max(1, SAMPLED // seq_len), rows):
+        ids, _ = loader.rows(np.arange(first, first + rows))
+        packing = Packing.build(document_cu_seqlens(ids), ids.numel(), seq_len, model.config, torch.float32)
+        shifted = shifted_bytes(ids.flatten(), packing.position, 2)
+        real += int((ids != PAD_ID).sum())
+        segments += int(model.boundaries(None, ids, shifted, packing, None).sum())
+    return min(seq_len, real / max(1, segments))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dry run
+
+TOO_LONG = 30.0                           # seconds: a step that takes longer even at the peak rate is not timed
+
+
+def rate_of_run(directory: str, step: int) -> float | None:
+    """Return the bytes/s of the last steps of the run in --ckpt_dir, of `step` bytes each; None if there are none."""
+    lines = [line for line in read_lines(Path(directory) / "metrics.jsonl")
+             if line.get("tok_per_sec") and line.get("bytes_seen")][-100:]
+    rates = [line["tok_per_sec"] for before, line in pairwise(lines)
+             if line["bytes_seen"] - before["bytes_seen"] == step]
+    return float(np.median(rates)) if rates else None
+
+
+def expected_rate(plan, world: World, bound: float, time_steps: Callable) -> tuple[str, float, str]:
+    """Return the expected bytes/s of a run as (qualifier, rate, origin).
+
+    The rate is measured by the run in --ckpt_dir, else by `time_steps`. Otherwise it is `bound`, the upper bound from
+    matrix products alone; the qualifier of the duration is then "at least"."""
+    if (rate := rate_of_run(plan.ckpt_dir, plan.step_bytes)) is not None:
+        return "", rate, f"measured by the run in {plan.ckpt_dir}"
+    obstacle = None
+    if world.ranks > 1:
+        obstacle = "there are several ranks"
+    elif plan.compile != "off":
+        obstacle = "compiling the layers takes minutes"
+    elif sum(plan.memory.values()) > free_memory(world.device):
+        obstacle = "there is too little memory"
+    elif plan.step_bytes > TOO_LONG * bound:
+        obstacle = "a step takes too long"
+    if obstacle:
+        return "at least ", bound, f"at most, by matrix products; no step was timed, because {obstacle}"
+    return "", time_steps(), "timed steps of this size"
+
+
+def describe_duration(seconds: float) -> str:
+    """Format a duration for people."""
+    for unit, length in (("years", 365.25 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1)):
+        if seconds >= 2 * length or unit == "seconds":
+            count = seconds / length
+            return f"{count:,.0f} {unit}" if count >= 10 else f"{count:.1f} {unit}"
+
+
+def print_verdict(plan, there: float) -> bool:
+    """Print whether `there` bytes of memory and the disk suffice, with the estimates, and return it."""
+    directory, keep = Path(plan.ckpt_dir), plan.keep_last + plan.keep_best
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    kept = min(keep, len(checkpoint_paths(directory)))
+    lacking = []
+    if sum(plan.memory.values()) > there:
+        lacking.append("memory")
+    if (keep + 1 - kept) * plan.checkpoint_size > free:
+        lacking.append("disk")
+    print(f"NOT ENOUGH {' and '.join(lacking)}" if lacking else "enough memory and disk")
+    print(describe_memory(plan.memory, there))
+    print(f"disk: {free / 1e9:.1f} GB free for {keep + 1} checkpoints of {plan.checkpoint_size / 1e9:.2f} GB, {kept} "
+          f"of which exist", flush=True)
+    return not lacking
+
+
+def print_tables(plan, model: nn.Module):
+    """Print parameters by component, FLOPs per byte, configuration and flags; the model may be on the meta device."""
+    table = parameter_table(model)
+    total, active = (sum(column) for column in zip(*table.values()))
+    print(f"\n{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
+    for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
+        print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
+    print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
+    costs = {rate: flops_per_byte(model, rate, plan.n_loops, plan.seq_len) for rate in (1, plan.bytes_per_segment, 8)}
+    print("\ntraining FLOPs per byte, " + ", ".join(
+        f"{cost / 1e9:.3g} G at {rate:.2g} bytes per segment" for rate, cost in costs.items()))
+    for title, values in (("configuration", vars(plan.config)), ("flags", plan.flags)):
+        print(title)
+        for name, value in values.items():
+            print(f"  {name} = {value!r}")

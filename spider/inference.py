@@ -1,0 +1,338 @@
+"""Run a trained model: load it, continue texts, hold a dialogue, score texts, and adapt to what it reads.
+
+read_checkpoint, best_of, model_of, decoder_of   load a checkpoint, an export, or the newest checkpoint of a directory
+complete, converse                               continue a prompt; hold a dialogue in a terminal
+score_windows                                    bits per byte of a text, by overlapping windows
+Adaptation                                       score a text while the model learns from it
+
+A text to score is a stream of ids: len(stream), and stream.read(start, stop) as a numpy array.
+"""
+
+import codecs
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from loguru import logger
+from torch import Tensor, nn
+
+from spider.checkpoint import best_checkpoint, check_weights, is_export, load_checkpoint, load_newest
+from spider.common import CheckpointError, ProgressBar, UsageError, one_line
+from spider.config import SpiderConfig
+from spider.decode import DecodingState
+from spider.machine import multiplies_bf16
+from spider.memory import EngramTable
+from spider.optim import RowwiseAdagrad, load_optimizer_state
+from tokenizer import BOS_ID, EOS_ID, PAD_ID
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def is_directory_of_checkpoints(path: Path) -> bool:
+    return path.is_dir() and not is_export(path)
+
+
+def read_checkpoint(name: str, model_class: type[nn.Module]) -> tuple[Path, dict]:
+    """Return the path and content of a checkpoint or export, or of the newest good checkpoint of a directory. Raise
+    UsageError or CheckpointError if there is none for the model class."""
+    path = Path(name)
+    if path.exists() and not is_directory_of_checkpoints(path):
+        found = path, load_checkpoint(path)
+    else:
+        found = load_newest(path)
+        if found is None:
+            raise UsageError(f"{name}: there is no usable checkpoint: name another, or train first")
+        logger.info(f"{found[0]}: the newest checkpoint in {name}, step {found[1]['step']}")
+    check_weights(*found, model_class)
+    return found
+
+
+def best_of(name: str) -> str:
+    """Return the path of the checkpoint with the lowest validation loss in a directory; raise UsageError for anything
+    but a directory of checkpoints."""
+    if not is_directory_of_checkpoints(Path(name)):
+        raise UsageError(f"--best: {name} is not a directory of checkpoints")
+    best = best_checkpoint(Path(name))
+    logger.info(f"{best.path}: the checkpoint with the lowest validation loss, {best.val_loss:.4f} nats per byte")
+    return str(best.path)
+
+
+def trained_loops(state: dict) -> int:
+    """Return the number of loops in training, from a checkpoint's content."""
+    return state.get("n_loops", SpiderConfig.from_saved(state["cfg"]).n_loops)
+
+
+def model_of(state: dict, device: torch.device, dtype: torch.dtype, model_class: type[nn.Module]) -> nn.Module:
+    """Build the model of a checkpoint's content in evaluation mode, with products in a dtype."""
+    with torch.device("meta"):
+        model = model_class(SpiderConfig.from_saved(state["cfg"]))
+    model.to_empty(device=device).init_weights()
+    model.load_state_dict(state["model_state_dict"])
+    model.compute_dtype = dtype
+    return model.eval()
+
+
+def decoder_of(state: dict, device: torch.device, model_class: type[nn.Module]) -> nn.Module:
+    """Build the model in the precision that decodes fastest: bf16 on a GPU; fp32 on a CPU, where bf16 takes several
+    times as long for a single row."""
+    bf16 = device.type == "cuda" and multiplies_bf16(device)
+    return model_of(state, device, torch.bfloat16 if bf16 else torch.float32, model_class)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Continuing texts
+
+
+@dataclass
+class Sampler:
+    """A model with the settings of its samples; see sample.py's flags of these names."""
+    model: nn.Module
+    bytes: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    no_repeat_ngram_size: int
+    samples: int
+    seed: int
+    raw: bool
+
+    def __post_init__(self):
+        self.generator = torch.Generator(self.model.embed_tokens.device).manual_seed(self.seed)
+
+    def read(self, state: DecodingState, ids: list[int]) -> Tensor:
+        """Feed ids to a state with one row; return the logits of the next byte, [1, vocab_size]."""
+        with self.model.cast_weights_once():
+            return self.model.step(torch.tensor([ids], device=self.model.embed_tokens.device), state)[:, -1]
+
+    def write(self, logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
+        """Yield the next bytes of all rows, one column at a time."""
+        return self.model.generate_batch(logits, state, self.bytes, self.temperature, self.top_k, self.top_p,
+                                         self.generator, self.no_repeat_ngram_size)
+
+
+def beginning(prompt: bytes) -> list[int]:
+    """Return the ids of a prompt; an empty one becomes a line break, since BOS alone is rare in training."""
+    return [BOS_ID, *prompt] if prompt else list(b"\n")
+
+
+def print_bytes(pieces: Iterable[bytes], raw: bool):
+    """Print bytes as they arrive: unchanged if `raw`, else as text with control characters escaped, but for line breaks
+    and tabs."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    try:
+        for piece in pieces:
+            if raw:
+                sys.stdout.buffer.write(piece)
+            else:
+                print(*(c if c in "\n\t" else one_line(c) for c in decoder.decode(piece)), sep="", end="")
+            sys.stdout.flush()
+    finally:
+        print(decoder.decode(b"", final=True), flush=True)
+
+
+def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
+    """Print samples that continue a prompt, generated as a batch: the first while it is generated, then the others."""
+    count = sampler.samples
+    texts = [bytearray() for _ in range(count)]
+    logits = sampler.read(state, beginning(prompt)).expand(count, -1)
+    state = state if count == 1 else state.copy([0] * count)
+
+    def first() -> Iterator[bytes]:
+        yield prompt
+        for column in sampler.write(logits, state):
+            for text, byte in zip(texts, column):
+                if byte is not None:
+                    text.append(byte)
+            if column[0] is not None:
+                yield bytes(column[:1])
+    for number, text in enumerate(texts, 1):
+        if count > 1:
+            print(f"--- {number} of {count}", flush=True)
+        print_bytes(first() if number == 1 else [prompt, bytes(text)], sampler.raw)
+
+
+def converse(sampler: Sampler, state: DecodingState):
+    """Hold a dialogue: input from the terminal and the model's output form one text. Input starts a new line, or a new
+    document after the model's EOS. Ctrl-C stops the model."""
+    with suppress(ImportError):
+        import readline  # noqa: F401     # lines can be edited then
+    sys.stdin.reconfigure(errors="surrogateescape")
+    unread = None                         # ids of the last turn that the state has not read
+    while (typed := ask()) is not None:
+        typed = os.fsencode(typed)
+        if unread is None:
+            ids = beginning(typed)
+        elif typed and unread not in ([EOS_ID, BOS_ID], [ord("\n")]):
+            ids = [*unread, ord("\n"), *typed]
+        else:
+            ids = [*unread, *typed]
+        logits, written = sampler.read(state, ids), []
+
+        def turn() -> Iterator[bytes]:
+            for byte, in sampler.write(logits, state):
+                written.append(byte)
+                yield bytes([byte])
+                if asked:
+                    return
+        with interrupts_that_wait() as asked:
+            print_bytes(turn(), sampler.raw)
+        ended = len(written) < sampler.bytes and not asked
+        unread = [EOS_ID, BOS_ID] if ended else written[-1:]
+
+
+def ask() -> str | None:
+    """Read the lines of a turn, without the final line break; return None at the end of input."""
+    try:
+        text = input("> ")
+        while text.endswith("\\"):
+            text = text[:-1] + "\n" + input("  ")
+        return text
+    except EOFError:
+        print()
+    except KeyboardInterrupt:
+        print()
+        raise
+
+
+@contextmanager
+def interrupts_that_wait() -> Iterator[list]:
+    """Record Ctrl-C in the yielded list instead of raising, so that it cannot leave the state inconsistent."""
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scoring
+
+
+def windows(stream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a stream into batches of (ids, labels), int64 [n, seq_len]. Windows overlap by half. Every byte after the
+    first id is a label once, in the first window that has it."""
+    last, stride = len(stream) - 1, max(1, seq_len // 2)
+    starts = range(0, max(1, last - seq_len + stride), stride)
+    for i in range(0, len(starts), batch):
+        rows = np.full((len(starts[i:i + batch]), seq_len + 1), PAD_ID, np.int64)
+        for row, start in zip(rows, starts[i:i + batch]):
+            ids = stream.read(start, min(start + seq_len, last) + 1)
+            row[:len(ids)] = ids
+        labels = torch.from_numpy(rows[:, 1:].copy())
+        labels[labels > 255] = -100
+        first = 1 if i == 0 else 0        # row with a window before it, which has seen this row's first half
+        labels[first:, :seq_len - stride] = -100
+        yield torch.from_numpy(rows[:, :-1].copy()), labels
+
+
+@torch.no_grad()
+def score_windows(model: nn.Module, stream, seq_len: int, batch: int, n_loops: int) -> tuple[int, float]:
+    """Return the number of predicted bytes of a stream, and bits per byte."""
+    device, nats, count = model.embed_tokens.device, 0.0, 0
+    seq_len = min(seq_len, max(2, len(stream) - 1))
+    progress = ProgressBar("evaluating", 2 * len(stream)) if sys.stderr.isatty() else None
+    with model.cast_weights_once():
+        for ids, labels in windows(stream, seq_len, batch) if len(stream) > 1 else ():
+            counted = int((labels != -100).sum())
+            out = model(ids.to(device), labels.to(device), n_loops=n_loops)
+            nats += out.nats_per_byte.item() * counted
+            count += counted
+            if progress:
+                progress.add(ids.numel())
+    return count, nats / max(1, count) / math.log(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapting: dynamic evaluation, Krause et al., arXiv 1709.07432. Rates, chunk and context are measured in
+# docs/results/learning.md, "Adaptation".
+
+RATE = 0.4                                # the tables' learning rate; in training 0.25
+DENSE_RATE = 1.5e-4                       # of AdamW, for all other weights
+CHUNK = 1024                              # bytes between two steps
+CONTEXT = 1024                            # bytes before a chunk that the model sees, at most
+
+
+class Adaptation:
+    """A model that learns from what it reads. It scores a chunk; then all weights take one step on the chunk's
+    gradient, so every byte is scored before anything learns from it. nats: the loss of all ids that counted; count:
+    their number."""
+
+    def __init__(self, model: nn.Module, state: dict, n_loops: int):
+        """state: the content of the model's checkpoint, whose accumulators set the size of each row's steps. Raise
+        CheckpointError if it has none."""
+        tables = [module for module in model.modules() if isinstance(module, EngramTable)]
+        saved = state.get("optimizer_state_dict", {}).get("engram")
+        if not tables or not saved or not state.get("bytes_seen"):
+            raise CheckpointError("--adapt needs a model with Engram tables and their optimizer state: use a "
+                                  "checkpoint that train.py wrote (an export has no optimizer state)")
+        self.model, self.n_loops, self.device = model, n_loops, model.embed_tokens.device
+        self.adagrad = RowwiseAdagrad(tables, RATE)
+        load_optimizer_state("engram", self.adagrad, deepcopy(saved))
+        dense = [p for p in model.parameters() if p not in self.adagrad.tables]
+        self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
+        self.bytes_per_step = state["bytes_seen"] / state["step"]  # over which the loss of training is a mean
+        self.nats, self.count = 0.0, 0
+        self.start()
+
+    def start(self):
+        """Start another text, with nothing in context."""
+        self.ids, self.counted = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+        self.done = 0                     # index of the newest id that was scored
+
+    def read(self, ids: Tensor, counted: Tensor):
+        """Read the next ids, int64 [n]. Those that are counted, bool [n], are predicted, scored and learned from; never
+        the first id of a text. How a text is split into calls does not change the result."""
+        while len(ids):
+            end = self.done + CHUNK + 1 - len(self.ids)
+            self.ids, self.counted = torch.cat((self.ids, ids[:end])), torch.cat((self.counted, counted[:end]))
+            ids, counted = ids[end:], counted[end:]
+            if len(self.ids) == self.done + CHUNK + 1:
+                self.flush()
+
+    def flush(self):
+        """Score the ids read since the last step, and learn from them."""
+        first = max(0, self.done - CONTEXT)
+        ids, labels = self.ids[first:-1], self.ids[first + 1:].clone()
+        labels[~self.counted[first + 1:]] = -100
+        labels[:self.done - first] = -100
+        if (labels != -100).any():
+            self._learn(ids[None].to(self.device), labels[None].to(self.device))
+        self.ids, self.counted = self.ids[first:], self.counted[first:]
+        self.done = max(0, len(self.ids) - 1)
+
+    def _learn(self, ids: Tensor, labels: Tensor):
+        """Score a window, ids and labels [1, n], then step the weights."""
+        with torch.enable_grad(), self.model.cast_weights_once():
+            out = self.model(ids, n_loops=self.n_loops)
+            nats = F.cross_entropy(out.logits[0], labels[0], ignore_index=-100, reduction="sum")
+            (nats / self.bytes_per_step).backward()
+        for optimizer in (self.adagrad, self.adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        self.nats += nats.item()
+        self.count += int((labels != -100).sum())
+
+    def score(self, streams: list, special: bool) -> tuple[int, float]:
+        """Read streams in order; return the number of ids that counted so far, and bits per id. special: whether BOS
+        and EOS count, too."""
+        progress = ProgressBar("adapting", sum(map(len, streams))) if sys.stderr.isatty() else None
+        for stream in streams:
+            self.start()
+            for first in range(0, len(stream), CHUNK):
+                ids = torch.from_numpy(stream.read(first, min(first + CHUNK, len(stream))).astype(np.int64))
+                self.read(ids, ids != PAD_ID if special else ids < 256)
+                if progress:
+                    progress.add(len(ids))
+            self.flush()
+        return self.count, self.nats / max(1, self.count) / math.log(2)

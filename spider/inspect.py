@@ -1,0 +1,326 @@
+"""Look inside a model as it reads a text: segments, loops, surprise, routing, gates and votes (`sample.py --show`).
+
+read          run a model over a text and record what it does
+in_terminal   show the text with its segments in a terminal
+write_page    show all of it, and the run's training curves, as an HTML page
+
+page.html is the page's template; its script draws the embedded JSON data. The page is one file that loads nothing. Its
+content security policy only allows its own script, and all data (text, checkpoint, names) is inserted as text.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+import sys
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from loguru import logger
+from torch import nn
+
+from spider.common import DataError, durable, naming, one_line, printable
+from spider.config import SpiderConfig
+from spider.curves import charts_of, read_metrics, span
+from spider.decode import PIECE
+from spider.layers import rms_norm
+from tokenizer import BOS_ID
+
+TEMPLATE = Path(__file__).with_name("page.html")
+LONGEST = 4096                            # maximum bytes of a text
+
+# Thresholds between eight shades
+BITS = (0.5, 1, 2, 3, 4, 6, 8)            # of surprise,
+LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)    # of an expert's load,
+VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)    # of a vote, in nats,
+GATES = tuple(step / 8 for step in range(1, 8))  # and of a gate
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+class Record:
+    """Record the internals of a model by forward hooks, inside its context, for Spider.step on one row.
+
+    Segments are numbered through the text, including that of BOS."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.handles = model, []
+        self.ends: list[bool] = []                                # by id: whether it ended a segment
+        self.loops: list[int] = []                                # by finished segment
+        self.load: dict[tuple[int, int], torch.Tensor] = {}       # by (layer, loop): tokens per expert, [E]
+        self.gates: dict[tuple[int, int], dict[int, float]] = {}  # by (layer, loop): Engram's gate by segment
+        self.byte_gates: list[list[float]] = []                   # by id: a gate per order and match context
+        self.votes: list[list[float | None]] = []                 # by id: the weight of each context's newest vote
+
+    def __enter__(self) -> "Record":
+        model, core = self.model, self.model.core
+        if model.engram_output is not None:
+            self.handles.append(model.engram_output.gate.register_forward_hook(self._read_bytes))
+            if model.engram_output.votes is not None:
+                self.handles.append(model.engram_output.register_forward_hook(self._read_votes))
+        if core is not None:
+            model.boundaries = self._cut
+            self.handles.append(core.register_forward_pre_hook(self._enter_core))
+            for i, layer in enumerate(core.layers):
+                self.handles.append(layer.register_forward_hook(partial(self._visit, i)))
+                if layer.engram is not None:
+                    self.handles.append(layer.engram.register_forward_hook(partial(self._recall, i)))
+        return self
+
+    def __exit__(self, *_):
+        if self.model.core is not None:
+            del self.model.boundaries                             # restores the class's method
+        for handle in self.handles:
+            handle.remove()
+
+    def _read_bytes(self, _, args, logits):
+        self.byte_gates += logits.float().sigmoid().tolist()
+
+    def _read_votes(self, engram, args, _):
+        x, _, matches = args
+        followed, weights = (cast[:, ::self.model.config.engram_votes].tolist()              # of the newest occurrence
+                             for cast in engram.cast_votes(rms_norm(x), matches))
+        self.votes += [[weight if 0 <= byte < 256 else None for byte, weight in zip(*row)]
+                       for row in zip(followed, weights)]
+
+    def _cut(self, *args):
+        b = type(self.model).boundaries(self.model, *args)
+        self.ends += (b > 0).tolist()
+        return b
+
+    def _enter_core(self, _, args):
+        self.first, self.visits = len(self.loops), Counter()      # segments before this pass; visits by layer in it
+        self.loops += [0] * len(args[0])
+
+    def _running(self, active) -> dict[int, int]:
+        """Return the segments that had not halted before this loop, with their computed rows."""
+        rows = range(len(self.loops) - self.first) if active.index is None else active.index.tolist()
+        halted = [False] * len(rows) if active.halted is None else active.halted.tolist()
+        return {self.first + row: i for i, (row, over) in enumerate(zip(rows, halted)) if not over}
+
+    def _recall(self, i: int, engram, args, _):
+        h, recalled, active = args[:3]
+        gate = engram.gate(h, active.select(recalled.key)).flatten().tolist()
+        for segment, row in self._running(active).items():
+            self.gates.setdefault((i, self.visits[i]), {})[segment] = gate[row]
+
+    def _visit(self, i: int, layer, args, output):
+        key, (_, routing, _), running = (i, self.visits[i]), output, self._running(args[3])
+        self.visits[i] += 1
+        for segment in running if i == 0 else ():
+            self.loops[segment] += 1
+        if routing.topk_idx is not None and running:
+            chosen = routing.topk_idx[[*running.values()]].flatten()
+            tokens = chosen.bincount(minlength=self.model.config.n_routed_experts).cpu()
+            self.load[key] = self.load.get(key, 0) + tokens
+
+
+@dataclass
+class Shown:
+    """A text, and a model's record of it."""
+    text: bytes
+    bits: list[float]                     # [bytes] surprise: -log2 of the byte's probability
+    likeliest: list[str]                  # [bytes] the likeliest bytes with their probabilities, as text
+    segment: list[int]                    # [bytes] number of the byte's segment
+    ends: list[bool]                      # [bytes] whether the byte ends its segment
+    record: Record
+
+
+@torch.no_grad()
+def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
+    """Run a model in evaluation mode over a text of at least one byte, in pieces.
+
+    Raise FloatingPointError for a non-finite logit."""
+    ids = torch.tensor([[BOS_ID, *text]], device=model.embed_tokens.device)
+    state = model.decoding_state(n_loops=n_loops)
+    with Record(model) as record, model.cast_weights_once():
+        logits = [model.step(piece, state)[0] for piece in ids[:, :-1].split(PIECE, dim=1)]
+        model.step(ids[:, -1:], state)    # for the record of the last byte
+    log_p = torch.cat(logits).log_softmax(-1)                                                # [bytes, vocab_size]
+    if not log_p.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
+    bits = -log_p.gather(1, ids[0, 1:, None])[:, 0] / math.log(2)
+    p, id_ = log_p.exp().topk(3)
+    likeliest = [", ".join(f"{printable([i])} {share:.0%}" for i, share in zip(*row))
+                 for row in zip(id_.tolist(), p.tolist())]
+    ends = record.ends or [False] * ids.shape[1]                                             # a model without core
+    before = list(accumulate(ends, initial=0))
+    return Shown(text, bits.tolist(), likeliest, before[1:-1], ends[1:], record)
+
+
+def take_text(argument: str) -> tuple[bytes, str]:
+    """Return the first LONGEST bytes of the text that --show names, cut between characters, and its name."""
+    if argument == "-":
+        text, name = sys.stdin.buffer.read(LONGEST + 1), "standard input"
+    elif os.path.exists(argument):
+        with naming(argument), open(argument, "rb") as file:
+            text, name = file.read(LONGEST + 1), argument
+    else:
+        text, name = os.fsencode(argument), "a text"
+        logger.info(f"--show: there is no file {argument!r}, so this is the text")
+    if not text:
+        raise DataError(f"--show: {name} is empty")
+    if len(text) > LONGEST:
+        text = text[:LONGEST].decode(errors="surrogateescape")
+        text = re.sub("[\udcc0-\udcff][\udc80-\udcbf]{,2}$", "", text).encode(errors="surrogateescape")
+        name = f"the first {len(text):,} bytes of {name}"
+        logger.warning(f"--show: only {name}")
+    return text, name
+
+
+def characters(text: bytes) -> Iterator[tuple[str, int, int]]:
+    """Yield the UTF-8 characters as (glyph, start, stop); control characters, invisible ones and bytes that are not
+    UTF-8 are escaped."""
+    start = 0
+    for c in text.decode("utf-8", "surrogateescape"):
+        raw = c.encode("utf-8", "surrogateescape")
+        is_byte = "\udc80" <= c <= "\udcff"
+        yield f"\\x{raw[0]:02x}" if is_byte else one_line(c), start, start + len(raw)
+        start += len(raw)
+
+
+def facts(shown: Shown) -> list[str]:
+    """Summarize a text in lines: bits per byte and, if there are any, segments and loops."""
+    count, segments = len(shown.text), sum(shown.ends)
+    lines = [f"{count:,} bytes, {sum(shown.bits) / count:.3f} bits per byte"]
+    if segments:
+        loops = Counter(shown.record.loops[shown.segment[i]] for i, end in enumerate(shown.ends) if end)
+        lines.append(f"{segments:,} segments, {count / segments:.2f} bytes each")
+        lines.append("loops: " + ", ".join(f"{loop} ({times:,} segments)" for loop, times in sorted(loops.items())))
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a terminal
+
+SHADES = ((252, 234), (255, 53), (255, 89), (255, 125), (16, 166), (16, 208), (16, 220), (16, 229))  # of 256 colours:
+                                          # (text, background), as in the color map "inferno", for any terminal theme
+SMALL_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def in_terminal(shown: Shown, colour: bool) -> Iterator[str]:
+    """Yield the text with its segments and a legend, in plain characters or with ANSI colors."""
+    differ, now = len(set(shown.record.loops)) > 1, ""
+
+    def turn(style: str) -> str:
+        nonlocal now
+        before, now = now, style
+        return f"\x1b[0{style}m" if colour and style != before else ""
+
+    def shade(level: int) -> str:
+        return ";38;5;{};48;5;{}".format(*SHADES[level])
+    for glyph, start, stop in characters(shown.text):
+        underlined = ";4" if shown.segment[stop - 1] % 2 else ""
+        yield turn(shade(bisect(BITS, sum(shown.bits[start:stop]))) + underlined) + glyph.replace("\\n", "↵")
+        if any(shown.ends[start:stop]):
+            if differ:
+                yield turn(";2") + str(shown.record.loops[shown.segment[stop - 1]]).translate(SMALL_DIGITS)
+            elif not colour:
+                yield "│"
+        if glyph == "\\n":
+            yield turn("") + "\n"
+    yield turn("") + ("\n" if shown.text.endswith(b"\n") else "\n\n")
+    if colour:
+        names = ("0", *(f"{bits:g}" for bits in BITS))
+        yield "bits: " + "".join(turn(shade(level)) + f" {name} " for level, name in enumerate(names)) + turn("")
+        yield " and more; every other segment is underlined" if any(shown.ends) else " and more"
+    if differ:
+        yield "; a small number after a segment is the number of its loops"
+    elif any(shown.ends) and not colour:
+        yield "segments end at │"
+    yield "\n" + "\n".join(facts(shown))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# As a page
+
+
+def write_page(shown: Shown, title: str, model: nn.Module, lines: list[dict]) -> str:
+    """Fill the template and return the page as HTML. lines: of the run's metrics.jsonl."""
+    text, title = TEMPLATE.read_text(encoding="utf-8"), html.escape(one_line(title))
+    style, script = (hash_of(re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]) for tag in ("style", "script"))
+    data = json.dumps(page_data(shown, model, lines), allow_nan=False, separators=(",", ":"))     # in ASCII
+    fields = dict(title=title, policy=f"default-src 'none'; script-src '{script}'; style-src '{style}'",
+                  data=re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", data))
+    return re.sub("{{([a-z]+)}}", lambda field: fields[field[1]], text)
+
+
+def hash_of(text: str) -> str:
+    """Return the hash of a script or style for a content security policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
+    """Return the data that page.html draws, as plain values; bytes and segments count from 0."""
+    record, gates = shown.record, gate_rows(shown, model)
+    load = [dict(name=f"{layer + 1}, {loop + 1}", tokens=[int(tokens) for tokens in load])
+            for (layer, loop), load in sorted(record.load.items())]
+    return dict(
+        facts=[f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", *facts(shown)],
+        shades=dict(bits=BITS, loads=LOADS, gates=GATES, votes=VOTES), characters=list(characters(shown.text)),
+        bytes=list(shown.text), bits=[round(bits, 4) for bits in shown.bits], likeliest=shown.likeliest,
+        segment=shown.segment, ends=[int(end) for end in shown.ends], loops=record.loops, load=load,
+        gates=[dict(name=name, values=values, shades=shades) for name, values, _, shades in gates],
+        meanings=list(dict(meaning for _, _, meaning, _ in gates).items()),
+        charts=[
+            dict(title=title, limits=span([points for _, _, points in curves]), curves=curves)
+            for title, curves in charts_of(lines).items() if curves])
+
+
+def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str, str], str]]:
+    """Return Engram's gates and votes: name, value by byte (None: its segment was not computed, or there is no vote),
+    (rows, their meaning), and name of the shades."""
+    c, record = model.config, shown.record
+    memory = "last n bytes", "what the Engram tables learned about these bytes"
+    match = "last n, in the text", "the byte that followed the last earlier occurrence of these n bytes in this text"
+    words = "word n, in the text", (
+        "the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
+        "and the one before it")
+    vote = "last n, its vote", (
+        "the weight in nats that is added to the logit of the byte that followed the last earlier occurrence of these "
+        "n bytes in this text; empty where there is none")
+    word_vote = "word n, its vote", words[1]
+    segment = "layer, loop", "what a layer of the core looks up in its Engram tables for a segment, in each loop"
+    rows = [("last 1 byte" if n == 1 else f"last {n} bytes", memory) for n in c.engram_byte_orders]
+    rows += contexts(c, match, words) if c.matches_before_head else []
+    found = [(name, [round(gate, 3) for gate in gates], meaning, "gates")
+             for (name, meaning), gates in zip(rows, zip(*record.byte_gates[1:]))]
+    found += [(name, [weight and round(weight, 3) for weight in weights], meaning, "votes")
+              for (name, meaning), weights in zip(contexts(c, vote, word_vote), zip(*record.votes[1:]))]
+    for (layer, loop), gates in sorted(record.gates.items()):
+        values = [round(gates[number], 3) if number in gates else None for number in shown.segment]
+        found.append((f"layer {layer + 1}, loop {loop + 1}", values, segment, "gates"))
+    return found
+
+
+def contexts(c: SpiderConfig, last: tuple[str, str], word: tuple[str, str]) -> list[tuple[str, tuple[str, str]]]:
+    """Return a row's name for each context of the match memory, with `last` or `word`, (rows, their meaning)."""
+    return [(kind[0].replace(" n,", f" {n},"), kind)
+            for kind, numbers in ((last, c.engram_match_orders), (word, c.engram_match_words)) for n in numbers]
+
+
+def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: str | None):
+    """Print the analysis of the text that --show names, and write the page to `page` or beside the checkpoint."""
+    text, name = take_text(argument)
+    directory = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    out = directory / "look.html" if page is None else Path(page)
+    shown = read(model, text, n_loops)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    print("".join(in_terminal(shown, colour)), flush=True)
+    content = write_page(shown, f"{checkpoint} reads {name}", model, read_metrics(directory / "metrics.jsonl"))
+    try:
+        with durable(out, "wb") as file:
+            file.write(content.encode())
+    except OSError as fault:
+        raise DataError(f"{out}: {fault.strerror}: use --html to write the page elsewhere") from None
+    print(one_line(f"the page: {out}"))

@@ -1,0 +1,267 @@
+"""Spider with Hugging Face's interfaces: configuration, model with its decoding cache, byte tokenizer.
+
+`sample.py CHECKPOINT --export DIR` copies this adapter together with the modules that it imports, so that
+AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) works without the rest of the project. It reads only
+config.json and the safetensors.
+"""
+
+import logging
+import re
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+level = logging.root.manager.disable
+logging.disable(logging.WARNING)          # transformers imports torchao, which warns of each kernel that it cannot load
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from transformers.utils import ModelOutput
+from transformers.utils.versions import require_version
+
+logging.disable(level)
+
+from spider.config import SpiderConfig
+from spider.decode import DecodingState, check_ids
+from spider.memory import EngramTable
+from spider.packing import document_cu_seqlens
+from spider_model import Spider
+from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+require_version("transformers>=5.24", "Earlier releases pass the decoding cache by another name, `past_key_values`.")
+
+
+class SpiderHFConfig(PreTrainedConfig):
+    """config.json: `spider` has the fields of SpiderConfig, `n_loops` the loops in training, `training` the facts of
+    the model card; the other fields are for other libraries."""
+    model_type = "spider"
+
+    def __init__(self, spider: dict | None = None, n_loops: int | None = None, **others):
+        config = SpiderConfig.from_saved(spider or {})                                       # validates every field
+        self.spider = asdict(config)
+        self.n_loops = config.n_loops if n_loops is None else n_loops
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_hidden_layers = config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers
+        self.num_attention_heads = config.n_heads
+        ids = dict(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID, tie_word_embeddings=False)
+        super().__init__(**(ids | {name: value for name, value in others.items() if name not in vars(self)}))
+
+
+class SpiderCache:
+    """The decoding state as transformers' cache; each step updates it in place."""
+    is_compileable = is_croppable = False
+    is_linear = (False,)                  # per layer, whether it is linear attention
+
+    def __init__(self, state: DecodingState):
+        self.state, self.seen = state, 0  # bytes fed per row, including padding
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def reorder_cache(self, beam_idx: Tensor):
+        """Continue row i from row beam_idx[i]."""
+        self.state = self.state.copy(beam_idx.tolist())
+
+
+@dataclass
+class SpiderCausalLMOutput(ModelOutput):
+    """The output of SpiderForCausalLM.forward."""
+    loss: Tensor | None = None
+    logits: Tensor | None = None          # [B, T, vocab_size]
+    cache: SpiderCache | None = None
+    nats_per_byte: Tensor | None = None
+
+
+class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
+    """Spider as a causal language model.
+
+    `dtype` sets the dtype of products; parameters stay fp32, as in training. `half()`, `to(dtype)` and the like cast
+    both. Use float16 only for inference, since gradients are often too small for it.
+
+    generate() decodes byte by byte with a DecodingState. That cannot be rolled back, so assisted generation is refused.
+    Train with Spider's train.py: other optimizers do not update the Engram tables, whose gradients are not in
+    weight.grad (see docs/guide/your-own-loop.md in the project)."""
+    config_class = SpiderHFConfig
+    _is_stateful = True
+    accepts_loss_kwargs = False           # of the Trainer: the loss is a mean over the batch
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: SpiderHFConfig):
+        super().__init__(config)
+        # transformers casts loaded weights to these dtypes
+        self.spider = Spider(SpiderConfig.from_saved(config.spider)).float()
+        self.spider.compute_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """Set the constants of tables that are not in the files; Spider or the files set all other values."""
+        if isinstance(module, EngramTable):
+            multiplier = module.multiplier.clone()
+            module.init_hash(0)
+            module.multiplier.copy_(multiplier)
+
+    def get_input_embeddings(self) -> None:
+        """Return None: bytes are embedded with n-grams, by no module that could be replaced."""
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.spider.lm_head
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_, **__) -> None:
+        if new_num_tokens not in (None, VOCAB_SIZE):
+            raise NotImplementedError(f"tokens are bytes: the vocabulary has {VOCAB_SIZE} ids")
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Tell whether layers are recomputed in backward; gradient_checkpointing_enable() and _disable() set it."""
+        return self.spider.recompute != "nothing"
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enable: bool):
+        self.spider.recompute = "all" if enable else "nothing"
+
+    def enable_input_require_grads(self):
+        """Do nothing: only reentrant checkpointing, which this model does not use, needs inputs with gradients."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def zero_grad(self, set_to_none: bool = True):
+        self.spider.zero_grad(set_to_none)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, cache: SpiderCache | None = None,
+                                      attention_mask: Tensor | None = None, use_cache: bool | None = None,
+                                      n_loops: int | None = None, **_) -> dict:
+        """Return the inputs of the next step: the part of input_ids [B, T] that is not in the cache."""
+        seen = 0 if cache is None else cache.get_seq_length()
+        return dict(input_ids=input_ids[:, seen:], attention_mask=attention_mask, cache=cache, use_cache=use_cache,
+                    n_loops=n_loops)
+
+    def generate(self, inputs: Tensor | None = None, **kwargs):
+        """Generate as transformers does; an empty prompt, like none, is the beginning of a document."""
+        inputs = kwargs.pop("input_ids", inputs)
+        if inputs is not None and inputs.shape[-1] == 0:
+            inputs = inputs.new_full((len(inputs), 1), BOS_ID, dtype=torch.int64)
+            kwargs.pop("attention_mask", None)
+        with self.spider.cast_weights_once():
+            return super().generate(inputs, **kwargs)
+
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                labels: Tensor | None = None, cache: SpiderCache | None = None, use_cache: bool | None = None,
+                n_loops: int | None = None, return_dict: bool | None = None,
+                **others) -> SpiderCausalLMOutput | tuple:
+        """Compute logits and, given labels, the loss; padding affects neither.
+
+        input_ids [B, T] int64. attention_mask [B, bytes so far]: 0 only at the ends of rows. labels [B, T]: shifted
+        here, as everywhere in transformers, so pass input_ids; labels of -100, PAD and padding are ignored. n_loops:
+        defaults to that of training. Padding is where the mask is 0, and PAD at the ends of rows.
+
+        Without a cache this is the full pass: `loss` is the training loss (in evaluation mode without the core's own
+        prediction), `nats_per_byte` the cross-entropy alone. With use_cache, which does not allow labels, a SpiderCache
+        is created or continued; the logits are the same. others: what other models take, such as inputs_embeds, as
+        None or False. Raise ValueError for any other value, and for a mask with holes."""
+        for name, value in others.items():
+            if value is not None and value is not False:
+                raise ValueError(f"{name} is not available in Spider")
+        if input_ids is None:
+            raise ValueError("input_ids is missing")
+        n_loops, cu_seqlens = self.config.n_loops if n_loops is None else n_loops, None
+        check_ids("input_ids", input_ids)
+        if labels is not None:
+            check_ids("labels", labels, *input_ids.shape)
+        if cache is None or not cache.seen:
+            kept, input_ids = without_padding(input_ids, attention_mask)
+            cu_seqlens = document_cu_seqlens(input_ids)
+            if labels is not None:        # the first byte has no context
+                labels = labels.masked_fill(~(kept & F.pad(kept[:, :-1], (1, 0))) | (labels == PAD_ID), -100)
+        if use_cache or cache is not None:
+            if labels is not None:
+                raise ValueError("labels: the loss needs a full pass, without cache and use_cache")
+            if cache is None:
+                cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
+            output = SpiderCausalLMOutput(None, self.spider.step(input_ids, cache.state), cache)
+            cache.seen += input_ids.shape[1]
+        else:
+            shifted = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
+            full = self.spider(input_ids.where(kept, PAD_ID), shifted, n_loops, cu_seqlens=cu_seqlens)
+            output = SpiderCausalLMOutput(full.loss, full.logits, None, full.nats_per_byte)
+        return output.to_tuple() if return_dict is False else output
+
+
+def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return which bytes are not padding, bool [B, T], and input_ids [B, T] in which padding does not affect them.
+    attention_mask [B, T], 0 or 1. Padding is where the mask is 0, and PAD at the ends of rows.
+
+    Left padding becomes a document of its own, PAD ... EOS, after which the text starts another one. Causal layers
+    never see right padding."""
+    if attention_mask is not None and (attention_mask.shape != input_ids.shape or (
+            F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0).sum(1).gt(1).any()):
+        raise ValueError("attention_mask must have the shape of input_ids, with contiguous ones in each row")
+    input_ids = input_ids if attention_mask is None else input_ids.where(attention_mask != 0, PAD_ID)
+    real = (input_ids != PAD_ID).int()
+    in_front, behind = real.cumsum(1) == 0, real.flip(1).cumsum(1).flip(1) == 0
+    ends = in_front & ~F.pad(in_front[:, 1:], (0, 1))
+    return ~(in_front | behind), input_ids.masked_fill(ends, EOS_ID)
+
+
+SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"} | {
+    i: f"<reserved_{i}>" for i in range(EOS_ID + 1, VOCAB_SIZE)}
+SPECIAL_IDS = {name: i for i, name in SPECIAL.items()}
+
+
+class SpiderTokenizer(PreTrainedTokenizer):
+    """The byte tokenizer: ids 0-255 are the UTF-8 bytes of a text, see tokenizer.py. A pair of texts is two documents;
+    no text can spell a special id. BOS is only added with add_bos_token, since most texts are excerpts of a document,
+    and lm-evaluation-harness adds its own.
+
+    `errors` is that of bytes.decode for decoding. With "surrogateescape" any bytes survive the round trip."""
+    vocab_files_names = {}
+    model_input_names = ["input_ids", "attention_mask"]
+    padding_side = "left"
+
+    def __init__(self, errors: str = "replace", add_bos_token: bool = False, **others):
+        self.errors, self.add_bos_token = errors, add_bos_token
+        special = dict(pad_token=SPECIAL[PAD_ID], bos_token=SPECIAL[BOS_ID], eos_token=SPECIAL[EOS_ID],
+                       split_special_tokens=True, padding_side="left")
+        super().__init__(errors=errors, add_bos_token=add_bos_token, **(special | others))
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(i): i for i in range(256)} | SPECIAL_IDS
+
+    def _tokenize(self, text: str, **_) -> list[str]:
+        text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)     # surrogates that stand for no byte
+        return [chr(byte) for byte in text.encode("utf-8", "surrogateescape")]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return SPECIAL_IDS[token] if token in SPECIAL_IDS else ord(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return SPECIAL[index] if index in SPECIAL else bytes([index]).decode("latin-1")
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        pieces = (token.encode("latin-1" if len(token) == 1 else "ascii") for token in tokens)
+        return b"".join(pieces).decode("utf-8", self.errors)
+
+    def _decode(self, token_ids, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None,
+                **_) -> str:
+        """Decode ids; those above 255 are dropped with skip_special_tokens, else written by name."""
+        ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
+        return self.convert_tokens_to_string(
+            [self._convert_id_to_token(i) for i in ids if i < 256 or not skip_special_tokens])
+
+    def build_inputs_with_special_tokens(self, token_ids_0: list[int], token_ids_1: list[int] | None = None):
+        pair = [] if token_ids_1 is None else [EOS_ID, BOS_ID, *token_ids_1]
+        return [BOS_ID] * self.add_bos_token + [*token_ids_0, *pair]
+
+    def get_special_tokens_mask(self, token_ids_0, token_ids_1=None, already_has_special_tokens: bool = False):
+        ids = token_ids_0 if already_has_special_tokens else self.build_inputs_with_special_tokens(
+            token_ids_0, token_ids_1)
+        return [int(i > 255) for i in ids]
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple:
+        return ()

@@ -1,0 +1,238 @@
+"""A run in progress: its position and losses (`RunProgress`), metrics.jsonl (`Metrics`), signals (`StopSignals`), wandb
+and the profiler."""
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from loguru import logger
+
+from spider import common
+from spider.common import Stopped, UsageError
+from tokenizer import VOCAB_SIZE
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Progress
+
+RECENT = 64                               # losses that a new one is judged by
+SPIKE_AFTER = 20                          # of them, before any is called a spike
+
+
+@dataclass
+class RunProgress:
+    """Position and losses of a run; saved with every checkpoint."""
+    step: int = 0                         # optimizer steps done
+    bytes_seen: int = 0                   # training bytes consumed, PAD included
+    epoch: int = 0                        # of the last step that was not skipped
+    best_loss: float = math.inf           # lowest validation loss, nats per byte
+    val_loss: float | None = None         # validation loss after the last step, if it was evaluated
+    unimproved: int = 0                   # last evaluations in a row that did not lower best_loss
+    metrics: dict | None = None           # of the last step: its line of metrics.jsonl
+    recent: list = field(default_factory=list)  # the last RECENT losses
+    lowest_peak: float = math.inf         # the smallest max(recent) so far
+    exploded: bool = False                # whether the last losses exceed 1.5 * lowest_peak
+    skipped: int = 0                      # last steps in a row that were not finite
+    wandb: dict | None = None             # name and id of the wandb run
+    n_loops: int = 1                      # loops in training; may be more than the model was built for
+
+    def record(self, numbers: dict, bytes_seen: int, epoch: int) -> bool:
+        """Record a completed step; return whether its loss is a spike."""
+        self.step, self.bytes_seen, self.val_loss = self.step + 1, bytes_seen, None
+        self.metrics = dict(step=self.step, bytes_seen=bytes_seen, epoch=epoch, **numbers)
+        self.skipped = self.skipped + 1 if numbers["skipped"] else 0
+        self.epoch = self.epoch if self.skipped else epoch
+        return not self.skipped and self.watch(numbers["loss"])
+
+    def record_evaluation(self, loss: float, counts: bool):
+        """Record a validation loss; `counts` for --patience: one of the regular evaluations."""
+        self.val_loss = loss if math.isfinite(loss) else None
+        if counts:
+            self.unimproved = 0 if loss < self.best_loss else self.unimproved + 1
+        self.best_loss = min(self.best_loss, loss)
+
+    @property
+    def is_best(self) -> bool:
+        """Return whether the last step was evaluated, with the lowest loss so far."""
+        return self.val_loss is not None and self.val_loss == self.best_loss
+
+    def forget_losses(self, evaluations: bool):
+        """Forget recent losses, since other flags or data change the loss; and `evaluations`, of other data."""
+        self.recent, self.lowest_peak, self.unimproved, self.exploded = [], math.inf, 0, False
+        if evaluations:
+            self.best_loss, self.val_loss = math.inf, None
+
+    def watch(self, loss: float) -> bool:
+        """Note a finite loss; return whether it is a spike. It is judged by the largest of the recent losses, not by
+        their mean, since documents may differ much from one another."""
+        spike = len(self.recent) >= SPIKE_AFTER and loss > 1.2 * max(self.recent)
+        self.recent = [*self.recent, loss][-RECENT:]
+        self.exploded = min(self.recent[-4:]) > 1.5 * self.lowest_peak or loss > 1 + math.log(VOCAB_SIZE)
+        if len(self.recent) >= SPIKE_AFTER:
+            self.lowest_peak = min(self.lowest_peak, max(self.recent))
+        return spike
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metrics.jsonl
+
+
+def numbers_of(line: str) -> dict:
+    """Read a step's line of metrics.jsonl: its numbers by name, and None for those that were not finite. Raise
+    ValueError for any other line."""
+    try:
+        line = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
+        raise ValueError("it has no step")
+    return {name: value for name, value in line.items()
+            if value is None or isinstance(value, (int, float)) and abs(value) < 1e300}
+
+
+def read_lines(path: Path) -> Iterator[dict]:
+    """Yield the numbers of each valid line of metrics.jsonl; nothing if there is no such file."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError):    # truncated or altered
+                yield numbers_of(line)
+
+
+class Metrics:
+    """Write metrics.jsonl, a line per step. If the disk is full, log that once, and write the lines later."""
+
+    def __init__(self, path: Path, step: int):
+        """Keep the lines before `step`; the run writes all further ones again."""
+        before = [numbers for numbers in read_lines(path) if numbers["step"] < step]
+        with common.durable(path) as file:
+            file.writelines(json.dumps(numbers) + "\n" for numbers in before)
+        self.path, self.pending, self.complete, self.lock = path, b"", True, threading.Lock()
+        self.file = open(path, "ab", 0)
+
+    def write(self, numbers: Mapping):
+        """Write the line of a step; non-finite numbers become null."""
+        finite = {name: value if value is not None and math.isfinite(value) else None
+                  for name, value in numbers.items()}
+        with self.lock:
+            self.pending += json.dumps(finite).encode() + b"\n"
+        try:
+            self._write_pending()
+            self.complete = True
+        except OSError as fault:
+            if self.complete:
+                logger.error(f"METRICS NOT WRITTEN: {self.path}: {fault.strerror}; will retry")
+            self.complete = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def _write_pending(self):
+        with self.lock:
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending):]
+
+    def sync(self):
+        """Sync all lines to disk, or raise OSError; a checkpoint is renamed only after this."""
+        self._write_pending()
+        os.fsync(self.file.fileno())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals
+
+STOPS = signal.SIGTERM, signal.SIGINT
+REPEATED = 5.0                            # seconds within which torchrun repeats a signal to its ranks
+
+
+class StopSignals:
+    """Handle SIGTERM and SIGINT: the first one sets `asked`, so that the run stops after the step and saves; a second
+    one ends the process at once. After `end_at_once`, and before the loop begins, the first one raises Stopped.
+
+    Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and they `agree`."""
+
+    def __init__(self, ranks: int = 1):
+        self.ranks, self.asked, self.asked_at, self.raises = ranks, None, 0.0, True
+        self.agreed: signal.Signals | None = None    # the signal that stops all ranks
+
+    def __enter__(self):
+        on_main_thread = threading.current_thread() is threading.main_thread()  # others cannot set handlers
+        self.before = {number: signal.signal(number, self._ask) for number in STOPS if on_main_thread}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def votes(self) -> list[float]:
+        return [float(self.asked == number) for number in STOPS]
+
+    def agree(self, votes: list[float]):
+        """Stop for the signal that any rank received; votes: the sums over ranks."""
+        self.agreed = next((number for number, count in zip(STOPS, votes) if count), self.agreed)
+
+    def end_at_once(self, ends: bool = True):
+        """Let a signal raise Stopped from here on, also one that came before; or, not `ends`, no longer. On several
+        ranks it never does, since they finish an evaluation together."""
+        self.raises = ends and self.ranks == 1
+        if self.raises and self.asked:
+            raise Stopped
+
+    def _ask(self, number: int, _):
+        if self.asked and self.ranks > 1 and time.monotonic() < self.asked_at + REPEATED:
+            return
+        if self.asked:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.asked, self.asked_at = signal.Signals(number), time.monotonic()
+        with suppress(OSError):           # stderr may be gone; the logger may be busy
+            os.write(2, f"{self.asked.name}: stopping; repeat to quit at once\n".encode())
+        if self.raises:
+            raise Stopped("stopped before the first step")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# wandb and the profiler
+
+
+def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunProgress, closing: ExitStack):
+    """Start the wandb run of --run, or return None; resume the run of that name that the checkpoint recorded."""
+    if not name:
+        return None
+    before = progress.wandb if progress.wandb and progress.wandb["name"] == name else {}
+    try:
+        import wandb
+        run = wandb.init(project="spider", name=name, id=before.get("id"), resume="allow", config=dict(settings))
+    except Exception as fault:            # installation, settings, network or service
+        raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
+    progress.wandb = dict(name=name, id=run.id)
+    closing.callback(run.finish)
+    return run
+
+
+def start_profiler(device: torch.device, directory: Path, closing: ExitStack):
+    """Profile steps 3 to 5 of this process; write trace.json for chrome://tracing or Perfetto."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+
+    def write(finished):
+        finished.export_chrome_trace(str(directory / "trace.json"))
+        table = finished.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=25)
+        for line in ("profile of steps 3 to 5:", *table.split("\n")):
+            logger.info(line)
+    profiler = profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+                       on_trace_ready=write)
+    profiler.start()
+    closing.callback(profiler.stop)
+    return profiler

@@ -1,0 +1,56 @@
+"""A checkpoint, its export and what is loaded from it, for test_export.py and test_adapter.py."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+from conftest import awake, final_state, make_shards, run, small_config
+from spider.inference import decoder_of, read_checkpoint
+from spider_model import Spider
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A checkpoint whose model has every component awake, with the metrics of a run of six steps."""
+    root = tmp_path_factory.mktemp("run")
+    directory, config = run(root, make_shards(root / "data")), small_config()
+    weights = awake(config).state_dict()
+    weights["lm_head.weight"] *= 20       # what is likely is told from what is not
+    path = directory / "spider-step6.pt"
+    torch.save(final_state(directory) | dict(model_state_dict=weights, cfg=asdict(config), n_loops=3), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("export") / "new" / "model"
+    assert sample.main([str(checkpoint), "--export", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def spider(checkpoint) -> Spider:
+    return decoder_of(read_checkpoint(str(checkpoint), Spider)[1], torch.device("cpu"), Spider)
+
+
+def loaded(directory, **settings):
+    from transformers import AutoModelForCausalLM  # takes a second, which other tests need not wait
+    return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def model(exported):
+    return loaded(exported)
+
+
+def loaded_tokenizer(directory, **settings):
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(exported):
+    return loaded_tokenizer(exported)

@@ -1,0 +1,33 @@
+"""Triton's interpreter, mended: it truncates where numbers are converted, and multiplies bf16 as integers."""
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
+           "fp8e5": torch.float8_e5m2}
+
+
+def decode(bits, dtype) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(FORMATS[dtype.scalar.name])
+
+
+def convert_float(bits, source, target, rounding_mode):
+    """Convert numbers, given as their bits, from one format to another."""
+    numbers = decode(bits, source).float().to(FORMATS[target.scalar.name])
+    return numbers.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[numbers.itemsize]).numpy()
+
+
+def dot(self, a, b, total, *_):
+    a, b = (decode(t.data, t.dtype).float() for t in (a, b))
+    return interpreter.TensorHandle((a @ b).numpy() + total.data, total.dtype.scalar)
+
+
+def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+    """Let a tensor of one number be the bound of a loop: Triton 3.6 fails here with NumPy 2.4."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._convert_float, interpreter._patch_lang_tensor = convert_float, patch_tensor
+interpreter.InterpreterBuilder.create_dot = dot

@@ -1,0 +1,231 @@
+"""Runs in processes of their own: forked, on one rank or several under gloo, with faults; by torchrun, as users do."""
+
+import errno
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import train
+from conftest import ROOT, do_nothing_slow, metrics
+from spider import checkpoint, optim
+from train import command_line
+
+LIMIT = 240                               # seconds in which processes must have ended, on a busy machine
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults, each applied in one process: (fault, rank, argument)
+
+def at_step(step, before=None, after=lambda sums: sums):
+    """Call `before` with the model, and change the sums of the losses by `after`, in a step of this process."""
+    accumulate, steps = train.accumulate, iter(range(1 << 30))
+
+    def faulty(model, *rest):
+        now = next(steps) == step
+        if now and before:
+            before(model)
+        sums, counts = accumulate(model, *rest)
+        return after(sums) if now else sums, counts
+    train.accumulate = faulty
+
+
+def nan(step):
+    at_step(step, after=lambda sums: {name: number * float("nan") for name, number in sums.items()})
+
+
+def out_of_memory(step):
+    def fail(*_):
+        raise MemoryError("can't allocate memory: you tried to allocate 1 GB")
+    at_step(step, before=lambda model: model.core.register_forward_pre_hook(fail))
+
+
+def signalled(step):
+    at_step(step, before=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def sleeps(name):
+    """A function of train.py takes a minute."""
+    def sleep(*_, **__):
+        print("SLEEPS", file=sys.stderr, flush=True)
+        time.sleep(60)
+    setattr(train, name, sleep)
+
+
+def file_limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def full_disk(step):
+    """Saves up to a step fail."""
+    write = checkpoint.write_archive
+
+    def faulty(file, state):
+        if state["step"] <= step:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, state)
+    checkpoint.write_archive = faulty
+
+
+def unread(_):
+    """Nobody reads stderr any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 2)
+
+
+def late(seconds):
+    time.sleep(seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forked processes
+
+def child(rank, ranks, ports, argvs, directory, environ, out, log, faults):
+    for name in train.ENVIRONMENT:
+        os.environ.pop(name.upper(), None)
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                       MASTER_ADDR="127.0.0.1") | environ
+    os.chdir(directory)
+    if out is None:                       # nobody reads it
+        reading, writing = os.pipe()
+        os.close(reading)
+        out = writing
+    sys.stdout = open(out, "w")
+    sys.stderr = open(log, "a", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+    do_nothing_slow()
+    if ranks > 1:                         # Muon's products too in fp32, where another order of sums shows least
+        optim.multiplies_bf16 = lambda device: False
+    for fault, victim, argument in faults:
+        if victim == rank:
+            fault(argument)
+    for i, argv in enumerate(argvs):
+        os.environ["MASTER_PORT"] = str(ports[i])
+        status = command_line(argv)
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+class Job:
+    """Ranks that run a command line, or several in turn."""
+
+    def __init__(self, processes, directory, ranks, *argvs, faults=(), read=True, **environ):
+        """read: whether stdout is kept, or goes into a pipe that nobody reads."""
+        self.reserved = [socket.socket() for _ in argvs]  # bound and not listening: nobody else gets their ports
+        for reserved in self.reserved:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("", 0))
+        ports = [reserved.getsockname()[1] for reserved in self.reserved]
+        name = f".job-{time.monotonic_ns()}"
+        self.stdout, self.log = directory / f"{name}.out", directory / f"{name}.log"
+        settings = (ranks, ports, argvs, str(directory), environ, str(self.stdout) if read else None, str(self.log),
+                    faults)
+        self.ranks = [processes.Process(target=child, args=(rank, *settings), daemon=True) for rank in range(ranks)]
+        for process in self.ranks:
+            process.start()
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait_for(self, words: str):
+        until(lambda: words in self.said())
+
+    def end(self, limit=LIMIT) -> tuple[list[int], str]:
+        """Return exit statuses and the log; all ranks must have ended within the limit."""
+        deadline = time.monotonic() + limit
+        for process in self.ranks:
+            process.join(max(0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
+        for process in self.ranks:
+            process.kill()
+        for reserved in self.reserved:
+            reserved.close()
+        assert not hung, f"ranks {hung} hung\n{self.said()}"
+        return [process.exitcode for process in self.ranks], self.said()
+
+
+def forked(processes, directory, *argv, **options) -> tuple[int, str, str]:
+    """Run train.py in a forked process; return its status, stdout and log."""
+    job = Job(processes, directory, 1, [*map(str, argv)], **options)
+    (status,), log = job.end()
+    out = job.stdout.read_text() if job.stdout.exists() else ""
+    for path in (job.stdout, job.log):
+        path.unlink(missing_ok=True)
+    return status, out, log
+
+
+def runs_alone(argv):
+    """The same on one rank, in this process, with Muon's products in fp32 too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "multiplies_bf16", lambda device: False)
+        assert command_line(argv) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs of their own
+
+def command(*argv, cwd, **environ) -> subprocess.CompletedProcess:
+    """Run train.py as a user does."""
+    env = {name: value for name, value in os.environ.items() if name.lower() not in train.ENVIRONMENT} | environ
+    return subprocess.run([sys.executable, str(ROOT / "train.py"), *map(str, argv)], cwd=cwd, env=env, text=True,
+                          errors="replace", capture_output=True, timeout=600)
+
+
+def torchrun(argv, *more):
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                             *more, "train.py", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                            start_new_session=True)
+
+
+def workers(directory) -> list[int]:
+    """Processes of train.py whose command line names a directory, in the order of their start."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if str(directory) in words and "train.py" in words and "torch.distributed.run" not in words:
+            found.append(int(pid))
+    return sorted(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is read of them
+
+def until(condition, seconds=LIMIT):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def steps_done(directory) -> int:
+    path = directory / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def last_lines(log: str) -> list[str]:
+    return [line for line in log.splitlines() if line.startswith("train.py: ")]
+
+
+def assert_same_losses(one, other, steps=20):
+    """Losses, norms and evaluations of two runs agree to fp32 rounding, amplified by so many steps."""
+    one, other = metrics(one), metrics(other)
+    assert len(one) == len(other) == steps
+    for a, b in zip(one, other):
+        assert a.keys() == b.keys()
+        for name in ("loss", "total_loss", "val_loss", "mean_loops", "bytes_per_segment", "boundary_loss",
+                     "core_loss"):
+            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=5e-5, abs=1e-7), (a["step"], name)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+        # A near-tie in the choice of an expert moves these; they are means over micro-batches.
+        assert a["aux_loss"] == pytest.approx(b["aux_loss"], rel=0.02)
+        assert a["z_loss"] == pytest.approx(b["z_loss"], rel=0.05)

@@ -1,0 +1,66 @@
+"""Prove the GPU step without a GPU: each test runs in a process of its own, in which a stand-in for the CUDA driver is
+loaded before torch. It needs a CUDA build of torch and a C++ compiler, but no GPU:
+
+    python -m venv cuda && cuda/bin/pip install torch==2.11.0 torchao==0.18.0 numpy loguru transformers \
+        safetensors expecttest pytest                                 # about 3 minutes, 4.9 GB
+    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal          # about 15 minutes of a core
+    cuda/bin/python -m pytest -m "rehearsal and slow" tests/rehearsal              # about 15 more
+
+gpu.py makes Spider's steps of fake tensors, and their compiled code; refusals.py watches them. `-rP` shows the figures
+of tests that pass.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+COMPILER = os.environ.get("CXX", "g++")
+
+
+class Unavailable(pytest.Module):
+    """A module of tests that is skipped before it imports Triton."""
+
+    def collect(self):
+        pytest.skip("needs a CUDA build of torch, and g++ or the C++ compiler named in CXX; see "
+                    "tests/rehearsal/conftest.py", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if torch.version.cuda is None or shutil.which(COMPILER) is None:
+        return Unavailable.from_parent(parent, path=module_path)
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test in a child process, with its module's ENVIRONMENT added; in the child, run it as usual."""
+    if "IN_REHEARSAL" in os.environ:
+        os.environ.pop("LD_PRELOAD", None)                            # not for the programs that it starts
+        return None
+    environment = dict(IN_REHEARSAL="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore",
+                       LD_PRELOAD=build_stand_in(Path(pyfuncitem.config.cache.mkdir("rehearsal"))))
+    environment |= getattr(pyfuncitem.module, "ENVIRONMENT", {})
+    options = "-qs --no-header --show-capture=no -o addopts= -p no:cacheprovider".split()
+    done = subprocess.run([sys.executable, "-m", "pytest", pyfuncitem.nodeid, *options], text=True,
+                          cwd=pyfuncitem.config.rootpath, env=os.environ | environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        pytest.fail(done.stdout, pytrace=False)
+    print(done.stdout)                    # figures, which pytest -rP shows
+    return True
+
+
+def build_stand_in(directory: Path) -> str:
+    """Compile absent_cuda.cpp, once per version of torch (seconds); return the library's path."""
+    source, torch_at = Path(__file__).with_name("absent_cuda.cpp"), Path(torch.__file__).parent
+    library = directory / f"absent_cuda-{torch.__version__}-{int(source.stat().st_mtime)}.so"
+    if not library.exists():
+        flags = (f"-std=c++20 -shared -fPIC -I{torch_at}/include -L{torch_at}/lib -Wl,-rpath,{torch_at}/lib "
+                 f"-Wl,--no-as-needed,--allow-shlib-undefined -lc10 -ltorch_cpu")
+        subprocess.run([COMPILER, source, "-o", library, *flags.split()], check=True)
+    return str(library)

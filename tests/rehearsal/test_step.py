@@ -1,0 +1,114 @@
+"""A GPU accepts every operation of a step, eager and compiled, of an evaluation, of decoding and of an export; the host
+waits for it once a micro-step and once a step; graphs serve all sizes; kernels compile to machine code."""
+
+import mmap
+import re
+from pathlib import Path
+from pprint import pformat
+
+import pytest
+import torch
+from rehearsal import gpu
+from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
+from torch._inductor.codecache import PyCodeCache
+
+import train
+from spider.decode import draw
+
+pytestmark = pytest.mark.rehearsal
+# Models on an H100; on sm_120 `auto` multiplies experts by spider/grouped_triton.py.
+STEPS = [*((model, precision, 90) for model in gpu.MODELS for precision in ("bf16", "fp8")), ("1b", "bf16", 120)]
+SIZES = (16, 800), (21, 700), (30, 1000), (17, 640), (64, 913), (40, 3000)                   # documents, segments
+KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
+CUBINS = [("bf16", architecture) for architecture in (80, 90, 100, 120)] + [
+    ("fp8", architecture) for architecture in (89, 90, 100, 120)]     # FP8 begins with sm_89
+
+
+def test_each_row_of_the_table_catches_its_example():
+    with gpu.stand_in(), gpu.fake_tensors():
+        for row in REFUSALS:
+            with Watch() as watch:
+                row.example()
+            assert (row.says or UNCHECKED) in {reason for _, _, reason in watch.refused}, row
+        with Watch() as watch:
+            of(torch.int64, 4, 4) @ of(torch.int64, 4, 4)
+        assert "not implemented for torch.int64" in str(watch.refused)
+
+
+def test_the_libraries_of_the_torch_in_use_have_the_messages_of_the_table():
+    libraries = []
+    for name in ("libtorch_cuda.so", "libtorch_cpu.so"):
+        with (Path(torch.__file__).parent / "lib" / name).open("rb") as file:
+            libraries.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    absent = [row.says for row in REFUSALS if all(library.find(row.says.encode()) < 0 for library in libraries)]
+    assert not absent, absent
+
+
+@pytest.mark.parametrize("model, precision, architecture", STEPS)
+def test_no_kernel_refuses_a_step_an_evaluation_decoding_or_an_export(model, precision, architecture):
+    with gpu.stand_in(architecture):
+        plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2")
+        with gpu.fake_tensors(), Watch(700) as watch:
+            spider, optimizers = gpu.build(plan)
+            spider.dropout = 0.1
+            watch.waits.clear()           # of the initialization
+            gpu.step(plan, spider, optimizers, documents=20)
+            assert len(watch.waits) == plan.grad_accum + 1, watch.waits
+            weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum     # of both products of each visit of a core layer
+            assert watch.count["grouped_weight_grad"] == (weight_grads if architecture == 120 else 0)
+            evaluate_decode_and_export(spider, watch)
+    assert not watch.refused, pformat(watch.refused, width=200)
+
+
+def evaluate_decode_and_export(spider, watch: Watch):
+    ids, watch.number = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE), 4
+    train.sum_losses(spider, [(ids, ids)], ids.numel(), 2, gpu.WORLD)
+    spider.eval()
+    with torch.no_grad(), spider.cast_weights_once():
+        for rows in (1, 3):
+            state = spider.decoding_state(rows, n_loops=2)
+            for length, watch.truth in ((8, False), (1, False), (1, True)):                  # whether a segment ends
+                logits = spider.step(ids[:rows, :length], state)[:, -1]
+            draw(logits, 0, None, None, None)
+            draw(logits, 0.8, 50, 0.9, None)
+    export, watch.truth = gpu.exported(spider), False
+    export(ids, attention_mask=torch.ones_like(ids), labels=ids)
+    export(ids[:, :8], use_cache=True)
+
+
+@pytest.mark.parametrize("model, precision, architecture", STEPS)
+def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_documents(
+        model, precision, architecture):
+    with gpu.stand_in(architecture), gpu.generating() as graphs:
+        plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2")
+        with gpu.fake_tensors(), Watch() as watch:
+            spider, optimizers = gpu.build(plan, compiled=True)
+            made = []
+            for documents, watch.number in SIZES:
+                watch.waits.clear()
+                gpu.step(plan, spider, optimizers, documents)
+                made.append(len(graphs))
+                assert len(watch.waits) == plan.grad_accum + 1, watch.waits
+    assert not watch.refused, pformat(watch.refused, width=200)
+    assert made[0] > 0 and made == made[:1] * len(SIZES)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert (architecture == 120) == any("spider.grouped_product" in graph.source for graph in graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision, architecture", CUBINS)
+def test_every_generated_kernel_compiles_to_a_cubin_in_each_configuration(precision, architecture):
+    with gpu.stand_in(architecture), gpu.generating() as graphs:
+        plan = gpu.settle("1b", f"--precision={precision}")
+        with gpu.fake_tensors(), Watch(800):
+            gpu.step(plan, *gpu.build(plan, compiled=True), documents=16)
+        kernels = {source: name for graph in graphs for name, source in KERNEL.findall(graph.source)}
+        made = []
+        for source, name in kernels.items():
+            kernel = getattr(PyCodeCache.load(source), name)
+            kernel.precompile(warm_cache_only=True)
+            made.append([result.kernel for result in kernel.compile_results])
+            assert made[-1], name
+            assert all(one.asm["cubin"] and one.metadata.target.arch == architecture for one in made[-1]), name
+    print(f"sm_{architecture}, {precision}: {len(made)} kernels, {sum(map(len, made))} configurations")
+    assert len(made) > 50

@@ -1,0 +1,235 @@
+"""The generated code of compiled layers computes what their operations mean: each kernel runs by Triton's interpreter.
+
+A graph runs several times on the same random inputs: its generated code, its own operations in fp32, and its own
+operations in their own dtypes, which round at the same places. Each result of the code must be as near to fp32 as those
+are. The code's choice of experts is used in all, and checked by itself, since rounding may decide a near-tie."""
+
+import copy
+import math
+import re
+from unittest import mock
+
+import interpreting  # noqa: F401  mends Triton's interpreter
+import pytest
+import torch
+import triton.language as tl
+from rehearsal import gpu
+from rehearsal.gpu import Graph, OnHost, generating
+from rehearsal.refusals import Watch
+from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_helpers
+from torch.utils._pytree import tree_map
+
+pytestmark = pytest.mark.rehearsal
+ENVIRONMENT = {"TRITON_INTERPRET": "1"}
+MARGIN = 1.5                              # times the own operations' distance from fp32
+RUNS = {"bf16": 1, "fp8": 4}              # in the own dtypes: a change of FP8's scale rounds every number differently
+EXPERTS = 6
+# No width is a power of two, so that masks matter; the first takes several blocks of a reduction.
+SMALL = (f"hidden_size=1040,n_heads=2,q_lora_rank=48,kv_lora_rank=48,qk_nope_head_dim=32,qk_rope_head_dim=16,"
+         f"v_head_dim=48,intermediate_size=112,n_routed_experts={EXPERTS},moe_intermediate_size=48,engram_rows=200,"
+         f"engram_dim=8")
+LOW = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+LATER_LOOP = 6                            # of the graphs: forward of a core layer in a later loop, with a mask of rows
+PLANTED = {                               # pattern, replacement, how often at most; 0: everywhere
+    "a dropped mask": (r"tl\.where\((tmp\d+), (tmp\d+), tmp\d+\)", r"\2", 1),                # of the active rows
+    "a shifted index": (r"\(-(\d+)\) \+ x0\) % ", r"(-\1) + 1 + x0) % ", 0),                # of the rotary partner
+    "a missing reduction": (r"(tmp\d+) = _tmp\d+ \+ (tmp\d+)\n", r"\1 = \2\n", 0)}           # the last block alone
+
+
+# References: products and attention are not generated; on both sides they are these.
+
+def attention_of(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return how much each row attends to each, causally inside its document: [rows, H, width] -> [H, rows, rows]."""
+    row = torch.arange(len(q))
+    document = torch.searchsorted(cu_seqlens[1:], row, right=True)
+    score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
+    return score.masked_fill((document[:, None] != document) | (row[:, None] < row), -math.inf).softmax(-1)
+
+
+def varlen_attn(q, k, v, cu_seqlens, *_):
+    out = torch.einsum("hqk,khd->qhd", attention_of(q, k, cu_seqlens), v.float())
+    log_sum = torch.zeros(q.shape[1], len(q))                         # which only its backward reads
+    return out.to(q.dtype).contiguous(), log_sum, torch.zeros(2, dtype=torch.uint64)
+
+
+def varlen_attn_backward(grad, q, k, v, out, log_sum, cu_seqlens, *_):
+    p, grad = attention_of(q, k, cu_seqlens), grad.float()
+    of_p = torch.einsum("qhd,khd->hqk", grad, v.float())
+    of_score = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    grads = (torch.einsum("hqk,khd->qhd", of_score, k.float()), torch.einsum("hqk,qhd->khd", of_score, q.float()),
+             torch.einsum("hqk,qhd->khd", p, grad))
+    return tuple(t.to(q.dtype).contiguous() for t in grads)
+
+
+def mm(a, b, out_dtype=None, out=None):
+    product = a.float() @ b.float()
+    return product.to(out_dtype or a.dtype) if out is None else out.copy_(product)
+
+
+def scaled_mm(a, b, scale_a, scale_b, *_, out_dtype=torch.bfloat16, out=None, **__):
+    return mm(a.float() * scale_a, b.float() * scale_b, out_dtype, out)
+
+
+def grouped_mm(a, b, offs, *_, **__):
+    if a.dim() == b.dim() == 2:           # on sm_100 a gradient of no rows is left uninitialized (pytorch issue 172439)
+        assert (offs.diff(prepend=offs.new_zeros(1)) > 0).all(), "an expert without rows"
+    return torch._grouped_mm(a, b, offs)
+
+
+REFERENCES = {"torch_attn._varlen_attn.default": varlen_attn,
+              "torch_attn._varlen_attn_backward.default": varlen_attn_backward,
+              "aten._grouped_mm.default": grouped_mm, "aten._scaled_mm.default": scaled_mm,
+              "aten._scaled_mm.out": scaled_mm, "aten.mm.dtype": mm, "aten.mm.dtype_out": mm}
+
+
+class Own(OnHost):
+    """Run operations on the host, with `wide` all of them in fp32. `order`: of the experts of each row, where scores
+    are sorted; `scores`: what was sorted."""
+
+    def __init__(self, order: Tensor | None = None, wide: bool = False):
+        super().__init__()
+        self.order, self.wide, self.scores = order, wide, None
+
+    def run(self, graph: Graph, args: list) -> list:
+        with self:
+            return torch.fx.Interpreter(graph.module).run(*self.widened(args))
+
+    def widened(self, tree):
+        def widen(value):
+            if isinstance(value, torch.dtype):
+                return torch.float32 if value in LOW else value
+            return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+        return tree_map(widen, tree) if self.wide else tree
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func) == "aten.sort.stable" and self.order is not None and args[0].is_floating_point():
+            self.scores = args[0]
+            return args[0].gather(1, self.order), self.order
+        return super().__torch_dispatch__(REFERENCES.get(str(func), func), types, *self.widened((args, kwargs)))
+
+
+class Library:
+    """Functions of CUDA's libdevice, as the interpreter has them."""
+
+    def __getattr__(self, name):
+        return getattr(tl, name)
+
+
+class Kernel:
+    """A generated Triton kernel, launched like by Inductor, with small blocks so that several of them are at work."""
+
+    def __init__(self, name: str, source: str, device_str: str):
+        module = PyCodeCache.load(re.sub(r"@triton_heuristics\..*?\n\)\n(?=@triton\.jit)", "", source, flags=re.S))
+        module.libdevice = module.tl_math = Library()
+        self.function = getattr(module, name)
+
+    def run(self, *args, stream=None):
+        names = self.function.arg_names
+        given = dict(zip((name for name in names if not name.endswith("BLOCK")), args))
+        blocks = dict(XBLOCK=64 if {"YBLOCK", "R0_BLOCK"} & {*names} else 1024, YBLOCK=64, R0_BLOCK=256)
+        if "R0_BLOCK" not in names and "r0_numel" in names:           # persistent reduction
+            blocks["XBLOCK"] = 8
+        grid = [-(-given.get(axis + "numel", 1) // blocks[axis.upper() + "BLOCK"]) for axis in "xy"]
+        self.function[(*grid, 1)](*args, **{name: n for name, n in blocks.items() if name in names})
+
+
+def run_generated(source: str, args: list) -> list:
+    """Run the code that was generated for a graph, inside `gpu.stand_in` and `generating`."""
+    triton_helpers.max2 = lambda x, dim: tl.max(x, dim)               # the interpreter calls its own for every number
+    module = {}
+    with (Own(), mock.patch.object(AsyncCompile, "triton", staticmethod(Kernel)),
+          mock.patch("torch._C._dynamo.guards._empty_strided_cuda", torch._C._dynamo.guards._empty_strided_cpu),
+          mock.patch("torch._C._cuda_getCurrentRawStream", gpu.always(0))):
+        exec(compile(source, "<generated>", "exec"), module)
+        return list(module["call"](list(args)))
+
+
+def number_of(n) -> int:
+    return int(n.node.hint if isinstance(n, torch.SymInt) else n)
+
+
+def inputs_of(graph: Graph, known: dict) -> list:
+    """Draw the inputs of a graph, except for those that are known by name: what forward saved for backward."""
+    values = {node.name: node.meta["val"] for node in graph.inputs}
+    rows = next(number_of(value.shape[0]) for value in values.values()
+                if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() == 2)
+    return [known[name] if name in known else draw(value, rows) if isinstance(value, Tensor) else number_of(value)
+            for name, value in values.items()]
+
+
+def draw(like: Tensor, rows: int) -> Tensor:
+    """Draw numbers of the kind that a tensor of this dtype and shape holds."""
+    dtype, (shape, stride) = like.dtype, ([*map(number_of, numbers)] for numbers in (like.shape, like.stride()))
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+    if dtype == torch.int32:              # cu_seqlens of a few documents
+        flat = torch.linspace(0, rows, size).round()
+    elif dtype == torch.int64:
+        flat = torch.randint(0, rows, (size,))
+    elif dtype == torch.bool:
+        flat = torch.rand(size) > 0.3
+    elif shape == [EXPERTS]:              # the experts' bias: nothing chooses the last one
+        flat = torch.tensor([0.0] * (size - 1) + [-10.0])
+    elif len(shape) > 1 and shape[-1] == 1:                           # reciprocals of norms
+        flat = torch.rand(size) + 0.5
+    else:
+        flat = torch.randn(size) / math.sqrt(shape[-1] if len(shape) > 1 else 1)
+    return flat.to(dtype).as_strided(shape, stride)
+
+
+def nudged(args: list) -> list:
+    """Copy inputs, with numbers moved by the size of bf16's rounding."""
+    args = copy.deepcopy(args)
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.dtype in (torch.bfloat16, torch.float32):
+            arg.mul_(1 + 2 ** -9 * torch.randn(arg.shape))
+    return args
+
+
+def distance(results: list, exact: list) -> list[float]:
+    """Return how far each result is off, relative to its size; of what is no tensor, whether it differs."""
+    return [float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9)) if isinstance(a, Tensor)
+            else float(a != b) for a, b in zip(results, exact)]
+
+
+def faults_of(graph: Graph, source: str, args: list, runs: int) -> tuple[list[str], list]:
+    """Run a graph's code; return what is wrong with its results, and the results. Rounding is what the graph's own
+    operations are off at most in so many `runs`, the later ones on nudged inputs."""
+    results, faults = run_generated(source, copy.deepcopy(args)), []
+    order = next((result for node, result in zip(graph.outputs, results)
+                  if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", "")))), None)
+    wide, own = Own(order, wide=True), Own(order, wide=False)
+    exact = wide.run(graph, copy.deepcopy(args))
+    rounding = [distance(own.run(graph, copy.deepcopy(args)), exact)]
+    if order is not None:
+        tie = 4 * (own.scores - wide.scores).abs().max()
+        chosen = wide.scores.gather(1, order)
+        if (order.sort(1).values != torch.arange(EXPERTS)).any() or (chosen.diff(dim=1) > tie).any():
+            faults.append("the experts are not in the order of their scores")
+    rounding += [distance(own.run(graph, nudged(args)), exact) for _ in range(runs - 1)]
+    for i, (off, *others) in enumerate(zip(distance(results, exact), *rounding)):
+        if not off <= MARGIN * max(others) + 1e-5:
+            faults.append(f"result {i}: off by {off:.2e}, by rounding {max(others):.2e}")
+    return faults, results
+
+
+@pytest.mark.parametrize("precision", RUNS)
+def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_found(precision):
+    torch.manual_seed(0)
+    known, found = {}, []
+    with gpu.stand_in(), generating() as graphs:
+        plan = gpu.settle("1b", f"--set={gpu.MODELS['1b']},{SMALL}", "--seq_len=32", "--micro_batch=2",
+                          f"--precision={precision}")
+        with gpu.fake_tensors(), Watch(24):
+            gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
+        for i, graph in enumerate(graphs):                            # each forward one before its backward one
+            args = inputs_of(graph, known if graph.backward else {})
+            faults, results = faults_of(graph, graph.source, args, RUNS[precision])
+            found += faults
+            known = {str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)}
+            for fault, (pattern, replacement, count) in PLANTED.items() if i == LATER_LOOP else ():
+                source, places = re.subn(pattern, replacement, graph.source, count)
+                assert places and faults_of(graph, source, args, RUNS[precision])[0], fault
+    assert len(graphs) == 10 and not found, found

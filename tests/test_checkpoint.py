@@ -1,0 +1,325 @@
+"""Checkpoints: whole or not there, read without executing anything, and refused by name if they do not fit."""
+
+import copy
+import errno
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import SMALL, assert_same, assert_same_runs, final_state, make_shards, metrics, refused, run, run_flags
+from jobs import file_limit, forked, until
+from spider import checkpoint
+from spider.checkpoint import (CheckpointWriter, best_checkpoint, check_seal, check_weights, find_checkpoints,
+                               load_checkpoint)
+from spider.common import CheckpointError
+from spider.distributed import World
+from spider.run import Metrics, RunProgress
+from spider_model import Spider
+
+OPTIMIZERS = (("adamw", "exp_avg_sq"), ("adamw8bit", "state1"), ("muon", "momentum_buffer"))
+
+
+@pytest.fixture(scope="module")
+def trained_by(tmp_path_factory) -> dict:
+    """States of checkpoints after one step, by optimizer."""
+    root = tmp_path_factory.mktemp("trained_by")
+    shards = make_shards(root / "data")
+    return {name: final_state(run(root, shards, "--optimizer", name, "--eval_every", "0", steps=1, ckpt=name))
+            for name, _ in OPTIMIZERS}
+
+
+@pytest.fixture
+def trained(trained_by) -> dict:
+    return copy.deepcopy(trained_by["muon"])
+
+
+def steps_in(directory) -> list[int]:
+    return [one.step for one in find_checkpoints(directory)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Contents
+
+
+def test_a_checkpoint_has_the_keys_of_the_contract_and_only_plain_values(trained):
+    assert {"model_state_dict", "optimizer_state_dict", "step", "epoch", "cfg", "best_loss"} <= trained.keys()
+    assert trained["step"] == 1 and trained["cfg"]["hidden_size"] == 32 and trained["recipe"] == "tiny"
+
+    def walk(value):
+        if isinstance(value, dict):
+            assert all(type(name) in (str, int) for name in value)
+            value = list(value.values())
+        for entry in value if isinstance(value, (list, tuple)) else ():
+            walk(entry)
+        assert value is None or isinstance(value, (list, tuple, torch.Tensor, str, int, float, bool)), value
+    walk(trained)
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path, shards, capsys):
+    """FlexiTokens were called learned, segment offsets places; metrics of the last step were not saved."""
+    flags = ("--set", f"{SMALL},segment_offsets=3", "--eval_every", "0")
+    path = find_checkpoints(run(tmp_path, shards, *flags, steps=3))[-1].path
+    state = torch.load(path)
+    state["cfg"] = {{"segment_offsets": "places"}.get(name, name): value for name, value in state["cfg"].items()}
+    state["cfg"] |= dict(boundaries="learned", lti=True)
+    weights = state["model_state_dict"]
+    weights["core.place_proj"] = weights.pop("core.offset_proj")
+    del state["cfg"]["boundary_rate"]
+    for name in ("metrics", "recent", "lowest_peak"):
+        del state[name]
+    torch.save(state | dict(owed=None, lineage=0, average_loss=3.0, noise=0.1, best_before_end=None), path)
+    run(tmp_path, shards, *flags)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(1, 7)]
+    whole = run(tmp_path, shards, *flags, ckpt="whole")
+    assert_same(final_state(tmp_path / "run")["model_state_dict"], final_state(whole)["model_state_dict"])
+    assert "no checksum" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damaged, foreign, of another model
+
+
+def test_an_altered_byte_anywhere_and_a_missing_end_are_noticed(tmp_path, shards):
+    path = run(tmp_path, shards, "--eval_every", "0", steps=1) / "spider-step1.pt"
+    content = path.read_bytes()
+    check_seal(path)
+    size = len(content)
+    for place in (*random.Random(0).sample(range(size), 60), *range(8), *range(size - 90, size)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1:])
+        with pytest.raises(ValueError, match="checksum"):
+            check_seal(path)
+    for length in (0, 1, 30, size // 2, size - 1, size - 79):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError):
+            check_seal(path)
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_and_the_run_still_ends_exactly(tmp_path, shards, capsys):
+    whole = run(tmp_path, shards, "--ckpt_every", "3", steps=6, ckpt="whole")
+    directory = run(tmp_path, shards, "--ckpt_every", "3", steps=6)
+    for damage in (lambda c: c[:len(c) // 2], lambda c: c[:5000] + bytes([c[5000] ^ 1]) + c[5001:], lambda c: b""):
+        newest = directory / "spider-step6.pt"
+        newest.write_bytes(damage(newest.read_bytes()))
+        run(tmp_path, shards, "--ckpt_every", "3", steps=6)
+        said = capsys.readouterr().err
+        assert f"skipped: {newest}" in said and f"resuming from {directory}/spider-step3.pt" in said
+        assert_same_runs(directory, whole)
+
+
+def test_a_directory_of_damaged_checkpoints_alone_is_refused_and_left_unchanged(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, steps=3)
+    (directory / "spider-step3.pt").write_bytes(b"no checkpoint")
+    os.mkfifo(directory / "spider-step4.pt")
+    (directory / "spider-step5.pt").symlink_to("/dev/zero")
+    lines = (directory / "metrics.jsonl").read_bytes()
+    assert "none of the checkpoints" in refused(run_flags(shards, directory), capsys)
+    assert (directory / "metrics.jsonl").read_bytes() == lines
+    assert (directory / "spider-step3.pt").read_bytes() == b"no checkpoint"
+
+
+def test_a_checkpoint_that_would_execute_something_is_refused_and_nothing_runs(tmp_path, shards, capsys):
+    class Harmful:
+        def __reduce__(self):
+            return open, (str(tmp_path / "harm"), "w")
+    torch.save({"step": Harmful()}, tmp_path / "foreign.pt")
+    line = refused(run_flags(shards, tmp_path / "run", "--resume", tmp_path / "foreign.pt"), capsys)
+    assert not (tmp_path / "harm").exists() and "io.open" in line
+
+
+@pytest.mark.parametrize("change, complaint", (
+    (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "NoneType"), (dict(cfg={"act": 1}), "act"),
+    (dict(cfg={"engram_orders": [3, "4"]}), "engram_orders"), (dict(model_state_dict={}), "weights do not match"),
+    (dict(step="3"), "step must be"), (dict(best_loss="x"), "best_loss must be")),
+    ids=lambda value: str(value)[:30])
+def test_a_state_that_no_run_saved_is_refused_in_a_line(tmp_path, trained, shards, change, complaint, capsys):
+    torch.save(trained | change, tmp_path / "foreign.pt")
+    argv = run_flags(shards, tmp_path / "new", "--resume", tmp_path / "foreign.pt")
+    assert complaint in refused(argv, capsys) and not list((tmp_path / "new").glob("*.pt"))
+
+
+@pytest.mark.parametrize("damage", (lambda w: w.int(), lambda w: w[:1], lambda w: None, lambda w: w[None]))
+def test_weights_of_another_shape_or_kind_are_refused_by_name(tmp_path, trained, damage):
+    weights = trained["model_state_dict"]
+    weights["lm_head.weight"] = damage(weights["lm_head.weight"])
+    torch.save(trained, tmp_path / "foreign.pt")
+    with pytest.raises(CheckpointError, match="lm_head.weight"):
+        check_weights(Path("foreign.pt"), load_checkpoint(tmp_path / "foreign.pt"), Spider)
+
+
+@pytest.mark.parametrize("optimizer, key", OPTIMIZERS)
+def test_optimizer_state_of_another_size_is_refused_before_a_kernel_reads_it(tmp_path, trained_by, shards, capsys,
+                                                                            optimizer, key):
+    state = copy.deepcopy(trained_by[optimizer])
+    held = next(part for one in state["optimizer_state_dict"][optimizer]["state"].values()
+                for part in (one, *one.values()) if isinstance(part, dict) and key in part)
+    whole = held[key]
+    for change in (lambda t: t.flatten()[:2].clone(), lambda t: t[..., None], lambda t: [1.0]):
+        held[key] = change(whole)
+        torch.save(state, tmp_path / "other.pt")
+        argv = run_flags(shards, tmp_path / "new", "--optimizer", optimizer, "--resume", tmp_path / "other.pt")
+        assert f"state of {optimizer} does not fit this model" in refused(argv, capsys)
+
+
+def test_another_optimizer_than_the_checkpoints_is_refused_by_name(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--optimizer", "adamw", steps=1)
+    before = {path: path.read_bytes() for path in directory.glob("*.pt")}
+    line = refused(run_flags(shards, directory, "--optimizer", "muon"), capsys)
+    assert "adamw, engram" in line and "muon, adamw, engram" in line
+    assert {path: path.read_bytes() for path in directory.glob("*.pt")} == before
+
+
+@pytest.mark.parametrize("flags", ((), ("--reset_steps",)))
+def test_another_model_than_the_checkpoints_is_refused_with_the_fields_that_differ(tmp_path, shards, flags, capsys):
+    origin = run(tmp_path, shards, steps=1) / "spider-step1.pt"
+    for setting, named in (("hidden_size=64", "hidden_size is 32, not 64"),
+                           ("act_threshold=0.5,segment_offsets=3", "segment_offsets is 1, not 3"),
+                           ("boundaries=words", "boundaries is flexitokens, not words")):
+        argv = run_flags(shards, tmp_path / "new", "--resume", origin, *flags, "--set", setting)
+        assert named in refused(argv, capsys)
+    argv = ["--data_dir", shards, "--ckpt_dir", tmp_path / "new", "--resume", origin, *flags, "--model", "small"]
+    assert "hidden_size is 32, not 256; " in refused(argv, capsys)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def writer_in(directory, keep_last=2, keep_best=False) -> CheckpointWriter:
+    return CheckpointWriter(directory, [], keep_last, keep_best, -1, World({}))
+
+
+def save(writer, step, **more):
+    writer.save(dict(step=step, exploded=False, val_loss=None) | more, None)
+
+
+def test_a_save_waits_for_the_copy_alone_and_holds_the_state_of_its_own_step(tmp_path, monkeypatch):
+    weight, writer, release, write = torch.zeros(1000), writer_in(tmp_path), [], checkpoint.write_archive
+
+    def held_up(file, state):
+        until(lambda: release)
+        write(file, state)
+    monkeypatch.setattr(checkpoint, "write_archive", held_up)
+    save(writer, 1, weight=weight, nested=[dict(t=weight[:3])])
+    weight.fill_(7)                       # training continues
+    assert not (tmp_path / "spider-step1.pt").exists()
+    release.append(True)
+    assert writer.holds(1)
+    state = torch.load(tmp_path / "spider-step1.pt")
+    assert not state["weight"].any() and not state["nested"][0]["t"].any()
+    memory = writer.copy["weight"].data_ptr()
+    monkeypatch.setattr(checkpoint, "write_archive", lambda *args: (time.sleep(0.2), write(*args)))
+    for step in (5, 6):                   # the second waits for the first
+        weight.fill_(step)
+        save(writer, step, weight=weight)
+    assert writer.holds(6) and not writer.holds(5) and writer.copy["weight"].data_ptr() == memory
+    assert [torch.load(tmp_path / f"spider-step{n}.pt")["weight"][0].item() for n in (5, 6)] == [5, 6]
+
+
+def test_the_last_two_checkpoints_that_had_not_exploded_are_kept_beside_the_newest(tmp_path):
+    writer, kept = writer_in(tmp_path), []
+    for step, exploded in enumerate((False, False, True, True, True, False, False), 1):
+        save(writer, step, exploded=exploded)
+        writer.holds(step)
+        kept.append(steps_in_names(tmp_path))
+    assert kept == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 4, 5], [2, 5, 6], [6, 7]]
+
+
+def steps_in_names(directory) -> list[int]:
+    return sorted(int(path.stem[11:]) for path in directory.glob("spider-step*.pt"))
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_takes_its_name(tmp_path, shards, monkeypatch):
+    """Else a power loss could leave a checkpoint whose lines are missing."""
+    order = []
+
+    def name_of(descriptor):
+        return os.path.basename(os.readlink(f"/dev/fd/{descriptor}"))
+    monkeypatch.setattr(Metrics, "write", lambda self, line, write=Metrics.write: order.append(
+        "line") or write(self, line))
+    monkeypatch.setattr(os, "fsync", lambda descriptor, fsync=os.fsync: order.append(name_of(descriptor)) or fsync(
+        descriptor))
+    monkeypatch.setattr(os, "replace", lambda old, new, replace=os.replace: order.append(
+        f"named {os.path.basename(new)}") or replace(old, new))
+    directory = run(tmp_path, shards, "--eval_every", "0", steps=2)
+    end = order.index("named spider-step2.pt")
+    written = max(i for i, event in enumerate(order) if event == "line")
+    assert order[written:end] == ["line", ".spider-step2.pt.tmp", "metrics.jsonl"]
+    assert order[end + 1] == directory.name
+
+
+def test_a_full_disk_is_one_line_and_a_later_save_succeeds(tmp_path, shards, monkeypatch, capsys):
+    directory = run(tmp_path, shards, steps=2)
+    before, write, calls = (directory / "spider-step2.pt").read_bytes(), checkpoint.write_archive, []
+
+    def full(file, state):
+        calls.append(state["step"])
+        if len(calls) == 1:
+            file.write(b"a part of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, state)
+    monkeypatch.setattr(checkpoint, "write_archive", full)
+    run(tmp_path, shards, "--ckpt_every", "4", "--keep_last", "9", steps=8)
+    line, = [line for line in capsys.readouterr().err.splitlines() if "CHECKPOINT NOT SAVED" in line]
+    assert "No space left on device" in line and calls == [4, 8]
+    assert steps_in(directory) == [2, 8] and not list(directory.glob(".*.tmp"))
+    assert (directory / "spider-step2.pt").read_bytes() == before
+
+
+def test_a_disk_that_stays_full_ends_in_status_2_with_the_older_checkpoints_intact(tmp_path, shards, processes):
+    """The kernel refuses: no file may grow beyond 100 kB, and a checkpoint is larger."""
+    directory = run(tmp_path, shards, "--eval_every", "0", steps=2)
+    before = (directory / "spider-step2.pt").read_bytes()
+    argv = run_flags(shards, directory, "--ckpt_every", "4", "--eval_every", "0", steps=6)
+    status, _, log = forked(processes, tmp_path, *argv, faults=[(file_limit, 0, 100_000)])
+    assert status == 2 and "older checkpoints are intact" in log.splitlines()[-1]
+    assert any("CHECKPOINT NOT SAVED" in line and "File too large" in line for line in log.splitlines())
+    assert [path.read_bytes() for path in directory.glob("*.pt")] == [before] and not list(directory.glob(".*.tmp"))
+    assert len(metrics(directory)) == 6
+    flags = ("--eval_every", "0")
+    assert_same_runs(run(tmp_path, shards, *flags, steps=6), run(tmp_path, shards, *flags, steps=6, ckpt="whole"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which are kept
+
+BEST = ("--eval_every", "2", "--ckpt_every", "3", "--keep_best")
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of a run."""
+    by_step = dict(zip(range(2, 20, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2)))
+    record = RunProgress.record_evaluation
+    monkeypatch.setattr(RunProgress, "record_evaluation", lambda progress, loss, counts: record(
+        progress, by_step.get(progress.step, 2.2), counts))
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path, shards):
+    directory = run(tmp_path, shards, "--ckpt_every", "1", "--keep_last", "3", "--eval_every", "0", steps=7)
+    assert steps_in_names(directory) == [5, 6, 7]
+
+
+def test_the_checkpoint_of_the_lowest_validation_loss_stays_beside_the_newest(tmp_path, shards, losses):
+    """Steps 4 and 10 are the best so far, and no multiples of --ckpt_every; wherever the run was cut, it is known."""
+    for steps in (5, 9, 12, 18):
+        directory = run(tmp_path, shards, *BEST, steps=steps)
+        assert best_checkpoint(directory).step == (4 if steps < 10 else 10)
+    assert steps_in_names(directory) == [10, 15, 18] and best_checkpoint(directory).val_loss == 1.0
+
+
+def test_without_keep_best_the_best_of_the_newest_is_found(tmp_path, shards, losses):
+    directory = run(tmp_path, shards, *BEST[:-1], steps=18)
+    assert steps_in_names(directory) == [15, 18] and best_checkpoint(directory).step == 18
+    with pytest.raises(CheckpointError, match="no checkpoint in it was saved after an evaluation"):
+        best_checkpoint(run(tmp_path, shards, "--eval_every", "0", steps=3, ckpt="other"))
+
+
+def test_a_copy_under_another_step_is_not_taken_for_a_checkpoint_of_that_step(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--eval_every", "0", steps=2)
+    (directory / "spider-step1.pt").write_bytes((directory / "spider-step2.pt").read_bytes())
+    (directory / "spider-step2-mine.pt").write_bytes((directory / "spider-step2.pt").read_bytes())
+    assert steps_in(directory) == [2]

@@ -1,0 +1,131 @@
+"""What all scripts share: one line for an expected error, flags, files that are whole or not there."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from conftest import contents
+from spider import common
+from spider.common import (DataError, Diverged, Parser, UsageError, durable, integer, locked, one_line,
+                           printable, real, run_program)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors and the terminal
+
+
+@pytest.mark.parametrize("fault, status, line", (
+    (UsageError("no\nsuch"), 2, "error: no\\nsuch"), (DataError("a: bad"), 2, "error: a: bad"),
+    (Diverged("lower --lr"), 1, "error: lower --lr"),
+    (FileNotFoundError(2, "No such file", "x"), 2, "error: x: No such file"),
+    (KeyboardInterrupt(), 130, "stopped"), (FloatingPointError("inf"), 2, "error: inf")))
+def test_an_expected_error_is_one_line_and_a_status(capsys, fault, status, line):
+    def fail():
+        raise fault
+    assert status == run_program(fail, "x.py", interrupted="stopped")
+    assert capsys.readouterr() == ("", f"x.py: {line}\n")
+    if type(fault) is UsageError:         # another rank prints it
+        assert run_program(fail, "x.py", silent=(UsageError,)) == 2 and capsys.readouterr().err == ""
+
+
+def test_an_error_that_nobody_expects_keeps_its_traceback():
+    def fail():
+        raise RuntimeError("a defect")
+    with pytest.raises(RuntimeError, match="a defect"):
+        run_program(fail, "x.py")
+    assert run_program(lambda: None, "x.py") == 0 and run_program(lambda: 3, "x.py") == 3
+
+
+def test_names_and_data_cannot_control_the_terminal():
+    assert one_line("a\x1b[2J\r\n\u202e\udcff\u6f22") == "a\\x1b[2J\\r\\n\\u202e\\udcff\u6f22"
+    assert printable([257, *"a\\\n\u6f22".encode(), 0xe6, 256, 271]) == "\\<BOS>a\\\\\\n\u6f22\\xe6\\<PAD>\\<271>"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def test_a_parser_tells_given_flags_from_defaults_and_takes_values_of_other_sources():
+    parser = Parser(prog="x.py")
+    parser.add_argument("--lr", type=real(0, 1), default=0.5)
+    parser.add_argument("--loud", action="store_true")
+    parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True)
+    assert parser.given(["--lr", "0.5", "--no-warm"]) == dict(lr=0.5, warm=False) and parser.given([]) == {}
+    assert parser.value("lr", "0.25", "LR=0.25") == dict(lr=0.25)
+    assert parser.value("warm", False, "a.toml") == dict(warm=False)
+    assert parser.value("loud", True, "a.toml") == dict(loud=True) and parser.value("loud", False, "a.toml") == {}
+    with pytest.raises(UsageError, match="^LR=7: argument --lr: '7' is not a number"):
+        parser.value("lr", "7", "LR=7")
+    with pytest.raises(UsageError, match="see python x.py --help"):
+        parser.parse_args(["--lo"])
+
+
+@pytest.mark.parametrize("parse, good, bad", (
+    (integer(1, 4096), {"1": 1, "4e3": 4000, "4096": 4096}, ("0", "4097", "1.5", "x", "", "inf", "nan", "1" * 5000)),
+    (integer(0), {"0": 0, "10e9": 10 ** 10, str((1 << 62) - 1): (1 << 62) - 1}, ("-1", "4.7e18", "\u00b2")),
+    (real(0), {"0": 0.0, "1e30": 1e30}, ("-1", "inf", "nan", "x", "1e400")),
+    (real(0, 1000, above=True), {"1e-3": 1e-3, "1000": 1000.0}, ("0", "1001"))))
+def test_numbers_are_taken_within_their_bounds(parse, good, bad):
+    assert {text: parse(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_a_durable_file_takes_its_name_when_it_is_on_the_disk_and_not_before(tmp_path, monkeypatch):
+    path, temporary, done = tmp_path / "a.pt", tmp_path / ".a.pt.tmp", []
+    monkeypatch.setattr(os, "fsync", lambda descriptor, real=os.fsync:
+                        done.append(os.readlink(f"/dev/fd/{descriptor}")) or real(descriptor))
+    monkeypatch.setattr(os, "replace", lambda *names, real=os.replace: done.append("replace") or real(*names))
+
+    def before_rename():
+        assert temporary.read_bytes() == b"new" and path.read_bytes() == b"old"
+        done.append("before_rename")
+    path.write_bytes(b"old")
+    with durable(path, "wb", before_rename) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.pt"]
+    assert done == [str(temporary), "before_rename", "replace", str(tmp_path)]
+
+
+@pytest.mark.parametrize("where", ("writing", "before_rename", "replace"))
+def test_a_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch, where):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "replace", fail if where == "replace" else os.replace)
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(OSError, match="No space left"), \
+            durable(tmp_path / "a", before_rename=fail if where == "before_rename" else None) as file:
+        file.write("new")
+        if where == "writing":
+            fail()
+    assert contents(tmp_path) == {"a": b"old"}
+
+
+@pytest.mark.parametrize("name", (".", "folder", "pipe", "link"))
+def test_a_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file") as fault, durable(Path(name)) as file:
+        file.write("new")
+    assert fault.value.filename == name and sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
+
+
+def test_a_directory_is_locked_until_the_lock_is_released(tmp_path):
+    with locked(tmp_path):
+        with pytest.raises(UsageError, match="another process is using it"), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass
+
+
+def test_step_seeds_differ_by_seed_step_and_purpose():
+    seeds = {common.step_seed(seed, step, purpose) for seed in range(3) for step in range(9) for purpose in "ab"}
+    assert len(seeds) == 54 and max(seeds) < 1 << 62

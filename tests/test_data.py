@@ -1,0 +1,474 @@
+"""data.py: shards of any origin, the order of training, batches, validation rows, verify and show."""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+import zlib
+from operator import mul
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+from bad_data import complaint, source, stream, write_shard
+from conftest import ROOT, prepare, run
+from data import (BLOCK, Feed, Loader, Shard, Source, Stream, check, key, mock_source, open_data, permute, shares,
+                  validation_sets)
+from spider import common
+from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+@given(st.integers(1, 3000), st.integers(0, 2 ** 64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_the_permutation_is_a_bijection(n, seed):
+    index = np.arange(n)
+    keys = key(seed, np.zeros(n, int))
+    assert sorted(permute(index, n, keys)) == list(index)
+
+
+def test_permutations_scatter_and_do_not_resemble_each_other():
+    index = np.arange(1000)
+    orders = [permute(index, 1000, key(seed, 0 * index)) for seed in range(20)]
+    for order, other in zip(orders, orders[1:]):
+        assert 280 < np.abs(np.diff(order)).mean() < 390     # of a random order: 333
+        assert (order == other).sum() < 9                    # on average one place agrees
+    assert np.allclose(np.mean(orders, 0).mean(), 499.5) and 50 < np.mean(orders, 0).std() < 80   # 289 / sqrt(20)
+
+
+@given(st.data(), st.integers(1, 255), st.integers(0, 3), st.integers(0, 2 ** 63))
+@settings(max_examples=150, deadline=None)
+def test_every_epoch_covers_each_target_exactly_once(draw, targets, epoch, seed):
+    seq_len = draw.draw(st.integers(1, targets))
+    loader, n = Loader([source(range(targets + 1))], seq_len, seed), -(-targets // seq_len)
+    assert [loader.epoch(g) for g in (n * epoch, n * epoch + n - 1)] == [epoch, epoch]
+    ids, labels = loader.rows(np.arange(n * epoch, n * epoch + n))
+    assert ids.shape == labels.shape == (n, seq_len) and ids.dtype == labels.dtype == torch.int64
+    counted = labels != -100
+    assert sorted(labels[counted].tolist()) == list(range(1, targets + 1))
+    assert (ids[counted] == labels[counted] - 1).all() and (ids[~counted] == PAD_ID).all()
+    assert (counted[:, 1:] <= counted[:, :-1]).all()          # a short window is filled at its end
+
+
+def test_epochs_differ_in_order_and_cut():
+    loader, n = Loader([source(range(251))], 16, 1), 16
+    epochs = [loader.rows(np.arange(n) + n * epoch)[1][:, 0].tolist() for epoch in range(8)]
+    assert len({tuple(firsts) for firsts in epochs}) == 8 and len({frozenset(firsts) for firsts in epochs}) > 3
+    even = Loader([source(range(241))], 16, 1)           # windows fit: only the order differs
+    epochs = [even.rows(np.arange(15) + 15 * epoch)[1][:, 0].tolist() for epoch in range(8)]
+    assert len({tuple(firsts) for firsts in epochs}) == 8 and len({frozenset(firsts) for firsts in epochs}) == 1
+    assert Loader([source(range(251))], 16, 2).rows(np.arange(n))[1][:, 0].tolist() != epochs[0]
+
+
+def test_the_order_is_that_of_every_version():
+    """Stretches of 64 sequences, so that checkpoints of runs resume with the bytes that come next."""
+    one = Loader([source(range(251))], 16, 1)
+    mixture = Loader([source(range(251), weight=0.7), source(range(20, 200), weight=0.3)], 16, 1)
+    for loader, first, digest in ((one, 0, "e77f9ec93055275e"), (one, 25_000, "f779e3482e77c273"),
+                                  (mixture, 9_970, "cbbdf5bbe8e7dca2")):
+        ids, labels = loader.rows(np.arange(first, first + 64))
+        assert hashlib.sha256(ids.numpy().tobytes() + labels.numpy().tobytes()).hexdigest().startswith(digest)
+
+
+def test_sources_of_equal_size_have_orders_of_their_own():
+    loader = Loader([source(range(101), name="a"), source(range(120, 221), name="b")], 1, 3)
+    first = loader.rows(np.arange(200))[1].flatten()                    # both to their end, or nearly
+    a, b = first[first < 120].tolist(), (first[first > 120] - 120).tolist()
+    shared = min(len(a), len(b))
+    assert shared > 80 and sum(x == y for x, y in zip(a, b)) < 10       # of a random order: one on average
+
+
+def shape(micro_batch: int, grad_accum: int = 1, ranks: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(micro_batch=micro_batch, grad_accum=grad_accum, ranks=ranks,
+                           sequences=micro_batch * grad_accum * ranks)
+
+
+@pytest.mark.parametrize("first", (30, BLOCK - 7))
+@pytest.mark.parametrize("micro_batch, grad_accum, ranks", [(16, 1, 1), (4, 4, 1), (8, 1, 2), (1, 8, 2), (2, 1, 8)])
+def test_the_global_batch_is_the_same_on_any_ranks_and_micro_steps(micro_batch, grad_accum, ranks, first):
+    loader = Loader([source(range(200)), source(range(50, 250), name="t", weight=0.5)], 8, 5)
+    ids, labels = loader.rows(np.arange(first, first + 16))
+    noise = next(loader.batches(7, first, shape(16))).noise_seed
+    for rank in range(ranks):
+        batches = list(loader.batches(7, first, shape(micro_batch, grad_accum, ranks), rank))
+        assert len(batches) == grad_accum
+        for micro_step, batch in enumerate(batches):
+            begin = (micro_step * ranks + rank) * micro_batch
+            assert torch.equal(batch.ids, ids[begin:begin + micro_batch])
+            assert torch.equal(batch.labels, labels[begin:begin + micro_batch]) and batch.noise_seed == noise + begin
+
+
+def test_a_batch_counts_its_targets_its_bytes_and_its_documents():
+    ids = torch.tensor([[BOS_ID, 1, EOS_ID, BOS_ID], [2, 3, PAD_ID, PAD_ID]])
+    batch = data.Batch.of(ids, torch.tensor([[1, EOS_ID, BOS_ID, 5], [3, 4, -100, -100]]), 0)
+    assert (batch.targets, batch.real) == (6, 6) and batch.cu_seqlens.tolist()[:3] == [0, 3, 4]
+
+
+def test_the_feed_gives_the_batches_of_step_after_step_and_fetches_the_next_one_ahead(monkeypatch):
+    loader = Loader([source(range(200))], 8, 5)
+    feed = Feed(loader, shape(2, 3), 0, torch.device("cpu"), 4, 24)
+    for step in range(4, 8):
+        expected = loader.batches(step, 6 * step, shape(2, 3))
+        for batch, other in zip(feed.take(), expected, strict=True):
+            assert torch.equal(batch.ids, other.ids) and batch.noise_seed == other.noise_seed
+    while feed.fetched.empty():
+        time.sleep(0.01)
+    monkeypatch.setattr(Stream, "rows", lambda *_: 1 / 0)
+    feed.take()                           # was fetched before
+    with pytest.raises(ZeroDivisionError):
+        feed.take()
+
+
+FETCH_AT_THE_END = """
+import time, torch
+from data import Feed
+
+class Slow:
+    def batches(self, *_):
+        began = time.perf_counter()
+        while time.perf_counter() - began < 0.5:
+            torch.arange(2048).flip(0)
+        return []
+
+Feed(Slow(), None, 0, torch.device("cpu"), 0, 0)
+"""
+
+
+def test_a_process_that_ends_while_a_step_is_fetched_succeeds():
+    done = subprocess.run([sys.executable, "-c", FETCH_AT_THE_END], cwd=ROOT, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sources_have_their_exact_shares_in_every_block_and_their_own_epochs():
+    sources = [source([200] * 5000, weight=7.0), source(range(101), name="t", weight=3.0)]
+    loader, block = Loader(sources, 1, 4), np.arange(BLOCK)
+    orders = []
+    for number in (0, 3):
+        labels = loader.rows(number * BLOCK + block)[1].flatten()
+        assert torch.bincount(labels, minlength=201)[1:].tolist() == [30] * 100 + [0] * 99 + [7000]
+        assert 0.6 < (labels[:2000] == 200).float().mean() < 0.8
+        orders.append(labels.tolist())
+    assert [label == 200 for label in orders[0]] != [label == 200 for label in orders[1]]
+    assert orders[0] == Loader(sources, 1, 4).rows(block)[1].flatten().tolist()
+    assert orders[0] != Loader(sources, 1, 5).rows(block)[1].flatten().tolist()
+    passes = [loader.epochs(g).tolist() for g in (0, 1, 10_000, 20_000)]          # of 4,999 windows and of 100
+    assert passes == [[0, 0], [0, 0], [1, 30], [2, 60]] and loader.epoch(20_000) == int(0.7 * 2 + 0.3 * 60)
+    epochs = [loader.epoch(g) for g in range(0, 25_000, 50)]
+    assert epochs == sorted(epochs) and epochs[0] == 0
+
+
+MIXTURES = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 9)), min_size=2, max_size=3)  # targets, weight
+
+
+@given(MIXTURES, st.data(), st.integers(20, 300), st.integers(0, 2 ** 63))
+@settings(max_examples=60, deadline=None)
+def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(mixture, draw, block, seed):
+    seq_len, count = draw.draw(st.integers(1, min(targets for targets, _ in mixture))), 600
+    sources = [source(range(81 * k, 81 * k + targets + 1), name=str(k), weight=weight)
+               for k, (targets, weight) in enumerate(mixture)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "BLOCK", block)
+        loader = Loader(sources, seq_len, seed)
+        rows = loader.rows(np.arange(count))
+        labels = [row[row != -100].tolist() for row in rows[1]]
+        owners, windows = [row[0] // 81 for row in labels], [-(-targets // seq_len) for targets, _ in mixture]
+        for k, (targets, _) in enumerate(mixture):
+            own = [row for row, owner in zip(labels, owners) if owner == k]
+            for start in range(0, len(own), windows[k]):
+                read = sorted(label for row in own[start:start + windows[k]] for label in row)
+                whole = list(range(81 * k + 1, 81 * k + targets + 1))
+                assert read == whole if start + windows[k] <= len(own) else len({*read}) == len(read)
+        for g in range(0, count, 23):                         # so often was each one read to its end before
+            passes = [owners[:g].count(k) // windows[k] for k in range(len(mixture))]
+            assert loader.epochs(g).tolist() == passes
+            assert loader.epoch(g) == sum(map(mul, loader.counts.tolist(), passes)) // block
+        first = draw.draw(st.integers(0, count - 1))          # and another process goes on anywhere
+        again = next(Loader(sources, seq_len, seed).batches(0, first, shape(count - first)))
+        assert torch.equal(again.ids, rows[0][first:]) and torch.equal(again.labels, rows[1][first:])
+
+
+def test_shares_go_by_largest_remainder():
+    assert shares([1, 2], 10_000) == [3333, 6667] and shares([1, 1, 1], 10_000) == [3334, 3333, 3333]
+    assert shares([1e-9, 1], 100) == [0, 100] and shares([0.7, 0.3], 0) == [0, 0]
+
+
+def validation_targets(sources, seq_len: int, tokens: int) -> dict[str, list[int]]:
+    """Return the targets that each source validates with."""
+    return {name: labels[labels != -100].tolist()
+            for name, (_, labels) in validation_sets(sources, seq_len, tokens).items()}
+
+
+def test_validation_sets_hold_the_first_targets_shared_by_weight():
+    a, b = source(range(9), range(0, 50), "a", 3.0), source(range(9), range(100, 106), "b", 1.0)
+    ids, labels = validation_sets([a], 4, 10)["a"]
+    assert labels.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, -100, -100]]
+    assert ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, PAD_ID, PAD_ID]]
+    none = source(range(9), [], "none", 4.0)
+    for seq_len in (4, 7):                                    # the cut does not change the bytes
+        found = validation_targets([a, none, b], seq_len, 32)
+        assert [*found.items()] == [("a", [*range(1, 13)]), ("b", [*range(101, 105)])]
+    for val, tokens in ([], 10), ([1], 10), ([1, 2], 0):
+        with pytest.raises(common.DataError, match="s: no validation data"):
+            validation_sets([source([1, 2], val)], 4, tokens)
+    padding = source(range(9), [PAD_ID] * 9, "padding", 1.0)
+    assert [*validation_sets([a, padding], 4, 10)] == ["a"]
+    assert validation_targets([a, b], 4, 1000) == dict(a=[*range(1, 50)], b=[*range(101, 106)])  # no more than there is
+
+
+@pytest.mark.parametrize("sources, said", [
+    ([source(range(64))], "s: a sequence of 64 bytes is longer than the data (63 bytes): lower --seq_len"),
+    ([source([])], "s: a sequence of 64 bytes is longer than the data (0 bytes): lower --seq_len"),
+    ([source(range(99)), source(range(99), name="t", weight=1e-5)], "t: weight 1e-05 is less than one sequence"),
+])
+def test_sources_that_cannot_be_drawn_from_are_refused(sources, said):
+    with pytest.raises(common.DataError) as fault:
+        Loader(sources, 64, 0)
+    assert str(fault.value).startswith(said)
+    Loader([source(range(65))], 64, 0)
+
+
+def test_the_log_says_what_validation_is_and_how_many_bytes_are_evaluated(tmp_path, shards, capsys):
+    run(tmp_path, shards, steps=1)
+    assert f"{shards}: 640 training and 300 validation ids\n" in (log := capsys.readouterr().err)
+    assert "evaluating on 299 bytes" in log                   # of rows for 320
+    (shards / "val-0.bin").unlink()
+    [held_out] = open_data(str(shards))
+    assert "634 training and 6 validation ids (the end of its data, held out" in str(held_out)
+    assert "no validation ids" in str(source(range(9)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def test_the_cut_into_files_does_not_change_what_is_read():
+    ids = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint16)
+    shards = Stream([Shard(f"{i}", part) for i, part in enumerate(np.split(ids, [1, 2, 300, 333, 999]))])
+    loaders = [Loader([Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)]
+    assert all(torch.equal(*pair) for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders)))
+    assert shards.where(300) == "3: byte offset 0"
+    assert shards.slice(298, 400).slice(1, 9).where(0) == "2: byte offset 594"
+
+
+def test_mock_data_are_documents_easy_to_learn_and_a_function_of_the_seed():
+    mock, again, other = (mock_source(seed) for seed in (1, 1, 2))
+    ids = mock.train.read(0, len(mock.train))
+    assert np.array_equal(ids, again.train.read(0, len(again.train)))
+    assert not np.array_equal(ids[:500], other.train.read(0, 500))
+    assert 900_000 < len(ids) < 2_000_000 and len(mock.val) > 20_000
+    assert (ids == BOS_ID).sum() == (ids == EOS_ID).sum() == 5000 and ids[0] == BOS_ID and ids.max() == EOS_ID
+    text = ids[ids < 256].astype(np.uint8).tobytes()
+    assert len(zlib.compress(text)) < 0.15 * len(text) and len(set(text)) < 26
+
+
+def test_shards_of_others_load_from_nested_and_linked_folders_once_in_order_of_their_names(tmp_path):
+    shards = tmp_path / "shards"
+    write_shard(shards / "b" / "part-2.bin", [5, 6])
+    write_shard(shards / "b" / "part-10.bin", [3, 4])
+    write_shard(shards / "a.bin", [1, 2])
+    write_shard(tmp_path / "far" / "x.bin", [8, 9])
+    write_shard(shards / "b" / "val_1.bin", [7])
+    write_shard(shards / ".hidden" / "x.bin", [99])
+    (shards / "c").mkdir()
+    (shards / "c" / "validation").symlink_to(tmp_path / "far")
+    (shards / "b" / "again").symlink_to(shards)               # a circle
+    (shards / "b" / "z.bin").symlink_to(shards / "a.bin")
+    (shards / "metadata.json").write_text('{"tokens": 9, "shards": 14}')  # of somebody else's kind
+    [found] = open_data(str(shards))
+    assert found.train.read(0, 6).tolist() == [1, 2, 3, 4, 5, 6] and len(found.train) == 6
+    assert found.val.read(0, 3).tolist() == [7, 8, 9]
+
+
+def described(path, *entries):
+    shards = [dict(dict(split="train", sha256=""), **entry) for entry in entries]
+    (path / "metadata.json").write_text(json.dumps(dict(vocab_size=VOCAB_SIZE, shards=shards)))
+
+
+def test_metadata_says_which_shards_validate(tmp_path):
+    write_shard(tmp_path / "one.bin", [1, 2])
+    write_shard(tmp_path / "value.bin", [3])
+    described(tmp_path, dict(name="one.bin", split="val", ids=2), dict(name="value.bin", ids=1))
+    [found] = open_data(str(tmp_path))
+    assert found.train.read(0, 1).tolist() == [3] and found.val.read(0, 2).tolist() == [1, 2]
+
+
+def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
+    write_shard(tmp_path / "a.bin", np.arange(1000) % 256)
+    write_shard(tmp_path / "b.bin", np.arange(1000, 1005) % 256)
+    [found] = open_data(str(tmp_path))
+    assert len(found.train) == 995 and found.val.read(0, 10).tolist() == [i % 256 for i in range(995, 1005)]
+    assert found.val.where(0) == f"{tmp_path}/a.bin: byte offset 1990"
+    assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
+
+
+def test_a_mixture_names_directories_and_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("web", "code", "a:1"):
+        write_shard(tmp_path / name / "x.bin", range(200))
+    assert [(s.name, s.weight) for s in open_data("web:3,code:1")] == [("web", 0.75), ("code", 0.25)]
+    assert [(s.name, s.weight) for s in open_data("a:1")] == [("a:1", 1.0)]      # a directory of that name
+    (tmp_path / "link").symlink_to("web")
+    for spec in ("web:0.7,code:0.2,web:0.1", "web:1,link:1"):
+        with pytest.raises(common.DataError, match="a directory is named twice"):
+            open_data(spec)
+
+
+def test_more_shards_than_a_process_may_first_open_load(tmp_path):
+    for i in range(40):
+        write_shard(tmp_path / f"{i:02}.bin", [i])
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 9, high))
+        [found] = open_data(str(tmp_path))
+        assert found.train.read(0, 40).tolist() == list(range(40))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
+
+
+SENTINELS = [0, 1, 2, 3, BOS_ID, PAD_ID, EOS_ID, 259, VOCAB_SIZE - 1]
+
+
+def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_unchanged_and_only_pad_is_no_target(tmp_path):
+    write_shard(tmp_path / "x.bin", [*SENTINELS, 65] * 30)
+    [found] = sources = open_data(str(tmp_path))
+    check(sources)
+    ids, labels = Loader(sources, len(found.train) - 1, 0).rows(np.arange(1))
+    read = found.train.read(0, len(found.train)).astype(int).tolist()
+    assert ids[0].tolist() == read[:-1] and set(read) == {*SENTINELS, 65}
+    assert labels[0].tolist() == [-100 if i == PAD_ID else i for i in read[1:]]
+
+
+def cut_off(path):
+    write_shard(path / "t.bin", [1, 2])
+    described(path, dict(name="t.bin", ids=3))
+
+
+FAULTS = {
+    "missing directory": (lambda p: None, "{p}/nowhere", ["{p}/nowhere: no such directory", "data.py prepare"]),
+    "no shard": (lambda p: (p / "x.txt").write_text("x"), "{p}", ["{p}: no .bin file", "data.py prepare"]),
+    "empty file": (lambda p: write_shard(p / "a" / "x.bin", []), "{p}", ["{p}/a/x.bin: has 0 bytes"]),
+    "odd length": (lambda p: (p / "x.bin").write_bytes(b"abc"), "{p}", ["{p}/x.bin: has 3 bytes", "an odd number"]),
+    "cut off": (cut_off, "{p}", ["{p}/t.bin: has 4 bytes", "says 6"]),
+    "lost": (lambda p: described(p, dict(name="u.bin", ids=1)), "{p}", ["{p}/u.bin: missing"]),
+    "broken metadata": (lambda p: (p / "metadata.json").write_text("{"), "{p}", ["{p}/metadata.json: not JSON"]),
+    "bad id": (lambda p: write_shard(p / "x.bin", [1, 2, 272]), "{p}", ["{p}/x.bin", "offset 4", "id 272", "271"]),
+    "only validation": (lambda p: write_shard(p / "val.bin", [1]), "{p}", ["{p}", "none for training"]),
+    "unfinished": (lambda p: (p / "metadata.json").write_text(data.UNFINISHED), "{p}", ["{p}: `prepare` was inter"]),
+    "bad weight": (lambda p: None, "web:x,code:1", ["web:x,code:1", "dir:weight"]),
+    "zero weight": (lambda p: None, "web:0,code:1", ["web:0,code:1", "positive weights"]),
+    "infinite weight": (lambda p: None, "web:inf,code:1", ["positive weights"]),
+    "nan weight": (lambda p: None, "web:nan,code:1", ["positive weights"]),
+    "no name": (lambda p: None, ":1,code:1", ["dir:weight"]),
+    "missing part": (lambda p: None, "{p}/web:1,code:1", ["{p}/web: no such directory"]),
+}
+
+
+@pytest.mark.parametrize("make, spec, said", FAULTS.values(), ids=FAULTS)
+def test_bad_data_is_one_line_that_names_the_place(tmp_path, make, spec, said):
+    make(tmp_path)
+    with pytest.raises(common.DataError) as fault:
+        check(open_data(spec.format(p=tmp_path)))
+    message = str(fault.value)
+    assert "\n" not in message and all(part.format(p=tmp_path) in message for part in said), message
+
+
+def test_large_data_are_checked_at_their_ends_and_the_rest_when_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CHECK_ALL", 1000)
+    monkeypatch.setattr(data, "MIB", 200)
+    ids = np.zeros(1000, int)
+    for place in (50, 950):
+        ids[:], ids[place] = 0, 300
+        write_shard(tmp_path / "x.bin", ids)
+        with pytest.raises(common.DataError, match=f"x.bin: byte offset {2 * place}: id 300"):
+            check(open_data(str(tmp_path)))
+    ids[:], ids[500] = 0, 300
+    write_shard(tmp_path / "x.bin", ids)
+    check(sources := open_data(str(tmp_path)))
+    with pytest.raises(common.DataError, match="x.bin: byte offset 1000: id 300"):
+        Loader(sources, 100, 0).rows(np.arange(10))
+
+
+def test_a_shard_that_is_cut_off_during_the_run_stops_it_instead_of_killing_the_process(tmp_path):
+    for i in range(3):
+        write_shard(tmp_path / f"{i}.bin", np.full(3000, i))
+    loader = Loader(open_data(str(tmp_path)), 8, 0)
+    before = loader.rows(np.arange(200))
+    os.truncate(tmp_path / "1.bin", 10)
+    with pytest.raises(common.DataError, match="1.bin: changed during the run"):
+        loader.rows(np.arange(200))
+    write_shard(tmp_path / "1.bin", np.full(3000, 1))
+    assert all(torch.equal(*pair) for pair in zip(before, Loader(open_data(str(tmp_path)), 8, 0).rows(np.arange(200))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify and show
+
+
+def test_verify_notices_what_changed(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 300)
+    out = tmp_path / "o"
+    assert prepare(tmp_path / "a.txt", "--out", out, "--shard_mb", "0.02") == 0 and data.main(["verify", str(out)]) == 0
+    assert f"{out}: 8 shards are valid\n" in capsys.readouterr().out
+    shard = out / "train-00001.bin"
+    sound = shard.read_bytes()
+    for change, said in [(bytes([sound[0], sound[1], sound[2] ^ 1]) + sound[3:], "SHA-256"), (sound[:-2], "truncated"),
+                         (sound[:4] + b"\xff\xff" + sound[6:], "byte offset 4: id 65535"), (b"", "truncated")]:
+        shard.write_bytes(change)
+        assert data.main(["verify", str(out)]) == 2
+        line, last = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("verify: ")]
+        assert str(shard) in line and said in line and last.endswith(f"{out}: 1 of 8 shards are damaged")
+    shard.unlink()
+    assert "train-00001.bin: missing" in complaint(capsys, "verify", out)
+    (out / "metadata.json").unlink()
+    assert data.main(["verify", str(out)]) == 0
+    assert "7 shards are valid\n7 of them are not in a metadata.json" in capsys.readouterr().out
+
+
+def shown(text: str) -> list[int]:
+    """The ids of what `show` prints."""
+    ids, names = [], dict(PAD=PAD_ID, BOS=BOS_ID, EOS=EOS_ID)
+    for name, byte, escaped, plain in re.findall(r"\\<(\w+)>|\\x(..)|\\(.)|(.)", text):
+        ids += [names[name] if name in names else int(name)] if name else [int(byte, 16)] if byte else \
+            [ord(dict(n="\n", t="\t", r="\r").get(escaped, escaped))] if escaped else plain.encode()
+    return ids
+
+
+def test_show_prints_what_the_loader_gives(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    wild = rng.integers(0, VOCAB_SIZE, 900)                   # control bytes, what is no UTF-8, every id above 255
+    tame = np.frombuffer("na\u00efve \\ \u4f60\u597d\n\\<BOS>\x1b[2J\u202e".encode() * 40, np.uint8)
+    write_shard(tmp_path / "wild" / "1.bin", wild[:500])
+    write_shard(tmp_path / "wild" / "2.bin", wild[500:])
+    write_shard(tmp_path / "tame" / "x.bin", tame)
+    spec = f"{tmp_path}/wild:2,{tmp_path}/tame:1"
+    sources = open_data(spec)
+    loader, first, count = Loader(sources, 64, 3), 20, 60
+    ids, labels = loader.rows(np.arange(first, first + count))
+    assert data.main(["show", spec, *f"--seq_len 64 --seed 3 --first {first} --count {count}".split()]) == 0
+    lines, epochs = capsys.readouterr().out.splitlines(), set()
+    assert len(lines) == 2 * count and all(line.isprintable() for line in lines)
+    for i in range(count):
+        head, row = lines[2 * i], shown(lines[2 * i + 1][4:])
+        assert [-100 if target == PAD_ID else target for target in row[1:]] == labels[i].tolist(), head
+        assert row[:-1] == torch.where(ids[i] == PAD_ID, torch.tensor(row[:-1]), ids[i]).tolist(), head
+        shape = r"(.*): epoch (.*), (.*), (.*): byte offset (.*)"
+        number, epoch, name, path, offset = re.fullmatch(shape, head).groups()
+        assert int(number) == first + i and path.startswith(name) and name in (source.name for source in sources)
+        assert np.fromfile(path, "<u2", 1, offset=int(offset))[0] == row[0]
+        assert int(epoch) == loader.epochs(int(number))[[source.name for source in sources].index(name)]
+        epochs.add(int(epoch))
+    assert len(epochs) > 3 and PAD_ID in ids[:, -1]           # there were short windows too
+    assert data.main(["show", "--mock_data", "--seed", "7"]) == 0
+    assert capsys.readouterr().out.startswith("0: epoch 0, mock, mock data: byte offset ")
+    for arguments in ([], ["data", "--mock_data"]):
+        assert "either the run's --data_dir or its --mock_data" in complaint(capsys, "show", *arguments)

@@ -1,0 +1,238 @@
+"""Estimates of a run: memory, what is recomputed for it, segments, the rate that a dry run expects."""
+
+import json
+import math
+import os
+import re
+import shutil
+import weakref
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from conftest import (SMALL, contents, final_state, run, run_flags, settled, small_config, text, world_of)
+from data import Batch, Loader, Shard, Source, Stream
+from jobs import command
+from spider import config, estimate, machine
+from spider.config import RECOMPUTE
+from spider.estimate import choose_memory, estimate_memory
+from spider_model import Spider
+from train import time_steps
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors made inside it that are alive, and the most there were."""
+    live = peak = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        given, made = ({t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)}
+                       for tree in ((args, kwargs), out))
+        for storage in made - given:
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self.end, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def end(self, size: int):
+        self.live -= size
+
+
+RECOMPUTED = dict(least=("--recompute", "all"), less=("--recompute", "core"),
+                  more=("--recompute", "nothing", "--grad_accum", "2"))
+LENGTHS = {"whole rows": (256,), "halves": (129, 127)}
+TELLING = "least-halves-bf16", "less-whole rows-fp32", "more-whole rows-bf16", "more-halves-fp32"
+
+
+@pytest.mark.parametrize("flags, lengths, precision", [
+    pytest.param(flags, lengths, precision, id=name, marks=() if name in TELLING else pytest.mark.slow)
+    for recomputed, flags in RECOMPUTED.items() for rows, lengths in LENGTHS.items() for precision in ("fp32", "bf16")
+    for name in (f"{recomputed}-{rows}-{precision}",)])
+def test_the_estimate_bounds_the_memory_of_a_step_whatever_its_documents(lengths, flags, precision):
+    """Halves are the worst case if one row is whole: all of them are padded to its length."""
+    plan = settled("--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--n_loops", "2", "--precision",
+                   precision, *flags)
+    model = train.build_model(plan, world_of())
+    memory = estimate_memory(model, plan, plan.recompute, world_of())
+    ids = text(8, 256)
+    ends = torch.tensor(lengths * (256 // sum(lengths))).cumsum(0)
+    ids[1:, ends - 1] = train.tokenizer.EOS_ID
+    with Live() as measured:
+        train.accumulate(model, [Batch.of(ids, ids, 0)] * plan.grad_accum, 2)
+    fixed = {"parameters", "optimizer", "process at start", "checkpoint copy", "oneDNN kernels (at most)"}
+    estimated = sum(size for name, size in memory.items() if name not in fixed)
+    assert measured.peak < estimated < 2 * measured.peak
+
+
+def test_auto_recomputes_the_least_that_fits_with_room_to_spare_and_all_if_nothing_does():
+    needs = dict(nothing=dict(a=50.0, b=10.0), core=dict(a=30.0, b=10.0), all=dict(a=20.0, b=5.0))
+    def of_a_split(i, recompute):
+        return needs[recompute]
+    for there, chosen in ((71, "nothing"), (70, "core"), (48, "core"), (47, "all"), (5, "all")):
+        assert choose_memory(1, "auto", of_a_split, there) == (0, chosen, needs[chosen])
+    assert choose_memory(1, "core", of_a_split, 5) == (0, "core", needs["core"])
+
+
+def test_the_largest_micro_batch_that_fits_is_chosen_before_any_recomputation():
+    def estimate(i, recompute):           # micro-batches of 8, 4, 2 and 1
+        return dict(all=(8, 4, 2, 1)[i] * dict(nothing=10, core=5, all=3)[recompute])
+    for there, wanted in ((95, (0, "nothing")), (80, (1, "nothing")), (12, (3, "nothing")), (6, (3, "core")),
+                          (1, (3, "all"))):
+        assert choose_memory(4, "auto", estimate, there)[:2] == wanted
+
+
+def estimated(*flags, recompute: str, precision="bf16") -> float:
+    """GB of a step of 1b on a GPU."""
+    plan = settled("--model", "1b", "--seq_len", "256", "--micro_batch", "112", "--precision", precision, *flags)
+    with torch.device("meta"):
+        model = Spider(plan.config)
+    return sum(estimate_memory(model, plan, recompute, world_of("cuda")).values()) / 1e9
+
+
+def test_more_recomputation_takes_less_memory_and_more_rows_take_more():
+    step = partial(estimated, "--set", "boundary_rate=0.3")  # the design's 3.3 bytes per segment
+    nothing, core, everything = (step(recompute=recompute) for recompute in RECOMPUTE)
+    assert everything < 0.8 * core and core < 0.6 * nothing
+    assert step("--grad_accum", "4", recompute="core") > core + 3 and step(recompute="core", precision="fp8") > core
+    assert step("--seq_len", "2048", "--micro_batch", "64", recompute="core") > 2.5 * core
+
+
+def test_masks_of_dropout_take_a_byte_per_number():
+    bytes_and_segments = 112 * 256 * (1 + 1 / config.SpiderConfig.preset("1b").bytes_per_segment)
+    grown = estimated("--dropout", "0.5", recompute="nothing") - estimated(recompute="nothing")
+    assert grown * 1e9 == pytest.approx(2 * 2048 * bytes_and_segments, rel=0.02)
+
+
+def test_recomputation_changes_no_weight_and_the_choice_is_in_the_log(tmp_path, shards, capsys):
+    states = []
+    for flags, said in (((), "recompute nothing"), (("--recompute", "all"), "recompute all")):
+        states.append(final_state(run(tmp_path, shards, *flags, "--eval_every", "0", steps=2, ckpt=said)))
+        assert said in capsys.readouterr().err
+    for name, value in states[0]["model_state_dict"].items():
+        torch.testing.assert_close(states[1]["model_state_dict"][name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, shards, capsys):
+    argv = run_flags(shards, tmp_path / "run", "--micro_batch", str(1 << 20), "--seq_len", "600")
+    assert train.command_line(argv) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "--micro_batch: the run needs about" in lines[-1]
+    assert any("recompute all" in line for line in lines)
+    assert any("memory: about" in line and "NOT ENOUGH" in line for line in lines)
+
+
+def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_path):
+    """With the process itself and the copy for checkpoints; upper bounds stand apart."""
+    done = command("--mock_data", "--max_steps", "3", "--ckpt_every", "2", "--eval_every", "0", "--ckpt_dir", tmp_path,
+                   "--model", "tiny", "--device", "cpu", "--seq_len", "1024", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    line, = [line for line in done.stderr.splitlines() if "memory: about" in line]
+    said = {name: float(size) for name, size in re.findall(r"[,:] ([a-z][A-Za-z ()]*?) (\d+\.\d\d)(?=,|$)", line)}
+    peak = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory"]
+    total = float(re.search(r"about (\S+) GB", line)[1])
+    assert total == pytest.approx(sum(said.values()), abs=0.05)
+    sure = total - sum(size for name, size in said.items() if "at most" in name)
+    assert {"process at start", "checkpoint copy", "parameters"} <= said.keys()
+    assert 0.6 * peak < sure and peak < 1.1 * total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dry run
+
+
+@pytest.mark.parametrize("short", ((), ("memory",), ("disk",), ("memory", "disk")), ids="-".join)
+def test_the_dry_run_first_names_what_does_not_suffice_and_ends_with_status_1(tmp_path, shards, monkeypatch, short,
+                                                                             capsys):
+    if "memory" in short:
+        monkeypatch.setattr(machine, "memory_of", lambda *_: 1e6)
+    if "disk" in short:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e5))
+    assert train.command_line(run_flags(shards, tmp_path / "run", "--dry_run")) == (1 if short else 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (f"NOT ENOUGH {' and '.join(short)}" if short else "enough memory and disk")
+    order = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in (
+        "memory: about", "disk: ", "run: ", "data: ", "model tiny", "parameters by component", "flags")]
+    assert order == sorted(order) and order[3] < 8 and not (tmp_path / "run").exists()
+
+
+def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothing(tmp_path, shards, monkeypatch,
+                                                                                  capsys):
+    """Two micro-steps of two sequences each; a clock by which everything takes half a second."""
+    seen, accumulate, update = [], train.accumulate, train.update
+    monkeypatch.setattr(train, "accumulate", lambda model, batches, loops: (
+        seen.append((model.dropout, loops, [(tuple(batch.ids.shape), batch.noise_seed) for batch in batches])),
+        accumulate(model, batches, loops))[1])
+    monkeypatch.setattr(train, "update", lambda *args: (seen.append("update"), update(*args))[1])
+    monkeypatch.setattr(train, "time_steps", time_steps)
+    monkeypatch.setattr(train.time, "perf_counter", partial(next, count(0, 0.5)))
+    before = contents(shards)
+    argv = run_flags(shards, tmp_path / "run", "--dry_run", "--grad_accum", "2", "--target_tokens", "12800")
+    assert train.command_line(argv) == 0
+    assert "at 256 bytes/s (timed steps of this size)" in capsys.readouterr().out
+    noise = [train.step_seed(0, step, "noise") for step in range(50, 55)]
+    assert seen[1::2] == ["update"] * 5 and seen[::2] == [
+        (seen[0][0], 2, [((2, 32), seed), ((2, 32), seed + 2)]) for seed in noise]
+    assert 0.4 < seen[0][0] <= 0.5 and contents(shards) == before and os.listdir(tmp_path) == ["data"]
+
+
+@pytest.mark.parametrize("reason, because", (("slow", "a step takes too long"), ("full", "there is too little memory"),
+                                             ("ranks", "there are several ranks"), ("compiled", "compiling")))
+def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_path, reason, because):
+    plan, world = settled("--ckpt_dir", str(tmp_path), "--seq_len", "64"), world_of()
+    world.ranks = 2 if reason == "ranks" else 1
+    plan = replace(plan, flags=plan.flags | dict(compile="auto" if reason == "compiled" else "off"),
+                   memory=dict(activations=math.inf if reason == "full" else 1.0))
+    bound = 1.0 if reason == "slow" else 1e6
+    at_least, rate, origin = estimate.expected_rate(plan, world, bound, None)
+    assert (at_least, rate) == ("at least ", bound) and f"no step was timed, because {because}" in origin
+
+
+def test_a_duration_is_in_units_for_people():
+    said = [estimate.describe_duration(seconds) for seconds in (0.26, 90, 125, 3599, 7200, 2.48e4 * 3600, 1e13)]
+    assert said == ["0.3 seconds", "90 seconds", "2.1 minutes", "60 minutes", "2.0 hours", "2.8 years", "316,881 years"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Segments
+
+
+def source(name: str, text: bytes, weight: float) -> Source:
+    ids = np.frombuffer(text, np.uint8).astype(np.uint16)
+    return Source(name, weight, *(Stream([Shard("memory", ids)]),) * 2)
+
+
+def test_segments_of_words_are_measured_on_the_text_of_each_source():
+    """Words of three letters and a space, and one without an end; learned ones cannot be measured before."""
+    sources = [source("words", b"abc def " * 500, 0.75), source("bases", b"ACGT" * 1000, 0.25)]
+    with torch.device("meta"):
+        model = Spider(small_config(boundaries="words"))
+    found = [estimate.segment_length(model, Loader([one], 64, 0)) for one in sources]
+    assert found == pytest.approx([4, 64], rel=0.03)
+    flags = ("--set", SMALL.replace("boundaries=flexitokens", "boundaries=words"), "--seq_len", "64")
+    plan = settled("--model", "tiny", *flags, sources=sources)
+    assert plan.bytes_per_segment == pytest.approx(1 / (0.75 / 4 + 0.25 / 64), rel=0.03)
+    plan = settled("--model", "tiny", "--seq_len", "64", sources=sources)
+    assert plan.bytes_per_segment == plan.config.bytes_per_segment and not plan.segment_lengths
+
+
+@pytest.mark.parametrize("dry", (True, False))
+def test_text_whose_words_never_end_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
+    np.random.default_rng(0).choice(np.frombuffer(b"ACGT", np.uint8), 700).astype("<u2").tofile(shards / "train-0.bin")
+    for rule, warned in (("words", 1), ("flexitokens", 0)):
+        setting = SMALL.replace("boundaries=flexitokens", f"boundaries={rule}")
+        argv = run_flags(shards, tmp_path / rule, "--set", setting, "--eval_every", "0", *["--dry_run"] * dry, steps=2)
+        assert train.command_line(argv) == 0
+        lines = [line for part in capsys.readouterr() for line in part.splitlines() if "segments have" in line]
+        assert len(lines) == warned and all(line.endswith("--set boundaries=learned") for line in lines)
+        assert all(f"{shards}: segments have 32 bytes" in line for line in lines)

@@ -1,0 +1,332 @@
+"""--show records what the model computes; nothing in a terminal or a page is obeyed; curves of runs."""
+
+import io
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from bisect import bisect
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+import train
+from conftest import awake, make_shards, run, run_flags, small_config
+from spider import curves, inspect
+from spider.curves import draw_curves
+from spider.common import DataError
+from spider.decode import PIECE
+from spider_model import Spider
+from tokenizer import BOS_ID
+
+ODD = ("<script>alert(1)</script> \x1b]0;t\x07\x9b2J \u202e\u2028\x00\t\r\n é漢🕸 </title></style>\"'&amp;"
+       .encode() + b"\xff\xf0\x9f \\n")
+
+
+def model_of(**changes):
+    model = awake(small_config(**changes), dtype=torch.float64).eval()
+    if changes.get("n_recurrent_layers") != 0 and changes.get("act") is not False:
+        model.core.halt_predictor.weight.data.normal_(std=1.0)           # so that segments take 1 to 3 loops
+    model.set_backend("loop")                                            # grouped products take no float64
+    return model
+
+
+def text_of(length: int) -> bytes:
+    return bytes(torch.randint(32, 127, (length,), generator=torch.Generator().manual_seed(0)).tolist())
+
+
+def show(model, text: bytes, tmp_path, capsys, lines=()) -> tuple[str, str]:
+    """Return what show prints and the page that it writes, with these lines in metrics.jsonl."""
+    (tmp_path / "text").write_bytes(text)
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    inspect.show(model, 3, str(tmp_path / "text"), tmp_path, None)
+    return capsys.readouterr().out, (tmp_path / "look.html").read_text()
+
+
+def data_of(content: str) -> dict:
+    """Return the data that a page draws."""
+    return json.loads(re.search('<script type="application/json" id="data">(.*?)</script>', content)[1])
+
+
+class Page(HTMLParser):
+    """Elements of a page with their attributes, and its text by element."""
+
+    def __init__(self, content: str):
+        super().__init__()
+        self.elements, self.within, self.inside = [], {}, []
+        self.feed(content)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.inside.append(tag)
+
+    def handle_data(self, content):
+        if self.inside:
+            self.within[self.inside[-1]] = self.within.get(self.inside[-1], "") + content
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+@pytest.mark.parametrize("length", (1, 2 * PIECE + 50))
+def test_what_is_shown_is_what_the_full_pass_computes(length):
+    model, text = model_of(), text_of(length)
+    ids = torch.tensor([[BOS_ID, *text]])
+    shown = inspect.read(model, text, 3)
+    record = shown.record
+    out = model(ids, torch.cat((ids[:, 1:], torch.tensor([[-100]])), dim=1), n_loops=3)
+    assert sum(shown.bits) / length * math.log(2) == pytest.approx(out.nats_per_byte.item(), rel=1e-9)
+    assert len(record.loops) == sum(record.ends) == int(out.segments)
+    assert shown.segment[-1] + shown.ends[-1] == len(record.loops) and len(shown.bits) == length
+    assert sum(record.loops) == pytest.approx(float(out.mean_loops) * len(record.loops))
+    for layer, tokens in enumerate(out.tokens_per_expert):
+        loads = [load for (i, _), load in record.load.items() if i == layer]
+        assert torch.equal(sum(loads, torch.zeros(4)), tokens.float())
+    if length > PIECE:
+        assert len(set(record.loops)) > 1                                # else this compares nothing
+        for (_, loop), gates in record.gates.items():
+            assert sorted(gates) == [segment for segment, loops in enumerate(record.loops) if loops > loop]
+        assert len(record.byte_gates) == length + 1
+
+
+def every_byte_ends_a_segment(monkeypatch):
+    monkeypatch.setattr(Spider, "boundaries", lambda self, predicted, ids, *_: torch.ones(ids.numel()).double())
+
+
+def test_segments_and_loops_are_counted_over_the_segments_that_end_in_the_text(monkeypatch):
+    every_byte_ends_a_segment(monkeypatch)                                              # also that of BOS
+    _, segments, loops = inspect.facts(inspect.read(model_of(), text_of(40), 2))
+    assert segments.startswith("40 segments") and sum(map(int, re.findall(r"\((\d+) segments\)", loops))) == 40
+
+
+def test_gates_shown_are_the_ones_that_the_model_multiplies_by(monkeypatch):
+    model, text = model_of(), text_of(40)
+    before = inspect.read(model, text, 2)
+    engram, gate = model.core.layers[1].engram, model.engram_output.gate
+    monkeypatch.setattr(type(engram), "gate", lambda self, h, key: h.new_full((len(h), 1), 0.25))
+    gate.weight.data.zero_()
+    after = inspect.read(model, text, 2)
+    assert {value for gates in after.record.gates.values() for value in gates.values()} == {0.25}
+    assert {value for gates in after.record.byte_gates for value in gates} == {0.5}
+    assert all(0 < value < 1 and value != 0.25 for gates in before.record.gates.values() for value in gates.values())
+    assert after.bits != before.bits
+
+
+def test_a_model_is_unchanged_by_inspection(monkeypatch):
+    model = model_of()
+    inspect.read(model, b"abc", 2)
+    monkeypatch.setattr(model, "after_core", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        inspect.read(model, b"abc", 2)
+    assert "boundaries" not in vars(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_text_is_a_file_or_standard_input_or_stands_for_itself_and_is_cut_between_characters(tmp_path, monkeypatch):
+    path, longest = tmp_path / "text", inspect.LONGEST
+    path.write_bytes(b"from a file")
+    assert inspect.take_text(str(path)) == (b"from a file", str(path))
+    assert inspect.take_text("no file, \udcff") == (b"no file, \xff", "a text")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * (longest + 1))))
+    assert inspect.take_text("-") == (b"x" * longest, f"the first {longest:,} bytes of standard input")
+    for before in range(1, 5):
+        path.write_bytes(b"x" * (longest - before) + "🕸🕸".encode())
+        text = inspect.take_text(str(path))[0]
+        assert text.decode().endswith("x🕸" if before == 4 else "xx") and len(text) == longest - before % 4
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="empty"):
+        inspect.take_text(str(path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a terminal and as a page
+
+def test_nothing_that_is_shown_reaches_a_terminal_as_a_command(tmp_path, monkeypatch, capsys):
+    model = model_of()
+    plain, _ = show(model, ODD, tmp_path, capsys)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    coloured, _ = show(model, ODD, tmp_path, capsys)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert show(model, ODD, tmp_path, capsys)[0] == plain and coloured.count("\x1b") > 20
+    for printed in (plain, re.sub(r"\x1b\[0[0-9;]*m", "", coloured)):
+        assert all(c.isprintable() or c == "\n" for c in printed)
+        kept = re.sub("[│⁰¹²³⁴-⁹]", "", printed)
+        start = "<script>alert(1)</script> \\x1b]0;t\\x07\\x9b2J \\u202e\\u2028\\x00\\t\\r↵\n é漢🕸 </ti"
+        assert kept.startswith(start) and "&amp;\\xff\\xf0\\x9f \\n" in kept
+
+
+def test_a_character_of_several_bytes_is_one_with_all_of_their_bits(monkeypatch):
+    every_byte_ends_a_segment(monkeypatch)
+    text = "a漢\xe9".encode() + b"\xe6\xbc!"
+    found = list(inspect.characters(text))
+    assert found == [("a", 0, 1), ("漢", 1, 4), ("é", 4, 6), ("\\xe6", 6, 7), ("\\xbc", 7, 8), ("!", 8, 9)]
+    model = model_of()
+    shown = inspect.read(model, text, 3)
+    plain = "".join(inspect.in_terminal(shown, False)).split("\n")[0]
+    assert re.sub("[│¹²³]", "|", plain) == "a|漢|é|\\xe6|\\xbc|!|"           # never within one
+    drawn = inspect.page_data(shown, model, [])
+    assert drawn["characters"] == found and drawn["bits"] == pytest.approx(shown.bits, abs=1e-4)
+
+
+@pytest.mark.parametrize("changes", (
+    {}, dict(n_recurrent_layers=0, engram_layers=()), dict(n_routed_experts=0), dict(act=False), dict(engram_layers=()),
+    dict(engram_byte_orders=()), dict(boundaries="words"), dict(n_coda_layers=0), dict(engram_match_words=(1, 2))),
+    ids=str)
+def test_a_page_shows_whatever_the_model_has(changes, tmp_path, capsys):
+    printed, content = show(model_of(**changes), ODD * 4, tmp_path, capsys)
+    shown = data_of(content)
+    gates = {row["name"]: row["values"] for row in shown["gates"]}
+    has_core = changes.get("n_recurrent_layers") != 0
+    assert ("segments, " in printed) == bool(shown["loops"]) == has_core
+    assert bool(shown["load"]) == (has_core and changes.get("n_routed_experts") != 0)
+    assert ("layer 2, loop 1" in gates) == (changes.get("engram_layers") is None)
+    assert ("last 1 byte" in gates) == (changes.get("engram_byte_orders") is None)
+    assert "last 24, in the text" in gates and "last n, in the text" in dict(shown["meanings"])
+    words = changes.get("engram_match_words", ())
+    assert ("word 2, in the text" in gates) == ("word n, in the text" in dict(shown["meanings"])) == bool(words)
+    assert {len(values) for values in gates.values()} == {len(ODD) * 4} and shown["bytes"] == [*ODD * 4]
+    assert not shown["charts"]
+
+
+@pytest.mark.parametrize("tables", ((), (1, 2)), ids=str)
+def test_votes_are_shown_in_nats_where_they_are_cast_and_gates_of_matches_where_these_have_rows(
+        tables, tmp_path, capsys):
+    model = model_of(engram_votes=2, engram_match_words=(1,), engram_byte_orders=tables)
+    shown = data_of(show(model, b"abcd abcd abce", tmp_path, capsys)[1])
+    rows = {row["name"]: row for row in shown["gates"]}
+    votes = rows["last 3, its vote"]["values"]
+    assert [value is not None for value in votes] == [False] * 7 + [True] * 6 + [False]
+    assert min(votes[7:13]) < 0 and "word 1, its vote" in rows                          # no gate is negative
+    assert {name for name, row in rows.items() if row["shades"] == "votes"} == {name for name in rows if "vote" in name}
+    assert ("last 3, in the text" in rows) == (tables == ())
+
+
+def test_a_page_holds_what_it_shows_as_text_and_loads_nothing(tmp_path, capsys):
+    home = tmp_path / "<img src=x onerror=alert(2)>&\x1b"
+    home.mkdir()
+    lines = [{"step": step, "bytes_seen": step, "loss": 5 / step, "val_bpb": 1.0, "lr": "<b>alert(3)",
+              "val_bpb/</script><b>\u2028": 1.0} for step in (1, 2, 3)]
+    _, content = show(model_of(), ODD + b"{{policy}} {{data}}", home, capsys, lines)
+    found, data, template = Page(content), data_of(content), inspect.TEMPLATE.read_text()
+    tags, names = [tag for tag, _ in found.elements], {name for _, attrs in found.elements for name in attrs}
+    assert tags == [tag for tag, _ in Page(template).elements] and tags.count("script") == 2 and "img" not in tags
+    assert not [name for name in names if name.startswith("on") or name in ("src", "href", "style")]
+    assert "alert(3)" not in content and "://" not in content
+    assert all(c.isprintable() or c == "\n" for c in content)
+    block = re.search('id="data">(.*?)</script>', content)[1]
+    assert block.isascii() and not re.search("[<>&]", block)
+    kept = "".join(glyph for glyph, _, _ in data["characters"])
+    assert kept.startswith("<script>alert(1)</script> \\x1b]0;t") and kept.endswith("{{policy}} {{data}}")
+    assert "<img src=x onerror=alert(2)>&\\x1b reads" in found.within["title"]
+    [policy] = [attrs["content"] for tag, attrs in found.elements if attrs.get("http-equiv")]
+    script = re.search("<script>(.*?)</script>", template, re.DOTALL)[1]
+    assert policy.startswith(f"default-src 'none'; script-src '{inspect.hash_of(script)}'; style-src 'sha256-")
+    assert script in content
+    assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval|Function", script)
+    assert [chart["title"] for chart in data["charts"]] == ["bits per byte", curves.BY_SOURCE]
+    assert [label for _, label, _ in data["charts"][1]["curves"]] == ["</script><b>\\u2028"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_a_browser_draws_the_page_and_runs_nothing_that_a_text_holds(tmp_path, capsys):
+    text = "a<img src=x onerror=document.title='pwned'>".encode() + ODD
+    lines = [dict(step=step, bytes_seen=step, loss=5 / step, val_bpb=1.0) for step in (1, 2, 3)]
+    _, content = show(model_of(), text, tmp_path, capsys, lines)
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom")
+    dom = subprocess.run(["chromium", *flags, (tmp_path / "look.html").as_uri()], text=True, capture_output=True,
+                         timeout=120).stdout
+    drawn, data = Page(dom), data_of(content)
+    classes = [attrs.get("class") for _, attrs in drawn.elements]
+    assert "pwned" not in drawn.within["title"] and "img" not in [tag for tag, _ in drawn.elements]
+    glyphs = "".join(glyph for glyph, _, _ in data["characters"])
+    assert drawn.within["b"].replace("\n", "").replace("↵", "\\n") == glyphs
+    bits = {f"s{bisect(inspect.BITS, sum(data['bits'][start:stop]))}" for _, start, stop in data["characters"]}
+    assert bits == {attrs["class"] for tag, attrs in drawn.elements if tag == "b"}
+    assert classes.count("tape") == -(-len(text) // 64) and "dot" in classes and "line" in classes
+    assert [tag for tag, _ in drawn.elements].count("tr") == 1 + len(data["load"])
+
+
+def test_sample_shows_a_text_and_writes_the_page_where_it_is_asked_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    directory = run(tmp_path, make_shards(tmp_path / "data"), steps=3)
+    assert sample.main([str(directory), "--show", "abc def", "--n_loops", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "7 bytes, " in out and "loops: 1 (" in out and str(directory / "look.html") in out
+    assert '"title":"bits per byte"' in (directory / "look.html").read_text()
+    assert sample.main([str(directory / "spider-step3.pt"), "--show", "abc", "--html", "out.html"]) == 0
+    assert '"title":"bits per byte"' in Path("out.html").read_text()            # the checkpoint's directory has metrics
+    for argv in (["a", "--html", "/dev/null"], ["a", "--html", "gone/x.html"], [""], [str(tmp_path)]):
+        assert sample.main([str(directory), "--show", *argv]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("sample.py: error: ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves
+
+def test_lines_of_metrics_that_are_truncated_or_altered_are_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert curves.read_metrics(path) == curves.read_metrics(tmp_path) == []
+    good = [dict(step=step, bytes_seen=100 * step, loss=10.0 / step) for step in range(1, 1001)]
+    odd = '{"step": 1001, "bytes_seen": 100100, "loss": %s}'
+    bad = "[1]", '{"step": 1', "\xff\x00", odd % "NaN", odd % ("9" * 400)
+    path.write_text("\n".join([*map(json.dumps, good), *bad]))
+    lines = curves.read_metrics(path)
+    assert lines[:1000] == good and all(line == dict(step=1001, bytes_seen=100100) for line in lines[1000:])
+    points = curves.curve(lines, "loss", 2)
+    assert 200 < len(points) <= curves.POINTS
+    assert points[0] == (pytest.approx(400e-6), pytest.approx(2 * (10 + 5 + 10 / 3 + 2.5) / 4))
+
+
+def test_limits_leave_out_the_first_values_and_smoothing_does_not_shift_a_curve():
+    for values in ([1.0], [3.0] * 50, [0.0, 0.0], [-1e30, 1e30], [5.0, *[1.0] * 99]):
+        low, high = curves.span([list(enumerate(values))])
+        assert low < min(values) and sorted(values)[len(values) // 2] < high
+    assert high < 2
+    points = [(n, 5.0 - 0.01 * n + (-1) ** n) for n in range(300)]
+    found = curves.smoothed(points)
+    assert [x for x, _ in found] == [x for x, _ in points] and found[0] == points[0]
+    assert all(abs(y - (5.0 - 0.01 * x)) < 0.2 for x, y in found[8:])
+
+
+def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    shards, picture = make_shards(tmp_path / "data"), tmp_path / "run" / "curves.png"
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)              # which conftest replaces
+
+    def trained(steps: int) -> str:
+        assert train.command_line(run_flags(shards, picture.parent, steps=steps)) == 0
+        return capsys.readouterr().err
+    assert "could not draw" not in trained(2) and picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    curves.write_curves(picture.parent, signal.SIGTERM)
+    assert not picture.exists()
+    with monkeypatch.context() as patch:                                 # as if it were not installed
+        for name in ("matplotlib", "matplotlib.figure"):
+            patch.setitem(sys.modules, name, None)
+        assert "could not draw" not in trained(3) and not picture.exists()
+    picture.mkdir()
+    assert "could not draw curves.png" in trained(4)
+
+
+def test_curves_of_several_runs_are_one_picture_and_what_is_missing_is_a_line(tmp_path, monkeypatch, capsys, recwarn):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
+    lines = [dict(step=step, bytes_seen=step, loss=2, val_bpb=1, **{"val_bpb/a": 1, "val_bpb/b": 2}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.png"
+    for argv in ([], ["a"], [f"a={tmp_path}", f"b={tmp_path / 'gone'}"]):
+        assert curves.main([str(out), *argv]) == 2 and not out.exists()
+        assert capsys.readouterr().err.startswith("curves.py: error: ")
+    assert curves.main([str(out), *(f"{label}={tmp_path}" for label in ("$\\frac$", "_", "a\x1b[2J", "漢"))]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().err == "" and not recwarn.list
+    assert curves.main([str(tmp_path), f"a={tmp_path}"]) == 2

@@ -1,0 +1,132 @@
+"""Parameters of the model: their kinds, counts and initial values."""
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import small_config
+from spider import estimate
+from spider.config import PRESETS, SpiderConfig
+from spider.layers import NEVER_FP8, Block, Linear, takes_fp8
+from spider.optim import KINDS, kinds_of
+from spider_model import Spider
+
+
+def on_meta(config: SpiderConfig) -> Spider:
+    with torch.device("meta"):
+        return Spider(config)
+
+
+CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {
+    "small test": small_config(segment_offsets=2),
+    "learned boundaries": small_config(boundaries="learned", engram_votes=2, engram_logits=True)}
+
+
+def test_every_parameter_has_a_row_of_its_own_in_the_table_and_every_row_a_parameter():
+    """The last row is for parameters that a researcher adds."""
+    used = set()
+    for model in map(on_meta, CONFIGS.values()):
+        kinds = kinds_of(model)
+        assert kinds.keys() == dict(model.named_parameters()).keys()
+        used |= {kind.name for kind in kinds.values()}
+        for path, kind in kinds.items():
+            if path.endswith(("table.weight", "log_A", "dt", "core.B", "null_segment")):
+                assert kind.optimizer != "muon", path
+            assert kind.rate == (1 / 8 if "regression" in path else 1), path
+    assert used == {kind.name for kind in KINDS[:-1]}
+
+
+def test_fp8_converts_every_linear_but_the_named_ones():
+    for model in map(on_meta, CONFIGS.values()):
+        for path, module in model.named_modules():
+            named = any(word in path for word in NEVER_FP8)
+            assert takes_fp8(module, path) == (isinstance(module, nn.Linear) and not named)
+
+
+@pytest.mark.parametrize("preset", ("1b", "original"))
+def test_1b_and_original_have_996m_parameters_in_the_shares_of_the_design(preset):
+    model = on_meta(SpiderConfig.preset(preset))
+    table = estimate.parameter_table(model)
+    total = sum(count for count, _ in table.values())
+    assert total == sum(p.numel() for p in model.parameters())
+    assert abs(total / 996e6 - 1) < 0.005
+    assert 0.17 < sum(count for name, (count, _) in table.items() if name.startswith("Engram")) / total < 0.19
+    assert abs(estimate.flops_per_byte(model, 10 / 3, 6, 256) / 2.0e9 - 1) < 0.1
+    assert abs(estimate.flops_per_byte(model, 1, 6, 256) / 4.8e9 - 1) < 0.15
+
+
+def test_base_has_about_the_compute_of_1b():
+    costs = [estimate.flops_per_byte(on_meta(config), config.bytes_per_segment, config.n_loops, 2048)
+             for config in map(SpiderConfig.preset, ("1b", "base"))]
+    assert abs(costs[1] / costs[0] - 1) < 0.15
+
+
+def everything(model: Spider) -> dict:
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def from_meta(config: SpiderConfig) -> Spider:
+    """Build a model as train.py does, in memory with other values."""
+    model = on_meta(config).to_empty(device="cpu")
+    for tensor in everything(model).values():
+        tensor.data.fill_(77)
+    torch.manual_seed(1)
+    model.init_weights()
+    return model
+
+
+class Convolved(Block):
+    """A block as a researcher may extend it: modules of torch's own, and a parameter in a list."""
+
+    def __init__(self, config, attention_class):
+        super().__init__(config, attention_class)
+        self.conv, self.norm = nn.Conv1d(config.hidden_size, 8, 4), nn.BatchNorm1d(8)
+        self.scales = nn.ParameterList([nn.Parameter(torch.empty(3))])
+
+    def reset_parameters(self):
+        self.scales[0].data.fill_(2)
+
+
+@pytest.mark.parametrize("changes", ({}, dict(boundaries="learned", segment_offsets=2, engram_votes=2)), ids=str)
+@pytest.mark.parametrize("block_class", (Block, Convolved))
+def test_initialization_on_the_meta_device_gives_the_values_of_a_direct_one(monkeypatch, block_class, changes):
+    """Modules that a subclass adds initialize themselves, and change no value of the model's own."""
+    torch.manual_seed(1)
+    plain = everything(Spider(config := small_config(**changes)))
+    monkeypatch.setattr(Spider, "block_class", block_class)
+    torch.manual_seed(1)
+    direct, later = everything(Spider(config)), everything(from_meta(config))
+    assert direct.keys() == later.keys() >= plain.keys()
+    for name, tensor in direct.items():
+        assert torch.equal(tensor, later[name]) and (name not in plain or torch.equal(tensor, plain[name])), name
+    if block_class is Convolved:
+        assert 0 < direct["prelude.0.conv.weight"].abs().max() <= 128 ** -0.5
+        assert not torch.equal(direct["prelude.0.conv.weight"], direct["coda.0.conv.weight"])
+        assert (direct["prelude.0.scales.0"] == 2).all() and (direct["coda.0.norm.running_var"] == 1).all()
+
+
+class Gained(Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+FORGOTTEN = {
+    "scale": lambda block: setattr(block, "scale", nn.Parameter(torch.ones(3))),
+    "mask": lambda block: block.register_buffer("mask", torch.ones(4, 4), persistent=False),
+    "more.gain": lambda block: block.add_module("more", Gained(4, 4)),
+    "mixing.in_proj_weight": lambda block: block.add_module("mixing", nn.MultiheadAttention(4, 2)),
+}
+
+
+@pytest.mark.parametrize("build", (Spider, from_meta))
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_tensor_that_nothing_initializes_is_an_error_with_its_name(monkeypatch, build, name):
+    """However the model is built: values of a constructor are lost on the meta device."""
+    class Forgetful(Block):
+        def __init__(self, *given):
+            super().__init__(*given)
+            FORGOTTEN[name](self)
+    monkeypatch.setattr(Spider, "block_class", Forgetful)
+    with pytest.raises(RuntimeError, match=f"uninitialized: prelude.0.{name}.*coda.0.{name}.*reset_parameters"):
+        build(small_config())

@@ -1,0 +1,299 @@
+"""data.py prepare: inputs and their documents, bad records, splits, kills; its command line."""
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import data
+from bad_data import complaint, documents, joined, snapshot, write_shard
+from conftest import ROOT, SHARED, contents, measured, prepare
+from data import open_data
+from spider import datasets_import
+from tokenizer import VOCAB_SIZE
+
+SHAKESPEARE = SHARED / "tinyshakespeare.txt"
+LINE = b'{"text": "fine"}\n'
+
+
+def metadata(directory: Path) -> dict:
+    return json.loads((directory / "metadata.json").read_text())
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.skipif(
+    not SHAKESPEARE.exists(), reason=f"{SHAKESPEARE} is not there"))])
+def test_tinyshakespeare_is_split_as_everyone_splits_it(tmp_path, real):
+    """Or any text of its length: by bytes, wherever characters and lines end."""
+    text = SHAKESPEARE.read_bytes() if real else random.Random(0).randbytes(1_115_394)
+    (tmp_path / "in.txt").write_bytes(text)
+    assert prepare(tmp_path / "in.txt", "--out", tmp_path / "o") == 0
+    train, val = (documents(tmp_path / "o", split) for split in ("train", "val"))
+    assert train == [text[:1_003_854]] and val == [text[1_003_854:]] and len(val[0]) == 111_540
+    [found] = open_data(str(tmp_path / "o"))
+    assert len(found.train) == 1_003_856 and len(found.val) == 111_542
+
+
+def test_json_lines_become_documents_of_which_a_hash_of_input_and_offset_chooses_some_to_validate(tmp_path):
+    texts = [f"document {i} \u00fc\u4e2d\U0001f600 " + "y" * (i % 50) for i in range(400)]
+    for name in ("a.jsonl", "b.ndjson"):
+        (tmp_path / name).write_text("".join(f"\n{json.dumps(dict(body=text))}\r\n" for text in texts))
+    chosen = []
+    for inputs in (["a.jsonl"], ["b.ndjson"], ["a.jsonl", "b.ndjson"]):
+        out = tmp_path / "".join(inputs).replace(".", "")
+        argv = [tmp_path / name for name in inputs] + ["--field", "body", "--val_fraction", "0.25", "--out", out]
+        assert prepare(*argv) == 0
+        train, val = ([document.decode() for document in documents(out, split)] for split in ("train", "val"))
+        assert sorted(train + val) == sorted(texts * len(inputs)) and 60 < len(val) / len(inputs) < 140
+        totals = metadata(out)["totals"]
+        assert (totals["train"]["documents"], totals["val"]["documents"]) == (len(train), len(val))
+        chosen.append(val)
+    assert chosen[0] == chosen[1] == [text for text in texts if text in set(chosen[0])]      # in their order
+    assert chosen[2][:len(chosen[0])] == chosen[0] and chosen[2][len(chosen[0]):] != chosen[0]
+    assert chosen[0][:2] == [texts[2], texts[7]]              # the hash is that of every version
+
+
+@pytest.fixture
+def mixed(tmp_path) -> Path:
+    """A directory with a text, JSON lines with unicode, blank lines and long lines, and files of other kinds."""
+    inputs = tmp_path / "in"
+    (inputs / "sub").mkdir(parents=True)
+    (inputs / "a.txt").write_bytes(random.Random(0).randbytes(5000))
+    texts = ["plain", "", "na\u00efve \u4f60\u597d \U0001f577", 'quote " and \\ and\nnewline']
+    texts += ["x" * n for n in range(0, 3000, 40)]
+    lines = [json.dumps(dict(id=i, text=text), ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
+    (inputs / "sub" / "b.jsonl").write_text("\n\n" + "\n  \n".join(lines), encoding="utf-8")
+    for name in ("c.md", "d.md", "Makefile", ".hidden.txt"):
+        (inputs / name).write_text("not data")
+    return inputs
+
+
+def test_the_size_of_shards_does_not_change_the_stream(mixed, tmp_path, monkeypatch, capsys):
+    assert prepare(mixed, "--out", tmp_path / "one") == 0
+    assert f"prepare: {mixed}: skipped other files (2 .md, 1 makefile); --ext" in capsys.readouterr().err
+    monkeypatch.setattr(datasets_import, "MIB", 50)           # of which what is read at a time is a multiple
+    assert prepare(mixed, "--out", tmp_path / "many", "--shard_mb", "0.002") == 0
+    assert data.main(["verify", str(tmp_path / "many")]) == 0
+    one, many = (metadata(tmp_path / out) for out in ("one", "many"))
+    assert one["totals"] == many["totals"] and len(one["shards"]) == 2 and len(many["shards"]) > 90
+    sizes = [path.stat().st_size for path in (tmp_path / "many").glob("*.bin")]
+    assert max(sizes) == 2000 and sum(size < 2000 for size in sizes) <= 2
+    for split in ("train", "val"):
+        assert joined(tmp_path / "one", split) == joined(tmp_path / "many", split) != b""
+        names = [entry["name"] for entry in many["shards"] if entry["split"] == split]
+        assert names == sorted(names)
+
+
+def test_with_ext_every_file_is_a_document_of_which_a_hash_chooses_some_to_validate(tmp_path):
+    rng, folder = random.Random(1), tmp_path / "in"
+    files = {f"{'sub/' * (i % 3)}{rng.choice('abcdef')}{i}.{('py', 'md', 'RST')[i % 3]}":
+             f"# \u00fc{i}\n".encode() + rng.randbytes(rng.randrange(300)) for i in range(100)}
+    for name, content in (files | {"sub/__init__.py": b"", "x.jsonl": b"no JSON"}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    assert prepare(folder, "--ext", ".py,md,.rst", "--out", tmp_path / "o") == 0
+    train, val = (documents(tmp_path / "o", split) for split in ("train", "val"))
+    assert len(train) + len(val) == 100 and 3 < len(val) < 25 and metadata(tmp_path / "o")["skipped"] == {"empty": 1}
+    in_order = [files[str(path)] for path in sorted(map(Path, files))]
+    assert train == [file for file in in_order if file in set(train)] and set(train) | set(val) == set(in_order)
+    (tmp_path / "a.txt").write_bytes(b"0123456789")           # a text is cut, a document is not
+    for options, train, val in (([], [b"01234"], [b"56789"]), (["--ext", ".txt"], [b"0123456789"], [])):
+        out = tmp_path / f"o{len(options)}"
+        assert prepare(tmp_path / "in" / "x.jsonl", "--ext", "jsonl", "--out", tmp_path / f"x{len(options)}") == 0
+        assert prepare(tmp_path / "a.txt", "--val_fraction", "0.5" if val else "0.1", *options, "--out", out) == 0
+        assert documents(out, "train") == train and documents(out, "val") == val
+
+
+@pytest.mark.parametrize("raw, kind, train, val", [
+    (b"0123456789" * 3, "text", [b"012345678901234"], [b"567890123456789"]),
+    (b'\n{ "text": "one"}\n{"text": "two"}\n', "JSON lines", [b"one", b"two"], [])])
+def test_standard_input_is_prepared_like_a_file_of_the_kind_that_it_begins_like(
+        tmp_path, monkeypatch, capsys, raw, kind, train, val):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+    assert prepare("-", "--out", tmp_path / "o", "--val_fraction", "0.5" if val else "0") == 0
+    assert documents(tmp_path / "o", "train") == train and documents(tmp_path / "o", "val") == val
+    assert f"-: read as {kind}" in capsys.readouterr().err
+    assert set(contents(tmp_path / "o")) == {"metadata.json", "train-00000.bin", *["val-00000.bin"] * bool(val)}
+
+
+def test_text_that_spells_sentinels_holds_bytes_alone_and_loses_only_its_byte_order_mark(tmp_path):
+    """Control bytes 0-3, and the characters and names whose numbers or words are those of PAD, BOS and EOS."""
+    spelled = "".join(map(chr, (0, 1, 2, 3, *range(256, VOCAB_SIZE)))) + "<PAD><BOS><EOS>\\u0101" + "\x03\x00"
+    (tmp_path / "a.txt").write_bytes(data.BOM + spelled.encode() + b"\xff\xfe")
+    (tmp_path / "b.jsonl").write_bytes(2 * (data.BOM + json.dumps(dict(text=spelled)).encode() + b"\n"))
+    for name, raw in (("a.txt", [spelled.encode() + b"\xff\xfe"]), ("b.jsonl", 2 * [spelled.encode()])):
+        assert prepare(tmp_path / name, "--val_fraction", "0", "--out", tmp_path / name[0]) == 0
+        assert documents(tmp_path / name[0], "train") == raw and metadata(tmp_path / name[0])["skipped"] == {}
+
+
+BAD_LINES = {b"null": "not an object", b'["text"]': "not an object", b'{"text": null}': "without a text in 'text'",
+             b'{"body": "x"}': "without a text in 'text'", b'{"text": 5}': "without a text in 'text'",
+             b'{"text": "fi': "not JSON", b"[" * 100_000: "not JSON", b'{"text": "\xff"}': "not UTF-8",
+             b'{"text": "ab\\ud800"}': "with a lone surrogate", b'{"text": "' + b"x" * 150_000 + b'"}': "longer than"}
+
+
+@pytest.mark.parametrize("bad, kind", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES])
+def test_a_bad_record_is_skipped_counted_and_named_by_kind_and_first_place(tmp_path, monkeypatch, capsys, bad, kind):
+    monkeypatch.setattr(datasets_import, "LINE_LIMIT", 120_000)
+    monkeypatch.setattr(datasets_import, "MIB", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
+    assert prepare(path, "--val_fraction", "0", "--out", tmp_path / "o") == 0
+    assert documents(tmp_path / "o", "train") == 3 * [b"fine"]
+    assert f"prepare: skipped 2 {kind}" in (err := capsys.readouterr().err) and f"(first: {path}:3)" in err
+    [(named, count)] = metadata(tmp_path / "o")["skipped"].items()
+    assert count == 2 and named.startswith(kind)
+    line = complaint(capsys, "prepare", path, "--strict", "--out", tmp_path / "strict")
+    assert f"{path}:3: {kind}" in line and os.listdir(tmp_path / "strict") == []
+
+
+@pytest.mark.parametrize("raw", ["some text".encode("utf-16"), "some text".encode("utf-16-be"), b"\xff\xfe\x60\x4f"])
+def test_utf_16_is_refused_with_the_remedy_and_never_read_as_bytes(tmp_path, capsys, raw):
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_bytes(raw)
+        line = complaint(capsys, "prepare", tmp_path / name, "--out", tmp_path / "o")
+        assert f"UTF-16: convert it by `iconv -f UTF-16 -t UTF-8` (first: {tmp_path / name})" in line
+        (tmp_path / name).unlink()
+    (tmp_path / "a.py").write_bytes(raw)
+    (tmp_path / "b.py").write_bytes(b"\0" * 99 + b"some text")                      # other zeros are bytes
+    assert prepare(tmp_path, "--ext", ".py", "--val_fraction", "0", "--out", tmp_path / "o") == 0
+    assert len(documents(tmp_path / "o", "train")) == 1 and "1 UTF-16: convert" in capsys.readouterr().err
+
+
+def test_an_empty_split_is_a_refusal_or_a_warning_with_the_remedy(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(LINE)
+    (tmp_path / "a.txt").write_bytes(b"a text")
+    for name, fraction in (("a.jsonl", "0"), ("a.jsonl", "0.1"), ("a.txt", "0")):
+        assert prepare(tmp_path / name, "--val_fraction", fraction, "--out", tmp_path / (name + fraction)) == 0
+        assert "no validation split" in (err := capsys.readouterr().err) and "raise --val_fraction" in err
+    line = complaint(capsys, "prepare", tmp_path / "a.jsonl", "--val_fraction", "0.999", "--out", tmp_path / "o")
+    assert "nothing to train on" in line and "lower --val_fraction" in line
+
+
+FAULTY = {
+    "no field": ({"x.jsonl": LINE}, ["x.jsonl", "--field", "body"], ["x.jsonl: nothing to train on", "'body'", "--fi"]),
+    "only blank": ({"x.jsonl": b"\n \n"}, ["x.jsonl"], ["x.jsonl: nothing to train on: no document"]),
+    "empty": ({"x.txt": b""}, ["x.txt"], ["1 empty (first: x.txt)"]),
+    "missing": ({}, ["x.txt"], ["x.txt: no such file"]),
+    "other kind": ({"x.odt": b"a"}, ["x.odt"], ["x.odt: no .txt .jsonl .ndjson .parquet .csv .arrow file; --ext"]),
+    "nothing in it": ({"d/x.odt": b"a"}, ["d"], ["d: no .txt .jsonl"]),
+    "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: no .py .md file"]),
+    "fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "1"], ["--val_fraction", "at most 0.999"]),
+    "size": ({"x.txt": b"a"}, ["x.txt", "--shard_mb", "0"], ["--shard_mb", "'0'"]),
+    "no input": ({}, [], ["INPUT"]),
+    "empty name": ({"x.txt": b"a"}, ["x.txt", "--out", ""], ["--out: '' is not a path"]),
+    "unknown flag": ({"x.txt": b"a"}, ["x.txt", "--fast"], ["--fast"]),
+    "abbreviated flag": ({"x.txt": b"a"}, ["x.txt", "--val", "0.5"], ["--val"]),
+}
+
+
+@pytest.mark.parametrize("files, arguments, said", FAULTY.values(), ids=FAULTY)
+def test_faulty_input_is_one_line_and_leaves_no_shard(tmp_path, monkeypatch, capsys, files, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    line = complaint(capsys, "prepare", "--out", "o", *arguments)
+    assert all(part in line for part in said), line
+    assert not Path("o").exists() or os.listdir("o") == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The output directory
+
+KILLED = """
+import os, signal, sys, data
+name, count = sys.argv[1], int(sys.argv[2])
+real = getattr(os, name)
+def kill_at(*args):
+    global count
+    count -= 1
+    if count < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args)
+setattr(os, name, kill_at)
+sys.exit(data.main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize("call, count", [("fsync", 2), ("fsync", 9), ("replace", 1), ("replace", 8)])
+def test_a_killed_prepare_begins_again_and_ends_byte_for_byte_the_same(mixed, tmp_path, capsys, call, count):
+    arguments, out = [str(mixed), "--shard_mb", "0.02", "--out"], tmp_path / "o"
+    assert prepare(*arguments, tmp_path / "undisturbed") == 0
+    command = [sys.executable, "-c", KILLED, call, str(count), "prepare", *arguments, out]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL and len(contents(out)) > 1
+    capsys.readouterr()
+    assert f"{out}: `prepare` was interrupted here" in complaint(capsys, "verify", out)      # and it is no data
+    assert prepare(*arguments, out) == 0
+    assert f"{out}: an earlier prepare was interrupted here: it begins again" in capsys.readouterr().err
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_another_prepare_after_a_kill_keeps_nothing_of_the_first(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    for name in ("train-00000.bin", "train-00007.bin"):
+        write_shard(tmp_path / "o" / name, range(99))
+    (tmp_path / "o" / ".val-00000.bin.tmp").write_bytes(b"left over")
+    (tmp_path / "o" / "metadata.json").write_text(data.UNFINISHED)
+    assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 0
+    assert set(contents(tmp_path / "o")) == {"metadata.json", "train-00000.bin", "val-00000.bin"}
+    assert documents(tmp_path / "o", "train") == [b"a tex"]
+
+
+def test_shards_that_are_there_already_are_neither_mixed_with_others_nor_replaced(mixed, tmp_path, capsys):
+    assert prepare(mixed, "--out", tmp_path / "o") == 0
+    write_shard(tmp_path / "p" / "below" / "x.bin", [1, 2])
+    capsys.readouterr()
+    for out in (tmp_path / "o", tmp_path / "p"):
+        before = snapshot(out)
+        assert complaint(capsys, "prepare", mixed / "a.txt", "--out", out).endswith(
+            f"{out}: has shards already: use another --out, or delete it")
+        assert snapshot(out) == before
+
+
+def test_a_full_disk_is_one_line_that_names_the_shard_and_leaves_nothing(mixed, tmp_path, monkeypatch, capsys):
+    def replace(source, target, real=os.replace):
+        if Path(target).name == "train-00002.bin":
+            raise OSError(28, "No space left on device", str(target))
+        real(source, target)
+    monkeypatch.setattr(os, "replace", replace)
+    line = complaint(capsys, "prepare", mixed, "--shard_mb", "0.02", "--out", tmp_path / "o")
+    assert line == f"data.py: error: {tmp_path}/o/train-00002.bin: No space left on device"
+    assert os.listdir(tmp_path / "o") == []
+
+
+def test_two_that_prepare_into_one_directory_do_not_meet(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("other text")
+    first = subprocess.Popen([sys.executable, "data.py", "prepare", "-", "--out", tmp_path / "o"], cwd=ROOT,
+                             stdin=subprocess.PIPE)
+    while not (tmp_path / "o" / "metadata.json").exists() and first.poll() is None:
+        os.sched_yield()
+    assert "another process is using it" in complaint(capsys, "prepare", tmp_path / "a.txt", "--out", tmp_path / "o")
+    first.communicate(b"a text")
+    assert first.returncode == 0 and documents(tmp_path / "o", "train") == [b"a tex"]
+
+
+def test_prepare_takes_little_memory_and_no_torch(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(100_000_000))
+    with open(tmp_path / "b.jsonl", "wb") as file:
+        file.write(LINE + b'{"text": "')
+        file.truncate(200_000_000)                            # a line of zeros that take no room on the disk
+    code = "import sys, data; status = data.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
+    done, peak = measured(code, "prepare", tmp_path, "--out", tmp_path / "o")
+    assert done.returncode == 0 and f"1 longer than 33,554,432 bytes (first: {tmp_path}/b.jsonl:2)" in done.stderr
+    assert peak < 160_000                                     # kB: the limit of a line, twice, and Python
+
+
+def test_ctrl_c_leaves_nothing_and_status_130(tmp_path):
+    run = subprocess.Popen([sys.executable, "data.py", "prepare", "-", "--out", tmp_path / "o"], cwd=ROOT,
+                           stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not (tmp_path / "o" / "metadata.json").exists() and run.poll() is None:
+        os.sched_yield()
+    run.send_signal(signal.SIGINT)
+    assert run.communicate()[1].endswith(b"data.py: interrupted\n") and run.returncode == 130
+    assert os.listdir(tmp_path / "o") == []

@@ -1,0 +1,331 @@
+"""A run that is killed, stopped or changed, and resumed: the same bits, the same rule, and what it logs."""
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from conftest import (SMALL, assert_same, assert_same_runs, contents, final_state, metrics, refused, run, run_flags,
+                      run_in_parts)
+from jobs import Job, at_step, sleeps, steps_done, unread, until
+from spider import boundaries, optim
+from spider.checkpoint import find_checkpoints
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To the bit
+
+KINDS = (("--precision", "fp8", "--fp8_experts"), ("--optimizer", "adamw8bit", "--grad_accum", "2"),
+         ("--engram_reset", "--dropout", "0.3", "--random_loops"),
+         ("--set", f"{SMALL},boundaries=learned,segment_offsets=3,core_loss_weight=0.2"))
+ALSO = (("--recompute", "core"), ("--precision", "fp32", "--no_gradient_checkpointing"), ("--precision", "bf16"),
+        ("--optimizer", "adamw"), ("--moe_backend", "loop"), ("--schedule", "wsd", "--target_tokens", "700"),
+        ("--deterministic",))
+
+
+@pytest.mark.parametrize("flags", (*KINDS, *(pytest.param(flags, marks=pytest.mark.slow) for flags in ALSO)),
+                         ids=lambda flags: " ".join(flags).replace(SMALL, ""))
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, shards, monkeypatch, flags):
+    """24 steps of two sequences reach the third epoch of 20; a stop lies in each of the first two, one of them at an
+    evaluation, which the run catches up on."""
+    monkeypatch.setattr(boundaries, "TRUST", (2, 5))
+    flags = ("--eval_every", "7", *flags)
+    whole = run(tmp_path, shards, *flags, steps=24, ckpt="whole")
+    assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=24, cuts=(5, 14)))
+    assert final_state(whole)["epoch"] >= 2
+
+
+def test_every_step_can_be_the_one_where_a_run_is_stopped(tmp_path, shards):
+    """The last one too, before the evaluation that ends the run."""
+    whole = run(tmp_path, shards, "--ckpt_every", "3", steps=7, ckpt="whole")
+    assert_same_runs(whole, run_in_parts(tmp_path, shards, "--ckpt_every", "3", steps=7, cuts=range(1, 8)))
+
+
+@pytest.fixture
+def mixture(tmp_path, shards) -> str:
+    """Of which an epoch is about 33 sequences of 32 bytes."""
+    other = tmp_path / "other"
+    other.mkdir()
+    np.random.default_rng(1).choice(np.frombuffer(b"xyz ", np.uint8), 400).astype("<u2").tofile(other / "a.bin")
+    return f"{shards}:0.6,{other}:0.4"
+
+
+def test_a_mixture_resumes_exactly_in_each_sources_own_epoch(tmp_path, mixture):
+    flags = ("--micro_batch", "4", "--eval_every", "8")
+    whole = run(tmp_path, mixture, *flags, steps=20, ckpt="whole")
+    assert_same_runs(whole, run_in_parts(tmp_path, mixture, *flags, steps=20, cuts=(6, 11)))
+    assert final_state(whole)["epoch"] >= 2
+
+
+def test_evaluating_sampling_and_saving_may_change_between_the_parts_of_a_run(tmp_path, shards):
+    whole = run(tmp_path, shards, "--eval_every", "0", steps=12, ckpt="whole")
+    for steps, flags in ((3, ("--eval_every", "1")), (7, ("--sample_every", "4", "--ckpt_every", "2")),
+                         (12, ("--eval_every", "0"))):
+        parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
+    for part in ("model_state_dict", "optimizer_state_dict", "bytes_seen", "recent"):
+        assert_same(final_state(whole)[part], final_state(parts)[part])
+
+
+@pytest.mark.parametrize("before, after", (((3, 7), (1, 9)), ((2, 11), (4, 13)), ((2, 10), (3, 12))))
+def test_tables_are_cleared_once_an_epoch_also_where_the_micro_batch_changes(tmp_path, shards, monkeypatch, before,
+                                                                            after):
+    """Sequence 20 begins the second epoch; the third lies beyond."""
+    cleared, reset = [], optim.RowwiseAdagrad.reset
+    monkeypatch.setattr(optim.RowwiseAdagrad, "reset", lambda tables: (cleared.append(1), reset(tables)))
+    for micro_batch, steps in (before, after):
+        run(tmp_path, shards, "--engram_reset", "--eval_every", "0", "--micro_batch", str(micro_batch), steps=steps)
+    assert len(cleared) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", ((), ("--precision", "fp8"), ("--moe_backend", "grouped")), ids=" ".join)
+def test_deterministic_runs_resume_exactly_on_a_gpu(tmp_path, shards, flags):
+    flags = ("--device", "cuda", "--deterministic", "--dropout", "0.3", *flags)
+    whole = run(tmp_path, shards, *flags, steps=20, ckpt="whole")
+    assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=20, cuts=(7,)))
+
+
+@pytest.mark.slow
+def test_random_combinations_of_flags_and_interruptions_resume_exactly(tmp_path, shards):
+    """Twelve draws from every flag that changes the arithmetic, the data or the loop, each stopped in three steps."""
+    generator = random.Random(0)
+    choices = [("--random_loops",), ("--grad_accum", "3"), ("--no_gradient_checkpointing",), ("--engram_reset",),
+               ("--schedule", "wsd", "--target_tokens", "900"), ("--seed", "5"), ("--micro_batch", "3"),
+               ("--eval_every", "3"), ("--ckpt_every", "7"), ("--sample_every", "5"), ("--moe_backend", "loop"),
+               ("--dropout", "0.3")]
+    for case in range(12):
+        flags = [word for choice in choices if generator.random() < 0.4 for word in choice]
+        flags += ["--optimizer", generator.choice(("adamw", "adamw8bit", "muon")),
+                  "--precision", generator.choice(("fp32", "bf16", "fp8"))]
+        steps = generator.randint(20, 40)
+        whole = run(tmp_path, shards, *flags, steps=steps, ckpt=f"whole{case}")
+        cuts = sorted(generator.sample(range(1, steps), 3))
+        assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=steps, cuts=cuts, ckpt=f"parts{case}"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kills and signals
+
+
+def saving(directory) -> bool:
+    return directory.exists() and any(name.startswith(".spider-step") for name in os.listdir(directory))
+
+
+@pytest.mark.parametrize("kills", (4, pytest.param(50, marks=pytest.mark.slow)))
+def test_a_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(tmp_path, shards, processes, kills):
+    """SIGKILL at random moments, every other one inside a save; the same command each time."""
+    directory, inside = tmp_path / "killed", 0
+    flags = ("--ckpt_every", "2", "--no_gradient_checkpointing", "--eval_every", "50")
+    for kill in range(kills):
+        job = Job(processes, tmp_path, 1, run_flags(shards, directory, *flags, steps=100_000))
+        process = job.ranks[0]
+        process.join(random.uniform(0.2, 1.2))
+        while kill % 2 and process.is_alive():
+            if saving(directory):
+                os.kill(process.pid, signal.SIGSTOP)              # to be inside it still
+                time.sleep(0.01)
+                if saving(directory):
+                    break
+                os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.0005)
+        assert process.is_alive(), job.said()
+        process.kill()
+        job.end()
+        inside += saving(directory)
+    steps = max((one.step for one in find_checkpoints(directory)), default=0) + 5
+    run(tmp_path, shards, *flags, steps=steps, ckpt="killed")
+    assert_same_runs(run(tmp_path, shards, *flags, steps=steps, ckpt="whole"), directory)
+    assert not saving(directory) and inside >= kills // 4
+
+
+@pytest.mark.parametrize("slow, number", (
+    (None, signal.SIGTERM), ("evaluate", signal.SIGINT), ("log_sample", signal.SIGTERM),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (None, signal.SIGINT), ("evaluate", signal.SIGTERM), ("log_sample", signal.SIGINT)))))
+def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shards, processes, slow, number):
+    """It ends an evaluation or a sample at once."""
+    flags = ("--eval_every", "7", *(("--sample_every", "7") if slow == "log_sample" else ()))
+    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "stopped", *flags, steps=100_000),
+              faults=[(sleeps, 0, slow)] if slow else ())
+    job.wait_for("SLEEPS" if slow else "step 5/")
+    asked = time.monotonic()
+    os.kill(job.ranks[0].pid, number)
+    (status,), log = job.end()
+    assert time.monotonic() - asked < 40 and status == 128 + number
+    assert log.splitlines()[-1].startswith(f"train.py: {number.name}: stopped after step")
+    step = final_state(tmp_path / "stopped")["step"]
+    assert step == 7 if slow else step >= 5
+    parts = run(tmp_path, shards, *flags, steps=step + 2, ckpt="stopped")
+    assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
+
+
+@pytest.mark.parametrize("slow", ("check", "load_origin", "warm_up"))
+def test_a_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(tmp_path, shards, processes, slow):
+    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", "--precision", "fp8"),
+              faults=[(sleeps, 0, slow)])
+    job.wait_for("SLEEPS")
+    asked = time.monotonic()
+    job.ranks[0].terminate()
+    (status,), log = job.end()
+    assert time.monotonic() - asked < 40 and status == 128 + signal.SIGTERM
+    assert not list((tmp_path / "run").glob("*.pt")) and "before the first step" in log.splitlines()[-1]
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path, shards, processes):
+    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run"), faults=[(sleeps, 0, "accumulate")])
+    job.wait_for("SLEEPS")
+    job.ranks[0].terminate()
+    job.wait_for("repeat to quit at once")
+    asked = time.monotonic()
+    job.ranks[0].terminate()
+    (status,), _ = job.end()
+    assert time.monotonic() - asked < 40 and status == -signal.SIGTERM
+
+
+def test_a_signal_saves_also_where_nobody_reads_the_log(tmp_path, shards, processes):
+    directory = tmp_path / "run"
+    job = Job(processes, tmp_path, 1, run_flags(shards, directory, steps=100_000), faults=[(unread, 0, None)])
+    until(lambda: steps_done(directory) > 5)
+    job.ranks[0].terminate()
+    (status,), _ = job.end()
+    assert status == 128 + signal.SIGTERM and final_state(directory)["step"] > 5
+
+
+@pytest.mark.slow
+def test_a_signal_during_compilation_ends_the_run_within_twenty_seconds(tmp_path, shards, processes):
+    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", "--compile", steps=100_000))
+    job.wait_for("GFLOP per byte")
+    time.sleep(5)
+    asked = time.monotonic()
+    job.ranks[0].terminate()
+    (status,), _ = job.end()
+    assert time.monotonic() - asked < 20 and status == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("fault, said", (
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "(2.50 GiB requested)"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
+                  "allocate 80000000000 bytes. Error code 12"), "(80000000000 bytes requested)"),
+    (MemoryError("Unable to allocate 14.9 GiB for an array"), "(14.9 GiB requested)"),
+    (train.common.DataError("a.bin: changed during the run"), "a.bin: changed")), ids=lambda fault: str(fault)[:15])
+def test_lack_of_memory_and_bad_data_end_a_run_with_advice(tmp_path, shards, monkeypatch, capsys, fault, said):
+    def fail(_):
+        raise fault
+    monkeypatch.setattr(train, "accumulate", train.accumulate)
+    at_step(3, before=fail)
+    line = refused(run_flags(shards, tmp_path / "run", "--ckpt_every", "2", "--eval_every", "0"), capsys)
+    assert said in line and (isinstance(fault, train.common.DataError) or "--micro_batch (now 2)" in line)
+    assert final_state(tmp_path / "run")["step"] == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rule: where a directory holds checkpoints, their run resumes
+
+
+def test_a_fine_tuning_command_given_again_resumes(tmp_path, shards, capsys):
+    """As torchrun and Slurm give it: it says where the run begins, not that it begins again."""
+    origin = run(tmp_path, shards, steps=3, ckpt="origin") / "spider-step3.pt"
+    flags = ("--resume", str(origin), "--reset_steps", "--seed", "1")
+    whole = run(tmp_path, shards, *flags, steps=6, ckpt="whole")
+    assert metrics(whole)[0]["step"] == 1
+    capsys.readouterr()
+    assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=6, cuts=(2, 4)))
+    assert capsys.readouterr().err.count("it resumes from its own checkpoint") == 2
+    os.remove(origin)                     # it is no longer needed
+    assert final_state(run(tmp_path, shards, *flags, steps=7, ckpt="parts"))["step"] == 7
+
+
+def test_a_checkpoint_named_for_an_empty_directory_continues_there_exactly(tmp_path, shards):
+    flags = ("--ckpt_every", "3", "--eval_every", "0")
+    whole = run(tmp_path, shards, *flags, steps=7, ckpt="whole")
+    origin = run(tmp_path, shards, *flags, steps=4, ckpt="origin") / "spider-step4.pt"
+    other = run(tmp_path, shards, *flags, "--resume", str(origin), steps=7, ckpt="other")
+    assert_same(final_state(other)["model_state_dict"], final_state(whole)["model_state_dict"])
+    assert [line["step"] for line in metrics(other)] == [4, 5, 6, 7]
+
+
+def test_going_back_or_starting_over_inside_a_directory_is_an_error_that_names_the_remedy(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--ckpt_every", "2", "--keep_last", "9", steps=6)
+    before = contents(directory)
+    for flags, said in ((("--resume", directory / "spider-step2.pt"), "to go back, name a new --ckpt_dir"),
+                        (("--resume", directory / "spider-step6.pt", "--reset_steps"), "name a new --ckpt_dir"),
+                        (("--resume", directory / "gone.pt"), "to go back"), (("--reset_steps",), "a new --ckpt_dir")):
+        assert said in refused(run_flags(shards, directory, *map(str, flags)), capsys)
+        assert contents(directory) == before
+    assert final_state(run(tmp_path, shards, "--resume", str(directory / "spider-step6.pt"), steps=7))["step"] == 7
+
+
+def test_what_cannot_begin_a_run_is_an_error(tmp_path, shards, capsys):
+    (tmp_path / "folder").mkdir()
+    for flags, said in ((("--reset_steps",), "--reset_steps needs --resume"),
+                        (("--resume", tmp_path / "none.pt"), "none.pt does not exist"),
+                        (("--resume", tmp_path / "folder"), "name a checkpoint in it")):
+        assert said in refused(run_flags(shards, tmp_path / "new", *map(str, flags)), capsys)
+
+
+def test_with_the_default_directory_a_reset_begins_beside_the_run_it_came_from(tmp_path, shards, monkeypatch):
+    """The original's command; given again, it resumes."""
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path, shards, steps=3, ckpt="checkpoints")
+    argv = ["--resume", "checkpoints/spider-step3.pt", "--reset_steps", "--data_dir", str(shards), "--seq_len", "32",
+            "--micro_batch", "2", "--eval_every", "0"]
+    for steps in (2, 4):
+        assert train.command_line([*argv, "--max_steps", str(steps)]) == 0
+        assert [line["step"] for line in metrics(tmp_path / "checkpoints" / "from-spider-step3")] == [
+            *range(1, steps + 1)]
+    assert find_checkpoints(tmp_path / "checkpoints")[-1].step == 3
+
+
+def test_two_runs_cannot_work_in_one_directory(tmp_path, shards, processes, capsys):
+    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run"), faults=[(sleeps, 0, "accumulate")])
+    job.wait_for("SLEEPS")
+    assert "another process is using it" in refused(run_flags(shards, tmp_path / "run"), capsys)
+    job.ranks[0].kill()
+    job.end()
+    run(tmp_path, shards)                 # the lock ended with its process
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Changes
+
+
+def test_a_larger_batch_resumes_to_the_same_number_of_bytes_and_logs_the_change(tmp_path, shards, capsys):
+    run(tmp_path, shards, "--target_tokens", "640", steps=5)
+    state = final_state(run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0))
+    assert state["bytes_seen"] == 5 * 64 + 3 * 128 and state["step"] == 8
+    assert "--micro_batch was 2, is 4" in capsys.readouterr().err
+
+
+def test_hyperparameters_are_those_of_this_runs_flags(tmp_path, shards, capsys):
+    run(tmp_path, shards, "--optimizer", "adamw", steps=1)
+    directory = run(tmp_path, shards, "--optimizer", "adamw", "--weight_decay", "0.3", "--beta1", "0.8", steps=2)
+    group = final_state(directory)["optimizer_state_dict"]["adamw"]["param_groups"][0]
+    assert group["weight_decay"] == 0.3 and group["betas"] == (0.8, 0.95)
+    assert "--weight_decay was 0.1, is 0.3" in capsys.readouterr().err
+
+
+def test_settings_without_a_shape_change_with_a_line_and_stay_changed(tmp_path, shards, capsys):
+    """--set changes the checkpoint's model, so that nothing else of it need be given again."""
+    run(tmp_path, shards, steps=1)
+    capsys.readouterr()
+    directory = run(tmp_path, shards, "--set", "core_loss_weight=0.5,act_threshold=0.9", steps=2)
+    assert "act_threshold was 0.99, is 0.9; core_loss_weight was 0.0, is 0.5" in capsys.readouterr().err
+    assert metrics(directory)[-1]["core_loss"] > 0
+    run(tmp_path, shards, "--set", "", steps=3)
+    assert "act_threshold" not in capsys.readouterr().err
+    assert final_state(directory)["step"] == 3 and final_state(directory)["cfg"]["core_loss_weight"] == 0.5
+
+
+def test_loops_of_a_run_stay_the_same_when_it_resumes_and_others_are_named(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--n_loops", "3", steps=1)
+    argv = ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--ckpt_dir", str(directory),
+            "--eval_every", "0", "--max_steps"]
+    assert train.command_line([*argv, "2", "--n_loops", "5"]) == 0
+    assert "--n_loops was 3, is 5" in capsys.readouterr().err
+    assert train.command_line([*argv, "3"]) == 0 and "settings differ" not in capsys.readouterr().err
+    state = final_state(directory)
+    assert (state["step"], state["n_loops"], state["cfg"]["n_loops"]) == (3, 5, 3)

@@ -1,0 +1,323 @@
+"""A run in progress: spikes told from noise, patience, metrics.jsonl, the log, wandb, the profiler, curves."""
+
+import itertools
+import math
+import os
+import shutil
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+import train
+from conftest import final_state, metrics, refused, run, run_flags
+from jobs import forked
+from spider import curves, estimate
+from spider.checkpoint import best_checkpoint
+from spider.curves import draw_curves
+from spider.run import Metrics, RunProgress, StopSignals, numbers_of
+from tokenizer import BOS_ID, EOS_ID
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Spikes and explosions
+
+
+def test_noise_is_no_spike_and_a_real_explosion_is_marked():
+    progress, noise = RunProgress(), np.random.default_rng(0)
+    for _ in range(200):
+        assert not progress.watch(2 + 0.1 * noise.normal()) and not progress.exploded
+    assert progress.watch(2.9) and not progress.exploded
+    assert [progress.exploded for loss in (4.5, 4.6, 4.7, 4.8) if progress.watch(loss) or True] == [False] * 3 + [True]
+    progress.watch(2.0)
+    assert not progress.exploded          # it recovered
+    progress.watch(7.0)                   # worse than guessing among all ids
+    assert progress.exploded
+    progress.forget_losses(evaluations=False)
+    assert not any(progress.watch(loss) for loss in [0.3] * 10 + [4.0]) and not progress.exploded
+
+
+UNLIKE = ("--micro_batch", "1", "--seq_len", "64", "--eval_every", "0", "--dropout", "0", "--ckpt_every", "1000")
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory):
+    """A run on code of letters at random beside lines of '#': losses of steps differ by an order of magnitude."""
+    directory, rng = tmp_path_factory.mktemp("unlike"), np.random.default_rng(0)
+    (directory / "data").mkdir()
+    for name, count in (("train", 60), ("val", 10)):
+        ids = []
+        for _ in range(count):
+            text = b"#" * 192 if rng.random() < 0.5 else bytes(rng.choice(list(b"abcdef ()=:\n"), 192).tolist())
+            ids += [BOS_ID, *text, EOS_ID]
+        np.array(ids, "<u2").tofile(directory / "data" / f"{name}.bin")
+    return run(directory, directory / "data", *UNLIKE, steps=60)
+
+
+@pytest.mark.parametrize("seed", ("1", "2", "3"))
+def test_a_resume_with_another_seed_on_unlike_documents_is_no_spike_and_nothing_exploded(tmp_path, unlike, monkeypatch,
+                                                                                        capsys, seed):
+    marks, record = [], RunProgress.record
+    monkeypatch.setattr(RunProgress, "record", lambda progress, *args: (
+        record(progress, *args), marks.append(progress.exploded))[0])
+    shutil.copytree(unlike, tmp_path / "run")
+    run(tmp_path, unlike.parent / "data", *UNLIKE, "--seed", seed, steps=130)
+    said = capsys.readouterr().err
+    losses = [line["loss"] for line in metrics(tmp_path / "run")][60:]
+    assert f"--seed was 0, is {seed}" in said and min(losses) < max(losses) / 4
+    assert "is a spike" not in said and not any(marks) and len(marks) == 70
+
+
+def test_a_run_that_explodes_is_marked_and_says_so_when_it_resumes(tmp_path, shards, monkeypatch, capsys):
+    update, steps = train.update, itertools.count(1)
+
+    def exploding(*args, **options):
+        numbers = update(*args, **options)
+        return numbers | dict(loss=numbers["loss"] + 6.0 * (next(steps) > 30))
+    monkeypatch.setattr(train, "update", exploding)
+    directory = run(tmp_path, shards, "--eval_every", "0", steps=36)
+    assert final_state(directory)["exploded"] and "step 31 is a spike" in capsys.readouterr().err
+    run(tmp_path, shards, "--eval_every", "0", steps=36)
+    assert "the loss had exploded by then" in capsys.readouterr().err
+
+
+def test_a_spike_is_logged_with_the_command_that_shows_its_batch(tmp_path, shards, monkeypatch, capsys):
+    update, steps = train.update, itertools.count(1)
+
+    def spiked(*args, **options):
+        numbers = update(*args, **options)
+        return numbers | dict(loss=numbers["loss"] + 5.0 * (next(steps) == 30))
+    monkeypatch.setattr(train, "update", spiked)
+    run(tmp_path, shards, "--seed", "3", "--eval_every", "0", steps=32)
+    line, = [line for line in capsys.readouterr().err.splitlines() if "is a spike" in line]
+    assert "step 30 " in line
+    assert line.endswith(f"data.py show {shards} --seq_len 32 --seed 3 --first 58 --count 2")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Patience
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of a run."""
+    by_step = dict(zip(range(2, 22, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1)))
+    record = RunProgress.record_evaluation
+    monkeypatch.setattr(RunProgress, "record_evaluation", lambda progress, loss, counts: record(
+        progress, by_step.get(progress.step, 2.2), counts))
+
+
+def test_a_run_ends_when_its_validation_has_not_improved_in_so_many_evaluations(tmp_path, shards, losses, capsys):
+    """Status 0; the same command again says why it trains no further, more patience continues."""
+    flags = ("--eval_every", "2", "--patience", "2")
+    for steps in (5, 7, 100, 100):        # 2.5 and 2.4 at steps 6 and 8; the evaluation at an end does not count
+        directory = run(tmp_path, shards, *flags, steps=steps)
+        assert ("ended by --patience 2" in capsys.readouterr().err) == (steps > 7)
+        assert final_state(directory)["step"] == min(steps, 8)
+    for patience, end in (("3", 16), ("0", 20)):
+        run(tmp_path, shards, "--eval_every", "2", "--patience", patience, steps=20)
+        assert final_state(directory)["step"] == end
+
+
+def test_a_run_whose_settings_change_has_its_patience_back(tmp_path, shards, losses):
+    flags = ("--eval_every", "2", "--patience", "2")
+    run(tmp_path, shards, *flags, steps=100)
+    assert final_state(run(tmp_path, shards, *flags, "--weight_decay", "0.3", steps=100))["step"] == 14
+
+
+def test_evaluations_of_other_data_are_not_compared_with_earlier_ones(tmp_path, shards, losses):
+    """2.0 at step 4 is the best of the first evaluations, 2.4 at step 8 of the others."""
+    flags = ("--eval_every", "2", "--keep_best", "--keep_last", "2")
+    assert best_checkpoint(run(tmp_path, shards, *flags, steps=6)).step == 4
+    for steps in (8, 9):
+        directory = run(tmp_path, shards, *flags, "--eval_tokens", "64", steps=steps)
+        assert best_checkpoint(directory).step == 8 + (steps > 8) and final_state(directory)["best_loss"] >= 2.2
+
+
+@pytest.mark.parametrize("flag", (("--keep_best",), ("--patience", "3")))
+def test_flags_that_need_the_validation_loss_are_refused_without_evaluation(tmp_path, shards, capsys, flag):
+    line = refused(run_flags(shards, tmp_path / "run", "--eval_every", "0", *flag), capsys)
+    assert f"{flag[0]} needs the validation loss" in line
+
+
+def test_a_validation_loss_that_is_not_finite_is_not_the_best():
+    progress = RunProgress(best_loss=2.0)
+    progress.record_evaluation(math.nan, counts=True)
+    assert (progress.val_loss, progress.best_loss, progress.unimproved, progress.is_best) == (None, 2.0, 1, False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metrics.jsonl and the log
+
+
+def test_lines_that_a_full_disk_refuses_are_written_later_in_order(tmp_path):
+    with Metrics(tmp_path / "metrics.jsonl", 0) as lines:
+        real = lines.file
+        for step in range(6):
+            lines.file = open("/dev/full", "wb", buffering=0) if step in (1, 2, 3) else real
+            lines.write(dict(step=step, loss=math.nan))
+        lines.sync()
+        lines.file = open("/dev/full", "wb", buffering=0)
+        lines.write(dict(step=6))
+        with pytest.raises(OSError):      # so that no checkpoint is newer than the lines before it
+            lines.sync()
+    assert metrics(tmp_path) == [dict(step=step, loss=None) for step in range(6)]
+
+
+def test_a_resumed_run_repairs_the_lines_of_an_interrupted_or_foreign_writer(tmp_path, shards):
+    """A line cut short by a kill, numbers that are not JSON, steps that are no steps."""
+    directory = run(tmp_path, shards, "--eval_every", "0", steps=3)
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    lines[0] = lines[0].replace('"step": 1,', '"step": 1, "a": NaN, "b": Infinity, "c": "fast", "d": 1e999,')
+    (directory / "metrics.jsonl").write_text("\n".join(
+        [*lines, '{"step": Infinity}', '{"step": -1}', "[" * 100_000, "7", '{"step": 2, "lo']))
+    run(tmp_path, shards, "--eval_every", "0", steps=4)
+    found = metrics(directory)
+    assert [line["step"] for line in found] == [1, 2, 3, 4] and found[0]["loss"] > 1
+    assert not found[0].keys() & {"a", "b", "c", "d"} or not any(found[0].get(name) for name in "abcd")
+    assert not any(word in (directory / "metrics.jsonl").read_text() for word in ("NaN", "Infinity"))
+
+
+@pytest.mark.parametrize("line", ('{"step": 1', "[1]", "7", '{"loss": 1}', '{"step": "<b>"}', '{"step": true}', "\xff",
+                                  "[" * 100_000, "1" * 5000))
+def test_what_is_no_line_of_metrics_is_a_value_error(line):
+    with pytest.raises(ValueError):
+        numbers_of(line)
+
+
+@pytest.mark.parametrize("damage", ('{"step": 9, "tok_per_sec": "fast", "bytes_seen": 576}',
+                                    '{"step": 9, "tok_per_sec": 5, "bytes_seen": 1%s}' % ("0" * 400),
+                                    '{"step": 9, "tok_per_sec": 1%s, "bytes_seen": 576}' % ("0" * 400), "\x00\xff"))
+def test_a_dry_run_beside_damaged_metrics_goes_by_the_other_lines(tmp_path, shards, capsys, damage):
+    directory = run(tmp_path, shards, "--eval_every", "0", steps=3)
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write(damage + "\n")
+    capsys.readouterr()
+    assert train.command_line(run_flags(shards, directory, "--dry_run")) == 0
+    assert f"measured by the run in {directory}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lines, rate", (
+    ("", None), ("0", None), ("0 64", 5.0), ("64 71", None), ("0 64 x", 5.0)))
+def test_the_rate_of_a_run_is_that_of_steps_of_the_same_size(tmp_path, lines, rate):
+    text = "".join('{"step": 1, "tok_per_sec": 5.0, "bytes_seen": %s}\n' % seen for seen in lines.split())
+    (tmp_path / "metrics.jsonl").write_text(text.replace('"bytes_seen": 0', '"bytes_seen": 1').replace(": 64", ": 65"))
+    assert estimate.rate_of_run(str(tmp_path), 64) == rate
+
+
+def test_metrics_that_are_no_file_are_an_error_and_a_link_is_not_written_through(tmp_path, shards, capsys):
+    directory, precious = run(tmp_path, shards, steps=1), tmp_path / "precious"
+    precious.write_text('{"step": 0}\n')
+    (directory / "metrics.jsonl").unlink()
+    os.mkfifo(directory / "metrics.jsonl")
+    assert "metrics.jsonl: not a regular file: use another name" in refused(run_flags(shards, directory), capsys)
+    (directory / "metrics.jsonl").unlink()
+    (directory / "metrics.jsonl").symlink_to(precious)
+    run(tmp_path, shards, steps=2)
+    assert precious.read_text() == '{"step": 0}\n' and not (directory / "metrics.jsonl").is_symlink()
+
+
+def test_the_log_has_the_lines_of_log_every_and_metrics_every_step(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, "--log_every", "4", "--eval_every", "0", steps=10)
+    lines = capsys.readouterr().err.splitlines()
+    logged = [line for line in lines if "| loss " in line]
+    assert [int(line.partition("step ")[2].partition("/")[0]) for line in logged] == [1, 4, 8, 10]
+    assert [line["step"] for line in metrics(directory)] == [*range(1, 11)]
+    assert any(f"next: python sample.py {directory}" in line for line in lines)
+
+
+def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path, shards, capsys):
+    name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
+    directory = run(tmp_path, shards, "--sample_every", "9", ckpt=name, steps=2)
+    assert train.command_line(run_flags(shards, directory, "--dry_run")) == 0
+    (directory / "spider-step2.pt").write_bytes(b"no checkpoint")
+    assert train.command_line(run_flags(shards, directory)) == 2
+    lines = [line for part in capsys.readouterr() for line in part.split("\n")]
+    assert sum("99:99:99 forged" in line for line in lines) > 3
+    assert not any(line.startswith("99:99:99") or not line.isprintable() for line in lines)
+
+
+def test_a_signal_between_two_steps_is_raised_by_the_evaluation_that_follows():
+    """On one rank; several finish it together."""
+    for ranks in (1, 2):
+        with StopSignals(ranks) as stop:
+            stop.raises = False
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.asked == signal.SIGTERM and stop.votes() == [1.0, 0.0]
+            with pytest.raises(train.Stopped) if ranks == 1 else pytest.MonkeyPatch.context():
+                stop.end_at_once()
+            stop.agree([0.0, 3.0])
+            assert stop.agreed == signal.SIGINT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# wandb, the profiler, curves
+
+
+def test_wandb_is_used_only_with_a_run_name_works_offline_and_resumes_its_run(tmp_path, shards, processes):
+    for steps, flags in enumerate(((), ("--run", "smoke"), ("--run", "smoke")), 1):
+        assert (tmp_path / "wandb").exists() == (steps > 2)
+        argv = run_flags(shards, tmp_path / "run", "--eval_every", "0", *flags, steps=steps)
+        status, _, log = forked(processes, tmp_path, *argv, WANDB_MODE="offline", WANDB__SERVICE_WAIT="300")
+        assert status == 0, log
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*"), key=os.path.getmtime)
+    first, again = (path.name.rpartition("-")[2] for path in runs)
+    assert first == again
+
+
+def test_the_profiler_leaves_a_trace(tmp_path, shards, processes):
+    argv = run_flags(shards, tmp_path / "run", "--eval_every", "0", "--profile")
+    status, _, log = forked(processes, tmp_path, *argv)
+    assert status == 0 and "profile of steps 3 to 5" in log
+    assert (tmp_path / "run" / "trace.json").stat().st_size > 1000
+
+
+def test_curves_have_few_points_and_axes_that_hold_them():
+    lines = [dict(step=step, bytes_seen=100 * step, loss=10.0 / step) for step in range(1, 1001)]
+    points = curves.curve(lines, "loss", 2)
+    assert 200 < len(points) <= curves.POINTS
+    assert points[0] == (pytest.approx(400e-6), pytest.approx(2 * (10 + 5 + 10 / 3 + 2.5) / 4))
+    for values in ([1.0], [3.0] * 50, [0.0, 0.0], [-1e30, 1e30], [5.0, *[1.0] * 99]):
+        low, high = curves.span([[*enumerate(values)]])
+        assert low < min(values) and high > sorted(values)[len(values) // 2]
+    points = [(n, 5.0 - 0.01 * n + (-1) ** n) for n in range(300)]
+    found = curves.smoothed(points)
+    assert [x for x, _ in found] == [x for x, _ in points] and found[0] == points[0]
+    assert all(abs(y - (5.0 - 0.01 * x)) < 0.2 for x, y in found[8:])
+
+
+def test_a_run_leaves_its_curves_and_never_fails_for_them(tmp_path, shards, monkeypatch, capsys):
+    picture = run(tmp_path, shards, steps=2) / "curves.png"
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
+
+    def log_of(steps) -> str:
+        run(tmp_path, shards, steps=steps)
+        return capsys.readouterr().err
+    with monkeypatch.context() as patch:  # as if it were not installed
+        for name in ("matplotlib", "matplotlib.figure"):
+            patch.setitem(sys.modules, name, None)
+        assert "draw curves.png" not in log_of(3) and not picture.exists()
+    pytest.importorskip("matplotlib")
+    assert "draw curves.png" not in log_of(4) and picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    curves.write_curves(picture.parent, signal.SIGTERM)
+    assert not picture.exists()
+    picture.mkdir()
+    assert "could not draw curves.png" in log_of(5)
+
+
+def test_curves_of_several_runs_are_one_picture_and_missing_ones_are_an_error(tmp_path, monkeypatch, capsys):
+    figure = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
+    drawn, out, labels = [], tmp_path / "out.png", ["$\\frac$", "a\nb\x1b[2J", "漢🕸"]
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, save=figure.Figure.savefig, **options: (
+        drawn.extend(text.get_text() for text in self.axes[0].get_legend().get_texts()), save(self, file, **options)))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "bytes_seen": 1, "loss": 2}\n'
+                                            '{"step": 2, "bytes_seen": 2, "loss": 1, "val_bpb": 1}\n')
+    for argv in ((), ("a",), (f"a={tmp_path / 'gone'}",)):
+        assert curves.main([str(out), *argv]) == 2 and not out.exists()
+        assert "LABEL=DIR" in capsys.readouterr().err
+    assert curves.main([str(out), *(f"{label}={tmp_path}" for label in labels)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().err == ""
+    assert [label for label in drawn if "training" in label] == [
+        f"{label} training".replace("\n", "\\n").replace("\x1b", "\\x1b").replace("$", r"\$") for label in labels]
