@@ -356,7 +356,7 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     mean_length = 1 / sum(s.weight / lengths[s.name] for s in sources) if lengths else config.bytes_per_segment
     plan = Plan(flags, recipe, config, model_class, world.ranks, mean_length, lengths,
                 estimate.checkpoint_size(model, flags["optimizer"]))
-    plans = [replace(plan, flags=flags | dict(micro_batch=n, grad_accum=steps)) for n, steps in splits]
+    plans = [replace(plan, flags=flags | dict(micro_batch=n, grad_accum=k)) for n, k in splits]
     i, recompute, memory = world.on_rank0(lambda: estimate.choose_memory(
         len(plans), args.recompute, lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
         machine.memory_of(device, world.local_ranks)))
@@ -877,7 +877,7 @@ LOGGED_IF_CHANGED = (
     "seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
     "target_tokens", "n_loops", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
     "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
-OTHER_EVALUATION = ("--data_dir", "--mock_data", "--seq_len", "--eval_tokens", "training bytes")  # changes of it
+EVALUATED = "data_dir", "mock_data", "seq_len", "eval_tokens"          # flags that decide which bytes are evaluated
 
 
 def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
@@ -899,7 +899,8 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
         changed.append(f"training bytes by source were {state['targets']}, are {targets}")
     if changed:
         logger.warning(f"settings differ from the run so far: {'; '.join(changed)}")
-        progress.forget_losses(evaluations=any(line.startswith(OTHER_EVALUATION) for line in changed))
+        progress.forget_losses(evaluations=state.get("targets", targets) != targets or any(
+            before.get(name, plan.flags[name]) != plan.flags[name] for name in EVALUATED))
         progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // plan.seq_len))  # of other data
     return progress
 
