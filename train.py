@@ -706,15 +706,16 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], count
     host = torch.stack([tokens.new_full((), number, dtype=torch.float64)                     # a copy would wait
                         for number in (sum(batch.real for batch in batches), *votes)])
     flat = torch.cat((torch.stack(list(sums.values())).double(), host, tokens.flatten().double(), scores.double()))
-    norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, flat)
+    total_norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, flat)
     of_sums, of_host, of_tokens, of_scores = flat.split((len(sums), len(host), tokens.numel(), scores.numel()))
     tokens, scores = of_tokens.float().view_as(tokens), of_scores.float()
-    nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip or math.inf, norm)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
-    norm, balance, *numbers = torch.cat((torch.stack((norm, balance.mean())), of_sums.float(), of_host)).tolist()
+    norm, balance, *numbers = torch.cat((torch.stack((total_norm, balance.mean())), of_sums.float(), of_host)).tolist()
     sums, (real, *votes) = dict(zip(sums, numbers)), numbers[len(sums):]
     skipped = not (math.isfinite(sums["total_loss"]) and math.isfinite(norm))
     if not skipped:
+        if 0 < grad_clip < norm:
+            nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip, total_norm)
         optimizers.step()
         model.update_expert_bias(tokens)
         model.update_boundaries(scores, sums["loss"])

@@ -302,13 +302,14 @@ def has_gradient(grads: Tensor) -> Tensor:
 
 
 def orthogonalize(matrices: Tensor, moved: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Orthogonalize matrices [n, r, c] approximately, by five Newton-Schulz steps of Muon's quintic, and multiply by
-    `scale`. The result is 0 where `moved`, bool [n, 1, 1], is false.
+    """Orthogonalize matrices [n, r, c] approximately, by four Newton-Schulz steps of Muon's quintic, and multiply by
+    `scale`. The result is 0 where `moved`, bool [n, 1, 1], is false. A fifth step does not lower the loss
+    (docs/results/learning.md).
 
     Normalization takes no extra pass over x: the first Gram matrix has its norm, the first polynomial divides by it."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    for i in range(5):
+    for i in range(4):
         gram = x @ x.mT
         if i == 0:                        # the trace is the squared norm of x
             norm = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).sqrt()[:, None, None]
@@ -319,7 +320,7 @@ def orthogonalize(matrices: Tensor, moved: Tensor | None = None, scale: float = 
             polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)
             x = polynomial.mul_(size.to(x.dtype)) @ x
         else:                             # adding 3.4445 on the diagonal instead would double or triple bf16's error
-            last = scale if i == 4 else 1.0
+            last = scale if i == 3 else 1.0
             x = torch.baddbmm(x, polynomial, x, beta=3.4445 * last, alpha=last)
     return x.mT if tall else x
 

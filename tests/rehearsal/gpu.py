@@ -15,6 +15,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._functorch import config as autograd_config
 from torch._inductor import config
 from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
@@ -62,7 +63,7 @@ def stand_in(architecture: int = 90):
             if hasattr(owner, name):
                 stack.enter_context(mock.patch.object(owner, name, staticmethod(always(answers[name]))))
         stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", always(None)))
-        stack.enter_context(mock.patch("tile_moe.find_wrong_product", always(None)))          # it reads values
+        stack.enter_context(mock.patch("tile_moe.find_obstacle", always(None)))               # it reads values
         # Constants of the host are not copied to the device.
         stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
         yield
@@ -85,7 +86,7 @@ def fake_tensors():
 def settle(model: str, *flags: str) -> Plan:
     """Settle the plan of a step of a model of MODELS, which train.py's flags may change."""
     small = [f"--model={model}", f"--set={MODELS[model]}", f"--n_loops={LOOPS[model]}", "--seq_len=256",
-             "--micro_batch=16", "--compile=off", "--recompute=core"]
+             "--micro_batch=16", "--compile=off", "--recompute=core", "--moe_backend=grouped"]
     return train.settle(train.parse_args([*small, *flags], environ={}), WORLD)
 
 
@@ -132,15 +133,24 @@ def exported(spider: Spider) -> nn.Module:
 class Graph:
     """A graph for which Inductor has made code."""
 
+    running = False                       # whether one of them is
+
     def __init__(self, lowering):
         self.source, self.module, self.backward = lowering.codegen()[0].value, lowering.orig_gm, lowering.is_backward
         self.inputs = [*self.module.graph.find_nodes(op="placeholder")]
         self.outputs = [*self.module.graph.output_node().args[0]]
         self.__file__ = self.key = ""     # Inductor logs them
+        with V.set_graph_handler(lowering):                           # bytes that each Triton kernel reads and writes
+            self.moved = [node.get_read_write_buffers_sizes() for node in lowering.scheduler.nodes
+                          if not node.is_extern()]
+        self.runs = 0
 
     def call(self, args):
+        self.runs, Graph.running = self.runs + 1, True
         with fx.traceback.preserve_node_meta():                       # refusals.place reads it
-            return fx.Interpreter(self.module).run(*args)
+            results = fx.Interpreter(self.module).run(*args)
+        Graph.running = False
+        return results
 
 
 class OnHost(TorchDispatchMode):

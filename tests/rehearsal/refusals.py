@@ -156,10 +156,13 @@ def refusals_of(func, args, kwargs) -> list[str]:
     return found
 
 
+def is_view(func) -> bool:
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+
+
 def is_copy_or_view(func) -> bool:
     """Tell whether an operation only moves elements, which it does in any dtype."""
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
-    return views or func._schema.name in ("aten::clone", "aten::contiguous", "aten::cat")
+    return is_view(func) or func._schema.name in ("aten::clone", "aten::contiguous", "aten::cat")
 
 
 def place() -> str:

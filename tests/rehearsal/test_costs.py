@@ -1,11 +1,13 @@
-"""Memory and FLOPs of a step, as --dry_run estimates them, beside what fake tensors hold and multiply."""
+"""Memory and FLOPs of a step, as --dry_run estimates them, beside what fake tensors hold and multiply; its kernels, and
+a lower bound of its time."""
 
+from collections import defaultdict
 from unittest import mock
 
 import pytest
 import torch
 from rehearsal import gpu
-from rehearsal.refusals import Watch
+from rehearsal.refusals import Watch, is_view, tensors
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import varlen  # noqa: F401  registers its operations
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,6 +64,41 @@ def grouped_product(a, b, offs, *_, **__) -> int:
 FORMULAS = {torch.ops.torch_attn._varlen_attn: attention, torch.ops.aten._grouped_mm: grouped_product,
             torch.ops.torch_attn._varlen_attn_backward:
                 lambda grad, q, k, v, out, log_sum, cu_seqlens, *_, **__: 2 * attention(q, k, v, cu_seqlens)}
+# Rates of an H200: FLOP/s of products, and the share of it that attention reaches; bytes/s; seconds of any kernel
+RATES, ATTENTION = {1: 1450e12, 2: 790e12, 4: 395e12}, 0.38                     # by bytes of a number
+BANDWIDTH, SHORTEST = 4.0e12, 2e-6
+NO_KERNEL = {*"empty empty_like new_empty empty_strided new_empty_strided _unsafe_view _local_scalar_dense".split()}
+SOME_ROWS = {*"index_select index embedding gather index_add_ index_copy_ index_put_".split()}  # of the first operand
+
+
+class Costs(Watch):
+    """Count kernels, FLOPs, bytes and the least seconds they take: of products, and of the rest by part of a step."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.formulas = FlopCounterMode(display=False, custom_mapping=FORMULAS).flop_registry
+        self.part, self.parts = "", defaultdict(lambda: [0, 0, 0, 0])
+
+    def add(self, part: str, flops: int, moved: int, rate: float = 1, times: int = 1):
+        cost = 1, flops, moved, max(flops / rate, moved / BANDWIDTH, SHORTEST)
+        self.parts[part] = [total + times * number for total, number in zip(self.parts[part], cost)]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = super().__torch_dispatch__(func, types, args, kwargs), func._schema.name.split("::")[1]
+        formula = self.formulas.get(func._overloadpacket)
+        if out is NotImplemented or func.namespace == "prim" or is_view(func) or name in NO_KERNEL or (
+                gpu.Graph.running and formula is None and "embedding_bag" not in name):
+            return out
+        operands, results = tensors((args, kwargs)), tensors(out)
+        if name in SOME_ROWS:
+            operands, results = operands[1:], operands[-1:] if name[-1] == "_" else results * 2
+        moved = sum(t.numel() * t.element_size() for t in operands + (results or tensors(args[0])))
+        if formula:
+            rate = RATES[operands[0].itemsize] * (ATTENTION if "attn" in name else 1)
+            self.add("products", formula(*args, **kwargs or {}, out_val=out), moved, rate)
+        elif any(t.is_cuda for t in operands + results):
+            self.add("others in graphs" if gpu.Graph.running else self.part, 0, moved)
+        return out
 
 
 @pytest.mark.parametrize("model", gpu.MODELS)
@@ -69,12 +106,37 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
     with gpu.stand_in():
         plan = gpu.settle(model, "--set=", "--n_loops=6", "--precision=bf16", "--recompute=nothing", "--seq_len=2048",
                           "--micro_batch=8")
-        with gpu.fake_tensors(), Watch(int(plan.micro_batch * plan.seq_len / plan.bytes_per_segment)):
+        with gpu.fake_tensors(), Costs(int(plan.micro_batch * plan.seq_len / plan.bytes_per_segment)) as costs:
             spider, _ = gpu.build(plan)
-            with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-                train.accumulate(spider, [gpu.batch_of(plan, documents=plan.micro_batch)], plan.n_loops)
+            train.accumulate(spider, [gpu.batch_of(plan, documents=plan.micro_batch)], plan.n_loops)
             expected = plan.step_bytes * estimate.flops_per_byte(
                 spider, plan.bytes_per_segment, plan.n_loops, plan.seq_len)
-    counted = counter.get_total_flops()
+    counted = costs.parts["products"][1]
     print(f"{model}: {counted / 1e12:.2f} TFLOP, estimate {expected / 1e12:.2f}, {expected / counted - 1:+.1%}")
     assert expected == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, most", (("--precision=bf16", 0.138), ("--precision=fp8", 0.132),
+                                         ("--precision=bf16 --micro_batch=448", 0.425)))
+def test_the_bound_of_a_compiled_step_does_not_grow(flags, most):
+    with gpu.stand_in(), gpu.generating() as graphs:
+        plan = gpu.settle("1b", "--set=", "--n_loops=6", "--recompute=nothing", "--micro_batch=112", *flags.split())
+        with gpu.fake_tensors(), Costs(int(plan.step_bytes / 5.3)) as costs:
+            spider, optimizers = gpu.build(plan, compiled=True)
+            gpu.step(plan, spider, optimizers, plan.micro_batch)
+            for graph in graphs:
+                graph.runs = 0
+            costs.parts.clear()
+            costs.part, batches = "outside of graphs", [gpu.batch_of(plan, documents=plan.micro_batch)]
+            sums = train.accumulate(spider, batches, plan.n_loops)
+            costs.part = "update"
+            train.update(spider, optimizers, *sums, batches, plan.grad_clip)
+            for graph, moved in ((graph, moved) for graph in graphs for moved in graph.moved):
+                costs.add("Triton in graphs", 0, moved, times=graph.runs)
+    print(flags)
+    for part, (kernels, flops, moved, seconds) in costs.parts.items():
+        print(f"{part}: {kernels:.0f} kernels, {flops / 1e12:.1f} TFLOP, {moved / 1e9:.1f} GB, {seconds * 1e3:.1f} ms")
+    kernels, _, _, seconds = map(sum, zip(*costs.parts.values()))
+    print(f"together: {kernels:.0f} kernels, {seconds * 1e3:.1f} ms, {plan.step_bytes / seconds:,.0f} bytes/s")
+    assert seconds <= most
