@@ -120,7 +120,8 @@ def flag_parser() -> argparse.ArgumentParser:
     flag("--recompute", default="auto", choices=("auto", *RECOMPUTE),
          help="activation checkpointing: layers that backward computes again; auto: the fewest with which a step fits "
               "into memory")
-    flag("--no_gradient_checkpointing", action="store_true", help="same as --recompute nothing")
+    flag("--no_gradient_checkpointing", dest="recompute", action="store_const", const="nothing",
+         default=argparse.SUPPRESS, help="same as --recompute nothing")
     flag("--shards", default=1, type=COUNT, metavar="RANKS",
          help="shard weights, gradients and optimizer state over this many ranks; groups of ranks are replicas")
     flag("--rank_timeout", default=900.0, type=real(0, 1e6, above=True), metavar="SECONDS",
@@ -178,12 +179,13 @@ RECIPES = {"1b": {}, "base": dict(n_loops=1), "original": {},
 
 # One of these overrides the others where they are set with less precedence.
 ALTERNATIVES = (("target_tokens", "minutes", "target_flops", "target_param_data_ratio"),
-                ("grad_accum", "global_batch"), ("recompute", "no_gradient_checkpointing"), ("data_dir", "mock_data"))
+                ("grad_accum", "global_batch"), ("data_dir", "mock_data"))
 
 
 def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.environ) -> SimpleNamespace:
-    """Return the values of all flags, and in `given` the names of those set anywhere. Precedence: flag, environment
-    variable, --config file, default. Raise UsageError for a bad value or flags that contradict one another."""
+    """Return the values of all flags, in `given` the names of those set anywhere, and in `inherited` the values that
+    are not from argv. Precedence: flag, environment variable, --config file, default. Raise UsageError for a bad value
+    or flags that contradict one another."""
     parser = flag_parser()
     values, flags = vars(parser.parse_args([])), parser.given(argv)
     environment = {}
@@ -195,15 +197,10 @@ def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.en
     for source in (flags, environment, of_file):
         replaced = {name for names in ALTERNATIVES for name in names if given.keys() & {*names}}
         given = {name: value for name, value in source.items() if name not in replaced} | given
-    environment = [f"{name.upper()}={given[name]}" for name in environment if name in given]
-    of_file = {name: value for name, value in of_file.items() if given.get(name) is value}
-    args = SimpleNamespace(**values | given, given=set(given), environment=environment, of_file=of_file)
+    inherited = {name: value for name, value in given.items() if name not in flags}
+    args = SimpleNamespace(**values | given, given=set(given), inherited=inherited)
     if len(both := [name for name in ALTERNATIVES[0] if name in given]) > 1:
         raise UsageError(f"--{both[1]}: --{both[0]} already sets the horizon: give one")
-    if args.no_gradient_checkpointing and args.recompute not in ("auto", "nothing"):
-        raise UsageError("--no_gradient_checkpointing means --recompute nothing: give one of the two")
-    if args.no_gradient_checkpointing:
-        args.recompute = "nothing"
     if "ckpt_dir" not in given and args.mock_data:
         args.ckpt_dir = os.path.join(args.ckpt_dir, "mock")
     if "ckpt_dir" not in given and args.reset_steps and args.resume:
@@ -226,7 +223,7 @@ import tokenizer
 from data import Batch, Feed, Loader, Source, check, mock_source, open_data, validation_sets
 from spider import estimate, machine
 from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
-from spider.common import CheckpointError, Diverged, ProgressBar, Stopped, one_line, step_seed
+from spider.common import CheckpointError, Diverged, Stopped, say, step_seed
 from spider.curves import write_curves
 from spider.distributed import World, shard_model, sharding_of
 from spider.layers import NEVER_FP8, Linear, takes_fp8
@@ -249,9 +246,8 @@ class Plan:
     model_class: type[Spider] = Spider
     ranks: int = 1
     bytes_per_segment: float = 1.0        # expected
-    segment_lengths: Mapping[str, float] = field(default_factory=dict)  # of each source, where they can be measured
     checkpoint_size: float = 0.0          # bytes
-    memory: Mapping[str, float] = field(default_factory=dict)           # estimated bytes of a rank by purpose
+    memory: Mapping[str, float] = field(default_factory=dict)  # estimated bytes of a rank by purpose
     remarks: tuple[str, ...] = ()         # lines for the log
 
     def __getattr__(self, name: str):
@@ -286,7 +282,7 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     UsageError for flags that contradict one another or that this machine does not support, and CheckpointError for a
     checkpoint of another model."""
     device, given, state = world.device, args.given, state or {}
-    flags = {name: value for name, value in vars(args).items() if name not in ("given", "environment", "of_file")}
+    flags = {name: value for name, value in vars(args).items() if name not in ("given", "inherited")}
 
     # Recipe: that of --model, else the checkpoint's, else the one that suits the device
     saved_flags, recipe = state.get("flags", {}), args.model
@@ -304,10 +300,7 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
             flags["n_loops"] = state.get("n_loops", config.n_loops)
     with torch.device("meta"):
         model = model_class(config)
-    has_tables = any(isinstance(module, EngramTable) for module in model.modules())
-    if flags["engram_reset"] and not has_tables and "engram_reset" in given:
-        raise UsageError("--engram_reset: this model has no Engram tables")
-    flags["engram_reset"] = flags["engram_reset"] and has_tables
+    flags["engram_reset"] &= any(isinstance(module, EngramTable) for module in model.modules())
 
     # Batch: all splits of a step into micro-steps that are possible, best first; memory decides below
     splits, of_sequence = [(flags["micro_batch"], flags["grad_accum"])], flags["seq_len"] * world.ranks
@@ -349,12 +342,11 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
         backend = "grouped"
     flags |= dict(precision=precision, moe_backend=backend, compile=args.compile if compiles else "off",
                   optimizer="muon" if args.optimizer == "auto" else args.optimizer)
-    lengths = {}                          # bytes per segment by source: of words, whose boundaries are a rule
-    if model.core is not None and model.boundary_predictor is None:
-        loaders = {source.name: Loader([source], flags["seq_len"], args.seed) for source in sources}
-        lengths = {name: estimate.segment_length(model, loader) for name, loader in loaders.items()}
-    mean_length = 1 / sum(s.weight / lengths[s.name] for s in sources) if lengths else config.bytes_per_segment
-    plan = Plan(flags, recipe, config, model_class, world.ranks, mean_length, lengths,
+    bytes_per_segment = config.bytes_per_segment
+    if sources and model.core is not None and model.boundary_predictor is None:  # words, whose boundaries are a rule
+        bytes_per_segment = 1 / sum(source.weight / estimate.segment_length(
+            model, Loader([source], flags["seq_len"], args.seed)) for source in sources)
+    plan = Plan(flags, recipe, config, model_class, world.ranks, bytes_per_segment,
                 estimate.checkpoint_size(model, flags["optimizer"]))
     plans = [replace(plan, flags=flags | dict(micro_batch=n, grad_accum=k)) for n, k in splits]
     i, recompute, memory = world.on_rank0(lambda: estimate.choose_memory(
@@ -386,10 +378,8 @@ def describe_plan(plan: Plan, args: SimpleNamespace, model: Spider, world: World
               and (name != "micro_batch" or args.global_batch is None)]
     if recipe:
         lines.append(f"recipe of {plan.recipe}: {' '.join(recipe)}")
-    if args.environment:
-        lines.append(f"environment: {' '.join(args.environment)}")
-    if args.of_file:
-        lines.append(f"{args.config}: {' '.join(pasteable(name, value) for name, value in args.of_file.items())}")
+    if args.inherited:
+        lines.append(f"environment or --config: {' '.join(pasteable(*item) for item in args.inherited.items())}")
     return tuple(lines)
 
 
@@ -443,26 +433,21 @@ MAX_EPOCHS = 20                          # of a horizon without a warning
 LONG_SEGMENT = 64                         # bytes: the core runs once per segment, and contributes little then
 
 
-def horizon_warnings(plan: Plan, loader: Loader | None, horizon: int) -> list[str]:
+def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
     """Return warnings for a horizon in steps that does not suit the data or --max_steps, and for segments that leave
     the core nearly idle."""
-    warnings, epochs = [], 0.0
-    if loader is not None:
-        epochs = (plan.target_tokens * loader.share / loader.targets).max()
+    warnings, epochs = [], (plan.target_tokens * loader.share / loader.targets).max()
     if epochs > MAX_EPOCHS:
         warnings.append(f"--target_tokens {plan.target_tokens:,} is {epochs:,.0f} epochs, in which the model memorizes "
                         f"the data: use at most {int(plan.target_tokens * MAX_EPOCHS / epochs):,}, or more data")
-    factor, bytes_of_run = lr_factor(plan.max_steps - 1, horizon, plan), plan.max_steps * plan.step_bytes
+    factor = lr_factor(plan.max_steps - 1, horizon, plan)
     if 0 < plan.max_steps < horizon and factor > 2 * plan.min_lr_fraction and not plan.mock_data:
         warnings.append(f"--max_steps {plan.max_steps:,} ends the run at {factor:.0%} of the peak learning rate, which "
-                        f"decays over {horizon:,} steps: use --target_tokens {bytes_of_run} for a better loss")
-    if plan.max_steps > horizon:
-        warnings.append(f"--max_steps {plan.max_steps:,}: steps beyond {horizon:,} have the minimum learning rate: use "
-                        f"--target_tokens {bytes_of_run} to spread the schedule over all steps")
-    for name, length in plan.segment_lengths.items():
-        if length >= min(LONG_SEGMENT, plan.seq_len):
-            warnings.append(f"{name}: segments have {length:,.0f} bytes on average, so that the core hardly runs: use "
-                            f"--set boundaries=learned")
+                        f"decays over {horizon:,} steps: use --target_tokens {plan.max_steps * plan.step_bytes} for a "
+                        f"better loss")
+    if plan.bytes_per_segment >= min(LONG_SEGMENT, plan.seq_len):
+        warnings.append(f"segments have {plan.bytes_per_segment:,.0f} bytes on average, so that the core hardly runs: "
+                        f"use --set boundaries=learned")
     return warnings
 
 
@@ -746,11 +731,9 @@ SAMPLE_START = 64                         # bytes of held-out text, the default 
 
 
 @torch.no_grad()
-def sum_losses(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, world: World
-               ) -> list[float]:
+def sum_losses(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], n_loops: int, world: World) -> list[float]:
     """Sum nats, labels (without -100), bytes and segments over batches of (ids, labels), each [n, T] int64, distributed
-    over ranks. `size`: ids in all batches. The model's training mode is restored."""
-    progress = ProgressBar("evaluating", size) if sys.stderr.isatty() and world.is_rank0 else None
+    over ranks. The model's training mode is restored."""
     sums, training = torch.zeros(4, device=world.device, dtype=torch.float64), model.training
     model.eval()
     with model.cast_weights_once():
@@ -760,8 +743,6 @@ def sum_losses(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: in
             counted = (labels != -100).sum()
             sums += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
                                           (ids != tokenizer.PAD_ID).sum(), out.segments))
-            if progress:
-                progress.add(ids.numel() * world.ranks)
     model.train(training)
     return world.sum(sums).tolist()
 
@@ -772,8 +753,8 @@ def evaluate(model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int
     val_bytes_per_segment over all sources and, for several sources, the bits per byte of each as val_bpb/NAME."""
     targets = sum(int((labels != -100).sum()) for _, labels in sets.values())
     logger.info(f"evaluating on {targets:,} bytes")
-    sums = {name: sum_losses(model, list(zip(*(tensor.split(rows) for tensor in of_source))), of_source[0].numel(),
-                             n_loops, world) for name, of_source in sets.items()}
+    sums = {name: sum_losses(model, list(zip(ids.split(rows), labels.split(rows))), n_loops, world)
+            for name, (ids, labels) in sets.items()}
     nats, labels, real, segments = (sum(column) for column in zip(*sums.values()))
     loss, length = nats / labels, real / max(1, segments)
     by_source = {}
@@ -790,19 +771,17 @@ def log_sample(model: Spider, step: int, plan: Plan, validation: Mapping[str, tu
 
     They continue --sample_prompt, else the first bytes of the `validation` rows, else a line break: BOS alone is a bad
     prompt, because a text file is one document and has it only once."""
+    prompt = [ord("\n")]
     if plan.sample_prompt:
-        prompt, start = [tokenizer.BOS_ID, *os.fsencode(plan.sample_prompt)], plan.sample_prompt
+        prompt = [tokenizer.BOS_ID, *os.fsencode(plan.sample_prompt)]
     elif validation:
         ids, _ = next(iter(validation.values()))
         prompt = ids[0, :SAMPLE_START].tolist()
-        start = f"(held-out text) {tokenizer.decode(prompt)}"
-    else:
-        prompt, start = [ord("\n")], "\n"
     generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(plan.seed, step, "sample"))
     model.eval()
     try:
         text = tokenizer.decode(list(model.generate(prompt, 200, generator=generator, n_loops=plan.n_loops)))
-        logger.info(f"step {step} continues {start!r}: {text!r}")
+        logger.info(f"step {step} continues {tokenizer.decode(prompt)!r}: {text!r}")
     except FloatingPointError as fault:
         logger.warning(f"step {step}: no sample: {fault}")
     model.train()
@@ -815,10 +794,9 @@ MIN_SECONDS_TIMED = 2.0                   # seconds of steps that a dry run time
 
 
 def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
-    """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for this. Without data, use
-    synthetic sentences. Writes nothing."""
+    """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for this."""
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
-    loader = Loader(sources or [mock_source(plan.seed)], plan.seq_len, plan.seed)
+    loader = Loader(sources, plan.seq_len, plan.seed)
     model = build_model(plan, world)
     if plan.compile != "off":
         warm_up(model, plan, world.device)
@@ -849,22 +827,18 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
     """Print the cost of a run, the verdict first; return exit status 1 if memory or disk do not suffice."""
     with torch.device("meta"):
         model = plan.model_class(plan.config)
-    loader = Loader(sources, plan.seq_len, plan.seed) if sources else None
     enough = estimate.print_verdict(plan, machine.memory_of(world.device, world.local_ranks))
     peak = machine.product_rate(world.device) * world.ranks * (2 if plan.precision == "fp8" else 1)
     bound = peak / estimate.flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, plan.seq_len)
-    at_least, rate, origin = estimate.expected_rate(
-        plan, world, bound, lambda: time_steps(plan, world, sources))
+    at_least, rate, origin = estimate.expected_rate(plan, world, bound, lambda: time_steps(plan, world, sources))
     steps = plan.max_steps or plan.horizon
     duration = estimate.describe_duration(steps * plan.step_bytes / rate)
-    print(one_line(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {at_least}{duration} at {rate:,.0f} bytes/s "
-                   f"({origin})"))
+    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {at_least}{duration} at {rate:,.0f} bytes/s ({origin})")
     for source in sources:
-        print(one_line(f"data: {source}, all checked"))
-    if not sources:
-        print(one_line(f"data: {plan.data_dir} does not exist yet: python data.py prepare INPUT --out {plan.data_dir}"))
-    for line in (*(f"warning: {line}" for line in horizon_warnings(plan, loader, plan.horizon)), *plan.remarks):
-        print(one_line(line))
+        say(f"data: {source}, all checked")
+    warnings = horizon_warnings(plan, Loader(sources, plan.seq_len, plan.seed), plan.horizon)
+    for line in (*(f"warning: {line}" for line in warnings), *plan.remarks):
+        say(line)
     estimate.print_tables(plan, model)
     print(describe_fp8(model, plan.fp8_experts))
     return 0 if enough else 1
@@ -932,15 +906,6 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
             f"{plan.seed} --first {first} --count {plan.sequences}")
 
 
-def open_sources(args: SimpleNamespace) -> list[Source]:
-    """Open and check the data; return an empty list in a dry run without --data_dir, if the default does not exist."""
-    if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
-        return []
-    sources = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir)
-    check(sources)
-    return sources
-
-
 def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: type[Spider]
           ) -> tuple[Plan, list[Source], tuple]:
     """Configure this process, join the other ranks, find data and checkpoint, and settle the plan. Return the plan, the
@@ -955,7 +920,8 @@ def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: 
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     world.join(device, args.shards, args.rank_timeout)
-    sources, directory = open_sources(args), Path(args.ckpt_dir)
+    sources, directory = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir), Path(args.ckpt_dir)
+    check(sources)
     if world.is_rank0 and not args.dry_run:
         directory.mkdir(parents=True, exist_ok=True)
         closing.enter_context(common.locked(directory))
@@ -1038,17 +1004,16 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
                               for every in (plan.eval_every, plan.sample_every))
         pause = time.perf_counter()
         try:
-            stop.end_at_once()
+            stop.raises = world.ranks == 1  # several finish an evaluation together
             if evaluates and progress.val_loss is None:
                 metrics |= evaluate(model, validation, eval_rows, plan.n_loops, world)
                 progress.record_evaluation(metrics["val_loss"], counts=progress.step % plan.eval_every == 0)
                 writer.step = progress.step - 1  # a resumed checkpoint of this step lacks the evaluation
             if samples and (whole := sharding_of(model).gather_model(model)) is not None:
                 log_sample(whole, progress.step, plan, validation)
-            stop.end_at_once(False)
+            stop.raises = False
         except Stopped:
-            stop.end_at_once(False)
-            stop.agreed = stop.asked
+            stop.raises = False
         paused += time.perf_counter() - pause
         if metrics and metrics_file:
             metrics_file.write(metrics)

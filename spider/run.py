@@ -84,27 +84,20 @@ class RunProgress:
 # metrics.jsonl
 
 
-def numbers_of(line: str) -> dict:
-    """Read a step's line of metrics.jsonl: its numbers by name, and None for those that were not finite. Raise
-    ValueError for any other line."""
-    try:
-        line = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
-        raise ValueError("it has no step")
-    return {name: value for name, value in line.items()
-            if value is None or isinstance(value, (int, float)) and abs(value) < 1e300}
-
-
 def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the numbers of each valid line of metrics.jsonl; nothing if there is no such file."""
+    """Yield the numbers of each line of metrics.jsonl, None for those that were not finite; nothing if there is no such
+    file."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            with suppress(ValueError):    # truncated or altered
-                yield numbers_of(line)
+            try:
+                line = json.loads(line)
+            except ValueError:            # cut short by a kill
+                continue
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                yield {name: value for name, value in line.items()
+                       if value is None or isinstance(value, (int, float)) and abs(value) < 1e300}
 
 
 class Metrics:
@@ -158,7 +151,7 @@ REPEATED = 5.0                            # seconds within which torchrun repeat
 
 class StopSignals:
     """Handle SIGTERM and SIGINT: the first one sets `asked`, so that the run stops after the step and saves; a second
-    one ends the process at once. After `end_at_once`, and before the loop begins, the first one raises Stopped.
+    one ends the process at once. Where `raises` is set, as before the loop begins, the first one raises Stopped.
 
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and they `agree`."""
 
@@ -182,13 +175,6 @@ class StopSignals:
         """Stop for the signal that any rank received; votes: the sums over ranks."""
         self.agreed = next((number for number, count in zip(STOPS, votes) if count), self.agreed)
 
-    def end_at_once(self, ends: bool = True):
-        """Let a signal raise Stopped from here on, also one that came before; or, not `ends`, no longer. On several
-        ranks it never does, since they finish an evaluation together."""
-        self.raises = ends and self.ranks == 1
-        if self.raises and self.asked:
-            raise Stopped
-
     def _ask(self, number: int, _):
         if self.asked and self.ranks > 1 and time.monotonic() < self.asked_at + REPEATED:
             return
@@ -196,6 +182,8 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.asked, self.asked_at = signal.Signals(number), time.monotonic()
+        if self.ranks == 1:
+            self.agreed = self.asked
         with suppress(OSError):           # stderr may be gone; the logger may be busy
             os.write(2, f"{self.asked.name}: stopping; repeat to quit at once\n".encode())
         if self.raises:
