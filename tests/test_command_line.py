@@ -35,7 +35,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.mark.parametrize("argv, status, said", (
     (("--help",), 0, "{auto,1b,base,original,small,tiny}"), (("--learning_rate", "1"), 2, "--learning_rate"),
-    (("--seq_len", "1"), 2, "--seq_len: '1' is not a whole number of at least 2"),
+    (("--seq_len", "1"), 2, "--seq_len: '1' is not a whole number from 2"),
     (("--config", "none.toml"), 2, "none.toml"), (("--max_steps", "1"), 1, "imports")))
 def test_help_and_mistyped_flags_are_answered_without_importing_torch(argv, status, said):
     done = subprocess.run([sys.executable, "-c", NO_TORCH, *argv], cwd=ROOT, text=True, capture_output=True, timeout=60)
@@ -190,11 +190,6 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_pipe_of_the_dry_run_is_not_an_error(tmp_path, processes):
-    status, _, log = forked(processes, tmp_path, "--dry_run", "--mock_data", "--model", "tiny", read=False)
-    assert status == 0 and "Traceback" not in log and "rror" not in log, log
-
-
 def test_the_line_of_the_recipe_lists_the_values_that_the_run_has_from_it(tmp_path, capsys):
     def taken(*flags):
         base = ["--mock_data", "--dry_run", "--model", "tiny", "--ckpt_dir", str(tmp_path)]
@@ -205,13 +200,6 @@ def test_the_line_of_the_recipe_lists_the_values_that_the_run_has_from_it(tmp_pa
     assert "--n_loops" not in taken("--n_loops", "1")
     (tmp_path / "a.toml").write_text("lr = 0.5\nengram_reset = false\n")
     assert "--lr" not in taken("--config", str(tmp_path / "a.toml"))
-
-
-def test_values_of_a_config_file_are_in_the_log(tmp_path, capsys):
-    (tmp_path / "a.toml").write_text("lr = 0.5\nengram_reset = false\nseed = 3\n")
-    argv = ["--mock_data", "--dry_run", "--model", "tiny", "--config", str(tmp_path / "a.toml"), "--seed", "4"]
-    assert train.command_line(argv) == 0
-    assert "environment or --config: --lr 0.5 --no-engram_reset\n" in capsys.readouterr().out
 
 
 def test_a_dry_run_finds_what_a_run_would_find_and_writes_nothing(tmp_path, shards, capsys):
