@@ -150,18 +150,6 @@ def test_an_empty_path_is_refused_instead_of_the_working_directory(flag):
         parsed(f"--{flag}", "")
 
 
-@pytest.mark.parametrize("word", ("--seq", "--sequence", "--learning_rate", "5", "--mock_data=yes"))
-def test_unknown_and_abbreviated_flags_are_refused(word):
-    with pytest.raises(UsageError, match="see python train.py --help"):
-        parsed(word, "5")
-
-
-def test_numbers_may_have_an_exponent():
-    for name, text, value in (("target_tokens", "10e9", 10 ** 10), ("lr", "1E-3", 1e-3), ("lr", ".5", 0.5),
-                              ("seed", "4611686018427387903", (1 << 62) - 1)):
-        assert getattr(parsed(f"--{name}={text}"), name) == value
-
-
 @pytest.mark.parametrize("setting, complaint", (
     ("nonsense=1", "not a field"), ("hidden_size=big", "takes int"), ("act=maybe", "true or false"),
     ("engram_layers=1+x", "whole numbers"), ("boundaries=random", "one of learned"), ("v_head_dim=7", "must equal"),
