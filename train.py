@@ -35,43 +35,34 @@ COUNT, STEPS, RATE = integer(1), integer(0), real(0, 1000)
 def flag_parser() -> argparse.ArgumentParser:
     parser = common.Parser(prog="train.py", description=__doc__, usage="python train.py [--FLAG VALUE ...]")
     flag = parser.add_argument_group("basics").add_argument
-    flag("--model", default="auto", choices=("auto", *PRESETS),
-         help="auto: the checkpoint's, else 1b on a GPU, tiny elsewhere")
-    flag("--data_dir", default="data", type=path_name, metavar="DIR",
-         help="directory of .bin shards, or a mixture: web:0.7,code:0.3")
+    flag("--model", default="auto", choices=("auto", *PRESETS), help="auto: the checkpoint's, or 1b on a GPU, or tiny")
+    flag("--data_dir", default="data", type=path_name, metavar="DIR", help=".bin shards, or a mixture web:0.7,code:0.3")
     flag("--mock_data", action="store_true", help="train on synthetic, learnable bytes instead of --data_dir")
     flag("--ckpt_dir", default="checkpoints", type=path_name, metavar="DIR",
          help="directory for checkpoints and metrics.jsonl; --mock_data adds mock/ to the default")
-    flag("--target_tokens", default=10_000_000_000, type=COUNT, metavar="BYTES",
-         help="bytes to train on: the horizon of the schedule")
+    flag("--target_tokens", default=10_000_000_000, type=COUNT, metavar="BYTES", help="bytes to train on: the horizon")
     flag("--minutes", type=real(0, above=True), metavar="N",
          help="choose --target_tokens for about this many minutes, by timing a few steps")
     flag("--max_steps", default=0, type=STEPS, metavar="STEPS",
          help="stop after this many optimizer steps; 0: at --target_tokens. Later steps use the minimum learning rate")
     flag("--resume", type=path_name, metavar="CHECKPOINT",
          help="checkpoint to start from if --ckpt_dir is empty; else the newest one in --ckpt_dir is resumed")
-    flag("--reset_steps", action="store_true",
-         help="with --resume: load only the weights; fresh optimizer, step 0, data from the start")
+    flag("--reset_steps", action="store_true", help="with --resume: load only the weights, and begin at step 0")
     flag("--dry_run", action="store_true", help="check the data, print settings, memory and cost of the run, and stop")
-    flag("--config", type=path_name, metavar="FILE",
-         help="TOML file of flag values; flags and environment variables override it")
+    flag("--config", type=path_name, metavar="FILE", help="TOML file of flags, which flags and environment override")
 
     flag = parser.add_argument_group("model").add_argument
-    flag("--set", metavar="NAME=VALUE,...",
-         help="fields of SpiderConfig to change, e.g. lora_rank=0,engram_match_words=1+2")
+    flag("--set", metavar="NAME=VALUE,...", help="fields of SpiderConfig to change: lora_rank=0,engram_match_words=1+2")
     flag("--n_loops", default=6, type=integer(1, MAX_LOOPS), metavar="N", help="loops of the recurrent core")
-    flag("--random_loops", action="store_true",
-         help="draw the loops of each step from a Poisson distribution with mean --n_loops")
+    flag("--random_loops", action="store_true", help="draw the loops of each step: Poisson with mean --n_loops")
 
     flag = parser.add_argument_group("batch").add_argument
     flag("--seq_len", default=2048, type=integer(2, 1 << 24), metavar="BYTES", help="bytes per sequence")
     flag("--micro_batch", default=64, type=COUNT, metavar="N",
          help="sequences per device and micro-step; with --global_batch, and without --grad_accum, the most that fit")
     flag("--grad_accum", default=1, type=COUNT, metavar="N", help="micro-steps per optimizer step")
-    flag("--global_batch", type=COUNT, metavar="BYTES",
-         help="bytes per optimizer step over all ranks, instead of --grad_accum")
-    flag("--seed", default=0, type=STEPS, metavar="N",
-         help="seed of weights, data order, segment noise, dropout and loop counts")
+    flag("--global_batch", type=COUNT, metavar="BYTES", help="bytes per step over all ranks, instead of --grad_accum")
+    flag("--seed", default=0, type=STEPS, metavar="N", help="of weights, data order, noise, dropout and loop counts")
 
     flag = parser.add_argument_group("horizon").add_argument
     flag("--target_flops", type=real(0, above=True), metavar="FLOPS", help="training FLOPs, instead of --target_tokens")
@@ -79,26 +70,22 @@ def flag_parser() -> argparse.ArgumentParser:
          help="training bytes per parameter (without Engram tables), instead of --target_tokens")
 
     flag = parser.add_argument_group("optimizer").add_argument
-    flag("--optimizer", default="auto", choices=("auto", *OPTIMIZERS),
-         help="auto: muon for matrices, AdamW for the rest")
+    flag("--optimizer", default="auto", choices=("auto", *OPTIMIZERS), help="auto: muon for matrices, AdamW for others")
     flag("--lr", default=3e-4, type=real(0, 1000, above=True), metavar="RATE",
          help="peak learning rate (Muon's updates are scaled to AdamW's size)")
     flag("--engram_lr", default=0.25, type=RATE, metavar="RATE",
          help="learning rate of the Engram tables: the size of a row's first step")
     flag("--engram_reset", default=False, action=SWITCH,
          help="clear the Engram tables at the start of each further epoch, since they memorize the text")
-    flag("--schedule", default="cosine", choices=("cosine", "wsd"),
-         help="decay after warm-up; wsd: constant, then linear")
+    flag("--schedule", default="cosine", choices=("cosine", "wsd"), help="after warm-up; wsd: constant, then linear")
     flag("--warmup_steps", default=10, type=STEPS, metavar="STEPS", help="optimizer steps of linear warm-up")
     flag("--wsd_decay_fraction", default=0.2, type=real(0, 1), metavar="FRACTION",
          help="last fraction of the horizon, in which wsd decays")
     flag("--min_lr_fraction", default=0.1, type=real(0, 1), metavar="FRACTION",
          help="learning rate at the horizon, as a fraction of the peak")
-    flag("--weight_decay", default=0.1, type=RATE, metavar="RATE",
-         help="of matrices; vectors and Engram tables have none")
+    flag("--weight_decay", default=0.1, type=RATE, metavar="RATE", help="of matrices; not of vectors or Engram tables")
     flag("--dropout", default=0.0, type=real(0, 0.9), metavar="RATE",
-         help="on the core's input and output, and a fifth of it on bytes; 0 in the first epoch, in full from the "
-              "eleventh on")
+         help="on the core's input and output, a fifth of it on bytes; grows from 0 in the first epoch to the eleventh")
     flag("--beta1", default=0.9, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
     flag("--beta2", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
     flag("--momentum", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of Muon")
@@ -109,23 +96,19 @@ def flag_parser() -> argparse.ArgumentParser:
 
     flag = parser.add_argument_group("machine").add_argument
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if available")
-    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"),
-         help="auto: bf16 if the hardware has it")
+    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"), help="auto: bf16 where supported")
     flag("--fp8_experts", action="store_true", help="with fp8: convert the routed experts too, with row-wise scales")
     flag("--moe_backend", default="auto", choices=("auto", *BACKENDS),
-         help="expert kernels; auto: triton where torch's grouped product is a loop, else tile or grouped; loop: the "
-              "reference")
+         help="auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the reference")
     flag("--compile", default="auto", nargs="?", const="on", choices=("auto", "on", "off"),
          help="torch.compile the layers (mode default); auto: on a GPU where it works")
     flag("--recompute", default="auto", choices=("auto", *RECOMPUTE),
-         help="activation checkpointing: layers that backward computes again; auto: the fewest with which a step fits "
-              "into memory")
+         help="activation checkpointing; auto: as few layers as let a step fit into memory")
     flag("--no_gradient_checkpointing", dest="recompute", action="store_const", const="nothing",
          default=argparse.SUPPRESS, help="same as --recompute nothing")
     flag("--shards", default=1, type=COUNT, metavar="RANKS",
          help="shard weights, gradients and optimizer state over this many ranks; groups of ranks are replicas")
-    flag("--rank_timeout", default=900.0, type=real(0, 1e6, above=True), metavar="SECONDS",
-         help="that ranks wait for one another")
+    flag("--rank_timeout", default=900.0, type=real(0, 1e6, above=True), metavar="SECONDS", help="that ranks wait")
     flag("--deterministic", action="store_true", help="on a GPU: use deterministic kernels, some of them slower")
 
     flag = parser.add_argument_group("checkpoints").add_argument
@@ -137,17 +120,14 @@ def flag_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument_group("evaluation").add_argument
     flag("--eval_every", default=250, type=STEPS, metavar="STEPS",
          help="optimizer steps between evaluations; one more at the end; 0: none")
-    flag("--eval_tokens", default=1_048_576, type=COUNT, metavar="BYTES",
-         help="validation bytes per evaluation, always the same ones")
+    flag("--eval_tokens", default=1_048_576, type=COUNT, metavar="BYTES", help="bytes per evaluation, always the same")
     flag("--patience", default=0, type=STEPS, metavar="N",
          help="end the run after this many evaluations in a row without a lower loss; 0: never")
-    flag("--sample_every", default=0, type=STEPS, metavar="STEPS",
-         help="optimizer steps between logged samples; 0: none")
+    flag("--sample_every", default=0, type=STEPS, metavar="STEPS", help="steps between logged samples; 0: none")
     flag("--sample_prompt", metavar="TEXT", help="prompt of the samples; default: held-out text, if the run evaluates")
 
     flag = parser.add_argument_group("logs").add_argument
-    flag("--log_every", default=1, type=COUNT, metavar="STEPS",
-         help="optimizer steps between lines of the log; metrics.jsonl has every step")
+    flag("--log_every", default=1, type=COUNT, metavar="STEPS", help="optimizer steps between lines of the log")
     flag("--run", metavar="NAME", help="log to wandb under this name (WANDB_MODE=offline works)")
     flag("--profile", action="store_true", help="write a profiler trace of steps 3 to 5 to --ckpt_dir")
     return parser
@@ -158,22 +138,12 @@ def fitted_lr(config: SpiderConfig, steps: float) -> float:
     return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
-def warmup_rule(config: SpiderConfig, steps: float) -> int:
-    """Return the warm-up: 4% of the horizon, at most 40 steps (docs/results/learning.md)."""
-    return int(min(40, steps / 25))
-
-
-def eval_interval(config: SpiderConfig, steps: float) -> int:
-    """Return the steps between evaluations, for ten per horizon. On tinyshakespeare's validation split one takes as
-    long as 8 steps of tiny: ten add 3% to the recipe's 2,930 steps, and 31% to one pass (245 steps)."""
-    return max(1, math.ceil(steps / 10))
-
-
 # Defaults of flags by model; a function computes one from the config and the horizon in steps. Those of tiny are
-# measured in docs/results/learning.md.
+# measured in docs/results/learning.md. Its ten evaluations on tinyshakespeare's validation split, each as long as 8
+# steps, add 3% to the recipe's 2,930 steps, and 31% to one pass (245 steps).
 TINY = dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=fitted_lr,
-            warmup_steps=warmup_rule, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=eval_interval,
-            eval_tokens=262_144)
+            warmup_steps=lambda config, steps: int(min(40, steps / 25)), dropout=0.5, engram_reset=True, ckpt_every=500,
+            eval_every=lambda config, steps: max(1, math.ceil(steps / 10)), eval_tokens=262_144)
 RECIPES = {"1b": {}, "base": dict(n_loops=1), "original": {},
            "small": TINY | dict(target_tokens=30_000_000, eval_tokens=1_048_576), "tiny": TINY}
 
@@ -577,10 +547,10 @@ def describe_fp8(model: Spider, experts: bool) -> str:
     kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
     count = sum(takes_fp8(module, name) for name, module in linears)
     line = f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}"
-    if not model.config.has_experts:
-        return line
-    return line + ("; routed experts in FP8 with row and column scales" if experts else
-                   "; routed experts in bf16, since their products are small (see --fp8_experts)")
+    if model.config.has_experts:
+        line += "; routed experts in FP8 with row and column scales" if experts else (
+            "; routed experts in bf16, since their products are small (see --fp8_experts)")
+    return line
 
 
 def warm_up(model: Spider, plan: Plan, device: torch.device):
@@ -731,39 +701,31 @@ SAMPLE_START = 64                         # bytes of held-out text, the default 
 
 
 @torch.no_grad()
-def sum_losses(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], n_loops: int, world: World) -> list[float]:
-    """Sum nats, labels (without -100), bytes and segments over batches of (ids, labels), each [n, T] int64, distributed
-    over ranks. The model's training mode is restored."""
-    sums, training = torch.zeros(4, device=world.device, dtype=torch.float64), model.training
-    model.eval()
-    with model.cast_weights_once():
-        for batch, counts in world.distribute(batches):
-            ids, labels = (tensor.to(world.device) for tensor in batch)
-            out = model(ids, labels, n_loops=n_loops)
-            counted = (labels != -100).sum()
-            sums += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
-                                          (ids != tokenizer.PAD_ID).sum(), out.segments))
-    model.train(training)
-    return world.sum(sums).tolist()
-
-
 def evaluate(model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int, n_loops: int, world: World
              ) -> dict[str, float]:
-    """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time. Return val_loss, val_bpb and
-    val_bytes_per_segment over all sources and, for several sources, the bits per byte of each as val_bpb/NAME."""
-    targets = sum(int((labels != -100).sum()) for _, labels in sets.values())
-    logger.info(f"evaluating on {targets:,} bytes")
-    sums = {name: sum_losses(model, list(zip(ids.split(rows), labels.split(rows))), n_loops, world)
-            for name, (ids, labels) in sets.items()}
-    nats, labels, real, segments = (sum(column) for column in zip(*sums.values()))
-    loss, length = nats / labels, real / max(1, segments)
-    by_source = {}
+    """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time, distributed over ranks. Return
+    val_loss, val_bpb and val_bytes_per_segment over all sources and, for several sources, the bits per byte of each as
+    val_bpb/NAME. The model's training mode is restored."""
+    logger.info(f"evaluating on {sum(int((labels != -100).sum()) for _, labels in sets.values()):,} bytes")
+    sums, training = {}, model.training   # of each source: nats, labels, bytes, segments
+    model.eval()
+    with model.cast_weights_once():
+        for name, (all_ids, all_labels) in sets.items():
+            own = torch.zeros(4, device=world.device, dtype=torch.float64)
+            for batch, counts in world.distribute(zip(all_ids.split(rows), all_labels.split(rows))):
+                ids, labels = (tensor.to(world.device) for tensor in batch)
+                out, counted = model(ids, labels, n_loops=n_loops), (labels != -100).sum()
+                own += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
+                                             (ids != tokenizer.PAD_ID).sum(), out.segments))
+            sums[name] = world.sum(own).tolist()
+    model.train(training)
+    nats, counted, real, segments = (sum(column) for column in zip(*sums.values()))
+    bpb, length, by_source = nats / counted / math.log(2), real / max(1, segments), {}
     if len(sums) > 1:
         by_source = {f"val_bpb/{name}": own[0] / own[1] / math.log(2) for name, own in sums.items()}
-    bpb = loss / math.log(2)
-    logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {bpb:.4f}, {length:.2f} bytes per segment"
+    logger.info(f"validation: loss {nats / counted:.4f} nats per byte, bpb {bpb:.4f}, {length:.2f} bytes per segment"
                 + "".join(f", {name.removeprefix('val_bpb/')} {own:.4f}" for name, own in by_source.items()))
-    return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=length) | by_source
+    return dict(val_loss=nats / counted, val_bpb=bpb, val_bytes_per_segment=length) | by_source
 
 
 def log_sample(model: Spider, step: int, plan: Plan, validation: Mapping[str, tuple[Tensor, Tensor]]):
@@ -847,12 +809,12 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
-# Flags whose change is logged when a run resumes.
+# Flags whose change is logged when a run resumes, beside the config's and the training bytes by source (`targets`).
 LOGGED_IF_CHANGED = (
     "seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
     "target_tokens", "n_loops", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
     "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
-EVALUATED = "data_dir", "mock_data", "seq_len", "eval_tokens"          # flags that decide which bytes are evaluated
+EVALUATED = {"data_dir", "mock_data", "seq_len", "eval_tokens", "targets"}  # these decide which bytes are evaluated
 
 
 def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
@@ -864,18 +826,15 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
         return RunProgress()
     optimizers.load_state_dict(state["optimizer_state_dict"])
     progress = RunProgress(**{f.name: state[f.name] for f in fields(RunProgress) if f.name in state})
-    before = dict(n_loops=state.get("n_loops", plan.n_loops), **state.get("flags", {}))
-    changed = [f"--{name} was {before[name]}, is {plan.flags[name]}" for name in LOGGED_IF_CHANGED
-               if name in before and before[name] != plan.flags[name]]
-    there, targets = asdict(SpiderConfig.from_saved(state["cfg"])), loader.targets.tolist()
-    changed += [f"{name} was {there[name]}, is {value}" for name, value in asdict(plan.config).items()
-                if name != "n_loops" and there[name] != value]
-    if state.get("targets", targets) != targets:
-        changed.append(f"training bytes by source were {state['targets']}, are {targets}")
+    now = asdict(plan.config) | {name: plan.flags[name] for name in LOGGED_IF_CHANGED} | dict(
+        targets=loader.targets.tolist())
+    before = now | asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {}) | {
+        name: state[name] for name in ("n_loops", "targets") if name in state}
+    changed = [name for name in now if before[name] != now[name]]
     if changed:
-        logger.warning(f"settings differ from the run so far: {'; '.join(changed)}")
-        progress.forget_losses(evaluations=state.get("targets", targets) != targets or any(
-            before.get(name, plan.flags[name]) != plan.flags[name] for name in EVALUATED))
+        logger.warning("settings differ from the run so far: "
+                       + "; ".join(f"{name} was {before[name]}, is {now[name]}" for name in changed))
+        progress.forget_losses(evaluations=not EVALUATED.isdisjoint(changed))
         progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // plan.seq_len))  # of other data
     return progress
 

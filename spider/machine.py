@@ -61,8 +61,8 @@ def obstacle_to_compile(device: torch.device) -> str | None:
 def describe_compile_error(fault: Exception, device: torch.device) -> str:
     """Describe a failure of torch.compile in one line, with what it needs."""
     first = (str(fault).strip().splitlines() or [type(fault).__name__])[0][:200]  # some errors have no message
-    needs = " and a Triton that knows this GPU" if device.type == "cuda" else ""
-    return f"torch.compile fails here ({first}); it needs a C++ compiler, Python's headers (python3-dev){needs}"
+    triton = ", and a Triton that knows this GPU" if device.type == "cuda" else ""
+    return f"torch.compile fails here ({first}); it needs a C++ compiler and Python's headers (python3-dev){triton}"
 
 
 def resolve_precision(name: str, device: torch.device) -> tuple[str, str]:
