@@ -273,20 +273,19 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     flags["engram_reset"] &= any(isinstance(module, EngramTable) for module in model.modules())
 
     # Batch: all splits of a step into micro-steps that are possible, best first; memory decides below
-    splits, of_sequence = [(flags["micro_batch"], flags["grad_accum"])], flags["seq_len"] * world.ranks
+    splits = [{name: flags[name] for name in ("micro_batch", "grad_accum")}]
+    of_sequence = flags["seq_len"] * world.ranks
     if args.global_batch is not None:
-        sequences = args.global_batch // of_sequence
-        splits = [(n, sequences // n) for n in range(min(sequences, MAX_MICRO_BATCH), 0, -1) if sequences % n == 0]
-        for i, name in enumerate(("micro_batch", "grad_accum")):
-            if name in given:
-                splits = [split for split in splits if split[i] == flags[name]]
+        sequences, asked = args.global_batch // of_sequence, {n: v for n, v in splits[0].items() if n in given}
+        splits = [dict(micro_batch=n, grad_accum=sequences // n)
+                  for n in range(min(sequences, MAX_MICRO_BATCH), 0, -1) if sequences % n == 0]
+        splits = [split for split in splits if asked.items() <= split.items()]
         if not splits or args.global_batch % of_sequence:
-            asked = [f"--{name} {flags[name]}" for name in ("micro_batch", "grad_accum") if name in given]
-            raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of "
-                             f"{of_sequence:,} (--seq_len times ranks){' times '.join(['', *asked])}")
+            raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of {of_sequence:,} "
+                             f"(--seq_len times ranks){''.join(f' times --{n} {v}' for n, v in asked.items())}")
         if resumes:                       # an interrupted run keeps its split
-            splits.sort(key=lambda split: split[0] != saved_flags.get("micro_batch"))
-    flags["global_batch"] = math.prod(splits[0]) * of_sequence
+            splits.sort(key=lambda split: split["micro_batch"] != saved_flags.get("micro_batch"))
+    flags["global_batch"] = math.prod(splits[0].values()) * of_sequence
 
     # Horizon, and the flags that follow from it
     if args.target_flops:
@@ -318,7 +317,7 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
             model, Loader([source], flags["seq_len"], args.seed)) for source in sources)
     plan = Plan(flags, recipe, config, model_class, world.ranks, bytes_per_segment,
                 estimate.checkpoint_size(model, flags["optimizer"]))
-    plans = [replace(plan, flags=flags | dict(micro_batch=n, grad_accum=k)) for n, k in splits]
+    plans = [replace(plan, flags=flags | split) for split in splits]
     i, recompute, memory = world.on_rank0(lambda: estimate.choose_memory(
         len(plans), args.recompute, lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
         machine.memory_of(device, world.local_ranks)))
@@ -809,10 +808,10 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
-# Flags whose change is logged when a run resumes, beside the config's and the training bytes by source (`targets`).
+# Flags whose change is logged when a run resumes, beside the config, loops and training bytes by source (`targets`).
 LOGGED_IF_CHANGED = (
     "seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
-    "target_tokens", "n_loops", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
+    "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
     "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
 EVALUATED = {"data_dir", "mock_data", "seq_len", "eval_tokens", "targets"}  # these decide which bytes are evaluated
 
@@ -826,8 +825,8 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
         return RunProgress()
     optimizers.load_state_dict(state["optimizer_state_dict"])
     progress = RunProgress(**{f.name: state[f.name] for f in fields(RunProgress) if f.name in state})
-    now = asdict(plan.config) | {name: plan.flags[name] for name in LOGGED_IF_CHANGED} | dict(
-        targets=loader.targets.tolist())
+    now = asdict(plan.config) | {name: plan.flags[name] for name in LOGGED_IF_CHANGED}
+    now |= dict(n_loops=plan.n_loops, targets=loader.targets.tolist())
     before = now | asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {}) | {
         name: state[name] for name in ("n_loops", "targets") if name in state}
     changed = [name for name in now if before[name] != now[name]]
@@ -843,7 +842,7 @@ def run_state(plan: Plan, model: Spider, optimizers: Optimizers, progress: RunPr
     """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the keys."""
     return dict(model_state_dict=sharding_of(model).model_state(model), optimizer_state_dict=optimizers.state_dict(),
                 cfg=asdict(model.config), recipe=plan.recipe, targets=targets,
-                flags={name: plan.flags[name] for name in LOGGED_IF_CHANGED if name != "n_loops"}, **asdict(progress))
+                flags={name: plan.flags[name] for name in LOGGED_IF_CHANGED}, **asdict(progress))
 
 
 def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:
@@ -933,7 +932,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         tracker = start_wandb(plan.run, plan.flags, progress, closing)
-        profiler = start_profiler(world.device, directory, closing) if plan.profile else None
+        profiler = start_profiler(directory, closing) if plan.profile else None
         closing.callback(lambda: write_curves(directory, stop.asked))
     saved = []
     if world.is_rank0 and resumes:        # a later one is damaged

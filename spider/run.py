@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from loguru import logger
 
 from spider import common
@@ -160,8 +159,7 @@ class StopSignals:
         self.agreed: signal.Signals | None = None    # the signal that stops all ranks
 
     def __enter__(self):
-        on_main_thread = threading.current_thread() is threading.main_thread()  # others cannot set handlers
-        self.before = {number: signal.signal(number, self._ask) for number in STOPS if on_main_thread}
+        self.before = {number: signal.signal(number, self._ask) for number in STOPS}
         return self
 
     def __exit__(self, *_):
@@ -209,18 +207,11 @@ def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunP
     return run
 
 
-def start_profiler(device: torch.device, directory: Path, closing: ExitStack):
+def start_profiler(directory: Path, closing: ExitStack):
     """Profile steps 3 to 5 of this process; write trace.json for chrome://tracing or Perfetto."""
-    from torch.profiler import ProfilerActivity, profile, schedule
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-
-    def write(finished):
-        finished.export_chrome_trace(str(directory / "trace.json"))
-        table = finished.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=25)
-        for line in ("profile of steps 3 to 5:", *table.split("\n")):
-            logger.info(line)
-    profiler = profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
-                       on_trace_ready=write)
+    from torch.profiler import profile, schedule
+    profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+                       on_trace_ready=lambda done: done.export_chrome_trace(str(directory / "trace.json")))
     profiler.start()
     closing.callback(profiler.stop)
     return profiler
