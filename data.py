@@ -28,12 +28,11 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -454,31 +453,24 @@ class Batch:
 
 
 class Feed:
-    """Give a rank's batches step by step, on its device. A thread fetches those of the next step meanwhile. It is not a
-    daemon: the end of the process would abort a daemon inside of torch, with the status of a failure."""
+    """Give a rank's batches step by step, on its device. A thread fetches those of the next step meanwhile."""
 
     def __init__(self, loader: Loader, shape, rank: int, device: torch.device, step: int, first: int):
         """step, first: the next step, and the number of sequences before it; for `shape` see Loader.batches."""
-        self.loader, self.shape, self.rank, self.device, self.fetched = loader, shape, rank, device, SimpleQueue()
-        self._start(step, first)
+        self.loader, self.shape, self.rank, self.device = loader, shape, rank, device
+        self.thread = ThreadPoolExecutor(1)      # its thread is no daemon, which would abort inside of torch at the end
+        self._fetch(step, first)
 
     def take(self) -> list[Batch]:
         """Return the batches of the next step, and start to fetch those of the step after it."""
-        batches, step, first = self.fetched.get()
-        if isinstance(batches, BaseException):
-            raise batches
-        self._start(step + 1, first + self.shape.sequences)
+        batches = self.fetched.result()
+        self._fetch(self.step + 1, self.first + self.shape.sequences)
         return batches
 
-    def _start(self, step: int, first: int):
-        def fetch():
-            try:
-                batches = self.loader.batches(step, first, self.shape, self.rank)
-                batches = [batch.to(self.device) for batch in batches]
-            except BaseException as fault:
-                batches = fault
-            self.fetched.put((batches, step, first))
-        Thread(target=fetch).start()
+    def _fetch(self, step: int, first: int):
+        def fetch() -> list[Batch]:
+            return [batch.to(self.device) for batch in self.loader.batches(step, first, self.shape, self.rank)]
+        self.step, self.first, self.fetched = step, first, self.thread.submit(fetch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 import zlib
 from operator import mul
 from types import SimpleNamespace
@@ -121,8 +120,7 @@ def test_the_feed_gives_the_batches_of_step_after_step_and_fetches_the_next_one_
         expected = loader.batches(step, 6 * step, shape(2, 3))
         for batch, other in zip(feed.take(), expected, strict=True):
             assert torch.equal(batch.ids, other.ids) and batch.noise_seed == other.noise_seed
-    while feed.fetched.empty():
-        time.sleep(0.01)
+    feed.fetched.result()
     monkeypatch.setattr(Stream, "rows", lambda *_: 1 / 0)
     feed.take()                           # was fetched before
     with pytest.raises(ZeroDivisionError):
