@@ -23,7 +23,6 @@ import math
 import os
 import random
 import re
-import resource
 import sys
 from bisect import bisect_right
 from collections import Counter
@@ -31,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +47,6 @@ if TYPE_CHECKING:                         # torch is imported where it is used: 
     from torch import Tensor
 
 MIB = 1 << 20
-CHECK_ALL = 2048 * MIB                    # bytes: up to this size, `check` reads all of the data
 HELD_OUT = 10_000_000                     # most ids to hold out where there is no validation shard
 VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)  # names of validation shards and their folders
 UNFINISHED = '{"complete": false}\n'      # metadata.json while `prepare` writes the shards
@@ -62,7 +60,6 @@ class Shard(NamedTuple):
     path: str
     ids: np.ndarray                       # uint16
     first: int = 0
-    size: int | None = None               # bytes of the file; None: no file
 
 
 class Stream:
@@ -71,7 +68,6 @@ class Stream:
     def __init__(self, shards: Iterable[Shard]):
         self.shards = list(shards)
         self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
-        self.bounds = np.array(self.starts)
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -109,11 +105,6 @@ class Stream:
         Labels are the ids one further. Short windows are padded with PAD; labels that are PAD become -100.
         """
         import torch
-        first, last = self.bounds.searchsorted((start, stop), "right") - 1  # shards
-        for i in set().union(*map(range, first.tolist(), (last + 1).tolist())):
-            path, _, _, size = self.shards[i]
-            if size is not None and os.path.getsize(path) != size:  # to read beyond its end would kill the process
-                raise DataError(f"{path}: changed during the run: restore it; the same command resumes")
         ids = np.full((len(start), seq_len + 1), PAD_ID, np.uint16)
         for row, a, b in zip(ids, start.tolist(), stop.tolist()):
             row[:b - a + 1] = self.read(a, b + 1)
@@ -177,7 +168,7 @@ def map_shard(path: str, entry: dict | None = None) -> Shard:
                         "altered; copy or prepare it again")
     if size == 0 or size % 2:
         raise DataError(f"{path}: has {size:,} bytes, none or an odd number: truncated, or not a shard")
-    return Shard(path, np.memmap(path, "<u2", "r").view(np.ndarray), 0, size)
+    return Shard(path, np.memmap(path, "<u2", "r").view(np.ndarray))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,8 +208,6 @@ def open_data(spec: str) -> list[Source]:
 
 def open_source(directory: str, weight: float) -> Source:
     """Map a directory's shards; without a validation shard, hold out the last 1% of the ids."""
-    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
     shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
     train, val = (Stream(shard for its_split, shard in shards if its_split == split) for split in ("train", "val"))
     if not len(train):
@@ -244,17 +233,6 @@ def mock_source(seed: int) -> Source:
         return Stream([Shard("mock data", ids)])
 
     return Source("mock", 1.0, stream(5000), stream(350))
-
-
-def check(sources: Sequence[Source]):
-    """Raise DataError for an id above 271. Checks all ids of up to 2 GiB, else the first and last MiB of every shard;
-    training checks the ids of every batch."""
-    streams = [stream for source in sources for stream in (source.train, source.val)]
-    reach = MIB // 2 if sum(2 * len(stream) for stream in streams) > CHECK_ALL else CHECK_ALL
-    for stream in streams:
-        for start, stop in pairwise(stream.starts):
-            stream.check(start, min(start + reach, stop))
-            stream.check(max(start + reach, stop - reach), stop)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import tokenizer
-from data import Batch, Feed, Loader, Source, check, mock_source, open_data, validation_sets
+from data import Batch, Feed, Loader, Source, mock_source, open_data, validation_sets
 from spider import estimate, machine
 from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
 from spider.common import CheckpointError, Diverged, ProgressBar, Stopped, one_line, step_seed
@@ -933,12 +933,10 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
 
 
 def open_sources(args: SimpleNamespace) -> list[Source]:
-    """Open and check the data; return an empty list in a dry run without --data_dir, if the default does not exist."""
+    """Open the data; return an empty list in a dry run without --data_dir, if the default does not exist."""
     if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
         return []
-    sources = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir)
-    check(sources)
-    return sources
+    return [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir)
 
 
 def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: type[Spider]

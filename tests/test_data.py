@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import zlib
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 import data
 from bad_data import complaint, source, stream, write_shard
 from conftest import ROOT, prepare, run
-from data import (BLOCK, Feed, Loader, Shard, Source, Stream, check, key, mock_source, open_data, permute, shares,
+from data import (BLOCK, Feed, Loader, Shard, Source, Stream, key, mock_source, open_data, permute, shares,
                   validation_sets)
 from spider import common
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -321,25 +320,12 @@ def test_a_mixture_names_directories_and_weights(tmp_path, monkeypatch):
             open_data(spec)
 
 
-def test_more_shards_than_a_process_may_first_open_load(tmp_path):
-    for i in range(40):
-        write_shard(tmp_path / f"{i:02}.bin", [i])
-    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 9, high))
-        [found] = open_data(str(tmp_path))
-        assert found.train.read(0, 40).tolist() == list(range(40))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
-
-
 SENTINELS = [0, 1, 2, 3, BOS_ID, PAD_ID, EOS_ID, 259, VOCAB_SIZE - 1]
 
 
 def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_unchanged_and_only_pad_is_no_target(tmp_path):
     write_shard(tmp_path / "x.bin", [*SENTINELS, 65] * 30)
     [found] = sources = open_data(str(tmp_path))
-    check(sources)
     ids, labels = Loader(sources, len(found.train) - 1, 0).rows(np.arange(1))
     read = found.train.read(0, len(found.train)).astype(int).tolist()
     assert ids[0].tolist() == read[:-1] and set(read) == {*SENTINELS, 65}
@@ -375,37 +361,9 @@ FAULTS = {
 def test_bad_data_is_one_line_that_names_the_place(tmp_path, make, spec, said):
     make(tmp_path)
     with pytest.raises(common.DataError) as fault:
-        check(open_data(spec.format(p=tmp_path)))
+        Loader(open_data(spec.format(p=tmp_path)), 1, 0).rows(np.arange(2))
     message = str(fault.value)
     assert "\n" not in message and all(part.format(p=tmp_path) in message for part in said), message
-
-
-def test_large_data_are_checked_at_their_ends_and_the_rest_when_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHECK_ALL", 1000)
-    monkeypatch.setattr(data, "MIB", 200)
-    ids = np.zeros(1000, int)
-    for place in (50, 950):
-        ids[:], ids[place] = 0, 300
-        write_shard(tmp_path / "x.bin", ids)
-        with pytest.raises(common.DataError, match=f"x.bin: byte offset {2 * place}: id 300"):
-            check(open_data(str(tmp_path)))
-    ids[:], ids[500] = 0, 300
-    write_shard(tmp_path / "x.bin", ids)
-    check(sources := open_data(str(tmp_path)))
-    with pytest.raises(common.DataError, match="x.bin: byte offset 1000: id 300"):
-        Loader(sources, 100, 0).rows(np.arange(10))
-
-
-def test_a_shard_that_is_cut_off_during_the_run_stops_it_instead_of_killing_the_process(tmp_path):
-    for i in range(3):
-        write_shard(tmp_path / f"{i}.bin", np.full(3000, i))
-    loader = Loader(open_data(str(tmp_path)), 8, 0)
-    before = loader.rows(np.arange(200))
-    os.truncate(tmp_path / "1.bin", 10)
-    with pytest.raises(common.DataError, match="1.bin: changed during the run"):
-        loader.rows(np.arange(200))
-    write_shard(tmp_path / "1.bin", np.full(3000, 1))
-    assert all(torch.equal(*pair) for pair in zip(before, Loader(open_data(str(tmp_path)), 8, 0).rows(np.arange(200))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
