@@ -1,19 +1,17 @@
 """Checkpoints: write one atomically, read one safely, choose the one to resume from and those to keep.
 
 A checkpoint is one file, `spider-step{N}.pt`, whatever the number of ranks: torch.save's archive of tensors and plain
-values, with its SHA-256 as the zip comment, which detects damage. It is read with `torch.load(weights_only=True)`, so
-loading executes no code. All randomness is a function of (seed, step), so there is no random state in it. The keys:
-`model_state_dict`, `optimizer_state_dict`, `cfg`, the fields of run.RunProgress (`step`, `epoch`, `best_loss`, ...),
-`recipe`, `flags` (those that should not change) and `targets` (training bytes by source).
+values. It is read with `torch.load(weights_only=True)`, so loading executes no code. All randomness is a function of
+(seed, step), so there is no random state in it. The keys: `model_state_dict`, `optimizer_state_dict`, `cfg`, the fields
+of run.RunProgress (`step`, `epoch`, `best_loss`, ...), `recipe`, `flags` (those that should not change) and `targets`
+(training bytes by source).
 """
 
-import hashlib
 import json
 import math
-import mmap
-import os
 import re
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,52 +36,20 @@ RENAMED = {"core.place_proj": "core.offset_proj"}       # old and new names of w
 # ---------------------------------------------------------------------------------------------------------------------
 # The file format
 
-SEAL = b"spider sha256:"                  # the zip comment: this, and the SHA-256 of everything before it
-PLAIN_END = b"PK\5\6", b"\0\0"            # first and last of the 22 bytes that end an archive without a comment
-
-
-class HashingFile:
-    """A binary file that computes its SHA-256 while it is written."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.sha256, self.fault = file, hashlib.sha256(), None
-
-    def write(self, content) -> int:
-        self.sha256.update(content)
-        try:
-            return self.file.write(content)
-        except OSError as fault:          # torch.save hides it
-            self.fault = fault
-            raise
-
-    def flush(self):
-        self.file.flush()
-
 
 def write_archive(file: BinaryIO, state: dict):
-    """Write a state and its checksum to a binary file; raise OSError if writing fails."""
-    out = HashingFile(file)
+    """Write a state to a binary file; raise OSError if writing fails."""
     try:
-        torch.save(state, out)
-    except RuntimeError:
-        raise out.fault or OSError("torch.save failed") from None
-    comment = SEAL + out.sha256.hexdigest().encode()
-    file.seek(-2, os.SEEK_CUR)            # the length of the comment, 0 so far
-    file.write(len(comment).to_bytes(2, "little") + comment)
+        torch.save(state, file)
+    except RuntimeError as fault:         # torch.save hides the file's own error
+        raise fault.__context__ or OSError(str(fault)) from None
 
 
-def check_seal(path: Path):
-    """Raise ValueError if a file does not match its checksum; warn if it has none, as when another program saved it."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if (content[-22:-18], content[-2:]) == PLAIN_END:
-            logger.warning(f"{path} has no checksum, since another program saved it: damage would go unnoticed")
-            return
-        length = len(SEAL) + 64
-        with memoryview(content) as view, view[:-length - 2] as body:
-            sha256 = hashlib.sha256(body)
-        sha256.update(b"\0\0")
-        if content[-length - 2:] != length.to_bytes(2, "little") + SEAL + sha256.hexdigest().encode():
-            raise ValueError("truncated or altered: its checksum does not match")
+def check_sums(path: Path):
+    """Raise ValueError or BadZipFile if an archive does not match its own checksums, which torch.load ignores."""
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise ValueError(f"truncated or altered: the checksum of {damaged} does not match")
 
 
 @contextmanager
@@ -117,7 +83,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             if path.exists() and not path.is_file():             # to open a pipe would wait for ever
                 raise ValueError("it is not a regular file")
             if not mapped:
-                check_seal(path)
+                check_sums(path)
             state, required = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped), REQUIRED
     check_state(path, state, required)
     state["model_state_dict"] = {RENAMED.get(name, name): value for name, value in state["model_state_dict"].items()}
