@@ -129,7 +129,6 @@ def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
 # Exports (see export.py): reading one executes no code either
 
 PREFIX = "spider."                        # of an export's names of weights: the adapter's attribute for the model
-INDEX = "model.safetensors.index.json"    # transformers' list of the files, if there are several
 
 
 def safetensors():
@@ -150,15 +149,11 @@ def read_export(path: Path) -> dict:
     """Read an export, a directory or its only safetensors file, as the state of a checkpoint: weights, cfg, n_loops,
     step, recipe, and the flags of evaluation. Raise CheckpointError for a bad file."""
     library = safetensors()
-    directory, files = path, [path / "model.safetensors"]
+    directory, file = path, path / "model.safetensors"
     if path.suffix == ".safetensors":
-        directory, files = path.parent, [path]
+        directory, file = path.parent, path
     try:
-        if (path / INDEX).exists():
-            files = [path / name for name in set(json.loads((path / INDEX).read_bytes())["weight_map"].values())]
-        weights = {}
-        for file in files:
-            weights |= library.torch.load_file(file)
+        weights = library.torch.load_file(file)
         config = json.loads((directory / "config.json").read_bytes())
         training = config.get("training", {})
         flags = training.get("flags", {})

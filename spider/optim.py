@@ -173,11 +173,11 @@ class Optimizers:
 
 def load_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: dict):
     """Load a checkpoint's state of an optimizer, but keep this run's settings. Raise CheckpointError if it does not
-    fit: kernels trust the names and shapes of a state, and torch does not check them."""
+    fit: kernels trust the shapes of a state, and torch does not check them."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state)
-        check_optimizer_state(name, optimizer)
+        check_optimizer_state(optimizer)
     except Exception as fault:            # whatever a foreign state provokes
         raise CheckpointError(f"the checkpoint's state of {name} does not fit this model ({fault}): use --reset_steps "
                               f"to load only the weights") from None
@@ -185,23 +185,12 @@ def load_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: dic
         group.update(settings)
 
 
-STATES = {                                # names of a parameter's state
-    "muon": [{"momentum_buffer"}], "adamw": [{"step", "exp_avg", "exp_avg_sq"}], "engram": [{"sum"}],
-    "adamw8bit": [{"step", "state1", "state2"},
-                  {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}]}
-
-
-def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer):
-    """Raise ValueError if a state has other names, shapes or parameters than the optimizer makes."""
-    params = {p for group in optimizer.param_groups for p in group["params"]}
-    if unknown := [key for key in optimizer.state if key not in params]:
-        raise ValueError(f"it has unknown parameters: {unknown[0]!r}")
+def check_optimizer_state(optimizer: torch.optim.Optimizer):
+    """Raise ValueError if a state's tensors have other shapes than the optimizer makes."""
     for p, state in optimizer.state.items():
         blocks = math.ceil(p.numel() / BLOCK)
         shapes = {"step": (), "sum": (len(p),), "qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,),
                   "absmax2": (blocks,)}
-        if state and state.keys() not in STATES[name]:
-            raise ValueError(f"it has {', '.join(map(str, state))}")
         for key, value in state.items():
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
             if shape != shapes.get(key, tuple(p.shape)):
@@ -210,6 +199,9 @@ def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Muon
+
+MOST_TOGETHER = 1 << 26                   # maximum elements of a batch of matrices
+
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum for matrices [r, c] and stacks of them [..., r, c].
@@ -220,8 +212,6 @@ class Muon(torch.optim.Optimizer):
     one matrix of a stack (an idle expert, the adapter of a loop that did not run).
     `assignment`: which rank orthogonalizes which matrix (MatrixAssignment); None for one rank.
     """
-
-    batch_elements = 1 << 26              # maximum elements of a batch
 
     def __init__(self, params, lr: float, momentum: float, weight_decay: float,
                  assignment: Callable | None = None):
@@ -239,7 +229,7 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     batches.setdefault(p.shape[-2:], []).append(p)
             for params in batches.values():
-                per_batch = max(1, self.batch_elements // params[0].numel())
+                per_batch = max(1, MOST_TOGETHER // params[0].numel())
                 for i in range(0, len(params), per_batch):
                     self._step_batch(params[i:i + per_batch], group)
 
@@ -327,9 +317,6 @@ def orthogonalize(matrices: Tensor, moved: Tensor | None = None, scale: float = 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Muon on several ranks
-
-MOST_TOGETHER = 1 << 26                   # maximum elements of a batch of matrices
-
 
 class AssignedMatrix(NamedTuple):
     """A matrix that one rank orthogonalizes."""
