@@ -118,7 +118,9 @@ class Optimizers:
                 for (decays, rate), group in groups.items()]
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if optimizer == "muon":
-            self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, self._assign(matrices))
+            sharded = {id(param.local): param for param in self.sharding.params}
+            assignment = MatrixAssignment(self.sharding.world, [sharded[id(p)] for p in matrices]) if sharded else None
+            self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, assignment)
         else:
             adam[0]["params"] += matrices
         if optimizer == "adamw8bit":
@@ -127,15 +129,6 @@ class Optimizers:
             self.by_name["adamw"] = torch.optim.AdamW(adam, lr=lr, betas=(beta1, beta2), fused=True)
         if tables:
             self.by_name["engram"] = RowwiseAdagrad(tables, engram_lr)
-
-    def _assign(self, matrices: list[Tensor]) -> "MatrixAssignment | None":
-        """Assign matrices to ranks; return None if they are not sharded."""
-        by_local = {id(param.local): param for param in self.sharding.params}
-        if not by_local or not matrices:
-            return None
-        sharded = [by_local[id(p)] for p in matrices]
-        return MatrixAssignment(self.sharding.world, [param.shape for param in sharded],
-                                [param.bounds for param in sharded])
 
     def set_lr(self, peak: float, factor: float):
         """Set the learning rate to `peak * factor`, except for the tables, whose accumulators anneal it row by row."""
@@ -332,14 +325,13 @@ class MatrixAssignment:
     """An assignment of whole matrices to ranks. Matrices sharded by rows are sent to their owner and back; those of a
     stack stay on their shard; replicas exchange results. Every rank computes the same assignment."""
 
-    def __init__(self, world: World, shapes: list[tuple[int, ...]], bounds: list[list[int]]):
-        """shapes: of the parameters; bounds: for each, the first row of every shard and the number of rows."""
-        self.world, loads, matrices, found = world, [0] * world.ranks, [], []
-        for i, (shape, ends) in enumerate(zip(shapes, bounds)):
-            counts = [b - a for a, b in zip(ends, ends[1:])]
-            rows, columns = shape[-2:]
+    def __init__(self, world: World, params: list[ShardedParameter]):
+        self.world, loads, self.matrices, found = world, [0] * world.ranks, [], []
+        for i, param in enumerate(params):
+            counts = [b - a for a, b in zip(param.bounds, param.bounds[1:])]
+            rows, columns = param.shape[-2:]
             cost = rows * columns * min(rows, columns)
-            if len(shape) == 2:
+            if len(param.shape) == 2:
                 found.append((cost, i, None, counts, columns, range(world.ranks)))
             else:
                 found += [(cost, i, j, [rows * (k == s) for k in range(world.shards)], columns,
@@ -347,9 +339,9 @@ class MatrixAssignment:
         for cost, i, index, counts, columns, allowed in sorted(found, key=lambda matrix: -matrix[0]):
             owner = min(allowed, key=lambda rank: loads[rank])
             loads[owner] += cost
-            matrices.append(AssignedMatrix(i, index, counts, columns, owner // world.shards, owner % world.shards))
-        self.matrices = matrices
-        self.sizes = [max(shape[-2:]) for shape in shapes]                                   # longer side of a matrix
+            self.matrices.append(
+                AssignedMatrix(i, index, counts, columns, owner // world.shards, owner % world.shards))
+        self.sizes = [max(param.shape[-2:]) for param in params]                             # longer side of a matrix
 
     def __call__(self, local: list[Tensor], work: Callable) -> list[Tensor]:
         """Apply `work`, [n, r, c] -> [n, r, c], to whole matrices. `local`: this rank's rows of each parameter; the

@@ -127,9 +127,9 @@ def test_text_that_spells_sentinels_holds_bytes_alone_and_loses_only_its_byte_or
         assert documents(tmp_path / name[0], "train") == raw and metadata(tmp_path / name[0])["skipped"] == {}
 
 
-BAD_LINES = {b"null": "not an object", b'["text"]': "not an object", b'{"text": null}': "without a text in 'text'",
-             b'{"body": "x"}': "without a text in 'text'", b'{"text": 5}': "without a text in 'text'",
-             b'{"text": "fi': "not JSON", b"[" * 100_000: "not JSON", b'{"text": "\xff"}': "not UTF-8",
+BAD_LINES = {b"null": "without a text in 'text'", b'["text"]': "without a text", b'{"text": null}': "without a text",
+             b'{"body": "x"}': "without a text", b'{"text": 5}': "without a text",
+             b'{"text": "fi': "not JSON", b"[" * 100_000: "not JSON", b'{"text": "\xff"}': "not JSON in UTF-8",
              b'{"text": "ab\\ud800"}': "with a lone surrogate", b'{"text": "' + b"x" * 150_000 + b'"}': "longer than"}
 
 
