@@ -59,11 +59,9 @@ def reading(path: Path):
         yield
     except CheckpointError:
         raise
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
     except Exception as fault:
         unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
-        reason = unsafe[0] if unsafe else str(fault).partition("\n")[0] or type(fault).__name__
+        reason = unsafe[0] if unsafe else f"{type(fault).__name__}: " + str(fault).partition("\n")[0]
         raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
 
 
@@ -75,12 +73,13 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
     """Read a checkpoint, or an export, which has only weights; this executes nothing.
 
     mapped: leave the tensors in the file, and skip the checksum. Raise CheckpointError if anything is wrong."""
-    if is_export(path):
-        with reading(path):
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    with reading(path):
+        if is_export(path):
             state, required = read_export(path), {"model_state_dict", "cfg"}
-    else:
-        with reading(path):
-            if path.exists() and not path.is_file():             # to open a pipe would wait for ever
+        else:
+            if not path.is_file():        # to open a pipe would wait for ever
                 raise ValueError("it is not a regular file")
             if not mapped:
                 check_sums(path)
@@ -147,24 +146,20 @@ def is_export(path: Path) -> bool:
 
 def read_export(path: Path) -> dict:
     """Read an export, a directory or its only safetensors file, as the state of a checkpoint: weights, cfg, n_loops,
-    step, recipe, and the flags of evaluation. Raise CheckpointError for a bad file."""
-    library = safetensors()
+    step, recipe, and the flags of evaluation."""
     directory, file = path, path / "model.safetensors"
     if path.suffix == ".safetensors":
         directory, file = path.parent, path
-    try:
-        weights = library.torch.load_file(file)
-        config = json.loads((directory / "config.json").read_bytes())
-        training = config.get("training", {})
-        flags = training.get("flags", {})
-        state = dict(model_state_dict={name.removeprefix(PREFIX): weight for name, weight in weights.items()},
-                     cfg=config["spider"], n_loops=config["n_loops"], step=training.get("step", 0),
-                     flags={name: flags[name] for name in ("seq_len", "eval_tokens") if name in flags})
-        if "recipe" in training:
-            state["recipe"] = training["recipe"]
-        return state
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, library.SafetensorError) as fault:
-        raise CheckpointError(f"{path} is not an export that can be read: {type(fault).__name__}: {fault}") from None
+    weights = safetensors().torch.load_file(file)
+    config = json.loads((directory / "config.json").read_bytes())
+    training = config.get("training", {})
+    flags = training.get("flags", {})
+    state = dict(model_state_dict={name.removeprefix(PREFIX): weight for name, weight in weights.items()},
+                 cfg=config["spider"], n_loops=config["n_loops"], step=training.get("step", 0),
+                 flags={name: flags[name] for name in ("seq_len", "eval_tokens") if name in flags})
+    if "recipe" in training:
+        state["recipe"] = training["recipe"]
+    return state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,7 +328,7 @@ class CheckpointWriter:
     def __exit__(self, *_):
         self.thread.shutdown()
 
-    def save(self, state: dict, before_rename: Callable | None):
+    def save(self, state: dict, before_rename: Callable):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""
         began = time.perf_counter()
         self.writing.result()
@@ -353,8 +348,9 @@ class CheckpointWriter:
     def _write(self, state: dict, before_rename: Callable, in_loop: float):
         began, path = time.perf_counter(), checkpoint_path(self.directory, state["step"])
         try:
-            with common.durable(path, "wb", before_rename) as file:
+            with common.durable(path, "wb") as file:
                 write_archive(file, state)
+                before_rename()
         except OSError as fault:
             self.failed = True
             logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older checkpoints are intact; "
