@@ -29,9 +29,10 @@ import math
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
-from spider.common import (DataError, Parser, UsageError, check_flags_early, durable, integer, naming, one_line, real,
+from spider.common import (DataError, Parser, UsageError, check_flags_early, durable, integer, one_line, real,
                            run_program, say)
 from spider.config import MAX_LOOPS
 
@@ -125,8 +126,6 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     """Return the bytes of --prompt or of standard input, which need not be UTF-8; None for a dialogue."""
     if prompt is not None:
         return os.fsencode(prompt)
-    if sys.stdin is None:                 # closed
-        return b""
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
     with open(0, "rb", closefd=False) as stdin:
@@ -224,12 +223,6 @@ def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: i
     return found
 
 
-def check_json(path: Path):
-    """Raise UsageError if --json cannot be written, before minutes of work."""
-    if not path.parent.is_dir() or path.exists() and not path.is_file():
-        raise UsageError(f"--json: {path} cannot be written: name a file in a directory that exists")
-
-
 def print_table(found: list[dict]):
     """Print bits per byte, a row per checkpoint and text, a column per number of loops."""
     loops = list(dict.fromkeys(entry["n_loops"] for entry in found))
@@ -269,14 +262,12 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
                 return
             device, n_loops = resolve_device(args.device), args.n_loops and args.n_loops[0]
             if args.eval:
-                if args.json:
-                    check_json(Path(args.json))
-                texts = {name: open_text(name, args.field) for name in args.eval}
-                found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, args.adapt,
-                                device, model_class)
-                print_table(found)
-                if args.json:
-                    with naming(args.json), durable(Path(args.json)) as out:
+                with durable(Path(args.json)) if args.json else nullcontext() as out:  # an error comes before the work
+                    texts = {name: open_text(name, args.field) for name in args.eval}
+                    found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, args.adapt,
+                                    device, model_class)
+                    print_table(found)
+                    if out:
                         out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
             elif args.show is not None:
                 _, state = read_checkpoint(names[0], model_class)

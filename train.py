@@ -35,43 +35,34 @@ COUNT, STEPS, RATE = integer(1), integer(0), real(0, 1000)
 def flag_parser() -> argparse.ArgumentParser:
     parser = common.Parser(prog="train.py", description=__doc__, usage="python train.py [--FLAG VALUE ...]")
     flag = parser.add_argument_group("basics").add_argument
-    flag("--model", default="auto", choices=("auto", *PRESETS),
-         help="auto: the checkpoint's, else 1b on a GPU, tiny elsewhere")
-    flag("--data_dir", default="data", type=path_name, metavar="DIR",
-         help="directory of .bin shards, or a mixture: web:0.7,code:0.3")
+    flag("--model", default="auto", choices=("auto", *PRESETS), help="auto: the checkpoint's, or 1b on a GPU, or tiny")
+    flag("--data_dir", default="data", type=path_name, metavar="DIR", help=".bin shards, or a mixture web:0.7,code:0.3")
     flag("--mock_data", action="store_true", help="train on synthetic, learnable bytes instead of --data_dir")
     flag("--ckpt_dir", default="checkpoints", type=path_name, metavar="DIR",
          help="directory for checkpoints and metrics.jsonl; --mock_data adds mock/ to the default")
-    flag("--target_tokens", default=10_000_000_000, type=COUNT, metavar="BYTES",
-         help="bytes to train on: the horizon of the schedule")
+    flag("--target_tokens", default=10_000_000_000, type=COUNT, metavar="BYTES", help="bytes to train on: the horizon")
     flag("--minutes", type=real(0, above=True), metavar="N",
          help="choose --target_tokens for about this many minutes, by timing a few steps")
     flag("--max_steps", default=0, type=STEPS, metavar="STEPS",
          help="stop after this many optimizer steps; 0: at --target_tokens. Later steps use the minimum learning rate")
     flag("--resume", type=path_name, metavar="CHECKPOINT",
          help="checkpoint to start from if --ckpt_dir is empty; else the newest one in --ckpt_dir is resumed")
-    flag("--reset_steps", action="store_true",
-         help="with --resume: load only the weights; fresh optimizer, step 0, data from the start")
+    flag("--reset_steps", action="store_true", help="with --resume: load only the weights, and begin at step 0")
     flag("--dry_run", action="store_true", help="check the data, print settings, memory and cost of the run, and stop")
-    flag("--config", type=path_name, metavar="FILE",
-         help="TOML file of flag values; flags and environment variables override it")
+    flag("--config", type=path_name, metavar="FILE", help="TOML file of flags, which flags and environment override")
 
     flag = parser.add_argument_group("model").add_argument
-    flag("--set", metavar="NAME=VALUE,...",
-         help="fields of SpiderConfig to change, e.g. lora_rank=0,engram_match_words=1+2")
+    flag("--set", metavar="NAME=VALUE,...", help="fields of SpiderConfig to change: lora_rank=0,engram_match_words=1+2")
     flag("--n_loops", default=6, type=integer(1, MAX_LOOPS), metavar="N", help="loops of the recurrent core")
-    flag("--random_loops", action="store_true",
-         help="draw the loops of each step from a Poisson distribution with mean --n_loops")
+    flag("--random_loops", action="store_true", help="draw the loops of each step: Poisson with mean --n_loops")
 
     flag = parser.add_argument_group("batch").add_argument
     flag("--seq_len", default=2048, type=integer(2, 1 << 24), metavar="BYTES", help="bytes per sequence")
     flag("--micro_batch", default=64, type=COUNT, metavar="N",
          help="sequences per device and micro-step; with --global_batch, and without --grad_accum, the most that fit")
     flag("--grad_accum", default=1, type=COUNT, metavar="N", help="micro-steps per optimizer step")
-    flag("--global_batch", type=COUNT, metavar="BYTES",
-         help="bytes per optimizer step over all ranks, instead of --grad_accum")
-    flag("--seed", default=0, type=STEPS, metavar="N",
-         help="seed of weights, data order, segment noise, dropout and loop counts")
+    flag("--global_batch", type=COUNT, metavar="BYTES", help="bytes per step over all ranks, instead of --grad_accum")
+    flag("--seed", default=0, type=STEPS, metavar="N", help="of weights, data order, noise, dropout and loop counts")
 
     flag = parser.add_argument_group("horizon").add_argument
     flag("--target_flops", type=real(0, above=True), metavar="FLOPS", help="training FLOPs, instead of --target_tokens")
@@ -79,26 +70,22 @@ def flag_parser() -> argparse.ArgumentParser:
          help="training bytes per parameter (without Engram tables), instead of --target_tokens")
 
     flag = parser.add_argument_group("optimizer").add_argument
-    flag("--optimizer", default="auto", choices=("auto", *OPTIMIZERS),
-         help="auto: muon for matrices, AdamW for the rest")
+    flag("--optimizer", default="auto", choices=("auto", *OPTIMIZERS), help="auto: muon for matrices, AdamW for others")
     flag("--lr", default=3e-4, type=real(0, 1000, above=True), metavar="RATE",
          help="peak learning rate (Muon's updates are scaled to AdamW's size)")
     flag("--engram_lr", default=0.25, type=RATE, metavar="RATE",
          help="learning rate of the Engram tables: the size of a row's first step")
     flag("--engram_reset", default=False, action=SWITCH,
          help="clear the Engram tables at the start of each further epoch, since they memorize the text")
-    flag("--schedule", default="cosine", choices=("cosine", "wsd"),
-         help="decay after warm-up; wsd: constant, then linear")
+    flag("--schedule", default="cosine", choices=("cosine", "wsd"), help="after warm-up; wsd: constant, then linear")
     flag("--warmup_steps", default=10, type=STEPS, metavar="STEPS", help="optimizer steps of linear warm-up")
     flag("--wsd_decay_fraction", default=0.2, type=real(0, 1), metavar="FRACTION",
          help="last fraction of the horizon, in which wsd decays")
     flag("--min_lr_fraction", default=0.1, type=real(0, 1), metavar="FRACTION",
          help="learning rate at the horizon, as a fraction of the peak")
-    flag("--weight_decay", default=0.1, type=RATE, metavar="RATE",
-         help="of matrices; vectors and Engram tables have none")
+    flag("--weight_decay", default=0.1, type=RATE, metavar="RATE", help="of matrices; not of vectors or Engram tables")
     flag("--dropout", default=0.0, type=real(0, 0.9), metavar="RATE",
-         help="on the core's input and output, and a fifth of it on bytes; 0 in the first epoch, in full from the "
-              "eleventh on")
+         help="on the core's input and output, a fifth of it on bytes; grows from 0 in the first epoch to the eleventh")
     flag("--beta1", default=0.9, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
     flag("--beta2", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
     flag("--momentum", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of Muon")
@@ -109,22 +96,19 @@ def flag_parser() -> argparse.ArgumentParser:
 
     flag = parser.add_argument_group("machine").add_argument
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if available")
-    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"),
-         help="auto: bf16 if the hardware has it")
+    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"), help="auto: bf16 where supported")
     flag("--fp8_experts", action="store_true", help="with fp8: convert the routed experts too, with row-wise scales")
     flag("--moe_backend", default="auto", choices=("auto", *BACKENDS),
-         help="expert kernels; auto: triton where torch's grouped product is a loop, else tile or grouped; loop: the "
-              "reference")
+         help="auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the reference")
     flag("--compile", default="auto", nargs="?", const="on", choices=("auto", "on", "off"),
          help="torch.compile the layers (mode default); auto: on a GPU where it works")
     flag("--recompute", default="auto", choices=("auto", *RECOMPUTE),
-         help="activation checkpointing: layers that backward computes again; auto: the fewest with which a step fits "
-              "into memory")
-    flag("--no_gradient_checkpointing", action="store_true", help="same as --recompute nothing")
+         help="activation checkpointing; auto: as few layers as let a step fit into memory")
+    flag("--no_gradient_checkpointing", dest="recompute", action="store_const", const="nothing",
+         default=argparse.SUPPRESS, help="same as --recompute nothing")
     flag("--shards", default=1, type=COUNT, metavar="RANKS",
          help="shard weights, gradients and optimizer state over this many ranks; groups of ranks are replicas")
-    flag("--rank_timeout", default=900.0, type=real(0, 1e6, above=True), metavar="SECONDS",
-         help="that ranks wait for one another")
+    flag("--rank_timeout", default=900.0, type=real(0, 1e6, above=True), metavar="SECONDS", help="that ranks wait")
     flag("--deterministic", action="store_true", help="on a GPU: use deterministic kernels, some of them slower")
 
     flag = parser.add_argument_group("checkpoints").add_argument
@@ -136,17 +120,14 @@ def flag_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument_group("evaluation").add_argument
     flag("--eval_every", default=250, type=STEPS, metavar="STEPS",
          help="optimizer steps between evaluations; one more at the end; 0: none")
-    flag("--eval_tokens", default=1_048_576, type=COUNT, metavar="BYTES",
-         help="validation bytes per evaluation, always the same ones")
+    flag("--eval_tokens", default=1_048_576, type=COUNT, metavar="BYTES", help="bytes per evaluation, always the same")
     flag("--patience", default=0, type=STEPS, metavar="N",
          help="end the run after this many evaluations in a row without a lower loss; 0: never")
-    flag("--sample_every", default=0, type=STEPS, metavar="STEPS",
-         help="optimizer steps between logged samples; 0: none")
+    flag("--sample_every", default=0, type=STEPS, metavar="STEPS", help="steps between logged samples; 0: none")
     flag("--sample_prompt", metavar="TEXT", help="prompt of the samples; default: held-out text, if the run evaluates")
 
     flag = parser.add_argument_group("logs").add_argument
-    flag("--log_every", default=1, type=COUNT, metavar="STEPS",
-         help="optimizer steps between lines of the log; metrics.jsonl has every step")
+    flag("--log_every", default=1, type=COUNT, metavar="STEPS", help="optimizer steps between lines of the log")
     flag("--run", metavar="NAME", help="log to wandb under this name (WANDB_MODE=offline works)")
     flag("--profile", action="store_true", help="write a profiler trace of steps 3 to 5 to --ckpt_dir")
     return parser
@@ -157,33 +138,24 @@ def fitted_lr(config: SpiderConfig, steps: float) -> float:
     return float(f"{min(0.02, 0.116 * steps ** -0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
 
 
-def warmup_rule(config: SpiderConfig, steps: float) -> int:
-    """Return the warm-up: 4% of the horizon, at most 40 steps (docs/results/learning.md)."""
-    return int(min(40, steps / 25))
-
-
-def eval_interval(config: SpiderConfig, steps: float) -> int:
-    """Return the steps between evaluations, for ten per horizon. On tinyshakespeare's validation split one takes as
-    long as 8 steps of tiny: ten add 3% to the recipe's 2,930 steps, and 31% to one pass (245 steps)."""
-    return max(1, math.ceil(steps / 10))
-
-
 # Defaults of flags by model; a function computes one from the config and the horizon in steps. Those of tiny are
-# measured in docs/results/learning.md.
+# measured in docs/results/learning.md. Its ten evaluations on tinyshakespeare's validation split, each as long as 8
+# steps, add 3% to the recipe's 2,930 steps, and 31% to one pass (245 steps).
 TINY = dict(n_loops=1, seq_len=4096, micro_batch=1, target_tokens=12_000_000, lr=fitted_lr,
-            warmup_steps=warmup_rule, dropout=0.5, engram_reset=True, ckpt_every=500, eval_every=eval_interval,
-            eval_tokens=262_144)
+            warmup_steps=lambda config, steps: int(min(40, steps / 25)), dropout=0.5, engram_reset=True, ckpt_every=500,
+            eval_every=lambda config, steps: max(1, math.ceil(steps / 10)), eval_tokens=262_144)
 RECIPES = {"1b": {}, "base": dict(n_loops=1), "original": {},
            "small": TINY | dict(target_tokens=30_000_000, eval_tokens=1_048_576), "tiny": TINY}
 
 # One of these overrides the others where they are set with less precedence.
 ALTERNATIVES = (("target_tokens", "minutes", "target_flops", "target_param_data_ratio"),
-                ("grad_accum", "global_batch"), ("recompute", "no_gradient_checkpointing"), ("data_dir", "mock_data"))
+                ("grad_accum", "global_batch"), ("data_dir", "mock_data"))
 
 
 def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.environ) -> SimpleNamespace:
-    """Return the values of all flags, and in `given` the names of those set anywhere. Precedence: flag, environment
-    variable, --config file, default. Raise UsageError for a bad value or flags that contradict one another."""
+    """Return the values of all flags, in `given` the names of those set anywhere, and in `inherited` the values that
+    are not from argv. Precedence: flag, environment variable, --config file, default. Raise UsageError for a bad value
+    or flags that contradict one another."""
     parser = flag_parser()
     values, flags = vars(parser.parse_args([])), parser.given(argv)
     environment = {}
@@ -195,15 +167,10 @@ def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.en
     for source in (flags, environment, of_file):
         replaced = {name for names in ALTERNATIVES for name in names if given.keys() & {*names}}
         given = {name: value for name, value in source.items() if name not in replaced} | given
-    environment = [f"{name.upper()}={given[name]}" for name in environment if name in given]
-    of_file = {name: value for name, value in of_file.items() if given.get(name) is value}
-    args = SimpleNamespace(**values | given, given=set(given), environment=environment, of_file=of_file)
+    inherited = {name: value for name, value in given.items() if name not in flags}
+    args = SimpleNamespace(**values | given, given=set(given), inherited=inherited)
     if len(both := [name for name in ALTERNATIVES[0] if name in given]) > 1:
         raise UsageError(f"--{both[1]}: --{both[0]} already sets the horizon: give one")
-    if args.no_gradient_checkpointing and args.recompute not in ("auto", "nothing"):
-        raise UsageError("--no_gradient_checkpointing means --recompute nothing: give one of the two")
-    if args.no_gradient_checkpointing:
-        args.recompute = "nothing"
     if "ckpt_dir" not in given and args.mock_data:
         args.ckpt_dir = os.path.join(args.ckpt_dir, "mock")
     if "ckpt_dir" not in given and args.reset_steps and args.resume:
@@ -226,7 +193,7 @@ import tokenizer
 from data import Batch, Feed, Loader, Source, mock_source, open_data, validation_sets
 from spider import estimate, machine
 from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
-from spider.common import CheckpointError, Diverged, ProgressBar, Stopped, one_line, step_seed
+from spider.common import CheckpointError, Diverged, Stopped, say, step_seed
 from spider.curves import write_curves
 from spider.distributed import World, shard_model, sharding_of
 from spider.layers import NEVER_FP8, Linear, takes_fp8
@@ -249,9 +216,8 @@ class Plan:
     model_class: type[Spider] = Spider
     ranks: int = 1
     bytes_per_segment: float = 1.0        # expected
-    segment_lengths: Mapping[str, float] = field(default_factory=dict)  # of each source, where they can be measured
     checkpoint_size: float = 0.0          # bytes
-    memory: Mapping[str, float] = field(default_factory=dict)           # estimated bytes of a rank by purpose
+    memory: Mapping[str, float] = field(default_factory=dict)  # estimated bytes of a rank by purpose
     remarks: tuple[str, ...] = ()         # lines for the log
 
     def __getattr__(self, name: str):
@@ -286,7 +252,7 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     UsageError for flags that contradict one another or that this machine does not support, and CheckpointError for a
     checkpoint of another model."""
     device, given, state = world.device, args.given, state or {}
-    flags = {name: value for name, value in vars(args).items() if name not in ("given", "environment", "of_file")}
+    flags = {name: value for name, value in vars(args).items() if name not in ("given", "inherited")}
 
     # Recipe: that of --model, else the checkpoint's, else the one that suits the device
     saved_flags, recipe = state.get("flags", {}), args.model
@@ -304,26 +270,22 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
             flags["n_loops"] = state.get("n_loops", config.n_loops)
     with torch.device("meta"):
         model = model_class(config)
-    has_tables = any(isinstance(module, EngramTable) for module in model.modules())
-    if flags["engram_reset"] and not has_tables and "engram_reset" in given:
-        raise UsageError("--engram_reset: this model has no Engram tables")
-    flags["engram_reset"] = flags["engram_reset"] and has_tables
+    flags["engram_reset"] &= any(isinstance(module, EngramTable) for module in model.modules())
 
     # Batch: all splits of a step into micro-steps that are possible, best first; memory decides below
-    splits, of_sequence = [(flags["micro_batch"], flags["grad_accum"])], flags["seq_len"] * world.ranks
+    splits = [{name: flags[name] for name in ("micro_batch", "grad_accum")}]
+    of_sequence = flags["seq_len"] * world.ranks
     if args.global_batch is not None:
-        sequences = args.global_batch // of_sequence
-        splits = [(n, sequences // n) for n in range(min(sequences, MAX_MICRO_BATCH), 0, -1) if sequences % n == 0]
-        for i, name in enumerate(("micro_batch", "grad_accum")):
-            if name in given:
-                splits = [split for split in splits if split[i] == flags[name]]
+        sequences, asked = args.global_batch // of_sequence, {n: v for n, v in splits[0].items() if n in given}
+        splits = [dict(micro_batch=n, grad_accum=sequences // n)
+                  for n in range(min(sequences, MAX_MICRO_BATCH), 0, -1) if sequences % n == 0]
+        splits = [split for split in splits if asked.items() <= split.items()]
         if not splits or args.global_batch % of_sequence:
-            asked = [f"--{name} {flags[name]}" for name in ("micro_batch", "grad_accum") if name in given]
-            raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of "
-                             f"{of_sequence:,} (--seq_len times ranks){' times '.join(['', *asked])}")
+            raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of {of_sequence:,} "
+                             f"(--seq_len times ranks){''.join(f' times --{n} {v}' for n, v in asked.items())}")
         if resumes:                       # an interrupted run keeps its split
-            splits.sort(key=lambda split: split[0] != saved_flags.get("micro_batch"))
-    flags["global_batch"] = math.prod(splits[0]) * of_sequence
+            splits.sort(key=lambda split: split["micro_batch"] != saved_flags.get("micro_batch"))
+    flags["global_batch"] = math.prod(splits[0].values()) * of_sequence
 
     # Horizon, and the flags that follow from it
     if args.target_flops:
@@ -349,14 +311,13 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
         backend = "grouped"
     flags |= dict(precision=precision, moe_backend=backend, compile=args.compile if compiles else "off",
                   optimizer="muon" if args.optimizer == "auto" else args.optimizer)
-    lengths = {}                          # bytes per segment by source: of words, whose boundaries are a rule
-    if model.core is not None and model.boundary_predictor is None:
-        loaders = {source.name: Loader([source], flags["seq_len"], args.seed) for source in sources}
-        lengths = {name: estimate.segment_length(model, loader) for name, loader in loaders.items()}
-    mean_length = 1 / sum(s.weight / lengths[s.name] for s in sources) if lengths else config.bytes_per_segment
-    plan = Plan(flags, recipe, config, model_class, world.ranks, mean_length, lengths,
+    bytes_per_segment = config.bytes_per_segment
+    if sources and model.core is not None and model.boundary_predictor is None:  # words, whose boundaries are a rule
+        bytes_per_segment = 1 / sum(source.weight / estimate.segment_length(
+            model, Loader([source], flags["seq_len"], args.seed)) for source in sources)
+    plan = Plan(flags, recipe, config, model_class, world.ranks, bytes_per_segment,
                 estimate.checkpoint_size(model, flags["optimizer"]))
-    plans = [replace(plan, flags=flags | dict(micro_batch=n, grad_accum=k)) for n, k in splits]
+    plans = [replace(plan, flags=flags | split) for split in splits]
     i, recompute, memory = world.on_rank0(lambda: estimate.choose_memory(
         len(plans), args.recompute, lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
         machine.memory_of(device, world.local_ranks)))
@@ -386,10 +347,8 @@ def describe_plan(plan: Plan, args: SimpleNamespace, model: Spider, world: World
               and (name != "micro_batch" or args.global_batch is None)]
     if recipe:
         lines.append(f"recipe of {plan.recipe}: {' '.join(recipe)}")
-    if args.environment:
-        lines.append(f"environment: {' '.join(args.environment)}")
-    if args.of_file:
-        lines.append(f"{args.config}: {' '.join(pasteable(name, value) for name, value in args.of_file.items())}")
+    if args.inherited:
+        lines.append(f"environment or --config: {' '.join(pasteable(*item) for item in args.inherited.items())}")
     return tuple(lines)
 
 
@@ -443,26 +402,21 @@ MAX_EPOCHS = 20                          # of a horizon without a warning
 LONG_SEGMENT = 64                         # bytes: the core runs once per segment, and contributes little then
 
 
-def horizon_warnings(plan: Plan, loader: Loader | None, horizon: int) -> list[str]:
+def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
     """Return warnings for a horizon in steps that does not suit the data or --max_steps, and for segments that leave
     the core nearly idle."""
-    warnings, epochs = [], 0.0
-    if loader is not None:
-        epochs = (plan.target_tokens * loader.share / loader.targets).max()
+    warnings, epochs = [], (plan.target_tokens * loader.share / loader.targets).max()
     if epochs > MAX_EPOCHS:
         warnings.append(f"--target_tokens {plan.target_tokens:,} is {epochs:,.0f} epochs, in which the model memorizes "
                         f"the data: use at most {int(plan.target_tokens * MAX_EPOCHS / epochs):,}, or more data")
-    factor, bytes_of_run = lr_factor(plan.max_steps - 1, horizon, plan), plan.max_steps * plan.step_bytes
+    factor = lr_factor(plan.max_steps - 1, horizon, plan)
     if 0 < plan.max_steps < horizon and factor > 2 * plan.min_lr_fraction and not plan.mock_data:
         warnings.append(f"--max_steps {plan.max_steps:,} ends the run at {factor:.0%} of the peak learning rate, which "
-                        f"decays over {horizon:,} steps: use --target_tokens {bytes_of_run} for a better loss")
-    if plan.max_steps > horizon:
-        warnings.append(f"--max_steps {plan.max_steps:,}: steps beyond {horizon:,} have the minimum learning rate: use "
-                        f"--target_tokens {bytes_of_run} to spread the schedule over all steps")
-    for name, length in plan.segment_lengths.items():
-        if length >= min(LONG_SEGMENT, plan.seq_len):
-            warnings.append(f"{name}: segments have {length:,.0f} bytes on average, so that the core hardly runs: use "
-                            f"--set boundaries=learned")
+                        f"decays over {horizon:,} steps: use --target_tokens {plan.max_steps * plan.step_bytes} for a "
+                        f"better loss")
+    if plan.bytes_per_segment >= min(LONG_SEGMENT, plan.seq_len):
+        warnings.append(f"segments have {plan.bytes_per_segment:,.0f} bytes on average, so that the core hardly runs: "
+                        f"use --set boundaries=learned")
     return warnings
 
 
@@ -592,10 +546,10 @@ def describe_fp8(model: Spider, experts: bool) -> str:
     kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
     count = sum(takes_fp8(module, name) for name, module in linears)
     line = f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}"
-    if not model.config.has_experts:
-        return line
-    return line + ("; routed experts in FP8 with row and column scales" if experts else
-                   "; routed experts in bf16, since their products are small (see --fp8_experts)")
+    if model.config.has_experts:
+        line += "; routed experts in FP8 with row and column scales" if experts else (
+            "; routed experts in bf16, since their products are small (see --fp8_experts)")
+    return line
 
 
 def warm_up(model: Spider, plan: Plan, device: torch.device):
@@ -746,43 +700,31 @@ SAMPLE_START = 64                         # bytes of held-out text, the default 
 
 
 @torch.no_grad()
-def sum_losses(model: Spider, batches: Iterable[tuple[Tensor, Tensor]], size: int, n_loops: int, world: World
-               ) -> list[float]:
-    """Sum nats, labels (without -100), bytes and segments over batches of (ids, labels), each [n, T] int64, distributed
-    over ranks. `size`: ids in all batches. The model's training mode is restored."""
-    progress = ProgressBar("evaluating", size) if sys.stderr.isatty() and world.is_rank0 else None
-    sums, training = torch.zeros(4, device=world.device, dtype=torch.float64), model.training
-    model.eval()
-    with model.cast_weights_once():
-        for batch, counts in world.distribute(batches):
-            ids, labels = (tensor.to(world.device) for tensor in batch)
-            out = model(ids, labels, n_loops=n_loops)
-            counted = (labels != -100).sum()
-            sums += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
-                                          (ids != tokenizer.PAD_ID).sum(), out.segments))
-            if progress:
-                progress.add(ids.numel() * world.ranks)
-    model.train(training)
-    return world.sum(sums).tolist()
-
-
 def evaluate(model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int, n_loops: int, world: World
              ) -> dict[str, float]:
-    """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time. Return val_loss, val_bpb and
-    val_bytes_per_segment over all sources and, for several sources, the bits per byte of each as val_bpb/NAME."""
-    targets = sum(int((labels != -100).sum()) for _, labels in sets.values())
-    logger.info(f"evaluating on {targets:,} bytes")
-    sums = {name: sum_losses(model, list(zip(*(tensor.split(rows) for tensor in of_source))), of_source[0].numel(),
-                             n_loops, world) for name, of_source in sets.items()}
-    nats, labels, real, segments = (sum(column) for column in zip(*sums.values()))
-    loss, length = nats / labels, real / max(1, segments)
-    by_source = {}
+    """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time, distributed over ranks. Return
+    val_loss, val_bpb and val_bytes_per_segment over all sources and, for several sources, the bits per byte of each as
+    val_bpb/NAME. The model's training mode is restored."""
+    logger.info(f"evaluating on {sum(int((labels != -100).sum()) for _, labels in sets.values()):,} bytes")
+    sums, training = {}, model.training   # of each source: nats, labels, bytes, segments
+    model.eval()
+    with model.cast_weights_once():
+        for name, (all_ids, all_labels) in sets.items():
+            own = torch.zeros(4, device=world.device, dtype=torch.float64)
+            for batch, counts in world.distribute(zip(all_ids.split(rows), all_labels.split(rows))):
+                ids, labels = (tensor.to(world.device) for tensor in batch)
+                out, counted = model(ids, labels, n_loops=n_loops), (labels != -100).sum()
+                own += counts * torch.stack((out.nats_per_byte.double() * counted, counted,
+                                             (ids != tokenizer.PAD_ID).sum(), out.segments))
+            sums[name] = world.sum(own).tolist()
+    model.train(training)
+    nats, counted, real, segments = (sum(column) for column in zip(*sums.values()))
+    bpb, length, by_source = nats / counted / math.log(2), real / max(1, segments), {}
     if len(sums) > 1:
         by_source = {f"val_bpb/{name}": own[0] / own[1] / math.log(2) for name, own in sums.items()}
-    bpb = loss / math.log(2)
-    logger.info(f"validation: loss {loss:.4f} nats per byte, bpb {bpb:.4f}, {length:.2f} bytes per segment"
+    logger.info(f"validation: loss {nats / counted:.4f} nats per byte, bpb {bpb:.4f}, {length:.2f} bytes per segment"
                 + "".join(f", {name.removeprefix('val_bpb/')} {own:.4f}" for name, own in by_source.items()))
-    return dict(val_loss=loss, val_bpb=bpb, val_bytes_per_segment=length) | by_source
+    return dict(val_loss=nats / counted, val_bpb=bpb, val_bytes_per_segment=length) | by_source
 
 
 def log_sample(model: Spider, step: int, plan: Plan, validation: Mapping[str, tuple[Tensor, Tensor]]):
@@ -790,19 +732,17 @@ def log_sample(model: Spider, step: int, plan: Plan, validation: Mapping[str, tu
 
     They continue --sample_prompt, else the first bytes of the `validation` rows, else a line break: BOS alone is a bad
     prompt, because a text file is one document and has it only once."""
+    prompt = [ord("\n")]
     if plan.sample_prompt:
-        prompt, start = [tokenizer.BOS_ID, *os.fsencode(plan.sample_prompt)], plan.sample_prompt
+        prompt = [tokenizer.BOS_ID, *os.fsencode(plan.sample_prompt)]
     elif validation:
         ids, _ = next(iter(validation.values()))
         prompt = ids[0, :SAMPLE_START].tolist()
-        start = f"(held-out text) {tokenizer.decode(prompt)}"
-    else:
-        prompt, start = [ord("\n")], "\n"
     generator = torch.Generator(model.embed_tokens.device).manual_seed(step_seed(plan.seed, step, "sample"))
     model.eval()
     try:
         text = tokenizer.decode(list(model.generate(prompt, 200, generator=generator, n_loops=plan.n_loops)))
-        logger.info(f"step {step} continues {start!r}: {text!r}")
+        logger.info(f"step {step} continues {tokenizer.decode(prompt)!r}: {text!r}")
     except FloatingPointError as fault:
         logger.warning(f"step {step}: no sample: {fault}")
     model.train()
@@ -815,10 +755,9 @@ MIN_SECONDS_TIMED = 2.0                   # seconds of steps that a dry run time
 
 
 def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
-    """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for this. Without data, use
-    synthetic sentences. Writes nothing."""
+    """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for this."""
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
-    loader = Loader(sources or [mock_source(plan.seed)], plan.seq_len, plan.seed)
+    loader = Loader(sources, plan.seq_len, plan.seed)
     model = build_model(plan, world)
     if plan.compile != "off":
         warm_up(model, plan, world.device)
@@ -849,22 +788,18 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
     """Print the cost of a run, the verdict first; return exit status 1 if memory or disk do not suffice."""
     with torch.device("meta"):
         model = plan.model_class(plan.config)
-    loader = Loader(sources, plan.seq_len, plan.seed) if sources else None
     enough = estimate.print_verdict(plan, machine.memory_of(world.device, world.local_ranks))
     peak = machine.product_rate(world.device) * world.ranks * (2 if plan.precision == "fp8" else 1)
     bound = peak / estimate.flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, plan.seq_len)
-    at_least, rate, origin = estimate.expected_rate(
-        plan, world, bound, lambda: time_steps(plan, world, sources))
+    at_least, rate, origin = estimate.expected_rate(plan, world, bound, lambda: time_steps(plan, world, sources))
     steps = plan.max_steps or plan.horizon
     duration = estimate.describe_duration(steps * plan.step_bytes / rate)
-    print(one_line(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {at_least}{duration} at {rate:,.0f} bytes/s "
-                   f"({origin})"))
+    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {at_least}{duration} at {rate:,.0f} bytes/s ({origin})")
     for source in sources:
-        print(one_line(f"data: {source}, all checked"))
-    if not sources:
-        print(one_line(f"data: {plan.data_dir} does not exist yet: python data.py prepare INPUT --out {plan.data_dir}"))
-    for line in (*(f"warning: {line}" for line in horizon_warnings(plan, loader, plan.horizon)), *plan.remarks):
-        print(one_line(line))
+        say(f"data: {source}, all checked")
+    warnings = horizon_warnings(plan, Loader(sources, plan.seq_len, plan.seed), plan.horizon)
+    for line in (*(f"warning: {line}" for line in warnings), *plan.remarks):
+        say(line)
     estimate.print_tables(plan, model)
     print(describe_fp8(model, plan.fp8_experts))
     return 0 if enough else 1
@@ -873,12 +808,12 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
-# Flags whose change is logged when a run resumes.
+# Flags whose change is logged when a run resumes, beside the config, loops and training bytes by source (`targets`).
 LOGGED_IF_CHANGED = (
     "seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
-    "target_tokens", "n_loops", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
+    "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
     "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
-EVALUATED = "data_dir", "mock_data", "seq_len", "eval_tokens"          # flags that decide which bytes are evaluated
+EVALUATED = {"data_dir", "mock_data", "seq_len", "eval_tokens", "targets"}  # these decide which bytes are evaluated
 
 
 def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
@@ -890,18 +825,15 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
         return RunProgress()
     optimizers.load_state_dict(state["optimizer_state_dict"])
     progress = RunProgress(**{f.name: state[f.name] for f in fields(RunProgress) if f.name in state})
-    before = dict(n_loops=state.get("n_loops", plan.n_loops), **state.get("flags", {}))
-    changed = [f"--{name} was {before[name]}, is {plan.flags[name]}" for name in LOGGED_IF_CHANGED
-               if name in before and before[name] != plan.flags[name]]
-    there, targets = asdict(SpiderConfig.from_saved(state["cfg"])), loader.targets.tolist()
-    changed += [f"{name} was {there[name]}, is {value}" for name, value in asdict(plan.config).items()
-                if name != "n_loops" and there[name] != value]
-    if state.get("targets", targets) != targets:
-        changed.append(f"training bytes by source were {state['targets']}, are {targets}")
+    now = asdict(plan.config) | {name: plan.flags[name] for name in LOGGED_IF_CHANGED}
+    now |= dict(n_loops=plan.n_loops, targets=loader.targets.tolist())
+    before = now | asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {}) | {
+        name: state[name] for name in ("n_loops", "targets") if name in state}
+    changed = [name for name in now if before[name] != now[name]]
     if changed:
-        logger.warning(f"settings differ from the run so far: {'; '.join(changed)}")
-        progress.forget_losses(evaluations=state.get("targets", targets) != targets or any(
-            before.get(name, plan.flags[name]) != plan.flags[name] for name in EVALUATED))
+        logger.warning("settings differ from the run so far: "
+                       + "; ".join(f"{name} was {before[name]}, is {now[name]}" for name in changed))
+        progress.forget_losses(evaluations=not EVALUATED.isdisjoint(changed))
         progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // plan.seq_len))  # of other data
     return progress
 
@@ -910,7 +842,7 @@ def run_state(plan: Plan, model: Spider, optimizers: Optimizers, progress: RunPr
     """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the keys."""
     return dict(model_state_dict=sharding_of(model).model_state(model), optimizer_state_dict=optimizers.state_dict(),
                 cfg=asdict(model.config), recipe=plan.recipe, targets=targets,
-                flags={name: plan.flags[name] for name in LOGGED_IF_CHANGED if name != "n_loops"}, **asdict(progress))
+                flags={name: plan.flags[name] for name in LOGGED_IF_CHANGED}, **asdict(progress))
 
 
 def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:
@@ -932,13 +864,6 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
             f"{plan.seed} --first {first} --count {plan.sequences}")
 
 
-def open_sources(args: SimpleNamespace) -> list[Source]:
-    """Open the data; return an empty list in a dry run without --data_dir, if the default does not exist."""
-    if args.dry_run and not (args.mock_data or "data_dir" in args.given or Path(args.data_dir).exists()):
-        return []
-    return [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir)
-
-
 def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: type[Spider]
           ) -> tuple[Plan, list[Source], tuple]:
     """Configure this process, join the other ranks, find data and checkpoint, and settle the plan. Return the plan, the
@@ -953,7 +878,7 @@ def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: 
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     world.join(device, args.shards, args.rank_timeout)
-    sources, directory = open_sources(args), Path(args.ckpt_dir)
+    sources, directory = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir), Path(args.ckpt_dir)
     if world.is_rank0 and not args.dry_run:
         directory.mkdir(parents=True, exist_ok=True)
         closing.enter_context(common.locked(directory))
@@ -1006,7 +931,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         tracker = start_wandb(plan.run, plan.flags, progress, closing)
-        profiler = start_profiler(world.device, directory, closing) if plan.profile else None
+        profiler = start_profiler(directory, closing) if plan.profile else None
         closing.callback(lambda: write_curves(directory, stop.asked))
     saved = []
     if world.is_rank0 and resumes:        # a later one is damaged
@@ -1036,17 +961,16 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
                               for every in (plan.eval_every, plan.sample_every))
         pause = time.perf_counter()
         try:
-            stop.end_at_once()
+            stop.raises = world.ranks == 1  # several finish an evaluation together
             if evaluates and progress.val_loss is None:
                 metrics |= evaluate(model, validation, eval_rows, plan.n_loops, world)
                 progress.record_evaluation(metrics["val_loss"], counts=progress.step % plan.eval_every == 0)
                 writer.step = progress.step - 1  # a resumed checkpoint of this step lacks the evaluation
             if samples and (whole := sharding_of(model).gather_model(model)) is not None:
                 log_sample(whole, progress.step, plan, validation)
-            stop.end_at_once(False)
+            stop.raises = False
         except Stopped:
-            stop.end_at_once(False)
-            stop.agreed = stop.asked
+            stop.raises = False
         paused += time.perf_counter() - pause
         if metrics and metrics_file:
             metrics_file.write(metrics)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import IO
@@ -178,29 +178,22 @@ def read_toml(parser: Parser, path: str) -> dict:
 def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
     """Make a parser of whole numbers from low to high, also in the form 10e9, for `type` of an argument."""
     def parse(text: str) -> int:
-        try:
+        with suppress(ValueError):
             value = int(text) if text.isdigit() else float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or value != int(value):
-            bound = f" and at most {high}" if high < 1 << 61 else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}{bound}")
-        return int(value)
+            if low <= value <= high and value == int(value):
+                return int(value)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
     return parse
 
 
 def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
     """Make a parser of finite numbers from low to high, or `above` low, for `type` of an argument."""
     def parse(text: str) -> float:
-        try:
+        with suppress(ValueError):
             value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or value == math.inf or above and value == low:
-            least = f"above {low:g}" if above else f"of at least {low:g}"
-            bound = f" and at most {high:g}" if high < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {least}{bound}")
-        return value
+            if low <= value <= high and value < math.inf and not (above and value == low):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if above else 'from'} {low:g} to {high:g}")
     return parse
 
 

@@ -37,10 +37,9 @@ STYLES = dict(raw=dict(lw=0.7, alpha=0.35), line=dict(lw=1.4), dot=dict(marker="
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the numbers of each line of metrics.jsonl; return nothing if there is no such file."""
-    lines = [{name: value for name, value in line.items() if type(value) in (int, float) and abs(value) < 1e30}
-             for line in read_lines(path)]
-    return [line for line in lines if "bytes_seen" in line]
+    """Read the finite numbers of each line of metrics.jsonl; return nothing if there is no such file."""
+    return [{name: value for name, value in line.items() if value is not None}
+            for line in read_lines(path) if line.get("bytes_seen")]
 
 
 def charts_of(lines: list[dict]) -> dict[str, list[tuple[str, str, Points]]]:

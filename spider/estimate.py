@@ -7,7 +7,6 @@ tensors (tests/rehearsal). `plan` is a train.Plan. Shapes and names of sizes as 
 import math
 import shutil
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ from spider.machine import free_memory, memory_of, multiplies_bf16, process_memo
 from spider.memory import EngramTable, shifted_bytes
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
 from spider.packing import Packing, document_cu_seqlens, round_up
-from spider.run import read_lines
 from tokenizer import PAD_ID
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,22 +271,9 @@ def segment_length(model: nn.Module, loader) -> float:
 TOO_LONG = 30.0                           # seconds: a step that takes longer even at the peak rate is not timed
 
 
-def rate_of_run(directory: str, step: int) -> float | None:
-    """Return the bytes/s of the last steps of the run in --ckpt_dir, of `step` bytes each; None if there are none."""
-    lines = [line for line in read_lines(Path(directory) / "metrics.jsonl")
-             if line.get("tok_per_sec") and line.get("bytes_seen")][-100:]
-    rates = [line["tok_per_sec"] for before, line in pairwise(lines)
-             if line["bytes_seen"] - before["bytes_seen"] == step]
-    return float(np.median(rates)) if rates else None
-
-
 def expected_rate(plan, world: World, bound: float, time_steps: Callable) -> tuple[str, float, str]:
-    """Return the expected bytes/s of a run as (qualifier, rate, origin).
-
-    The rate is measured by the run in --ckpt_dir, else by `time_steps`. Otherwise it is `bound`, the upper bound from
-    matrix products alone; the qualifier of the duration is then "at least"."""
-    if (rate := rate_of_run(plan.ckpt_dir, plan.step_bytes)) is not None:
-        return "", rate, f"measured by the run in {plan.ckpt_dir}"
+    """Return the expected bytes/s of a run as (qualifier, rate, origin): by `time_steps`, or where that would take long
+    `bound`, the upper bound from matrix products alone; the qualifier of the duration is then "at least"."""
     obstacle = None
     if world.ranks > 1:
         obstacle = "there are several ranks"

@@ -1,12 +1,10 @@
 """The machine: device, precision, compilation, memory, rates."""
 
 import ctypes
-import importlib.util
 import logging
 import math
 import os
 import re
-import resource
 import sys
 import time
 import warnings
@@ -46,8 +44,8 @@ def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
 def obstacle_to_compile(device: torch.device) -> str | None:
     """Return why torch.compile does not work here, with the remedy, or None. Compiles a small function and compares its
     value and gradient with eager mode: seconds, if nothing is cached."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; run: pip install triton"
+    def small_function(x: Tensor) -> Tensor:
+        return (nn.functional.silu(x) @ x).square().mean()
     x = torch.linspace(-2, 2, 64, device=device).view(8, 8).requires_grad_()
     try:
         results = []
@@ -60,17 +58,11 @@ def obstacle_to_compile(device: torch.device) -> str | None:
     return None
 
 
-def small_function(x: Tensor) -> Tensor:
-    return (nn.functional.silu(x) @ x).square().mean()
-
-
 def describe_compile_error(fault: Exception, device: torch.device) -> str:
     """Describe a failure of torch.compile in one line, with what it needs."""
     first = (str(fault).strip().splitlines() or [type(fault).__name__])[0][:200]  # some errors have no message
-    needs = "a C++ compiler and Python's headers (python3-dev)"
-    if device.type == "cuda":
-        needs = "a C++ compiler, Python's headers (python3-dev) and a Triton that knows this GPU"
-    return f"torch.compile fails here ({first}); it needs {needs}"
+    triton = ", and a Triton that knows this GPU" if device.type == "cuda" else ""
+    return f"torch.compile fails here ({first}); it needs a C++ compiler and Python's headers (python3-dev){triton}"
 
 
 def resolve_precision(name: str, device: torch.device) -> tuple[str, str]:
@@ -104,24 +96,22 @@ def memory_of(device: torch.device, local_ranks: int = 1) -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_ranks
 
 
-def proc_bytes(file: str, field: str) -> float | None:
-    """Return a field of a file in /proc, in bytes, or None if there is none."""
+def proc_bytes(file: str, field: str) -> float:
+    """Return a field of a file in /proc, in bytes; 0 where there is none, as on macOS."""
     found = re.search(rf"{field}:\s*(\d+) kB", Path(file).read_text()) if Path(file).exists() else None
-    return 1024 * int(found[1]) if found else None
+    return 1024 * int(found[1]) if found else 0
 
 
 def process_memory(field: str) -> float:
     """Return the bytes of this process: VmRSS, resident now, or VmHWM, the peak."""
-    own = proc_bytes("/proc/self/status", field)  # getrusage's maximum includes that of the parent process
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if own is None else own
+    return proc_bytes("/proc/self/status", field)  # getrusage's maximum includes that of the parent process
 
 
 def free_memory(device: torch.device) -> float:
     """Return the free bytes of the GPU, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = proc_bytes("/proc/meminfo", "MemAvailable")
-    return memory_of(device) if free is None else free
+    return proc_bytes("/proc/meminfo", "MemAvailable") or memory_of(device)
 
 
 def peak_memory(device: torch.device) -> float:

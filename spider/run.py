@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from loguru import logger
 
 from spider import common
@@ -84,27 +83,20 @@ class RunProgress:
 # metrics.jsonl
 
 
-def numbers_of(line: str) -> dict:
-    """Read a step's line of metrics.jsonl: its numbers by name, and None for those that were not finite. Raise
-    ValueError for any other line."""
-    try:
-        line = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
-        raise ValueError("it has no step")
-    return {name: value for name, value in line.items()
-            if value is None or isinstance(value, (int, float)) and abs(value) < 1e300}
-
-
 def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the numbers of each valid line of metrics.jsonl; nothing if there is no such file."""
+    """Yield the numbers of each line of metrics.jsonl, None for those that were not finite; nothing if there is no such
+    file."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            with suppress(ValueError):    # truncated or altered
-                yield numbers_of(line)
+            try:
+                line = json.loads(line)
+            except ValueError:            # cut short by a kill
+                continue
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                yield {name: value for name, value in line.items()
+                       if value is None or isinstance(value, (int, float)) and abs(value) < 1e300}
 
 
 class Metrics:
@@ -158,7 +150,7 @@ REPEATED = 5.0                            # seconds within which torchrun repeat
 
 class StopSignals:
     """Handle SIGTERM and SIGINT: the first one sets `asked`, so that the run stops after the step and saves; a second
-    one ends the process at once. After `end_at_once`, and before the loop begins, the first one raises Stopped.
+    one ends the process at once. Where `raises` is set, as before the loop begins, the first one raises Stopped.
 
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and they `agree`."""
 
@@ -167,8 +159,7 @@ class StopSignals:
         self.agreed: signal.Signals | None = None    # the signal that stops all ranks
 
     def __enter__(self):
-        on_main_thread = threading.current_thread() is threading.main_thread()  # others cannot set handlers
-        self.before = {number: signal.signal(number, self._ask) for number in STOPS if on_main_thread}
+        self.before = {number: signal.signal(number, self._ask) for number in STOPS}
         return self
 
     def __exit__(self, *_):
@@ -182,13 +173,6 @@ class StopSignals:
         """Stop for the signal that any rank received; votes: the sums over ranks."""
         self.agreed = next((number for number, count in zip(STOPS, votes) if count), self.agreed)
 
-    def end_at_once(self, ends: bool = True):
-        """Let a signal raise Stopped from here on, also one that came before; or, not `ends`, no longer. On several
-        ranks it never does, since they finish an evaluation together."""
-        self.raises = ends and self.ranks == 1
-        if self.raises and self.asked:
-            raise Stopped
-
     def _ask(self, number: int, _):
         if self.asked and self.ranks > 1 and time.monotonic() < self.asked_at + REPEATED:
             return
@@ -196,6 +180,8 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.asked, self.asked_at = signal.Signals(number), time.monotonic()
+        if self.ranks == 1:
+            self.agreed = self.asked
         with suppress(OSError):           # stderr may be gone; the logger may be busy
             os.write(2, f"{self.asked.name}: stopping; repeat to quit at once\n".encode())
         if self.raises:
@@ -221,18 +207,11 @@ def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunP
     return run
 
 
-def start_profiler(device: torch.device, directory: Path, closing: ExitStack):
+def start_profiler(directory: Path, closing: ExitStack):
     """Profile steps 3 to 5 of this process; write trace.json for chrome://tracing or Perfetto."""
-    from torch.profiler import ProfilerActivity, profile, schedule
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-
-    def write(finished):
-        finished.export_chrome_trace(str(directory / "trace.json"))
-        table = finished.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=25)
-        for line in ("profile of steps 3 to 5:", *table.split("\n")):
-            logger.info(line)
-    profiler = profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
-                       on_trace_ready=write)
+    from torch.profiler import profile, schedule
+    profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+                       on_trace_ready=lambda done: done.export_chrome_trace(str(directory / "trace.json")))
     profiler.start()
     closing.callback(profiler.stop)
     return profiler

@@ -93,10 +93,6 @@ def child(rank, ranks, ports, argvs, directory, environ, out, log, faults):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
                        MASTER_ADDR="127.0.0.1") | environ
     os.chdir(directory)
-    if out is None:                       # nobody reads it
-        reading, writing = os.pipe()
-        os.close(reading)
-        out = writing
     sys.stdout = open(out, "w")
     sys.stderr = open(log, "a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
@@ -116,8 +112,7 @@ def child(rank, ranks, ports, argvs, directory, environ, out, log, faults):
 class Job:
     """Ranks that run a command line, or several in turn."""
 
-    def __init__(self, processes, directory, ranks, *argvs, faults=(), read=True, **environ):
-        """read: whether stdout is kept, or goes into a pipe that nobody reads."""
+    def __init__(self, processes, directory, ranks, *argvs, faults=(), **environ):
         self.reserved = [socket.socket() for _ in argvs]  # bound and not listening: nobody else gets their ports
         for reserved in self.reserved:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -125,8 +120,7 @@ class Job:
         ports = [reserved.getsockname()[1] for reserved in self.reserved]
         name = f".job-{time.monotonic_ns()}"
         self.stdout, self.log = directory / f"{name}.out", directory / f"{name}.log"
-        settings = (ranks, ports, argvs, str(directory), environ, str(self.stdout) if read else None, str(self.log),
-                    faults)
+        settings = ranks, ports, argvs, str(directory), environ, str(self.stdout), str(self.log), faults
         self.ranks = [processes.Process(target=child, args=(rank, *settings), daemon=True) for rank in range(ranks)]
         for process in self.ranks:
             process.start()

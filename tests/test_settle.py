@@ -17,12 +17,12 @@ from spider.config import PRESETS, SpiderConfig
 from spider_model import Spider
 from train import RECIPES, parse_args
 
-FLAGS = {action.dest: action for action in train.flag_parser()._actions if action.dest != "help"}
+FLAGS = {action.option_strings[0][2:]: action for action in train.flag_parser()._actions if action.dest != "help"}
 CHOICES = {name: action.choices for name, action in FLAGS.items() if action.choices}
 NUMBERS = [name for name, action in FLAGS.items() if action.type is not None]
 ORIGINALS = dict(seq_len=2048, micro_batch=64, grad_accum=1, n_loops=6, lr=3e-4, precision="auto", compile="auto",
                  resume=None, reset_steps=False, ckpt_dir="checkpoints", data_dir="data", mock_data=False, max_steps=0,
-                 no_gradient_checkpointing=False, target_tokens=10_000_000_000, ckpt_every=50)
+                 target_tokens=10_000_000_000, ckpt_every=50)
 
 
 def parsed(*argv, **environ):
@@ -51,7 +51,7 @@ def test_names_defaults_variables_and_commands_of_the_original_are_kept():
 def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
     source = "".join((ROOT / name).read_text() for name in (
         "train.py", "data.py", "spider/estimate.py", "spider/run.py"))
-    for name in FLAGS:
+    for name in {action.dest for action in FLAGS.values()}:
         assert re.search(rf'\b(args|plan|shape|run\.plan)\.{name}\b|flags\["{name}"\]|given\["{name}"\]', source), name
     assert CHOICES.keys() == {"model", "optimizer", "schedule", "device", "precision", "moe_backend", "compile",
                               "recompute"}
@@ -84,11 +84,9 @@ def test_an_alternative_replaces_those_of_less_precedence(tmp_path):
     args = parsed("--config", file, "--minutes", 7, "--grad_accum", 2, "--data_dir", "d")
     assert args.given == {"config", "minutes", "grad_accum", "data_dir"} and not args.mock_data
     args = parsed("--target_flops", 1, TARGET_TOKENS="5", LR="1", SEQ_LEN="7")
-    assert args.given == {"target_flops", "lr", "seq_len"} and args.environment == ["SEQ_LEN=7", "LR=1.0"]
+    assert args.given == {"target_flops", "lr", "seq_len"} and args.inherited == dict(seq_len=7, lr=1.0)
     with pytest.raises(UsageError, match="--target_flops: --target_tokens already sets the horizon"):
         parsed("--target_flops", 1, "--target_tokens", 5)
-    with pytest.raises(UsageError, match="--no_gradient_checkpointing means --recompute nothing"):
-        parsed("--no_gradient_checkpointing", "--recompute", "all")
 
 
 @pytest.mark.parametrize("text, fault", (
@@ -150,18 +148,6 @@ def test_values_out_of_range_are_refused(flag, value):
 def test_an_empty_path_is_refused_instead_of_the_working_directory(flag):
     with pytest.raises(UsageError, match=f"--{flag}: '' is not a path"):
         parsed(f"--{flag}", "")
-
-
-@pytest.mark.parametrize("word", ("--seq", "--sequence", "--learning_rate", "5", "--mock_data=yes"))
-def test_unknown_and_abbreviated_flags_are_refused(word):
-    with pytest.raises(UsageError, match="see python train.py --help"):
-        parsed(word, "5")
-
-
-def test_numbers_may_have_an_exponent():
-    for name, text, value in (("target_tokens", "10e9", 10 ** 10), ("lr", "1E-3", 1e-3), ("lr", ".5", 0.5),
-                              ("seed", "4611686018427387903", (1 << 62) - 1)):
-        assert getattr(parsed(f"--{name}={text}"), name) == value
 
 
 @pytest.mark.parametrize("setting, complaint", (
@@ -308,8 +294,7 @@ def test_minutes_are_a_horizon_from_the_measured_rate_that_a_resume_keeps(tmp_pa
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
     for flags, steps, warned in (
             (("--target_tokens", "20000", "--warmup_steps", "0"), 2, ("is 31 epochs", "--max_steps 2 ends the run")),
-            (("--target_tokens", "128"), 2, ()),
-            (("--target_tokens", "127"), 5, ("steps beyond 2 have the minimum learning rate",))):
+            (("--target_tokens", "128"), 2, ())):
         directory = tmp_path / f"run{steps}{len(warned)}"
         argv = run_flags(shards, directory, "--eval_every", "0", *flags, *["--dry_run"] * dry, steps=steps)
         assert train.command_line(argv) == 0

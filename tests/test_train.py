@@ -236,12 +236,7 @@ def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_pa
     assert final_state(fp8)["step"] == 9
 
 
-@pytest.mark.parametrize("flags, said", (
-    (("--fp8_experts",), "--fp8_experts needs --precision fp8"),
-    (("--fp8_experts", "--precision", "fp8", "--model", "small"), "no routed experts")))
-def test_experts_in_fp8_that_cannot_be_are_refused(flags, said):
-    with pytest.raises(UsageError, match=said):
-        settled(*flags)
+def test_the_line_of_fp8_says_in_what_the_routed_experts_run():
     with torch.device("meta"):
         for preset, routed in (("tiny", True), ("small", False)):
             assert ("routed experts in bf16" in describe_fp8(Spider(SpiderConfig.preset(preset)), False)) == routed
@@ -335,16 +330,10 @@ def test_a_mixture_is_validated_source_by_source_and_as_a_whole(tmp_path, shards
     assert not any("/" in name for line in metrics(run(tmp_path, shards, steps=1, ckpt="one")) for name in line)
 
 
-def test_evaluating_sampling_and_saving_more_often_changes_no_weight(tmp_path, shards):
-    plain = run(tmp_path, shards, "--eval_every", "0", ckpt="plain")
-    busy = run(tmp_path, shards, "--eval_every", "1", "--sample_every", "2", "--ckpt_every", "2", ckpt="busy")
-    assert_same(final_state(plain)["model_state_dict"], final_state(busy)["model_state_dict"])
-
-
 def test_samples_continue_a_prompt_or_held_out_text(tmp_path, shards, capsys):
     held_out = np.fromfile(shards / "val-0.bin", "<u2")[:10].tolist()
     beginning = repr(train.tokenizer.decode(held_out))[1:-1]
-    for flags, start in (((), f"(held-out text) {beginning}"), (("--sample_prompt", "abc"), "abc"),
+    for flags, start in (((), beginning), (("--sample_prompt", "abc"), "abc'"),
                          (("--eval_every", "0"), "\\n")):
         run(tmp_path, shards, "--sample_every", "2", *flags, steps=2, ckpt="run" + "".join(flags))
         assert f"step 2 continues '{start}" in capsys.readouterr().err
