@@ -23,23 +23,20 @@ import math
 import os
 import random
 import re
-import resource
 import sys
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from spider.common import (DataError, Parser, ProgressBar, durable, integer, locked, naming, note, one_line, path_name,
-                           printable, put_in_place, real, run_program, say, step_seed)
+                           printable, real, run_program, say, step_seed, sync)
 from spider.datasets_import import (BOM, COMPRESSED, READERS, json_lines, open_input, pieces, rows, text_of,
                                     uncompressed_name)
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -49,10 +46,8 @@ if TYPE_CHECKING:                         # torch is imported where it is used: 
     from torch import Tensor
 
 MIB = 1 << 20
-CHECK_ALL = 2048 * MIB                    # bytes: up to this size, `check` reads all of the data
 HELD_OUT = 10_000_000                     # most ids to hold out where there is no validation shard
 VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)  # names of validation shards and their folders
-UNFINISHED = '{"complete": false}\n'      # metadata.json while `prepare` writes the shards
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Shards
@@ -63,7 +58,6 @@ class Shard(NamedTuple):
     path: str
     ids: np.ndarray                       # uint16
     first: int = 0
-    size: int | None = None               # bytes of the file; None: no file
 
 
 class Stream:
@@ -72,7 +66,6 @@ class Stream:
     def __init__(self, shards: Iterable[Shard]):
         self.shards = list(shards)
         self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
-        self.bounds = np.array(self.starts)
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -110,11 +103,6 @@ class Stream:
         Labels are the ids one further. Short windows are padded with PAD; labels that are PAD become -100.
         """
         import torch
-        first, last = self.bounds.searchsorted((start, stop), "right") - 1  # shards
-        for i in set().union(*map(range, first.tolist(), (last + 1).tolist())):
-            path, _, _, size = self.shards[i]
-            if size is not None and os.path.getsize(path) != size:  # to read beyond its end would kill the process
-                raise DataError(f"{path}: changed during the run: restore it; the same command resumes")
         ids = np.full((len(start), seq_len + 1), PAD_ID, np.uint16)
         for row, a, b in zip(ids, start.tolist(), stop.tolist()):
             row[:b - a + 1] = self.read(a, b + 1)
@@ -135,11 +123,8 @@ def files_below(directory: str) -> list[str]:
 
 def read_metadata(path: str) -> list[dict]:
     """Return the entries of shards (name, split, ids, sha256) in a metadata.json; none if another program wrote it."""
-    text = Path(path).read_text(errors="replace")
-    if text == UNFINISHED:
-        raise DataError(f"{Path(path).parent}: `prepare` was interrupted here, or still runs: give its command again")
     try:
-        metadata = json.loads(text)
+        metadata = json.loads(Path(path).read_bytes())
     except ValueError as fault:
         raise DataError(f"{path}: not JSON: {fault}; delete it if it does not belong to these shards") from None
     ours = isinstance(metadata, dict) and metadata.get("vocab_size") == VOCAB_SIZE
@@ -178,7 +163,7 @@ def map_shard(path: str, entry: dict | None = None) -> Shard:
                         "altered; copy or prepare it again")
     if size == 0 or size % 2:
         raise DataError(f"{path}: has {size:,} bytes, none or an odd number: truncated, or not a shard")
-    return Shard(path, np.memmap(path, "<u2", "r").view(np.ndarray), 0, size)
+    return Shard(path, np.memmap(path, "<u2", "r").view(np.ndarray))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,8 +203,6 @@ def open_data(spec: str) -> list[Source]:
 
 def open_source(directory: str, weight: float) -> Source:
     """Map a directory's shards; without a validation shard, hold out the last 1% of the ids."""
-    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
     shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
     train, val = (Stream(shard for its_split, shard in shards if its_split == split) for split in ("train", "val"))
     if not len(train):
@@ -245,17 +228,6 @@ def mock_source(seed: int) -> Source:
         return Stream([Shard("mock data", ids)])
 
     return Source("mock", 1.0, stream(5000), stream(350))
-
-
-def check(sources: Sequence[Source]):
-    """Raise DataError for an id above 271. Checks all ids of up to 2 GiB, else the first and last MiB of every shard;
-    training checks the ids of every batch."""
-    streams = [stream for source in sources for stream in (source.train, source.val)]
-    reach = MIB // 2 if sum(2 * len(stream) for stream in streams) > CHECK_ALL else CHECK_ALL
-    for stream in streams:
-        for start, stop in pairwise(stream.starts):
-            stream.check(start, min(start + reach, stop))
-            stream.check(max(start + reach, stop - reach), stop)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -454,31 +426,24 @@ class Batch:
 
 
 class Feed:
-    """Give a rank's batches step by step, on its device. A thread fetches those of the next step meanwhile. It is not a
-    daemon: the end of the process would abort a daemon inside of torch, with the status of a failure."""
+    """Give a rank's batches step by step, on its device. A thread fetches those of the next step meanwhile."""
 
     def __init__(self, loader: Loader, shape, rank: int, device: torch.device, step: int, first: int):
         """step, first: the next step, and the number of sequences before it; for `shape` see Loader.batches."""
-        self.loader, self.shape, self.rank, self.device, self.fetched = loader, shape, rank, device, SimpleQueue()
-        self._start(step, first)
+        self.loader, self.shape, self.rank, self.device = loader, shape, rank, device
+        self.thread = ThreadPoolExecutor(1)      # its thread is no daemon, which would abort inside of torch at the end
+        self._fetch(step, first)
 
     def take(self) -> list[Batch]:
         """Return the batches of the next step, and start to fetch those of the step after it."""
-        batches, step, first = self.fetched.get()
-        if isinstance(batches, BaseException):
-            raise batches
-        self._start(step + 1, first + self.shape.sequences)
+        batches = self.fetched.result()
+        self._fetch(self.step + 1, self.first + self.shape.sequences)
         return batches
 
-    def _start(self, step: int, first: int):
-        def fetch():
-            try:
-                batches = self.loader.batches(step, first, self.shape, self.rank)
-                batches = [batch.to(self.device) for batch in batches]
-            except BaseException as fault:
-                batches = fault
-            self.fetched.put((batches, step, first))
-        Thread(target=fetch).start()
+    def _fetch(self, step: int, first: int):
+        def fetch() -> list[Batch]:
+            return [batch.to(self.device) for batch in self.loader.batches(step, first, self.shape, self.rank)]
+        self.step, self.first, self.fetched = step, first, self.thread.submit(fetch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -507,22 +472,20 @@ class Documents:
             if self.endings or Path(argument).suffix in (*KINDS, *COMPRESSED) or not HUB_NAME.fullmatch(argument):
                 raise DataError(f"{argument}: no such file or directory")
             return [(argument, "table")]
-        found, others = [], Counter()
-        for path in sorted(map(Path, files_below(argument))) if os.path.isdir(argument) else [Path(argument)]:
-            name = uncompressed_name(path)
-            kind = KINDS.get(Path(name).suffix)
-            if self.endings:
-                kind = "document" if name.endswith(self.endings) else None
-            if kind is None:
-                others[Path(name).suffix or name] += 1
-            else:
-                found.append((str(path), kind))
+        paths = sorted(map(Path, files_below(argument))) if os.path.isdir(argument) else [Path(argument)]
+        found = [(str(path), kind) for path in paths if (kind := self.kind_of(uncompressed_name(path))) is not None]
         if not found:
             raise DataError(f"{argument}: no {' '.join(self.endings or KINDS)} file; --ext names other text files")
-        if others:
-            counts = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(8))
-            note(f"prepare: {argument}: skipped other files ({counts}); --ext names those to read as documents")
+        if len(found) < len(paths):
+            note(f"prepare: {argument}: skipped {len(paths) - len(found):,} other files; --ext names those to read as "
+                 "documents")
         return found
+
+    def kind_of(self, name: str) -> str | None:
+        """Return how a file is read by its name; None if it is not."""
+        if self.endings:
+            return "document" if name.endswith(self.endings) else None
+        return KINDS.get(Path(name).suffix)
 
     def read(self, number: int, path: str, kind: str, scratch: Path) -> Iterator[tuple[str, Iterable[bytes]]]:
         """Yield (split, pieces of the text) for each document of input `number`; `scratch`: see open_input."""
@@ -534,13 +497,12 @@ class Documents:
             start = len(BOM) if head.startswith(BOM) else 0
             size = file.seek(0, os.SEEK_END) - start
             file.seek(start)
-            zeros = head[::2].count(0), head[1::2].count(0)
             if kind == "stdin":
                 kind = "lines" if re.match(rb'\s*\{\s*"', head[start:]) else "text"
                 note(f"prepare: -: read as {'JSON lines' if kind == 'lines' else 'text'}, by its first bytes")
             if size == 0:
                 self.skip("empty", path)
-            elif head.startswith((b"\xff\xfe", b"\xfe\xff")) or not min(zeros) and max(zeros) > len(head) // 4:
+            elif head.startswith((b"\xff\xfe", b"\xfe\xff")):  # its byte order mark
                 self.skip("UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`", path)
             elif kind == "lines":
                 yield from self.texts(number, path, json_lines(file))
@@ -575,7 +537,7 @@ class Documents:
 
 
 class ShardWriter:
-    """Write the shards of a split, each of `limit` ids but the last; a complete one is synced and gets its name."""
+    """Write the shards of a split under temporary names, each of `limit` ids but the last."""
 
     BOS, EOS = np.array([BOS_ID], "<u2"), np.array([EOS_ID], "<u2")
 
@@ -595,7 +557,8 @@ class ShardWriter:
     def _put(self, ids: np.ndarray):
         while len(ids):
             if self.file is None:
-                self.file = open(self.out / f".{self.split}-{len(self.entries):05d}.bin.tmp", "wb", MIB)
+                self.name = f"{self.split}-{len(self.entries):05d}.bin"
+                self.file = open(temporary(self.out, self.name), "wb", MIB)
                 self.digest = hashlib.sha256()
             part, ids = ids[:self.limit - self.ids], ids[self.limit - self.ids:]
             self.file.write(part)
@@ -607,16 +570,22 @@ class ShardWriter:
     def finish(self):
         """Complete the shard that is being written, if there is one."""
         if self.file is not None:
-            name = f"{self.split}-{len(self.entries):05d}.bin"
-            with self.file:
-                put_in_place(self.file, self.out / name)
-            self.entries.append(dict(name=name, split=self.split, ids=self.ids, documents=self.documents,
+            self.file.close()
+            sync(temporary(self.out, self.name))
+            self.entries.append(dict(name=self.name, split=self.split, ids=self.ids, documents=self.documents,
                                      sha256=self.digest.hexdigest()))
             self.file, self.ids, self.documents = None, 0, 0
 
 
+def temporary(out: Path, name: str) -> Path:
+    """Return the path of a shard until all are complete."""
+    return out / f".{name}.tmp"
+
+
 def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: int):
-    """Turn inputs into shards of `limit` ids and metadata.json, in one pass; after a failure nothing is left."""
+    """Turn inputs into shards of `limit` ids and metadata.json, in one pass; after a failure nothing is left.
+
+    Shards get their names at the end, after metadata.json, so that nothing of a killed process is taken for data."""
     def clear():
         for path in (*out.glob("*.bin"), *out.glob(".*.bin.tmp"), out / "metadata.json"):
             path.unlink(missing_ok=True)
@@ -626,15 +595,10 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
     progress = ProgressBar("prepare", sum(sizes) if all(sizes) else 0)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        metadata = out / "metadata.json"
-        if metadata.exists() and metadata.read_text(errors="replace") == UNFINISHED:
-            note(f"{out}: an earlier prepare was interrupted here: it begins again")
-            clear()
-        if metadata.exists() or any(out.rglob("*.bin")):
+        if (out / "metadata.json").exists() or any(out.rglob("*.bin")):
             raise DataError(f"{out}: has shards already: use another --out, or delete it")
+        clear()                           # what a killed prepare has left
         try:
-            with durable(metadata) as file:
-                file.write(UNFINISHED)
             writers = {split: ShardWriter(out, split, limit) for split in ("train", "val")}
             for number, ((path, kind), end) in enumerate(zip(inputs, accumulate(sizes))):
                 for split, document in documents.read(number, path, kind, out):
@@ -643,12 +607,16 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
             for writer in writers.values():
                 writer.finish()
             totals = summarize(arguments, documents, writers)
-            with durable(metadata) as file:
+            shards = [entry for writer in writers.values() for entry in writer.entries]
+            with durable(out / "metadata.json") as file:
                 json.dump(dict(
                     vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=arguments, field=documents.field,
                     ext=documents.endings, val_fraction=documents.val_fraction,
-                    skipped={kind: count for kind, (count, _) in documents.skipped.items()},
-                    shards=[entry for writer in writers.values() for entry in writer.entries]), file, indent=1)
+                    skipped={kind: count for kind, (count, _) in documents.skipped.items()}, shards=shards),
+                    file, indent=1)
+            for shard in shards:
+                os.replace(temporary(out, shard["name"]), out / shard["name"])
+            sync(out)
         except BaseException:
             clear()
             raise
@@ -734,9 +702,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--shard_mb", type=real(1e-6), default=256, metavar="MB", help="size of a shard")
     add = commands.add_parser("verify", help="check shards: size and checksum by metadata.json, ids").add_argument
     add("directory", type=path_name, metavar="DIR")
-    add = commands.add_parser("show", help="print the sequences that a run reads, by number").add_argument
+    command = commands.add_parser("show", help="print the sequences that a run reads, by number")
+    add = command.add_mutually_exclusive_group(required=True).add_argument
     add("directory", nargs="?", type=path_name, metavar="SPEC", help="the run's --data_dir: a directory or a mixture")
     add("--mock_data", action="store_true", help="synthetic data instead of SPEC")
+    add = command.add_argument
     add("--seq_len", type=integer(1), default=2048, metavar="BYTES", help="the run's --seq_len")
     add("--seed", type=integer(0), default=0, metavar="N", help="the run's --seed")
     add("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence")
@@ -754,8 +724,6 @@ def main(argv: list[str] | None = None) -> int:
                 prepare(args.inputs, Path(args.directory), documents, max(1, int(args.shard_mb * 1e6 / 2)))
             elif args.command == "verify":
                 verify(args.directory)
-            elif args.mock_data == (args.directory is not None):
-                raise DataError("show takes either the run's --data_dir or its --mock_data")
             else:
                 sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
                 show(sources, args.seq_len, args.seed, args.first, args.count)

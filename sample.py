@@ -107,7 +107,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from data import KINDS, Documents, Shard, Stream, check, map_shard, open_data, validation_sets
+from data import KINDS, Documents, Shard, Stream, map_shard, open_data, validation_sets
 from spider.distributed import World
 from spider.export import write_export
 from spider.inference import (CHUNK, Adaptation, Sampler, best_of, complete, converse, decoder_of, model_of,
@@ -157,8 +157,7 @@ def talk(name: str, n_loops: int | None, prompt: str | None, device: torch.devic
 def open_text(name: str, field: str) -> Stream | list:
     """Open a directory of shards as sources, any other file as a stream of ids."""
     if os.path.isdir(name):
-        check(sources := open_data(name))
-        return sources
+        return open_data(name)
     if not name.endswith(".bin"):
         return Stream([Shard(name, read_ids(name, field))])
     stream = Stream([map_shard(name)])

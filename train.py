@@ -190,7 +190,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import tokenizer
-from data import Batch, Feed, Loader, Source, check, mock_source, open_data, validation_sets
+from data import Batch, Feed, Loader, Source, mock_source, open_data, validation_sets
 from spider import estimate, machine
 from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
 from spider.common import CheckpointError, Diverged, Stopped, say, step_seed
@@ -879,7 +879,6 @@ def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: 
         torch.utils.deterministic.fill_uninitialized_memory = False
     world.join(device, args.shards, args.rank_timeout)
     sources, directory = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir), Path(args.ckpt_dir)
-    check(sources)
     if world.is_rank0 and not args.dry_run:
         directory.mkdir(parents=True, exist_ok=True)
         closing.enter_context(common.locked(directory))

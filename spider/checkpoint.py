@@ -1,19 +1,17 @@
 """Checkpoints: write one atomically, read one safely, choose the one to resume from and those to keep.
 
 A checkpoint is one file, `spider-step{N}.pt`, whatever the number of ranks: torch.save's archive of tensors and plain
-values, with its SHA-256 as the zip comment, which detects damage. It is read with `torch.load(weights_only=True)`, so
-loading executes no code. All randomness is a function of (seed, step), so there is no random state in it. The keys:
-`model_state_dict`, `optimizer_state_dict`, `cfg`, the fields of run.RunProgress (`step`, `epoch`, `best_loss`, ...),
-`recipe`, `flags` (those that should not change) and `targets` (training bytes by source).
+values. It is read with `torch.load(weights_only=True)`, so loading executes no code. All randomness is a function of
+(seed, step), so there is no random state in it. The keys: `model_state_dict`, `optimizer_state_dict`, `cfg`, the fields
+of run.RunProgress (`step`, `epoch`, `best_loss`, ...), `recipe`, `flags` (those that should not change) and `targets`
+(training bytes by source).
 """
 
-import hashlib
 import json
 import math
-import mmap
-import os
 import re
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,52 +36,20 @@ RENAMED = {"core.place_proj": "core.offset_proj"}       # old and new names of w
 # ---------------------------------------------------------------------------------------------------------------------
 # The file format
 
-SEAL = b"spider sha256:"                  # the zip comment: this, and the SHA-256 of everything before it
-PLAIN_END = b"PK\5\6", b"\0\0"            # first and last of the 22 bytes that end an archive without a comment
-
-
-class HashingFile:
-    """A binary file that computes its SHA-256 while it is written."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.sha256, self.fault = file, hashlib.sha256(), None
-
-    def write(self, content) -> int:
-        self.sha256.update(content)
-        try:
-            return self.file.write(content)
-        except OSError as fault:          # torch.save hides it
-            self.fault = fault
-            raise
-
-    def flush(self):
-        self.file.flush()
-
 
 def write_archive(file: BinaryIO, state: dict):
-    """Write a state and its checksum to a binary file; raise OSError if writing fails."""
-    out = HashingFile(file)
+    """Write a state to a binary file; raise OSError if writing fails."""
     try:
-        torch.save(state, out)
-    except RuntimeError:
-        raise out.fault or OSError("torch.save failed") from None
-    comment = SEAL + out.sha256.hexdigest().encode()
-    file.seek(-2, os.SEEK_CUR)            # the length of the comment, 0 so far
-    file.write(len(comment).to_bytes(2, "little") + comment)
+        torch.save(state, file)
+    except RuntimeError as fault:         # torch.save hides the file's own error
+        raise fault.__context__ or OSError(str(fault)) from None
 
 
-def check_seal(path: Path):
-    """Raise ValueError if a file does not match its checksum; warn if it has none, as when another program saved it."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if (content[-22:-18], content[-2:]) == PLAIN_END:
-            logger.warning(f"{path} has no checksum, since another program saved it: damage would go unnoticed")
-            return
-        length = len(SEAL) + 64
-        with memoryview(content) as view, view[:-length - 2] as body:
-            sha256 = hashlib.sha256(body)
-        sha256.update(b"\0\0")
-        if content[-length - 2:] != length.to_bytes(2, "little") + SEAL + sha256.hexdigest().encode():
-            raise ValueError("truncated or altered: its checksum does not match")
+def check_sums(path: Path):
+    """Raise ValueError or BadZipFile if an archive does not match its own checksums, which torch.load ignores."""
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise ValueError(f"truncated or altered: the checksum of {damaged} does not match")
 
 
 @contextmanager
@@ -93,11 +59,9 @@ def reading(path: Path):
         yield
     except CheckpointError:
         raise
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
     except Exception as fault:
         unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
-        reason = unsafe[0] if unsafe else str(fault).partition("\n")[0] or type(fault).__name__
+        reason = unsafe[0] if unsafe else f"{type(fault).__name__}: " + str(fault).partition("\n")[0]
         raise CheckpointError(f"{path} is not a checkpoint that can be read safely: {reason}") from None
 
 
@@ -109,15 +73,16 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
     """Read a checkpoint, or an export, which has only weights; this executes nothing.
 
     mapped: leave the tensors in the file, and skip the checksum. Raise CheckpointError if anything is wrong."""
-    if is_export(path):
-        with reading(path):
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    with reading(path):
+        if is_export(path):
             state, required = read_export(path), {"model_state_dict", "cfg"}
-    else:
-        with reading(path):
-            if path.exists() and not path.is_file():             # to open a pipe would wait for ever
+        else:
+            if not path.is_file():        # to open a pipe would wait for ever
                 raise ValueError("it is not a regular file")
             if not mapped:
-                check_seal(path)
+                check_sums(path)
             state, required = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped), REQUIRED
     check_state(path, state, required)
     state["model_state_dict"] = {RENAMED.get(name, name): value for name, value in state["model_state_dict"].items()}
@@ -163,7 +128,6 @@ def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
 # Exports (see export.py): reading one executes no code either
 
 PREFIX = "spider."                        # of an export's names of weights: the adapter's attribute for the model
-INDEX = "model.safetensors.index.json"    # transformers' list of the files, if there are several
 
 
 def safetensors():
@@ -182,28 +146,20 @@ def is_export(path: Path) -> bool:
 
 def read_export(path: Path) -> dict:
     """Read an export, a directory or its only safetensors file, as the state of a checkpoint: weights, cfg, n_loops,
-    step, recipe, and the flags of evaluation. Raise CheckpointError for a bad file."""
-    library = safetensors()
-    directory, files = path, [path / "model.safetensors"]
+    step, recipe, and the flags of evaluation."""
+    directory, file = path, path / "model.safetensors"
     if path.suffix == ".safetensors":
-        directory, files = path.parent, [path]
-    try:
-        if (path / INDEX).exists():
-            files = [path / name for name in set(json.loads((path / INDEX).read_bytes())["weight_map"].values())]
-        weights = {}
-        for file in files:
-            weights |= library.torch.load_file(file)
-        config = json.loads((directory / "config.json").read_bytes())
-        training = config.get("training", {})
-        flags = training.get("flags", {})
-        state = dict(model_state_dict={name.removeprefix(PREFIX): weight for name, weight in weights.items()},
-                     cfg=config["spider"], n_loops=config["n_loops"], step=training.get("step", 0),
-                     flags={name: flags[name] for name in ("seq_len", "eval_tokens") if name in flags})
-        if "recipe" in training:
-            state["recipe"] = training["recipe"]
-        return state
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, library.SafetensorError) as fault:
-        raise CheckpointError(f"{path} is not an export that can be read: {type(fault).__name__}: {fault}") from None
+        directory, file = path.parent, path
+    weights = safetensors().torch.load_file(file)
+    config = json.loads((directory / "config.json").read_bytes())
+    training = config.get("training", {})
+    flags = training.get("flags", {})
+    state = dict(model_state_dict={name.removeprefix(PREFIX): weight for name, weight in weights.items()},
+                 cfg=config["spider"], n_loops=config["n_loops"], step=training.get("step", 0),
+                 flags={name: flags[name] for name in ("seq_len", "eval_tokens") if name in flags})
+    if "recipe" in training:
+        state["recipe"] = training["recipe"]
+    return state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -372,7 +328,7 @@ class CheckpointWriter:
     def __exit__(self, *_):
         self.thread.shutdown()
 
-    def save(self, state: dict, before_rename: Callable | None):
+    def save(self, state: dict, before_rename: Callable):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""
         began = time.perf_counter()
         self.writing.result()
@@ -392,8 +348,9 @@ class CheckpointWriter:
     def _write(self, state: dict, before_rename: Callable, in_loop: float):
         began, path = time.perf_counter(), checkpoint_path(self.directory, state["step"])
         try:
-            with common.durable(path, "wb", before_rename) as file:
+            with common.durable(path, "wb") as file:
                 write_archive(file, state)
+                before_rename()
         except OSError as fault:
             self.failed = True
             logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older checkpoints are intact; "

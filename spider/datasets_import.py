@@ -107,15 +107,12 @@ def text_of(record: bytes | dict, field: str) -> bytes | None:
             raise ValueError(f"longer than {LINE_LIMIT:,} bytes")
         try:
             record = json.loads(record.removeprefix(BOM).decode())
-        except UnicodeDecodeError:
-            raise ValueError("not UTF-8") from None
         except (ValueError, RecursionError):
-            raise ValueError("not JSON") from None
-    if not isinstance(record, dict):
-        raise ValueError("not an object")
-    if not isinstance(record.get(field), str):
+            raise ValueError("not JSON in UTF-8") from None
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
         raise ValueError(f"without a text in {field!r} (--field)")
     try:
-        return record[field].encode()
+        return text.encode()
     except UnicodeEncodeError:
         raise ValueError("with a lone surrogate") from None

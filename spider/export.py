@@ -18,16 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from loguru import logger
-from torch import Tensor
 
 from spider.common import ROOT, CheckpointError, commit, sync
 from spider.config import SpiderConfig
-from spider.checkpoint import INDEX, PREFIX, is_export, safetensors
+from spider.checkpoint import PREFIX, is_export, safetensors
 from spider.run import read_lines
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 ADAPTER = "modeling_spider"
-SHARD_BYTES = 5_000_000_000               # maximum size of a weights file
 
 
 def write_export(path: Path, state: dict, directory: str):
@@ -49,7 +47,8 @@ def write_export(path: Path, state: dict, directory: str):
             new.mkdir()
             for name, text in texts.items():
                 (new / name).write_text(text, encoding="utf-8")
-            write_weights(library, new, state["model_state_dict"])
+            weights = {PREFIX + name: weight.contiguous() for name, weight in state["model_state_dict"].items()}
+            library.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
             for file in new.iterdir():
                 file.chmod((new / "README.md").stat().st_mode)  # safetensors makes files that only the owner can read
                 sync(file)
@@ -61,26 +60,6 @@ def write_export(path: Path, state: dict, directory: str):
         reason = getattr(fault, "strerror", None) or fault
         raise CheckpointError(f"--export: {directory} cannot be written: {reason}") from None
     logger.info(f"exported step {state['step']} of {path} to {directory}: {size:,} bytes; see its README.md for usage")
-
-
-def write_weights(library, directory: Path, weights: dict[str, Tensor]):
-    """Write model.safetensors, or several files and transformers' index of them."""
-    shards, size = [{}], 0
-    for name, weight in weights.items():
-        if shards[-1] and size + weight.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][PREFIX + name] = weight.contiguous()
-        size += weight.nbytes
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    for name, shard in zip(names, shards):
-        library.torch.save_file(shard, directory / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = dict(metadata=dict(total_size=sum(weight.nbytes for weight in weights.values())),
-                     weight_map={weight: name for name, shard in zip(names, shards) for weight in shard})
-        (directory / INDEX).write_text(as_json(index))
 
 
 def as_json(value) -> str:

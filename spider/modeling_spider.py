@@ -107,10 +107,6 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> torch.nn.Linear:
         return self.spider.lm_head
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_, **__) -> None:
-        if new_num_tokens not in (None, VOCAB_SIZE):
-            raise NotImplementedError(f"tokens are bytes: the vocabulary has {VOCAB_SIZE} ids")
-
     @property
     def gradient_checkpointing(self) -> bool:
         """Tell whether layers are recomputed in backward; gradient_checkpointing_enable() and _disable() set it."""

@@ -118,7 +118,9 @@ class Optimizers:
                 for (decays, rate), group in groups.items()]
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if optimizer == "muon":
-            self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, self._assign(matrices))
+            sharded = {id(param.local): param for param in self.sharding.params}
+            assignment = MatrixAssignment(self.sharding.world, [sharded[id(p)] for p in matrices]) if sharded else None
+            self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, assignment)
         else:
             adam[0]["params"] += matrices
         if optimizer == "adamw8bit":
@@ -127,15 +129,6 @@ class Optimizers:
             self.by_name["adamw"] = torch.optim.AdamW(adam, lr=lr, betas=(beta1, beta2), fused=True)
         if tables:
             self.by_name["engram"] = RowwiseAdagrad(tables, engram_lr)
-
-    def _assign(self, matrices: list[Tensor]) -> "MatrixAssignment | None":
-        """Assign matrices to ranks; return None if they are not sharded."""
-        by_local = {id(param.local): param for param in self.sharding.params}
-        if not by_local or not matrices:
-            return None
-        sharded = [by_local[id(p)] for p in matrices]
-        return MatrixAssignment(self.sharding.world, [param.shape for param in sharded],
-                                [param.bounds for param in sharded])
 
     def set_lr(self, peak: float, factor: float):
         """Set the learning rate to `peak * factor`, except for the tables, whose accumulators anneal it row by row."""
@@ -173,11 +166,11 @@ class Optimizers:
 
 def load_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: dict):
     """Load a checkpoint's state of an optimizer, but keep this run's settings. Raise CheckpointError if it does not
-    fit: kernels trust the names and shapes of a state, and torch does not check them."""
+    fit: kernels trust the shapes of a state, and torch does not check them."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state)
-        check_optimizer_state(name, optimizer)
+        check_optimizer_state(optimizer)
     except Exception as fault:            # whatever a foreign state provokes
         raise CheckpointError(f"the checkpoint's state of {name} does not fit this model ({fault}): use --reset_steps "
                               f"to load only the weights") from None
@@ -185,23 +178,12 @@ def load_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: dic
         group.update(settings)
 
 
-STATES = {                                # names of a parameter's state
-    "muon": [{"momentum_buffer"}], "adamw": [{"step", "exp_avg", "exp_avg_sq"}], "engram": [{"sum"}],
-    "adamw8bit": [{"step", "state1", "state2"},
-                  {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}]}
-
-
-def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer):
-    """Raise ValueError if a state has other names, shapes or parameters than the optimizer makes."""
-    params = {p for group in optimizer.param_groups for p in group["params"]}
-    if unknown := [key for key in optimizer.state if key not in params]:
-        raise ValueError(f"it has unknown parameters: {unknown[0]!r}")
+def check_optimizer_state(optimizer: torch.optim.Optimizer):
+    """Raise ValueError if a state's tensors have other shapes than the optimizer makes."""
     for p, state in optimizer.state.items():
         blocks = math.ceil(p.numel() / BLOCK)
         shapes = {"step": (), "sum": (len(p),), "qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,),
                   "absmax2": (blocks,)}
-        if state and state.keys() not in STATES[name]:
-            raise ValueError(f"it has {', '.join(map(str, state))}")
         for key, value in state.items():
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
             if shape != shapes.get(key, tuple(p.shape)):
@@ -210,6 +192,9 @@ def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Muon
+
+MOST_TOGETHER = 1 << 26                   # maximum elements of a batch of matrices
+
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum for matrices [r, c] and stacks of them [..., r, c].
@@ -220,8 +205,6 @@ class Muon(torch.optim.Optimizer):
     one matrix of a stack (an idle expert, the adapter of a loop that did not run).
     `assignment`: which rank orthogonalizes which matrix (MatrixAssignment); None for one rank.
     """
-
-    batch_elements = 1 << 26              # maximum elements of a batch
 
     def __init__(self, params, lr: float, momentum: float, weight_decay: float,
                  assignment: Callable | None = None):
@@ -239,7 +222,7 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     batches.setdefault(p.shape[-2:], []).append(p)
             for params in batches.values():
-                per_batch = max(1, self.batch_elements // params[0].numel())
+                per_batch = max(1, MOST_TOGETHER // params[0].numel())
                 for i in range(0, len(params), per_batch):
                     self._step_batch(params[i:i + per_batch], group)
 
@@ -328,9 +311,6 @@ def orthogonalize(matrices: Tensor, moved: Tensor | None = None, scale: float = 
 # ---------------------------------------------------------------------------------------------------------------------
 # Muon on several ranks
 
-MOST_TOGETHER = 1 << 26                   # maximum elements of a batch of matrices
-
-
 class AssignedMatrix(NamedTuple):
     """A matrix that one rank orthogonalizes."""
     param: int                            # index of the parameter
@@ -345,14 +325,13 @@ class MatrixAssignment:
     """An assignment of whole matrices to ranks. Matrices sharded by rows are sent to their owner and back; those of a
     stack stay on their shard; replicas exchange results. Every rank computes the same assignment."""
 
-    def __init__(self, world: World, shapes: list[tuple[int, ...]], bounds: list[list[int]]):
-        """shapes: of the parameters; bounds: for each, the first row of every shard and the number of rows."""
-        self.world, loads, matrices, found = world, [0] * world.ranks, [], []
-        for i, (shape, ends) in enumerate(zip(shapes, bounds)):
-            counts = [b - a for a, b in zip(ends, ends[1:])]
-            rows, columns = shape[-2:]
+    def __init__(self, world: World, params: list[ShardedParameter]):
+        self.world, loads, self.matrices, found = world, [0] * world.ranks, [], []
+        for i, param in enumerate(params):
+            counts = [b - a for a, b in zip(param.bounds, param.bounds[1:])]
+            rows, columns = param.shape[-2:]
             cost = rows * columns * min(rows, columns)
-            if len(shape) == 2:
+            if len(param.shape) == 2:
                 found.append((cost, i, None, counts, columns, range(world.ranks)))
             else:
                 found += [(cost, i, j, [rows * (k == s) for k in range(world.shards)], columns,
@@ -360,9 +339,9 @@ class MatrixAssignment:
         for cost, i, index, counts, columns, allowed in sorted(found, key=lambda matrix: -matrix[0]):
             owner = min(allowed, key=lambda rank: loads[rank])
             loads[owner] += cost
-            matrices.append(AssignedMatrix(i, index, counts, columns, owner // world.shards, owner % world.shards))
-        self.matrices = matrices
-        self.sizes = [max(shape[-2:]) for shape in shapes]                                   # longer side of a matrix
+            self.matrices.append(
+                AssignedMatrix(i, index, counts, columns, owner // world.shards, owner % world.shards))
+        self.sizes = [max(param.shape[-2:]) for param in params]                             # longer side of a matrix
 
     def __call__(self, local: list[Tensor], work: Callable) -> list[Tensor]:
         """Apply `work`, [n, r, c] -> [n, r, c], to whole matrices. `local`: this rank's rows of each parameter; the

@@ -1,7 +1,5 @@
-"""Shards, inputs and texts for the tests of data, and the complaint of a command."""
+"""Shards for the tests of data, and the complaint of a command."""
 
-import os
-import random
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +9,6 @@ from data import Shard, Source, Stream
 from tokenizer import BOS_ID, EOS_ID
 
 PROGRESS = "prepare: ", "verify: "
-TEXTS = ["", " ", "-", "--", "-1", "+-3", "--5", "nan", "inf", "-inf", "1e400", "1e-400", "0x10", "1_0", "2.5",
-         "9" * 5000, "\u00b2", "\u0663", "\u2167", "a\nb", "\x1b[2J", "\udcff", "\u202e", "\U0001f577", "None", "true",
-         "1,2", "a b"]
-
-
-def text(rng: random.Random, length: int) -> str:
-    """Unicode of all kinds, control characters and lone surrogates included."""
-    return "".join(chr(rng.choice((rng.randrange(1, 128), rng.randrange(1, 0x3000), rng.randrange(1, 0x110000))))
-                   for _ in range(rng.randrange(length)))
-
-
-def snapshot(directory: Path) -> dict[Path, object]:
-    """All that is in and below a directory: contents of files, targets of links."""
-    return {path: os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-            for path in directory.rglob("*")}
 
 
 def complaint(capsys, *argv) -> str:

@@ -11,7 +11,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 CACHE = tempfile.TemporaryDirectory()     # before transformers is imported: no network, nothing in the home directory
 os.environ |= dict(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ["OMP_NUM_THREADS"] = "1"       # before torch is: to small models more give nothing, and workers share cores

@@ -13,8 +13,7 @@ import torch
 from conftest import SMALL, assert_same, assert_same_runs, final_state, make_shards, metrics, refused, run, run_flags
 from jobs import file_limit, forked, until
 from spider import checkpoint
-from spider.checkpoint import (CheckpointWriter, best_checkpoint, check_seal, check_weights, find_checkpoints,
-                               load_checkpoint)
+from spider.checkpoint import (CheckpointWriter, best_checkpoint, check_weights, find_checkpoints, load_checkpoint)
 from spider.common import CheckpointError
 from spider.distributed import World
 from spider.run import Metrics, RunProgress
@@ -59,7 +58,7 @@ def test_a_checkpoint_has_the_keys_of_the_contract_and_only_plain_values(trained
     walk(trained)
 
 
-def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path, shards, capsys):
+def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path, shards):
     """FlexiTokens were called learned, segment offsets places; metrics of the last step were not saved."""
     flags = ("--set", f"{SMALL},segment_offsets=3", "--eval_every", "0")
     path = find_checkpoints(run(tmp_path, shards, *flags, steps=3))[-1].path
@@ -76,26 +75,27 @@ def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path, shards, capsys):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(1, 7)]
     whole = run(tmp_path, shards, *flags, ckpt="whole")
     assert_same(final_state(tmp_path / "run")["model_state_dict"], final_state(whole)["model_state_dict"])
-    assert "no checksum" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Damaged, foreign, of another model
 
 
-def test_an_altered_byte_anywhere_and_a_missing_end_are_noticed(tmp_path, shards):
+def test_a_file_with_an_altered_byte_or_a_missing_end_is_refused_or_holds_the_same_state(tmp_path, shards):
     path = run(tmp_path, shards, "--eval_every", "0", steps=1) / "spider-step1.pt"
-    content = path.read_bytes()
-    check_seal(path)
+    content, state, refusals = path.read_bytes(), load_checkpoint(path), 0
     size = len(content)
     for place in (*random.Random(0).sample(range(size), 60), *range(8), *range(size - 90, size)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1:])
-        with pytest.raises(ValueError, match="checksum"):
-            check_seal(path)
-    for length in (0, 1, 30, size // 2, size - 1, size - 79):
+        try:
+            assert_same(load_checkpoint(path), state)         # such as a byte of padding
+        except CheckpointError:
+            refusals += 1
+    assert refusals > 80
+    for length in (0, 1, 30, size // 2, size - 1):
         path.write_bytes(content[:length])
-        with pytest.raises(ValueError):
-            check_seal(path)
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path)
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_and_the_run_still_ends_exactly(tmp_path, shards, capsys):
@@ -193,7 +193,7 @@ def writer_in(directory, keep_last=2, keep_best=False) -> CheckpointWriter:
 
 
 def save(writer, step, **more):
-    writer.save(dict(step=step, exploded=False, val_loss=None) | more, None)
+    writer.save(dict(step=step, exploded=False, val_loss=None) | more, lambda: None)
 
 
 def test_a_save_waits_for_the_copy_alone_and_holds_the_state_of_its_own_step(tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_takes_its_name(tmp_path, sh
     directory = run(tmp_path, shards, "--eval_every", "0", steps=2)
     end = order.index("named spider-step2.pt")
     written = max(i for i, event in enumerate(order) if event == "line")
-    assert order[written:end] == ["line", ".spider-step2.pt.tmp", "metrics.jsonl"]
+    assert order[written:end] == ["line", "metrics.jsonl", ".spider-step2.pt.tmp"]
     assert order[end + 1] == directory.name
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from exporting import checkpoint, exported, loaded, loaded_tokenizer, model, spider, tokenizer  # noqa: F401
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import sample
 from conftest import ROOT, final_state, text
 from spider import export
 from spider.export import flat_modules
-from spider.checkpoint import INDEX
 from spider.checkpoint import load_checkpoint
 from train import command_line
 
@@ -75,16 +75,6 @@ torch.save(model(**inputs).logits, sys.argv[2])
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 
-def test_weights_in_several_files_are_the_same_weights(checkpoint, exported, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "SHARD_BYTES", 60_000)
-    assert sample.main([str(checkpoint), "--export", str(tmp_path / "shards")]) == 0
-    assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 2
-    whole, parts = (loaded(directory).state_dict() for directory in (exported, tmp_path / "shards"))
-    back = load_checkpoint(tmp_path / "shards")["model_state_dict"]
-    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
-    assert all(torch.equal(weight, back[name.removeprefix("spider.")]) for name, weight in whole.items())
-
-
 def test_what_is_saved_and_loaded_again_is_the_same_model(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -104,12 +94,12 @@ def test_an_export_is_whole_or_not_there_and_takes_no_files_place(checkpoint, ex
         assert "exists and is not an empty directory" in line
     assert "--export needs a checkpoint" in refusal(capsys, [exported, "--export", tmp_path / "x"], sample.main)
 
-    def fail(library, directory, weights):
-        (directory / "model.safetensors").write_bytes(b"half")
-        raise library.SafetensorError("No space left on device")
+    def fail(weights, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
     (tmp_path / "empty").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(export, "write_weights", fail)
+        patch.setattr("safetensors.torch.save_file", fail)
         for name in ("empty", "new"):
             line = refusal(capsys, [checkpoint, "--export", tmp_path / name], sample.main)
             assert f"{name} cannot be written: No space left on device" in line
@@ -243,8 +233,6 @@ SPOILT = {
     "a weight too many": lambda d: weights_changed(d / "model.safetensors", lambda w: w.update(more=torch.ones(2))),
     "other shape": lambda d: weights_changed(
         d / "model.safetensors", lambda w: w.update({"spider.null_segment": torch.ones(33)})),
-    "bad index": lambda d: (d / INDEX).write_text('{"weight_map": 3}'),
-    "a file that is not there": lambda d: (d / INDEX).write_text('{"weight_map": {"a": "gone\\u001b.safetensors"}}'),
 }
 
 

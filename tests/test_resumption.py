@@ -163,7 +163,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shard
     assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
 
 
-@pytest.mark.parametrize("slow", ("check", "load_origin", "warm_up"))
+@pytest.mark.parametrize("slow", ("open_data", "load_origin", "warm_up"))
 def test_a_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(tmp_path, shards, processes, slow):
     job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", "--precision", "fp8"),
               faults=[(sleeps, 0, slow)])
