@@ -406,27 +406,26 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
     topk_idx[n, j].
 
     x [N, D]; topk_idx [N, k] int64, -1 for none; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D]
-    in x's dtype. w_up is None if w_gate has both concatenated, [E, D, 2F], which saves all but `loop` a copy.
+    in x's dtype. w_up is None if w_gate has both concatenated, [E, D, 2F], which saves a copy.
     product: one of the two above; `triton` computes the first by its own kernels. expert_rows: `assign_rows` of
     topk_idx, if known. Returns y [N, D]. Differentiable in x, topk_weights and the three weights.
     """
+    w_gate_up = w_gate if w_up is None else torch.cat((w_gate, w_up), dim=-1)
     if len(x) == 1 and not (x.is_cuda or torch.is_grad_enabled()):
-        return _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down)
+        return _one_row(x, topk_idx, topk_weights, w_gate_up, w_down)
     if backend == "loop":
-        w_gate, w_up = w_gate.chunk(2, dim=-1) if w_up is None else (w_gate, w_up)
-        return _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product)
+        return _loop(x, topk_idx, topk_weights, w_gate_up, w_down, product)
     if backend == "triton" and product is grouped_product:
         from spider.grouped_triton import grouped_product as product
-    w_gate_up = w_gate if w_up is None else torch.cat((w_gate, w_up), dim=-1)
     if expert_rows is None:
         topk_weights = topk_weights.masked_fill(topk_idx < 0, 0)  # computed by the first expert with weight 0
         expert_rows = assign_rows(topk_idx.clamp_min(0), len(w_down), backend)
     return _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, backend == "tile")
 
 
-def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
+def _loop(x, topk_idx, topk_weights, w_gate_up, w_down, product):
     multiply = torch.matmul if product is grouped_product else partial(_multiply_group, product)
-    y = torch.zeros_like(x)
+    (w_gate, w_up), y = w_gate_up.chunk(2, dim=-1), torch.zeros_like(x)
     for expert in topk_idx[topk_idx >= 0].unique().tolist():
         token, slot = (topk_idx == expert).nonzero(as_tuple=True)
         rows = x[token]
@@ -436,14 +435,13 @@ def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
     return y
 
 
-def _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down):
+def _one_row(x, topk_idx, topk_weights, w_gate_up, w_down):
     """Compute a single token, for decoding on a CPU, without sorting rows or copying weights."""
     y = torch.zeros_like(x)
     for expert, weight in zip(topk_idx[0].tolist(), topk_weights.to(x.dtype).unbind(1)):
-        if expert < 0:
-            continue
-        gate, up = (x @ w_gate[expert]).chunk(2, dim=-1) if w_up is None else (x @ w_gate[expert], x @ w_up[expert])
-        y = y + (F.silu(gate) * up) @ w_down[expert] * weight
+        if expert >= 0:
+            gate, up = (x @ w_gate_up[expert]).chunk(2, dim=-1)
+            y = y + (F.silu(gate) * up) @ w_down[expert] * weight
     return y
 
 
@@ -491,15 +489,10 @@ class MoE(nn.Module):
         self.fp8 = False                  # whether the routed experts train in FP8
         self.cast = None                  # cast weights of the routed experts, inside cast_weights_once
 
-    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Cast w_gate, w_up and w_down. Backends that sort take the first two as one; FP8's kernels need column-major
-        order."""
-        w_gate, w_up, w_down = (w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        if self.backend != "loop":
-            w_gate, w_up = torch.cat((w_gate, w_up), dim=-1), None
-        if not self.fp8:
-            return w_gate, w_up, w_down
-        return tuple(w if w is None else w.mT.contiguous().mT for w in (w_gate, w_up, w_down))
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cast the weights: gate and up as one [E, D, 2F], and down. FP8's kernels need column-major order."""
+        weights = torch.cat((self.w_gate.to(dtype), self.w_up.to(dtype)), dim=-1), self.w_down.to(dtype)
+        return tuple(w.mT.contiguous().mT for w in weights) if self.fp8 else weights
 
     def cast_weight(self, dtype: torch.dtype):
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
@@ -514,7 +507,7 @@ class MoE(nn.Module):
         rows = decided and decided.rows
         if rows is None and torch.is_grad_enabled():
             rows = assign_rows(topk_idx, len(self.expert_bias), self.backend)
-        weights = self.weights(x.dtype) if self.cast is None else self.cast
+        w_gate_up, w_down = self.weights(x.dtype) if self.cast is None else self.cast
         product = fp8_grouped_product if self.fp8 and self.training else grouped_product
-        y = moe_forward(x, topk_idx, topk_weights, *weights, self.backend, product, rows)
+        y = moe_forward(x, topk_idx, topk_weights, w_gate_up, None, w_down, self.backend, product, rows)
         return (y if self.shared is None else y + self.shared(x)), Routing(score, topk_idx, rows)
