@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from spider.boundaries import Observed, SurprisePredictor, boundary_loss, flexitokens_boundaries, respect_sentinels
+from spider.boundaries import Observed, SurprisePredictor, boundary_loss, flexitokens_boundaries
 from spider.config import BACKENDS, SpiderConfig
 from spider.decode import DecodingMixin, check_ids
 from spider.layers import (MLA, Block, Linear, SwiGLU, WideLinear, byte_noise, cast_weights_once, dropped, rms_norm,
@@ -43,6 +43,7 @@ from spider.memory import (ByteEngram, EngramTable, Matches, MatchMemory, Output
 from spider.packing import (ALL_ROWS, ActiveRows, Cache, CorePass, Packing, document_cu_seqlens, last_byte_of,
                             pool_segments, round_up, segment_offsets, unpool_segments)
 from tile_moe import MoE, Routing, balance
+from tokenizer import EOS_ID, PAD_ID
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The recurrent core
@@ -501,7 +502,7 @@ class Spider(DecodingMixin, nn.Module):
             b = flexitokens_boundaries(p, packing, self.wide_dtype, noise, summed)
         else:
             b = word_ends(shifted[:2]).squeeze(0).to(self.wide_dtype)
-        return respect_sentinels(b, ids)
+        return torch.where(ids == EOS_ID, 1, torch.where(ids == PAD_ID, 0, b))
 
     def run_core(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
                  noise: Tensor | None) -> tuple[Tensor, CoreStats]:

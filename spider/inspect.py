@@ -29,7 +29,6 @@ from loguru import logger
 from torch import nn
 
 from spider.common import DataError, durable, naming, one_line, printable
-from spider.config import SpiderConfig
 from spider.curves import charts_of, read_metrics, span
 from spider.decode import PIECE
 from spider.layers import rms_norm
@@ -271,42 +270,40 @@ def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
         bytes=list(shown.text), bits=[round(bits, 4) for bits in shown.bits], likeliest=shown.likeliest,
         segment=shown.segment, ends=[int(end) for end in shown.ends], loops=record.loops, load=load,
         gates=[dict(name=name, values=values, shades=shades) for name, values, _, shades in gates],
-        meanings=list(dict(meaning for _, _, meaning, _ in gates).items()),
+        meanings=[(kind, MEANINGS[kind]) for kind in dict.fromkeys(kind for _, _, kind, _ in gates)],
         charts=[
             dict(title=title, limits=span([points for _, _, points in curves]), curves=curves)
             for title, curves in charts_of(lines).items() if curves])
 
 
-def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str, str], str]]:
+OF_WORDS = ("the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
+            "and the one before it")
+MEANINGS = {
+    "last n bytes": "what the Engram tables learned about these bytes",
+    "last n, in the text": "the byte that followed the last earlier occurrence of these n bytes in this text",
+    "word n, in the text": OF_WORDS,
+    "last n, its vote": "the weight in nats that is added to the logit of the byte that followed the last earlier "
+                        "occurrence of these n bytes in this text; empty where there is none",
+    "word n, its vote": OF_WORDS,
+    "layer, loop": "what a layer of the core looks up in its Engram tables for a segment, in each loop"}
+
+
+def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, str, str]]:
     """Return Engram's gates and votes: name, value by byte (None: its segment was not computed, or there is no vote),
-    (rows, their meaning), and name of the shades."""
+    key of MEANINGS, and name of the shades."""
     c, record = model.config, shown.record
-    memory = "last n bytes", "what the Engram tables learned about these bytes"
-    match = "last n, in the text", "the byte that followed the last earlier occurrence of these n bytes in this text"
-    words = "word n, in the text", (
-        "the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
-        "and the one before it")
-    vote = "last n, its vote", (
-        "the weight in nats that is added to the logit of the byte that followed the last earlier occurrence of these "
-        "n bytes in this text; empty where there is none")
-    word_vote = "word n, its vote", words[1]
-    segment = "layer, loop", "what a layer of the core looks up in its Engram tables for a segment, in each loop"
-    rows = [("last 1 byte" if n == 1 else f"last {n} bytes", memory) for n in c.engram_byte_orders]
-    rows += contexts(c, match, words) if c.matches_before_head else []
+    contexts = [("last", n) for n in c.engram_match_orders] + [("word", n) for n in c.engram_match_words]
+    rows = [(f"last {n} byte{'s' * (n > 1)}", "last n bytes") for n in c.engram_byte_orders]
+    if c.matches_before_head:
+        rows += [(f"{kind} {n}, in the text", f"{kind} n, in the text") for kind, n in contexts]
     found = [(name, [round(gate, 3) for gate in gates], meaning, "gates")
              for (name, meaning), gates in zip(rows, zip(*record.byte_gates[1:]))]
-    found += [(name, [weight and round(weight, 3) for weight in weights], meaning, "votes")
-              for (name, meaning), weights in zip(contexts(c, vote, word_vote), zip(*record.votes[1:]))]
+    found += [(f"{kind} {n}, its vote", [weight and round(weight, 3) for weight in weights], f"{kind} n, its vote",
+               "votes") for (kind, n), weights in zip(contexts, zip(*record.votes[1:]))]
     for (layer, loop), gates in sorted(record.gates.items()):
         values = [round(gates[number], 3) if number in gates else None for number in shown.segment]
-        found.append((f"layer {layer + 1}, loop {loop + 1}", values, segment, "gates"))
+        found.append((f"layer {layer + 1}, loop {loop + 1}", values, "layer, loop", "gates"))
     return found
-
-
-def contexts(c: SpiderConfig, last: tuple[str, str], word: tuple[str, str]) -> list[tuple[str, tuple[str, str]]]:
-    """Return a row's name for each context of the match memory, with `last` or `word`, (rows, their meaning)."""
-    return [(kind[0].replace(" n,", f" {n},"), kind)
-            for kind, numbers in ((last, c.engram_match_orders), (word, c.engram_match_words)) for n in numbers]
 
 
 def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: str | None):

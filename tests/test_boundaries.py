@@ -122,9 +122,7 @@ BY_BYTE = dict(boundaries="learned", segment_offsets=3, core_loss_weight=0.2, au
 
 def learner(**changes) -> Spider:
     """Make a model in float64, for exact comparisons."""
-    model = awake(small_config(**BY_BYTE | changes), dtype=torch.float64)
-    model.set_backend("loop")
-    return model
+    return awake(small_config(**BY_BYTE | changes), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("core_loss_weight", (0.0, 0.2))

@@ -33,7 +33,6 @@ def model_of(**changes):
     model = awake(small_config(**changes), dtype=torch.float64).eval()
     if changes.get("n_recurrent_layers") != 0 and changes.get("act") is not False:
         model.core.halt_predictor.weight.data.normal_(std=1.0)           # so that segments take 1 to 3 loops
-    model.set_backend("loop")                                            # grouped products take no float64
     return model
 
 
