@@ -177,8 +177,8 @@ def find_wrong_product(product: Callable, device: torch.device, config, dtype: t
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Operations of routing. TileKernels' have their own names and signatures; none has a gradient. In all of them ties go to
-# the smaller index, and expert -1 is skipped.
+# Operations of routing, of TileKernels and in plain torch; none has a gradient. Ties go to the smaller index, and
+# expert -1 is skipped.
 
 
 def operations():

@@ -276,8 +276,8 @@ def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
             for title, curves in charts_of(lines).items() if curves])
 
 
-OF_WORDS = ("the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
-            "and the one before it")
+OF_WORDS = ("the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current "
+            "word and the one before it")
 MEANINGS = {
     "last n bytes": "what the Engram tables learned about these bytes",
     "last n, in the text": "the byte that followed the last earlier occurrence of these n bytes in this text",
