@@ -158,7 +158,7 @@ def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
 
 
 def take_text(argument: str) -> tuple[bytes, str]:
-    """Return the first LONGEST bytes of the text that --show names, cut between characters, and its name."""
+    """Return the first LONGEST bytes of the text that --show names, and its name."""
     if argument == "-":
         text, name = sys.stdin.buffer.read(LONGEST + 1), "standard input"
     elif os.path.exists(argument):
@@ -170,9 +170,7 @@ def take_text(argument: str) -> tuple[bytes, str]:
     if not text:
         raise DataError(f"--show: {name} is empty")
     if len(text) > LONGEST:
-        text = text[:LONGEST].decode(errors="surrogateescape")
-        text = re.sub("[\udcc0-\udcff][\udc80-\udcbf]{,2}$", "", text).encode(errors="surrogateescape")
-        name = f"the first {len(text):,} bytes of {name}"
+        text, name = text[:LONGEST], f"the first {LONGEST:,} bytes of {name}"
         logger.warning(f"--show: only {name}")
     return text, name
 

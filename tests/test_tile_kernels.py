@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_in_kernels import INSTALLED, D, E, K, Kernels, N, kernels, routing  # noqa: F401
+from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels  # noqa: F401
 
 import tile_moe
 from conftest import settled
