@@ -2,7 +2,7 @@
 
 read          run a model over a text and record what it does
 in_terminal   show the text with its segments in a terminal
-write_page    show all of it, and the run's training curves, as an HTML page
+write_page    show all of it as an HTML page
 
 page.html is the page's template; its script draws the embedded JSON data. The page is one file that loads nothing. Its
 content security policy only allows its own script, and all data (text, checkpoint, names) is inserted as text.
@@ -29,7 +29,6 @@ from loguru import logger
 from torch import nn
 
 from spider.common import DataError, durable, naming, one_line, printable
-from spider.curves import charts_of, read_metrics, span
 from spider.decode import PIECE
 from spider.layers import rms_norm
 from tokenizer import BOS_ID
@@ -242,11 +241,11 @@ def in_terminal(shown: Shown, colour: bool) -> Iterator[str]:
 # As a page
 
 
-def write_page(shown: Shown, title: str, model: nn.Module, lines: list[dict]) -> str:
-    """Fill the template and return the page as HTML. lines: of the run's metrics.jsonl."""
+def write_page(shown: Shown, title: str, model: nn.Module) -> str:
+    """Fill the template and return the page as HTML."""
     text, title = TEMPLATE.read_text(encoding="utf-8"), html.escape(one_line(title))
     style, script = (hash_of(re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]) for tag in ("style", "script"))
-    data = json.dumps(page_data(shown, model, lines), allow_nan=False, separators=(",", ":"))     # in ASCII
+    data = json.dumps(page_data(shown, model), allow_nan=False, separators=(",", ":"))     # in ASCII
     fields = dict(title=title, policy=f"default-src 'none'; script-src '{script}'; style-src '{style}'",
                   data=re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", data))
     return re.sub("{{([a-z]+)}}", lambda field: fields[field[1]], text)
@@ -257,7 +256,7 @@ def hash_of(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
+def page_data(shown: Shown, model: nn.Module) -> dict:
     """Return the data that page.html draws, as plain values; bytes and segments count from 0."""
     record, gates = shown.record, gate_rows(shown, model)
     load = [dict(name=f"{layer + 1}, {loop + 1}", tokens=[int(tokens) for tokens in load])
@@ -268,10 +267,7 @@ def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
         bytes=list(shown.text), bits=[round(bits, 4) for bits in shown.bits], likeliest=shown.likeliest,
         segment=shown.segment, ends=[int(end) for end in shown.ends], loops=record.loops, load=load,
         gates=[dict(name=name, values=values, shades=shades) for name, values, _, shades in gates],
-        meanings=[(kind, MEANINGS[kind]) for kind in dict.fromkeys(kind for _, _, kind, _ in gates)],
-        charts=[
-            dict(title=title, limits=span([points for _, _, points in curves]), curves=curves)
-            for title, curves in charts_of(lines).items() if curves])
+        meanings=[(kind, MEANINGS[kind]) for kind in dict.fromkeys(kind for _, _, kind, _ in gates)])
 
 
 OF_WORDS = ("the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current "
@@ -312,7 +308,7 @@ def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: 
     shown = read(model, text, n_loops)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print("".join(in_terminal(shown, colour)), flush=True)
-    content = write_page(shown, f"{checkpoint} reads {name}", model, read_metrics(directory / "metrics.jsonl"))
+    content = write_page(shown, f"{checkpoint} reads {name}", model)
     try:
         with durable(out, "wb") as file:
             file.write(content.encode())
