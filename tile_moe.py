@@ -57,8 +57,8 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
                 break
             remarks.append(f"{KERNELS[backend]} not used: {obstacle}")
     if in_turn and name != "triton":
-        remarks.append(f"on this GPU ({describe(device)}) torch runs {str(dtype)[6:]} experts one after the other and "
-                       f"waits for the device at each grouped product (docs/results/performance.md)")
+        remarks.append(f"on this GPU torch runs {str(dtype)[6:]} experts one after the other and waits for the device at "
+                       f"each grouped product (docs/results/performance.md)")
     return name, "; ".join(remarks)
 
 
@@ -66,10 +66,6 @@ def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a grouped product is a single kernel without a host sync: in torch's GroupedBlas.cpp, bf16 on
     compute capability 9.x and 10.x. Otherwise torch copies the group sizes to the host and calls mm for each group."""
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def describe(device: torch.device) -> str:
-    return "sm_%d%d" % torch.cuda.get_device_capability(device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,11 +91,11 @@ def find_obstacle(backend: str, device: torch.device, config, dtype: torch.dtype
                 wrong = find_wrong_product(product, device, config, dtype)
             else:
                 wrong = find_disagreement(operations(), device, config, dtype)
-        obstacle = wrong and f"{kernels} computes wrong results on this GPU ({describe(device)}): {wrong}"
+        obstacle = wrong and f"{kernels} computes wrong results on this GPU: {wrong}"
     except ImportError as fault:
         obstacle = f"{kernels} cannot be imported ({first_error(fault)}): pip install {PACKAGES[backend]}"
     except Exception as fault:
-        obstacle = f"{kernels} fails on this GPU ({describe(device)}): {first_error(fault)}"
+        obstacle = f"{kernels} fails on this GPU: {first_error(fault)}"
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as fault:         # a kernel's error stays in the CUDA context, so nothing else can run

@@ -142,8 +142,8 @@ def test_without_a_usable_triton_auto_takes_another_backend_with_the_reasons_and
     machine.capability = (12, 0)
     for machine.product, module, expected in (
             (spoil(0, torch.neg), sys.modules["spider.grouped_triton"],
-             r"wrong results on this GPU \(sm_120\): the product, 32 x 1024"),
-            (refuse, sys.modules["spider.grouped_triton"], r"fails on this GPU \(sm_120\): RuntimeError: PTXAS error"),
+             "wrong results on this GPU: the product, 32 x 1024"),
+            (refuse, sys.modules["spider.grouped_triton"], "fails on this GPU: RuntimeError: PTXAS error"),
             (refuse, None, r"cannot be imported \(ModuleNotFoundError: .*\): pip install triton")):
         monkeypatch.setitem(sys.modules, "spider.grouped_triton", module)
         with pytest.raises(BackendError, match=f"^--moe_backend triton: .*{expected}.*; or use --moe_backend grouped$"):
@@ -163,9 +163,9 @@ def obstacles(machine, monkeypatch):
     def refuse(*_):
         raise RuntimeError("// a long source\nCompilation error:\nnvcc fatal   : Unsupported gpu\nCommand:")
     machine.ops = type("Uncompiled", (Kernels,), {"expand_to_fused": refuse})
-    yield r"sm_90\): RuntimeError: nvcc fatal   : Unsupported gpu"
+    yield "fails on this GPU: RuntimeError: nvcc fatal   : Unsupported gpu"
     machine.ops = type("Broken", (Kernels,), {"aux_fi": lambda *args: Kernels.aux_fi(*args) * 2})
-    yield r"wrong results on this GPU .*: aux_fi"
+    yield "wrong results on this GPU: aux_fi"
     monkeypatch.setattr(tile_moe, "operations", operations)
     monkeypatch.setitem(sys.modules, "tile_kernels", None)
     yield r"cannot be imported \(ModuleNotFoundError.*pip install -e \"\.\[tile\]\""
