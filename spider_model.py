@@ -25,6 +25,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import ClassVar, NamedTuple
 
@@ -83,12 +84,8 @@ class RecurrentBlock(nn.Module):
             return y, latent, read, routing.score, routing.topk_idx
         if not recompute:
             return run(x)
-        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_routing)
-
-
-def keeping_routing():
-    """Make the contexts of a checkpointed visit, which only saves the choice of experts."""
-    return create_selective_checkpoint_contexts([torch.ops.aten.sort.stable])
+        keep_routing = partial(create_selective_checkpoint_contexts, [torch.ops.aten.sort.stable])
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, context_fn=keep_routing)
 
 
 class CoreStats(NamedTuple):              # a tuple, in which FSDP finds tensors with gradients
