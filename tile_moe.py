@@ -416,7 +416,13 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
     if expert_rows is None:
         topk_weights = topk_weights.masked_fill(topk_idx < 0, 0)  # computed by the first expert with weight 0
         expert_rows = assign_rows(topk_idx.clamp_min(0), len(w_down), backend)
-    return _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, backend == "tile")
+    (row, source, expert_end), tile = expert_rows, backend == "tile"
+    rows = _Expand.apply(x, row, source, tile)                                                # [P, D]
+    weights = topk_weights.to(x.dtype).flatten()
+    row_weights = weights.new_zeros(len(source)).scatter_(0, row.flatten().long(), weights)   # 0 for padding
+    gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]
+    hidden = F.silu(gate) * up * row_weights[:, None]  # weighted here, where rows are narrowest
+    return _Reduce.apply(product(hidden, w_down, expert_end), row, source, tile)
 
 
 def _loop(x, topk_idx, topk_weights, w_gate_up, w_down, product):
@@ -452,16 +458,6 @@ def row_bound(slots: int, experts: int) -> int:
     """Return P, enough rows for any routing of `slots` slots and one more for each expert; with fewer, TileKernels
     would write out of bounds."""
     return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
-
-
-def _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, tile):
-    row, source, expert_end = expert_rows
-    rows = _Expand.apply(x, row, source, tile)                                                # [P, D]
-    weights = topk_weights.to(x.dtype).flatten()
-    row_weights = weights.new_zeros(len(source)).scatter_(0, row.flatten().long(), weights)   # 0 for padding
-    gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]
-    hidden = F.silu(gate) * up * row_weights[:, None]  # weighted here, where rows are narrowest
-    return _Reduce.apply(product(hidden, w_down, expert_end), row, source, tile)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
