@@ -29,7 +29,6 @@ from loguru import logger
 from torch import nn
 
 from spider.common import DataError, durable, naming, one_line, printable
-from spider.decode import PIECE
 from spider.layers import rms_norm
 from tokenizer import BOS_ID
 
@@ -136,15 +135,14 @@ class Shown:
 
 @torch.no_grad()
 def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
-    """Run a model in evaluation mode over a text of at least one byte, in pieces.
+    """Run a model in evaluation mode over a text of at least one byte.
 
     Raise FloatingPointError for a non-finite logit."""
     ids = torch.tensor([[BOS_ID, *text]], device=model.embed_tokens.device)
     state = model.decoding_state(n_loops=n_loops)
     with Record(model) as record, model.cast_weights_once():
-        logits = [model.step(piece, state)[0] for piece in ids[:, :-1].split(PIECE, dim=1)]
-        model.step(ids[:, -1:], state)    # for the record of the last byte
-    log_p = torch.cat(logits).log_softmax(-1)                                                # [bytes, vocab_size]
+        logits = model.step(ids, state)[0, :-1]
+    log_p = logits.log_softmax(-1)                                                           # [bytes, vocab_size]
     if not log_p.isfinite().all():
         raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
     bits = -log_p.gather(1, ids[0, 1:, None])[:, 0] / math.log(2)
