@@ -100,7 +100,10 @@ def test_auto_takes_triton_where_torch_multiplies_in_turn_else_tile_kernels_unle
     assert machine.resolve("auto") == ("tile" if at_once else "triton", "")
     assert machine.resolve("auto", compiled=True) == ("grouped" if at_once else "triton", "")
     assert machine.resolve("auto", torch.float32, compiled=True) == ("triton", "")
-    assert machine.resolve("triton") == ("triton", "")
+    assert machine.resolve("triton") == ("triton", "") and machine.resolve("loop", torch.float32) == ("loop", "")
+    for dtype, slow in ((torch.bfloat16, not at_once), (torch.float32, True)):
+        backend, line = machine.resolve("grouped", dtype)
+        assert backend == "grouped" and ("one after the other" in line) == slow
 
 
 def spoil(part: int, change):
@@ -204,16 +207,6 @@ def test_without_a_gpu_auto_takes_grouped_silently_and_tile_and_triton_are_error
     for name in ("tile", "triton"):
         with pytest.raises(BackendError, match="needs a GPU"):
             resolve_backend(name, CPU, CONFIG, torch.float32)
-
-
-@pytest.mark.parametrize("capability, dtype, slow", (
-    ((9, 0), torch.bfloat16, False), ((10, 0), torch.bfloat16, False), ((9, 0), torch.float32, True),
-    ((8, 9), torch.bfloat16, True), ((12, 0), torch.bfloat16, True)), ids=str)
-def test_a_gpu_on_which_torch_multiplies_experts_in_turn_is_logged(machine, capability, dtype, slow):
-    machine.capability = capability
-    backend, line = machine.resolve("grouped", dtype)
-    assert backend == "grouped" and ("one after the other" in line) == slow
-    assert machine.resolve("loop", dtype) == ("loop", "")
 
 
 def test_fp8_experts_are_refused_without_experts_or_without_a_grouped_fp8_product(machine):
