@@ -57,8 +57,8 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
                 break
             remarks.append(f"{KERNELS[backend]} not used: {obstacle}")
     if in_turn and name != "triton":
-        remarks.append(f"on this GPU torch runs {str(dtype)[6:]} experts one after the other and waits for the device at "
-                       f"each grouped product (docs/results/performance.md)")
+        remarks.append(f"on this GPU torch runs {str(dtype)[6:]} experts one after the other and waits for the device "
+                       f"at each grouped product (docs/results/performance.md)")
     return name, "; ".join(remarks)
 
 
