@@ -25,6 +25,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import ClassVar, NamedTuple
 
@@ -33,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from spider.boundaries import Observed, SurprisePredictor, boundary_loss, flexitokens_boundaries, respect_sentinels
+from spider.boundaries import Observed, SurprisePredictor, boundary_loss, flexitokens_boundaries
 from spider.config import BACKENDS, SpiderConfig
 from spider.decode import DecodingMixin, check_ids
 from spider.layers import (MLA, Block, Linear, SwiGLU, WideLinear, byte_noise, cast_weights_once, dropped, rms_norm,
@@ -43,6 +44,7 @@ from spider.memory import (ByteEngram, EngramTable, Matches, MatchMemory, Output
 from spider.packing import (ALL_ROWS, ActiveRows, Cache, CorePass, Packing, document_cu_seqlens, last_byte_of,
                             pool_segments, round_up, segment_offsets, unpool_segments)
 from tile_moe import MoE, Routing, balance
+from tokenizer import EOS_ID, PAD_ID
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The recurrent core
@@ -82,12 +84,8 @@ class RecurrentBlock(nn.Module):
             return y, latent, read, routing.score, routing.topk_idx
         if not recompute:
             return run(x)
-        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_routing)
-
-
-def keeping_routing():
-    """Make the contexts of a checkpointed visit, which only saves the choice of experts."""
-    return create_selective_checkpoint_contexts([torch.ops.aten.sort.stable])
+        keep_routing = partial(create_selective_checkpoint_contexts, [torch.ops.aten.sort.stable])
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, context_fn=keep_routing)
 
 
 class CoreStats(NamedTuple):              # a tuple, in which FSDP finds tensors with gradients
@@ -501,7 +499,7 @@ class Spider(DecodingMixin, nn.Module):
             b = flexitokens_boundaries(p, packing, self.wide_dtype, noise, summed)
         else:
             b = word_ends(shifted[:2]).squeeze(0).to(self.wide_dtype)
-        return respect_sentinels(b, ids)
+        return torch.where(ids == EOS_ID, 1, torch.where(ids == PAD_ID, 0, b))
 
     def run_core(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
                  noise: Tensor | None) -> tuple[Tensor, CoreStats]:
@@ -683,6 +681,4 @@ class Spider(DecodingMixin, nn.Module):
         """Update learned boundaries once per optimizer step, from SpiderOutput.boundary_counts summed over micro-steps
         and ranks, and the step's mean loss; see SurprisePredictor."""
         if self.config.learns_boundaries:
-            if not counts.numel():
-                raise ValueError("counts: of a pass in evaluation, which has none")
             self.boundary_predictor.update(counts, nats_per_byte)

@@ -10,13 +10,10 @@ times, each expert's rows padded to a multiple of ALIGNMENT, at least one, and p
 does not depend on the data. No backend drops a token; an expert may get none or all of them. Expert -1 means none.
 """
 
-import importlib.util
 import math
 import re
-import shutil
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -32,6 +29,7 @@ ALIGNMENT = 16                         # rows: required by FP8 products; also li
 TILE_CAPABILITY = (9, 0)  # minimum of TileKernels: Hopper, Blackwell (sm_120 is not listed, but the original ran there)
 TILE_WIDTH = 256          # TileKernels needs hidden sizes that are multiples of this
 KERNELS = {"triton": "Triton's grouped product", "tile": "TileKernels"}  # backends that are tested before their use
+PACKAGES = {"triton": "triton", "tile": '-e ".[tile]"'}
 
 
 class BackendError(SpiderError, RuntimeError):
@@ -59,8 +57,8 @@ def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype,
                 break
             remarks.append(f"{KERNELS[backend]} not used: {obstacle}")
     if in_turn and name != "triton":
-        remarks.append(f"on this GPU ({describe(device)}) torch runs {str(dtype)[6:]} experts one after the other and "
-                       f"waits for the device at each grouped product (docs/results/performance.md)")
+        remarks.append(f"on this GPU torch runs {str(dtype)[6:]} experts one after the other and waits for the device "
+                       f"at each grouped product (docs/results/performance.md)")
     return name, "; ".join(remarks)
 
 
@@ -70,10 +68,6 @@ def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def describe(device: torch.device) -> str:
-    return "sm_%d%d" % torch.cuda.get_device_capability(device)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Check of kernels
 
@@ -81,62 +75,33 @@ def describe(device: torch.device) -> str:
 def find_obstacle(backend: str, device: torch.device, config, dtype: torch.dtype) -> str | None:
     """Return why the kernels of `triton` or `tile` cannot run this model on this device, with the remedy, or None.
     Compiles the kernels of training: seconds for each the first time, later from a cache."""
+    kernels = KERNELS[backend]
     if not config.has_experts:
         return "the model has no routed experts"
-    if missing := triton_lacks(device) if backend == "triton" else tile_kernels_lack(device, config):
-        return missing
-    kernels, gpu = KERNELS[backend], describe(device)
+    if device.type != "cuda":
+        return f"{kernels} needs a GPU"
+    if backend == "tile" and torch.cuda.get_device_capability(device) < TILE_CAPABILITY:
+        return "TileKernels needs a GPU from Hopper on (sm_90 or above)"
+    if backend == "tile" and config.hidden_size % TILE_WIDTH:
+        return f"TileKernels needs a hidden_size that is a multiple of {TILE_WIDTH}, not {config.hidden_size}"
     try:
         with torch.cuda.device(device):   # TileKernels allocates its results on the current device
             if backend == "triton":
                 from spider.grouped_triton import grouped_product as product
                 wrong = find_wrong_product(product, device, config, dtype)
             else:
-                from tile_kernels import moe
-                wrong = find_disagreement(moe, device, config, dtype)
-        obstacle = wrong and f"{kernels} computes wrong results on this GPU ({gpu}): {wrong}"
+                wrong = find_disagreement(operations(), device, config, dtype)
+        obstacle = wrong and f"{kernels} computes wrong results on this GPU: {wrong}"
+    except ImportError as fault:
+        obstacle = f"{kernels} cannot be imported ({first_error(fault)}): pip install {PACKAGES[backend]}"
     except Exception as fault:
-        obstacle = f"{kernels} fails on this GPU ({gpu}): {first_error(fault)}"
+        obstacle = f"{kernels} fails on this GPU: {first_error(fault)}"
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as fault:         # a kernel's error stays in the CUDA context, so nothing else can run
         raise BackendError(f"a test of {kernels} crashed on the GPU ({first_error(fault)}); start again with "
                            f"--moe_backend grouped") from None
     return obstacle
-
-
-def triton_lacks(device: torch.device) -> str | None:
-    """Return what Triton lacks here, or None."""
-    if device.type != "cuda":
-        return "Triton needs a GPU"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton"
-    return None
-
-
-def tile_kernels_lack(device: torch.device, config) -> str | None:
-    """Return what TileKernels lacks here, or None."""
-    too_old = "TileKernels needs a GPU from Hopper on (sm_90 or above)"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < TILE_CAPABILITY:
-        return too_old
-    if importlib.util.find_spec("tile_kernels") is None:
-        return 'TileKernels is not installed: pip install -e ".[tile]"'
-    if device.type != "cuda":
-        return too_old
-    if config.hidden_size % TILE_WIDTH:
-        return f"TileKernels needs a hidden_size that is a multiple of {TILE_WIDTH}, not {config.hidden_size}"
-    try:
-        from tile_kernels import moe      # noqa: F401
-        from tilelang.contrib.nvcc import get_nvcc_compiler
-    except Exception as fault:            # depends on the version: no module, no attribute, an assertion
-        return f'TileKernels cannot be imported ({first_error(fault)}): pip install -e ".[tile]"'
-    try:
-        compiler = get_nvcc_compiler()    # CUDA_HOME, PATH, the wheel nvidia-cuda-nvcc, /usr/local/cuda
-    except RuntimeError:
-        compiler = ""
-    if shutil.which(compiler) is None:
-        return f"TileKernels needs nvcc, and there is no {compiler or 'nvcc'}: set CUDA_HOME to a CUDA toolkit"
-    return None
 
 
 def first_error(fault: Exception) -> str:
@@ -149,33 +114,36 @@ def first_error(fault: Exception) -> str:
 def find_disagreement(ops, device: torch.device, config, dtype: torch.dtype) -> str | None:
     """Name the first of the six operations that differs from plain torch, or return None. The data has ties, zero
     weights and slots without an expert, is large enough for several SMs, and makes all sums exact."""
-    plain, generator = TORCH_OPERATIONS, torch.Generator().manual_seed(0)
     tokens, experts, k = 1000, config.n_routed_experts, config.n_experts_per_tok
+    generator = torch.Generator().manual_seed(0)
     def draw(low, high, *shape, dtype=torch.float32):
         return torch.randint(low, high, shape, generator=generator).to(device, dtype)
     scores = draw(0, 8, tokens, experts)
-    topk_idx = plain.topk_gate(scores, k)
+    topk_idx = _topk_gate(scores, k)
     if not torch.equal(ops.topk_gate(scores, k), topk_idx):
         return "topk_gate"
     weights = draw(0, 2, tokens, k)
-    for ours, theirs in zip(plain.normalize_weight(weights), ops.normalize_weight(weights)):
+    total = weights.sum(-1) + 1e-20
+    for ours, theirs in zip((total, weights / total[:, None]), ops.normalize_weight(weights)):
         if not torch.allclose(ours, theirs, rtol=1e-5, atol=0):
             return "normalize_weight"
     topk_idx = topk_idx.masked_fill(draw(0, 8, tokens, k) == 0, -1)
-    if not torch.allclose(plain.aux_fi(topk_idx, experts, k), ops.aux_fi(topk_idx, experts, k), rtol=1e-5, atol=0):
+    if not torch.allclose(_aux_fi(topk_idx, experts, k), ops.aux_fi(topk_idx, experts, k), rtol=1e-5, atol=0):
         return "aux_fi"
-    mapping = topk_idx, experts, row_bound(tokens * k, experts), ALIGNMENT
-    (to_expert, _, _, ours, _, end, *_), theirs = plain.get_fused_mapping(*mapping), ops.get_fused_mapping(*mapping)
-    slot_to_pos = theirs[3]               # the order inside an expert is free
-    if not (torch.equal(theirs[0], to_expert) and torch.equal(theirs[5], end)
-            and torch.equal(slot_to_pos.flatten().sort().values, ours.flatten().sort().values)
-            and torch.equal(torch.where(slot_to_pos < 0, -1, to_expert[slot_to_pos]).long(), topk_idx)):
+    bound = row_bound(tokens * k, experts)
+    ours, slot, end = _rows_by_expert(topk_idx, experts, bound)
+    to_expert, _, _, row, _, their_end, *_ = ops.get_fused_mapping(topk_idx, experts, bound, ALIGNMENT)
+    if not (torch.equal(to_expert.long(), torch.where(slot < 0, -1, topk_idx.flatten()[slot]))
+            and torch.equal(their_end.long(), end)
+            and torch.equal(row.flatten().sort().values.long(), ours.flatten().sort().values)  # in any order
+            and torch.equal(torch.where(row < 0, -1, to_expert[row]).long(), topk_idx)):
         return "get_fused_mapping"
-    x, rows = (draw(-8, 9, count, config.hidden_size, dtype=dtype) for count in (tokens, len(to_expert)))
-    if not torch.equal(ops.expand_to_fused(x, slot_to_pos, to_expert),
-                       plain.expand_to_fused(x, slot_to_pos, to_expert)):
+    x, rows = (draw(-8, 9, count, config.hidden_size, dtype=dtype) for count in (tokens, bound))
+    token, held = torch.arange(tokens, device=device)[:, None].expand_as(row), row >= 0
+    expanded = torch.zeros_like(rows).index_copy_(0, row[held].long(), x[token[held]])
+    if not torch.equal(ops.expand_to_fused(x, row, to_expert), expanded):
         return "expand_to_fused"
-    if not torch.equal(ops.reduce_fused(rows, None, slot_to_pos), plain.reduce_fused(rows, None, slot_to_pos)):
+    if not torch.equal(ops.reduce_fused(rows, None, row), (rows[row] * held[..., None]).sum(1)):
         return "reduce_fused"
     return None
 
@@ -205,24 +173,18 @@ def find_wrong_product(product: Callable, device: torch.device, config, dtype: t
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The six operations, with the names and signatures of tile_kernels.moe; none has a gradient. Ties go to the smaller
-# index, zero weights stay zero, -1 is skipped.
+# Operations of routing, of TileKernels and in plain torch; none has a gradient. Ties go to the smaller index, and
+# expert -1 is skipped.
 
-def operations(backend: str):
-    """Return the module of TileKernels for `tile`, the plain-torch equivalents for the others."""
-    if backend == "tile":
-        import tile_kernels.moe
-        return tile_kernels.moe
-    return TORCH_OPERATIONS
+
+def operations():
+    """Return the module of TileKernels."""
+    import tile_kernels.moe
+    return tile_kernels.moe
 
 
 def _topk_gate(scores, num_topk):
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :num_topk].contiguous()  # topk is not stable
-
-
-def _normalize_weight(weights):
-    denominator = weights.sum(-1) + 1e-20
-    return denominator, weights / denominator[:, None]
 
 
 def _aux_fi(topk_idx, num_experts, num_aux_topk):
@@ -232,61 +194,34 @@ def _aux_fi(topk_idx, num_experts, num_aux_topk):
     return count[1:] * (num_experts / (len(topk_idx) * num_aux_topk))
 
 
-def _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment, at_least=0):
+def _rows_by_expert(topk_idx, num_experts, num_rows, at_least=0):
     """Assign rows by counting, without a sort or host sync, `at_least` so many to every expert.
 
     Return the row of each slot, int64 [N, k], -1 for slots without an expert; the slot of each row, [P], -1 for
-    padding; expert_end and aligned counts, [E]."""
+    padding; and expert_end [E]."""
     slots, device = topk_idx.numel(), topk_idx.device
     chosen = torch.arange(num_experts, device=device)[:, None] == topk_idx.flatten()         # [E, slots]
     rank = chosen.cumsum(1)               # of a slot within its expert, from 1 on
-    aligned = ((rank[:, -1] + (alignment - 1)) // alignment * alignment).clamp_min(at_least)
+    aligned = ((rank[:, -1] + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(at_least)
     end = aligned.cumsum(0)
     row = rank.add_((end - aligned)[:, None]).mul_(chosen).sum(0)                          # from 1 on
-    slot = row.new_full((1 + num_expanded_tokens,), -1).scatter_(0, row, torch.arange(slots, device=device))[1:]
-    return (row - 1).view(topk_idx.shape), slot, end, aligned
-
-
-def _get_fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment):
-    """Return pos_to_expert [P], pos_to_token [P], pos_to_token_topk [P] (-1 for padding), token_topk_to_pos [N, k],
-    expert_start, expert_end, num_tokens_per_expert [E], all int32 and aligned, and [] like the original."""
-    row, slot, end, aligned = _rows_by_expert(topk_idx, num_experts, num_expanded_tokens, alignment)
-    expert = torch.where(slot < 0, -1, topk_idx.flatten()[slot])
-    mapping = expert, slot.div(topk_idx.shape[1], rounding_mode="floor"), slot, row, end - aligned, end, aligned
-    return *(t.int() for t in mapping), []
-
-
-def _expand_to_fused(x, token_topk_to_pos, pos_to_expert):
-    tokens, k = token_topk_to_pos.shape
-    source = torch.full((len(pos_to_expert) + 1,), tokens, dtype=torch.int64, device=x.device)  # -1 is its last row
-    source[token_topk_to_pos.flatten()] = torch.arange(tokens * k, device=x.device) // k
-    return F.pad(x, (0, 0, 0, 1)).index_select(0, source[:-1])
-
-
-def _reduce_fused(x, topk_weights, token_topk_to_pos):
-    held = token_topk_to_pos >= 0
-    weights = held if topk_weights is None else torch.where(held, topk_weights, 0)
-    return F.embedding_bag(token_topk_to_pos.clamp_min(0), x, mode="sum", per_sample_weights=weights.to(x.dtype))
-
-
-TORCH_OPERATIONS = SimpleNamespace(
-    topk_gate=_topk_gate, normalize_weight=_normalize_weight, aux_fi=_aux_fi, get_fused_mapping=_get_fused_mapping,
-    expand_to_fused=_expand_to_fused, reduce_fused=_reduce_fused)
+    slot = row.new_full((1 + num_rows,), -1).scatter_(0, row, torch.arange(slots, device=device))[1:]
+    return (row - 1).view(topk_idx.shape), slot, end
 
 
 class _Normalize(torch.autograd.Function):
     """Divide rows [N, k] by their sums."""
 
     @staticmethod
-    def forward(ctx, weights, ops):
-        denominator, normalized = ops.normalize_weight(weights.contiguous())
+    def forward(ctx, weights):
+        denominator, normalized = operations().normalize_weight(weights.contiguous())
         ctx.save_for_backward(denominator, normalized)
         return normalized
 
     @staticmethod
     def backward(ctx, grad):
         denominator, normalized = ctx.saved_tensors
-        return (grad - (grad * normalized).sum(-1, keepdim=True)) / denominator[:, None], None
+        return (grad - (grad * normalized).sum(-1, keepdim=True)) / denominator[:, None]
 
 
 class ExpertRows(NamedTuple):
@@ -309,23 +244,23 @@ def assign_rows(topk_idx: Tensor, n_experts: int, backend: str) -> ExpertRows | 
         # A token more for every k experts, which gives each expert a row; these rows then become padding.
         extra = torch.arange(round_up(n_experts, k), device=topk_idx.device)
         extra = extra.masked_fill(extra >= n_experts, -1).view(-1, k)
-        pos_to_expert, _, _, row, _, expert_end, *_ = operations(backend).get_fused_mapping(
+        pos_to_expert, _, _, row, _, expert_end, *_ = operations().get_fused_mapping(
             torch.cat((topk_idx, extra)), n_experts, bound, ALIGNMENT)
         pos_to_expert.index_fill_(0, row[tokens:].flatten()[:n_experts].long(), -1)
         return ExpertRows(row[:tokens], pos_to_expert, expert_end)
-    row, slot, expert_end, _ = _rows_by_expert(topk_idx, n_experts, bound, ALIGNMENT, at_least=ALIGNMENT)
+    row, slot, expert_end = _rows_by_expert(topk_idx, n_experts, bound, at_least=ALIGNMENT)
     return ExpertRows(row, slot.clamp_min(0) // k, expert_end.int())
 
 
 def _expand(x, row, source, tile):
     """Copy tokens [N, D] to their rows [P, D]; padding rows get any finite values, since their weight is 0."""
-    return operations("tile").expand_to_fused(x.contiguous(), row, source) if tile else x.index_select(0, source)
+    return operations().expand_to_fused(x.contiguous(), row, source) if tile else x.index_select(0, source)
 
 
 def _reduce(rows, row, tile):
     """Sum rows [P, D] to their tokens [N, D]; padding rows are never read."""
     rows = rows.detach().contiguous()
-    return operations("tile").reduce_fused(rows, None, row) if tile else F.embedding_bag(row, rows, mode="sum")
+    return operations().reduce_fused(rows, None, row) if tile else F.embedding_bag(row, rows, mode="sum")
 
 
 class _Expand(torch.autograd.Function):
@@ -374,13 +309,13 @@ def route(score: Tensor, expert_bias: Tensor, k: int, backend: str, topk_idx: Te
 
     A given topk_idx, from an earlier pass, is reused (recomputation).
     """
-    ops, tile = operations(backend), backend == "tile"
+    tile = backend == "tile"
     if topk_idx is None:
-        topk_idx = ops.topk_gate(score.detach().softmax(-1) + expert_bias, k)
+        topk_idx = (operations().topk_gate if tile else _topk_gate)(score.detach().softmax(-1) + expert_bias, k)
         if tile:                          # it returns 2^31 - 1 for NaN scores; the loss will be NaN anyway
             topk_idx.clamp_(0, len(expert_bias) - 1)
     if tile:
-        return topk_idx, _Normalize.apply(score.softmax(-1).gather(1, topk_idx), ops)
+        return topk_idx, _Normalize.apply(score.softmax(-1).gather(1, topk_idx))
     return topk_idx, score.gather(1, topk_idx).softmax(-1)  # equivalent: the common factor cancels
 
 
@@ -393,7 +328,7 @@ def balance(score: Tensor, topk_idx: Tensor, share: Tensor, backend: str) -> tup
     (visits, tokens, experts), k = score.shape, topk_idx.shape[2]
     counted = topk_idx.masked_fill((share == 0)[:, :, None], -1)
     if backend == "tile" and not torch.are_deterministic_algorithms_enabled():  # TileKernels' aux_fi is not
-        load = torch.stack([operations(backend).aux_fi(routing, experts, k) for routing in counted])
+        load = torch.stack([operations().aux_fi(routing, experts, k) for routing in counted])
     else:                                 # all at once, as if every routing had its own experts
         first = torch.arange(0, visits * experts, experts, device=score.device)[:, None, None]
         load = _aux_fi(torch.where(counted < 0, -1, counted + first).flatten(0, 1), visits * experts, k)
@@ -467,27 +402,32 @@ def moe_forward(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate: Tenso
     topk_idx[n, j].
 
     x [N, D]; topk_idx [N, k] int64, -1 for none; topk_weights [N, k] fp32; w_gate and w_up [E, D, F], w_down [E, F, D]
-    in x's dtype. w_up is None if w_gate has both concatenated, [E, D, 2F], which saves all but `loop` a copy.
+    in x's dtype. w_up is None if w_gate has both concatenated, [E, D, 2F], which saves a copy.
     product: one of the two above; `triton` computes the first by its own kernels. expert_rows: `assign_rows` of
     topk_idx, if known. Returns y [N, D]. Differentiable in x, topk_weights and the three weights.
     """
+    w_gate_up = w_gate if w_up is None else torch.cat((w_gate, w_up), dim=-1)
     if len(x) == 1 and not (x.is_cuda or torch.is_grad_enabled()):
-        return _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down)
+        return _one_row(x, topk_idx, topk_weights, w_gate_up, w_down)
     if backend == "loop":
-        w_gate, w_up = w_gate.chunk(2, dim=-1) if w_up is None else (w_gate, w_up)
-        return _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product)
+        return _loop(x, topk_idx, topk_weights, w_gate_up, w_down, product)
     if backend == "triton" and product is grouped_product:
         from spider.grouped_triton import grouped_product as product
-    w_gate_up = w_gate if w_up is None else torch.cat((w_gate, w_up), dim=-1)
     if expert_rows is None:
         topk_weights = topk_weights.masked_fill(topk_idx < 0, 0)  # computed by the first expert with weight 0
         expert_rows = assign_rows(topk_idx.clamp_min(0), len(w_down), backend)
-    return _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, backend == "tile")
+    (row, source, expert_end), tile = expert_rows, backend == "tile"
+    rows = _Expand.apply(x, row, source, tile)                                                # [P, D]
+    weights = topk_weights.to(x.dtype).flatten()
+    row_weights = weights.new_zeros(len(source)).scatter_(0, row.flatten().long(), weights)   # 0 for padding
+    gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]
+    hidden = F.silu(gate) * up * row_weights[:, None]  # weighted here, where rows are narrowest
+    return _Reduce.apply(product(hidden, w_down, expert_end), row, source, tile)
 
 
-def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
+def _loop(x, topk_idx, topk_weights, w_gate_up, w_down, product):
     multiply = torch.matmul if product is grouped_product else partial(_multiply_group, product)
-    y = torch.zeros_like(x)
+    (w_gate, w_up), y = w_gate_up.chunk(2, dim=-1), torch.zeros_like(x)
     for expert in topk_idx[topk_idx >= 0].unique().tolist():
         token, slot = (topk_idx == expert).nonzero(as_tuple=True)
         rows = x[token]
@@ -497,14 +437,13 @@ def _loop(x, topk_idx, topk_weights, w_gate, w_up, w_down, product):
     return y
 
 
-def _one_row(x, topk_idx, topk_weights, w_gate, w_up, w_down):
+def _one_row(x, topk_idx, topk_weights, w_gate_up, w_down):
     """Compute a single token, for decoding on a CPU, without sorting rows or copying weights."""
     y = torch.zeros_like(x)
     for expert, weight in zip(topk_idx[0].tolist(), topk_weights.to(x.dtype).unbind(1)):
-        if expert < 0:
-            continue
-        gate, up = (x @ w_gate[expert]).chunk(2, dim=-1) if w_up is None else (x @ w_gate[expert], x @ w_up[expert])
-        y = y + (F.silu(gate) * up) @ w_down[expert] * weight
+        if expert >= 0:
+            gate, up = (x @ w_gate_up[expert]).chunk(2, dim=-1)
+            y = y + (F.silu(gate) * up) @ w_down[expert] * weight
     return y
 
 
@@ -519,16 +458,6 @@ def row_bound(slots: int, experts: int) -> int:
     """Return P, enough rows for any routing of `slots` slots and one more for each expert; with fewer, TileKernels
     would write out of bounds."""
     return (slots + ALIGNMENT * experts) // ALIGNMENT * ALIGNMENT
-
-
-def _sorted(x, topk_weights, w_gate_up, w_down, product, expert_rows, tile):
-    row, source, expert_end = expert_rows
-    rows = _Expand.apply(x, row, source, tile)                                                # [P, D]
-    weights = topk_weights.to(x.dtype).flatten()
-    row_weights = weights.new_zeros(len(source)).scatter_(0, row.flatten().long(), weights)   # 0 for padding
-    gate, up = product(rows, w_gate_up, expert_end).chunk(2, dim=-1)                          # [P, F]
-    hidden = F.silu(gate) * up * row_weights[:, None]  # weighted here, where rows are narrowest
-    return _Reduce.apply(product(hidden, w_down, expert_end), row, source, tile)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -552,15 +481,10 @@ class MoE(nn.Module):
         self.fp8 = False                  # whether the routed experts train in FP8
         self.cast = None                  # cast weights of the routed experts, inside cast_weights_once
 
-    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Cast w_gate, w_up and w_down. Backends that sort take the first two as one; FP8's kernels need column-major
-        order."""
-        w_gate, w_up, w_down = (w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        if self.backend != "loop":
-            w_gate, w_up = torch.cat((w_gate, w_up), dim=-1), None
-        if not self.fp8:
-            return w_gate, w_up, w_down
-        return tuple(w if w is None else w.mT.contiguous().mT for w in (w_gate, w_up, w_down))
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cast the weights: gate and up as one [E, D, 2F], and down. FP8's kernels need column-major order."""
+        weights = torch.cat((self.w_gate.to(dtype), self.w_up.to(dtype)), dim=-1), self.w_down.to(dtype)
+        return tuple(w.mT.contiguous().mT for w in weights) if self.fp8 else weights
 
     def cast_weight(self, dtype: torch.dtype):
         self.cast = self.weights(dtype) if self.config.n_routed_experts else None
@@ -575,7 +499,7 @@ class MoE(nn.Module):
         rows = decided and decided.rows
         if rows is None and torch.is_grad_enabled():
             rows = assign_rows(topk_idx, len(self.expert_bias), self.backend)
-        weights = self.weights(x.dtype) if self.cast is None else self.cast
+        w_gate_up, w_down = self.weights(x.dtype) if self.cast is None else self.cast
         product = fp8_grouped_product if self.fp8 and self.training else grouped_product
-        y = moe_forward(x, topk_idx, topk_weights, *weights, self.backend, product, rows)
+        y = moe_forward(x, topk_idx, topk_weights, w_gate_up, None, w_down, self.backend, product, rows)
         return (y if self.shared is None else y + self.shared(x)), Routing(score, topk_idx, rows)

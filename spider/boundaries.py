@@ -43,11 +43,6 @@ def flexitokens_boundaries(p: Tensor, packing: Packing, dtype: torch.dtype, nois
     return b + (p - p.detach()).nan_to_num(0) if p.requires_grad else b  # stays 0 or 1 even if p diverges
 
 
-def respect_sentinels(b: Tensor, ids: Tensor) -> Tensor:
-    """End a segment at every EOS and none at PAD."""
-    return torch.where(ids == EOS_ID, 1, torch.where(ids == PAD_ID, 0, b))
-
-
 def boundary_loss(b: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tensor:
     """Return the mean distance of sequences' boundaries per byte from the band [alpha - lambda * sigma, alpha]."""
     if config.boundaries != "flexitokens":

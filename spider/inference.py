@@ -283,33 +283,6 @@ class Adaptation:
         self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
         self.bytes_per_step = state["bytes_seen"] / state["step"]  # over which the loss of training is a mean
         self.nats, self.count = 0.0, 0
-        self.start()
-
-    def start(self):
-        """Start another text, with nothing in context."""
-        self.ids, self.counted = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
-        self.done = 0                     # index of the newest id that was scored
-
-    def read(self, ids: Tensor, counted: Tensor):
-        """Read the next ids, int64 [n]. Those that are counted, bool [n], are predicted, scored and learned from; never
-        the first id of a text. How a text is split into calls does not change the result."""
-        while len(ids):
-            end = self.done + CHUNK + 1 - len(self.ids)
-            self.ids, self.counted = torch.cat((self.ids, ids[:end])), torch.cat((self.counted, counted[:end]))
-            ids, counted = ids[end:], counted[end:]
-            if len(self.ids) == self.done + CHUNK + 1:
-                self.flush()
-
-    def flush(self):
-        """Score the ids read since the last step, and learn from them."""
-        first = max(0, self.done - CONTEXT)
-        ids, labels = self.ids[first:-1], self.ids[first + 1:].clone()
-        labels[~self.counted[first + 1:]] = -100
-        labels[:self.done - first] = -100
-        if (labels != -100).any():
-            self._learn(ids[None].to(self.device), labels[None].to(self.device))
-        self.ids, self.counted = self.ids[first:], self.counted[first:]
-        self.done = max(0, len(self.ids) - 1)
 
     def _learn(self, ids: Tensor, labels: Tensor):
         """Score a window, ids and labels [1, n], then step the weights."""
@@ -324,15 +297,18 @@ class Adaptation:
         self.count += int((labels != -100).sum())
 
     def score(self, streams: list, special: bool) -> tuple[int, float]:
-        """Read streams in order; return the number of ids that counted so far, and bits per id. special: whether BOS
-        and EOS count, too."""
+        """Read streams in order, each with nothing in context at its start; return the number of ids that counted so
+        far, and bits per id. special: whether BOS and EOS count, too."""
         progress = ProgressBar("adapting", sum(map(len, streams))) if sys.stderr.isatty() else None
         for stream in streams:
-            self.start()
-            for first in range(0, len(stream), CHUNK):
-                ids = torch.from_numpy(stream.read(first, min(first + CHUNK, len(stream))).astype(np.int64))
-                self.read(ids, ids != PAD_ID if special else ids < 256)
+            for done in range(0, len(stream) - 1, CHUNK):
+                first, last = max(0, done - CONTEXT), min(done + CHUNK, len(stream) - 1)
+                ids = torch.from_numpy(stream.read(first, last + 1).astype(np.int64))
+                labels = ids[1:].clone()
+                labels[labels == PAD_ID if special else labels > 255] = -100
+                labels[:done - first] = -100
+                if (labels != -100).any():
+                    self._learn(ids[None, :-1].to(self.device), labels[None].to(self.device))
                 if progress:
-                    progress.add(len(ids))
-            self.flush()
+                    progress.add(last - done)
         return self.count, self.nats / max(1, self.count) / math.log(2)

@@ -2,7 +2,7 @@
 
 read          run a model over a text and record what it does
 in_terminal   show the text with its segments in a terminal
-write_page    show all of it, and the run's training curves, as an HTML page
+write_page    show all of it as an HTML page
 
 page.html is the page's template; its script draws the embedded JSON data. The page is one file that loads nothing. Its
 content security policy only allows its own script, and all data (text, checkpoint, names) is inserted as text.
@@ -29,9 +29,6 @@ from loguru import logger
 from torch import nn
 
 from spider.common import DataError, durable, naming, one_line, printable
-from spider.config import SpiderConfig
-from spider.curves import charts_of, read_metrics, span
-from spider.decode import PIECE
 from spider.layers import rms_norm
 from tokenizer import BOS_ID
 
@@ -138,15 +135,14 @@ class Shown:
 
 @torch.no_grad()
 def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
-    """Run a model in evaluation mode over a text of at least one byte, in pieces.
+    """Run a model in evaluation mode over a text of at least one byte.
 
     Raise FloatingPointError for a non-finite logit."""
     ids = torch.tensor([[BOS_ID, *text]], device=model.embed_tokens.device)
     state = model.decoding_state(n_loops=n_loops)
     with Record(model) as record, model.cast_weights_once():
-        logits = [model.step(piece, state)[0] for piece in ids[:, :-1].split(PIECE, dim=1)]
-        model.step(ids[:, -1:], state)    # for the record of the last byte
-    log_p = torch.cat(logits).log_softmax(-1)                                                # [bytes, vocab_size]
+        logits = model.step(ids, state)[0, :-1]
+    log_p = logits.log_softmax(-1)                                                           # [bytes, vocab_size]
     if not log_p.isfinite().all():
         raise FloatingPointError("the model's logits are not finite numbers: its weights are ruined")
     bits = -log_p.gather(1, ids[0, 1:, None])[:, 0] / math.log(2)
@@ -159,7 +155,7 @@ def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
 
 
 def take_text(argument: str) -> tuple[bytes, str]:
-    """Return the first LONGEST bytes of the text that --show names, cut between characters, and its name."""
+    """Return the first LONGEST bytes of the text that --show names, and its name."""
     if argument == "-":
         text, name = sys.stdin.buffer.read(LONGEST + 1), "standard input"
     elif os.path.exists(argument):
@@ -171,9 +167,7 @@ def take_text(argument: str) -> tuple[bytes, str]:
     if not text:
         raise DataError(f"--show: {name} is empty")
     if len(text) > LONGEST:
-        text = text[:LONGEST].decode(errors="surrogateescape")
-        text = re.sub("[\udcc0-\udcff][\udc80-\udcbf]{,2}$", "", text).encode(errors="surrogateescape")
-        name = f"the first {len(text):,} bytes of {name}"
+        text, name = text[:LONGEST], f"the first {LONGEST:,} bytes of {name}"
         logger.warning(f"--show: only {name}")
     return text, name
 
@@ -245,11 +239,11 @@ def in_terminal(shown: Shown, colour: bool) -> Iterator[str]:
 # As a page
 
 
-def write_page(shown: Shown, title: str, model: nn.Module, lines: list[dict]) -> str:
-    """Fill the template and return the page as HTML. lines: of the run's metrics.jsonl."""
+def write_page(shown: Shown, title: str, model: nn.Module) -> str:
+    """Fill the template and return the page as HTML."""
     text, title = TEMPLATE.read_text(encoding="utf-8"), html.escape(one_line(title))
     style, script = (hash_of(re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]) for tag in ("style", "script"))
-    data = json.dumps(page_data(shown, model, lines), allow_nan=False, separators=(",", ":"))     # in ASCII
+    data = json.dumps(page_data(shown, model), allow_nan=False, separators=(",", ":"))     # in ASCII
     fields = dict(title=title, policy=f"default-src 'none'; script-src '{script}'; style-src '{style}'",
                   data=re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", data))
     return re.sub("{{([a-z]+)}}", lambda field: fields[field[1]], text)
@@ -260,7 +254,7 @@ def hash_of(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
+def page_data(shown: Shown, model: nn.Module) -> dict:
     """Return the data that page.html draws, as plain values; bytes and segments count from 0."""
     record, gates = shown.record, gate_rows(shown, model)
     load = [dict(name=f"{layer + 1}, {loop + 1}", tokens=[int(tokens) for tokens in load])
@@ -271,42 +265,37 @@ def page_data(shown: Shown, model: nn.Module, lines: list[dict]) -> dict:
         bytes=list(shown.text), bits=[round(bits, 4) for bits in shown.bits], likeliest=shown.likeliest,
         segment=shown.segment, ends=[int(end) for end in shown.ends], loops=record.loops, load=load,
         gates=[dict(name=name, values=values, shades=shades) for name, values, _, shades in gates],
-        meanings=list(dict(meaning for _, _, meaning, _ in gates).items()),
-        charts=[
-            dict(title=title, limits=span([points for _, _, points in curves]), curves=curves)
-            for title, curves in charts_of(lines).items() if curves])
+        meanings=[(kind, MEANINGS[kind]) for kind in dict.fromkeys(kind for _, _, kind, _ in gates)])
 
 
-def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, tuple[str, str], str]]:
+OF_WORDS = ("the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current "
+            "word and the one before it")
+MEANINGS = {
+    "last n bytes": "what the Engram tables learned about these bytes",
+    "last n, in the text": "the byte that followed the last earlier occurrence of these n bytes in this text",
+    "word n, in the text": OF_WORDS,
+    "last n, its vote": "the weight in nats that is added to the logit of the byte that followed the last earlier "
+                        "occurrence of these n bytes in this text; empty where there is none",
+    "word n, its vote": OF_WORDS,
+    "layer, loop": "what a layer of the core looks up in its Engram tables for a segment, in each loop"}
+
+
+def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, list, str, str]]:
     """Return Engram's gates and votes: name, value by byte (None: its segment was not computed, or there is no vote),
-    (rows, their meaning), and name of the shades."""
+    key of MEANINGS, and name of the shades."""
     c, record = model.config, shown.record
-    memory = "last n bytes", "what the Engram tables learned about these bytes"
-    match = "last n, in the text", "the byte that followed the last earlier occurrence of these n bytes in this text"
-    words = "word n, in the text", (
-        "the same for all bytes since the n-th last end of a word: word 1 is the current word, word 2 the current word "
-        "and the one before it")
-    vote = "last n, its vote", (
-        "the weight in nats that is added to the logit of the byte that followed the last earlier occurrence of these "
-        "n bytes in this text; empty where there is none")
-    word_vote = "word n, its vote", words[1]
-    segment = "layer, loop", "what a layer of the core looks up in its Engram tables for a segment, in each loop"
-    rows = [("last 1 byte" if n == 1 else f"last {n} bytes", memory) for n in c.engram_byte_orders]
-    rows += contexts(c, match, words) if c.matches_before_head else []
+    contexts = [("last", n) for n in c.engram_match_orders] + [("word", n) for n in c.engram_match_words]
+    rows = [(f"last {n} byte{'s' * (n > 1)}", "last n bytes") for n in c.engram_byte_orders]
+    if c.matches_before_head:
+        rows += [(f"{kind} {n}, in the text", f"{kind} n, in the text") for kind, n in contexts]
     found = [(name, [round(gate, 3) for gate in gates], meaning, "gates")
              for (name, meaning), gates in zip(rows, zip(*record.byte_gates[1:]))]
-    found += [(name, [weight and round(weight, 3) for weight in weights], meaning, "votes")
-              for (name, meaning), weights in zip(contexts(c, vote, word_vote), zip(*record.votes[1:]))]
+    found += [(f"{kind} {n}, its vote", [weight and round(weight, 3) for weight in weights], f"{kind} n, its vote",
+               "votes") for (kind, n), weights in zip(contexts, zip(*record.votes[1:]))]
     for (layer, loop), gates in sorted(record.gates.items()):
         values = [round(gates[number], 3) if number in gates else None for number in shown.segment]
-        found.append((f"layer {layer + 1}, loop {loop + 1}", values, segment, "gates"))
+        found.append((f"layer {layer + 1}, loop {loop + 1}", values, "layer, loop", "gates"))
     return found
-
-
-def contexts(c: SpiderConfig, last: tuple[str, str], word: tuple[str, str]) -> list[tuple[str, tuple[str, str]]]:
-    """Return a row's name for each context of the match memory, with `last` or `word`, (rows, their meaning)."""
-    return [(kind[0].replace(" n,", f" {n},"), kind)
-            for kind, numbers in ((last, c.engram_match_orders), (word, c.engram_match_words)) for n in numbers]
 
 
 def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: str | None):
@@ -317,7 +306,7 @@ def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, page: 
     shown = read(model, text, n_loops)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print("".join(in_terminal(shown, colour)), flush=True)
-    content = write_page(shown, f"{checkpoint} reads {name}", model, read_metrics(directory / "metrics.jsonl"))
+    content = write_page(shown, f"{checkpoint} reads {name}", model)
     try:
         with durable(out, "wb") as file:
             file.write(content.encode())

@@ -55,9 +55,8 @@ def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
     them, is its product with a unit matrix."""
     if not hasattr(linear, "cast"):
         return linear(torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)).to(dtype).mT
-    for weight in (linear.cast, linear.weight):
-        if weight is not None and weight.dtype == dtype:
-            return weight
+    if linear.cast is not None and linear.cast.dtype == dtype:
+        return linear.cast
     return linear.weight.to(dtype)
 
 

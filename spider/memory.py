@@ -285,21 +285,17 @@ class SegmentEngram(nn.Module):
             convolved = torch.bmm(active.select(number), active.select(recalled.taps)).squeeze(1)
         else:
             read = active.merge(before, scale * value)
-            convolved = active.select(self.convolve(read, cache))
+            first, *weights = self.conv_weight.to(read.dtype)
+            convolved = read * first
+            for weight, x in zip(weights, cache.put_and_look_back(read)):
+                convolved = convolved + x * weight
+            convolved = active.select(convolved)
         return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), read
 
     def gate(self, h: Tensor, key: Tensor) -> Tensor:
         """Compute gates from states h [n, D] and keys [n, D]: [n, 1] in (0, 1), at least fp32."""
         match = _Match.apply(h, key)
         return torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())
-
-    def convolve(self, read: Tensor, cache: Cache) -> Tensor:
-        """Apply the causal depthwise convolution over a document's segments in decoding, [N, D] -> [N, D]."""
-        first, *weights = self.conv_weight.to(read.dtype)
-        out = read * first
-        for weight, x in zip(weights, cache.put_and_look_back(read)):
-            out = out + x * weight
-        return out
 
 
 class Recalled(NamedTuple):

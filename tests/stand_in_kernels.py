@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 import tile_moe
-from tile_moe import TORCH_OPERATIONS
 
 N, K, E, D, WIDTH = 37, 2, 5, 32, 16
 INSTALLED = pytest.mark.skipif(importlib.util.find_spec("tile_kernels") is None,
@@ -81,7 +80,7 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch):
     """Make `tile` use the kernels above."""
-    monkeypatch.setattr(tile_moe, "operations", lambda backend: Kernels if backend == "tile" else TORCH_OPERATIONS)
+    monkeypatch.setattr(tile_moe, "operations", lambda: Kernels)
     monkeypatch.setattr(tile_moe, "TILE_WIDTH", D)
 
 

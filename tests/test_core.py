@@ -124,7 +124,6 @@ def test_leaving_rows_out_of_the_core_gives_the_results_of_masking_them(changes,
         model = awake(small_config(n_loops=5, n_recurrent_layers=3, engram_layers=(1, 2), **changes),
                       dtype=torch.float64)
         model.core.halted_leave, model.recompute, model.dropout = leave, recompute, 0.3
-        model.set_backend("loop")         # torch has no grouped products in float64
         with torch.no_grad():
             model.core.halt_predictor.weight.mul_(0 if at_once else 100)
             model.core.halt_predictor.bias.fill_(8 if at_once else 0.5)

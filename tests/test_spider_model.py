@@ -66,32 +66,6 @@ def test_every_parameter_receives_a_gradient_on_real_text(changes):
         assert (layer.moe.w_down.grad.abs().sum((1, 2)) > 0).all()
 
 
-COMPONENTS = {                            # weights without which a component does nothing
-    "byte tables before prelude": ("engram_input.table.weight",), "and before head": ("engram_output.table.weight",),
-    "matches": ("engram_input.followed", "engram_output.followed"), "null": ("null_segment",),
-    "segment engram": ("core.layers.1.engram.table.weight",), "adapters": ("core.lora_up",),
-    "prelude": ("prelude.0.ffn.down_proj.weight",), "coda": ("coda.0.ffn.down_proj.weight",),
-    "core": ("core.B", "core.loop_embedding"), "injection": ("core.B",), "loop embedding": ("core.loop_embedding",),
-    "halting": ("core.halt_predictor.weight", "core.halt_predictor.bias"),
-    "experts": ("core.layers.1.moe.w_down",), "shared expert": ("core.layers.1.moe.shared.down_proj.weight",),
-    "attention": ("core.layers.1.attention.o_proj.weight",),
-    "votes": ("engram_output.votes.2.weight", "engram_output.votes.2.bias"), "logits": ("engram_output.logits.weight",),
-}
-
-
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_every_component_changes_the_loss_when_it_is_cut_out(component):
-    model = awake(small_config(**VARIANTS["votes and logits"] if component in ("votes", "logits") else {}))
-    ids, labels = text(4, 64, seed=8), text(4, 64, seed=9)
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        before = model(ids, labels, noise_seed=0).nats_per_byte
-        for name in COMPONENTS[component]:
-            if name in weights:           # Linears of votes have no bias
-                weights[name].zero_()
-        assert abs(model(ids, labels, noise_seed=0).nats_per_byte - before) > 1e-5
-
-
 def test_labels_of_minus_100_do_not_count():
     model = awake(small_config()).eval()
     ids, labels = text(2, 32), text(2, 32, seed=1)

@@ -1,32 +1,31 @@
 """The checks of kernels against plain operations, and the choice of a backend."""
 
-import importlib.util
+import importlib
 import math
 import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_in_kernels import INSTALLED, D, E, K, Kernels, N, kernels, routing  # noqa: F401
+from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels  # noqa: F401
 
 import tile_moe
 from conftest import settled
 from spider.common import UsageError
 from spider.config import SpiderConfig
-from tile_moe import (TORCH_OPERATIONS, BackendError, find_disagreement, find_wrong_product, grouped_product,
-                      resolve_backend, route)
+from tile_moe import (BackendError, find_disagreement, find_wrong_product, grouped_product, operations, resolve_backend,
+                      route)
 from train import check_fp8_experts
 
 CONFIG = SpiderConfig(hidden_size=D, n_routed_experts=E, n_experts_per_tok=K)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("ops", (Kernels, TORCH_OPERATIONS), ids=("kernels", "plain"))
-def test_the_check_accepts_any_order_inside_an_expert(ops, dtype, kernels):
-    assert find_disagreement(ops, CPU, CONFIG, dtype) is None
+def test_the_check_accepts_any_order_inside_an_expert(dtype, kernels):
+    assert find_disagreement(Kernels, CPU, CONFIG, dtype) is None
 
 
 def swap_two_rows(mapping):
@@ -49,28 +48,14 @@ def test_the_check_names_the_operation_that_disagrees(name, kernels):
 
 
 @INSTALLED
-def test_plain_operations_equal_the_references_of_tile_kernels(monkeypatch):
-    """Ties, weights of zero, -1; get_fused_mapping has no reference there."""
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_check_accepts_the_references_of_tile_kernels(dtype, kernels, monkeypatch):
+    """get_fused_mapping has no reference there."""
     ref = importlib.import_module("tile_kernels.torch")
-    module, ops = importlib.import_module("tile_kernels.torch.reduce_fused"), TORCH_OPERATIONS
+    module = importlib.import_module("tile_kernels.torch.reduce_fused")
     monkeypatch.setattr(module, "elementwise_fma", lambda a, b, c: a * b + c)                # compiled there
-    for scores in (torch.randint(3, (N, E)).float(), torch.ones(N, E), torch.randn(N, E)):
-        assert torch.equal(ops.topk_gate(scores, K), ref.stable_topk(scores, K))
-    weights = torch.rand(N, K)
-    weights[3], weights[5, 0] = 0, 0
-    for ours, theirs in zip(ops.normalize_weight(weights), ref.normalize_weight(weights)):
-        torch.testing.assert_close(ours, theirs)
-    for kind in ("uneven", "two experts take all"):
-        topk_idx = routing(kind)
-        topk_idx[::3, 1], topk_idx[7] = -1, -1
-        to_expert, _, _, slot_to_pos, *_ = ops.get_fused_mapping(topk_idx, E, tile_moe.row_bound(N * K, E), 16)
-        torch.testing.assert_close(ops.aux_fi(topk_idx, E, K), ref.aux_fi(topk_idx, E, K))
-        for dtype in (torch.float32, torch.bfloat16):
-            x, rows = (torch.randint(-8, 9, (count, D)).to(dtype) for count in (N, len(to_expert)))
-            assert torch.equal(ops.expand_to_fused(x, slot_to_pos, to_expert),
-                               ref.expand_to_fused(x, slot_to_pos, to_expert))
-            for given in (None, torch.randint(3, (N, K)).float()):
-                assert torch.equal(*(m.reduce_fused(rows, given, slot_to_pos) for m in (ops, ref)))
+    ops = SimpleNamespace(**vars(Kernels) | vars(ref) | dict(topk_gate=ref.stable_topk))
+    assert find_disagreement(ops, CPU, CONFIG, dtype) is None
 
 
 @pytest.mark.gpu
@@ -79,41 +64,27 @@ def test_plain_operations_equal_the_references_of_tile_kernels(monkeypatch):
 def test_tile_kernels_pass_the_check_on_a_gpu_from_hopper_on(dtype):
     if torch.cuda.get_device_capability() < tile_moe.TILE_CAPABILITY:
         pytest.skip("an older GPU")
-    assert tile_moe.find_obstacle(GPU, SpiderConfig(), dtype) is None
+    assert tile_moe.find_obstacle("tile", GPU, SpiderConfig(), dtype) is None
     for experts in (32, 20):              # the kernel gives 2^31 - 1 and 20
         score = torch.full((300, experts), math.nan, device="cuda")
         assert (route(score, torch.zeros(experts, device="cuda"), 2, "tile")[0] < experts).all()
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path, kernels):
+def machine(monkeypatch, kernels):
     """Pretend that there is a GPU with TileKernels and Triton, which pass the checks. Attributes of the result change
-    what is found: capability, nvcc, ops, product, and fault, an error of the device after a check."""
-    nvcc = tmp_path / "nvcc"
-    nvcc.touch(0o755)
-    found = SimpleNamespace(capability=(9, 0), nvcc=str(nvcc), ops=Kernels, product=grouped_product,
-                            fault=None)
-
-    def compiler():
-        if found.nvcc is None:
-            raise RuntimeError("Failed to automatically detect CUDA installation.")
-        return found.nvcc
+    what is found: capability, ops, product, and fault, an error of the device after a check."""
+    found = SimpleNamespace(capability=(9, 0), ops=Kernels, product=grouped_product, fault=None)
 
     def synchronize(device):
         if found.fault:
             raise RuntimeError(found.fault)
-    modules = {name: ModuleType(name) for name in ("tile_kernels", "tilelang", "tilelang.contrib",
-                                                   "tilelang.contrib.nvcc", "triton", "spider.grouped_triton")}
-    modules["spider.grouped_triton"].grouped_product = None
-    modules["tile_kernels"].moe, modules["tilelang.contrib.nvcc"].get_nvcc_compiler = None, compiler
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(importlib.util, "find_spec", modules.get)
+    monkeypatch.setitem(sys.modules, "spider.grouped_triton", SimpleNamespace(grouped_product=None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(tile_moe, "find_disagreement",
-                        lambda moe, device, config, dtype: find_disagreement(found.ops, CPU, config, dtype))
+                        lambda ops, device, config, dtype: find_disagreement(found.ops, CPU, config, dtype))
     monkeypatch.setattr(tile_moe, "find_wrong_product",
                         lambda product, device, config, dtype: find_wrong_product(found.product, CPU, config, dtype))
     found.resolve = lambda name, dtype=torch.bfloat16, config=CONFIG, **more: resolve_backend(
@@ -129,7 +100,10 @@ def test_auto_takes_triton_where_torch_multiplies_in_turn_else_tile_kernels_unle
     assert machine.resolve("auto") == ("tile" if at_once else "triton", "")
     assert machine.resolve("auto", compiled=True) == ("grouped" if at_once else "triton", "")
     assert machine.resolve("auto", torch.float32, compiled=True) == ("triton", "")
-    assert machine.resolve("triton") == ("triton", "")
+    assert machine.resolve("triton") == ("triton", "") and machine.resolve("loop", torch.float32) == ("loop", "")
+    for dtype, slow in ((torch.bfloat16, not at_once), (torch.float32, True)):
+        backend, line = machine.resolve("grouped", dtype)
+        assert backend == "grouped" and ("one after the other" in line) == slow
 
 
 def spoil(part: int, change):
@@ -168,40 +142,36 @@ def test_without_a_usable_triton_auto_takes_another_backend_with_the_reasons_and
         machine, monkeypatch):
     def refuse(*_):
         raise RuntimeError("PTXAS error: Internal Triton PTX codegen error")
-    machine.capability, right = (12, 0), importlib.util.find_spec
-    for machine.product, spec, expected in (
-            (spoil(0, torch.neg), right, r"wrong results on this GPU \(sm_120\): the product, 32 x 1024"),
-            (refuse, right, r"fails on this GPU \(sm_120\): RuntimeError: PTXAS error"),
-            (refuse, lambda name: None, "Triton is not installed: pip install triton")):
-        monkeypatch.setattr(importlib.util, "find_spec", spec)
+    machine.capability = (12, 0)
+    for machine.product, module, expected in (
+            (spoil(0, torch.neg), sys.modules["spider.grouped_triton"],
+             "wrong results on this GPU: the product, 32 x 1024"),
+            (refuse, sys.modules["spider.grouped_triton"], "fails on this GPU: RuntimeError: PTXAS error"),
+            (refuse, None, r"cannot be imported \(ModuleNotFoundError: .*\): pip install triton")):
+        monkeypatch.setitem(sys.modules, "spider.grouped_triton", module)
         with pytest.raises(BackendError, match=f"^--moe_backend triton: .*{expected}.*; or use --moe_backend grouped$"):
             machine.resolve("triton")
         backend, line = machine.resolve("auto", compiled=True)
         assert backend == "grouped" and "\n" not in line
         assert re.match(f"Triton's grouped product not used: .*{expected}.*; on this GPU .* one after the other", line)
-    backend, line = machine.resolve("auto")                               # neither TileKernels
-    assert backend == "grouped" and [part.split(":")[0] for part in line.split("; ")[:2]] == [
-        "Triton's grouped product not used", "TileKernels not used"]
-    monkeypatch.setattr(importlib.util, "find_spec", right)
-    backend, line = machine.resolve("auto")                               # but these here
+    backend, line = machine.resolve("auto")
     assert backend == "tile" and "Triton's grouped product not used" in line and "one after the other" in line
+    machine.ops = None                                                    # neither TileKernels
+    backend, line = machine.resolve("auto")
+    assert backend == "grouped" and re.match("Triton's grouped product not used: .*; TileKernels not used: ", line)
 
 
 def obstacles(machine, monkeypatch):
     """Break the machine in one way after the other; yield a pattern of the message."""
     def refuse(*_):
         raise RuntimeError("// a long source\nCompilation error:\nnvcc fatal   : Unsupported gpu\nCommand:")
-    nvcc = machine.nvcc
-    for machine.nvcc in (None, "/nowhere/bin/nvcc"):
-        yield f"no {machine.nvcc or 'nvcc'}: set CUDA_HOME"
-    machine.nvcc, machine.ops = nvcc, type("Uncompiled", (Kernels,), {"expand_to_fused": refuse})
-    yield r"sm_90\): RuntimeError: nvcc fatal   : Unsupported gpu"
+    machine.ops = type("Uncompiled", (Kernels,), {"expand_to_fused": refuse})
+    yield "fails on this GPU: RuntimeError: nvcc fatal   : Unsupported gpu"
     machine.ops = type("Broken", (Kernels,), {"aux_fi": lambda *args: Kernels.aux_fi(*args) * 2})
-    yield r"wrong results on this GPU .*: aux_fi"
-    monkeypatch.delattr(sys.modules["tile_kernels"], "moe")
-    yield r"cannot be imported \(ImportError.*pip install -e \"\.\[tile\]\""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    yield r"not installed: pip install -e \"\.\[tile\]\""
+    yield "wrong results on this GPU: aux_fi"
+    monkeypatch.setattr(tile_moe, "operations", operations)
+    monkeypatch.setitem(sys.modules, "tile_kernels", None)
+    yield r"cannot be imported \(ModuleNotFoundError.*pip install -e \"\.\[tile\]\""
 
 
 def test_without_usable_tile_kernels_auto_takes_grouped_and_tile_is_an_error_of_one_line(machine, monkeypatch):
@@ -231,23 +201,12 @@ def test_a_check_that_crashes_the_gpu_ends_the_run(machine, name):
         machine.resolve(name)
 
 
-def test_without_a_gpu_auto_takes_grouped_silently_and_tile_and_triton_are_errors(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+def test_without_a_gpu_auto_takes_grouped_silently_and_tile_and_triton_are_errors():
     for name, backend in (("auto", "grouped"), ("loop", "loop"), ("grouped", "grouped")):
         assert resolve_backend(name, CPU, CONFIG, torch.float32) == (backend, "")
     for name in ("tile", "triton"):
         with pytest.raises(BackendError, match="needs a GPU"):
             resolve_backend(name, CPU, CONFIG, torch.float32)
-
-
-@pytest.mark.parametrize("capability, dtype, slow", (
-    ((9, 0), torch.bfloat16, False), ((10, 0), torch.bfloat16, False), ((9, 0), torch.float32, True),
-    ((8, 9), torch.bfloat16, True), ((12, 0), torch.bfloat16, True)), ids=str)
-def test_a_gpu_on_which_torch_multiplies_experts_in_turn_is_logged(machine, capability, dtype, slow):
-    machine.capability = capability
-    backend, line = machine.resolve("grouped", dtype)
-    assert backend == "grouped" and ("one after the other" in line) == slow
-    assert machine.resolve("loop", dtype) == ("loop", "")
 
 
 def test_fp8_experts_are_refused_without_experts_or_without_a_grouped_fp8_product(machine):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from stand_in_kernels import INSTALLED, ROUTINGS, WIDTH, D, E, K, Kernels, N, kernels, routing  # noqa: F401
 
 import tile_moe
-from tile_moe import ALIGNMENT, TORCH_OPERATIONS, assign_rows, balance, moe_forward, route
+from tile_moe import ALIGNMENT, assign_rows, balance, moe_forward, route
 
 
 def inputs(dtype):
@@ -127,9 +127,8 @@ def test_routing_selects_by_bias_and_weighs_by_probability():
 
 
 @pytest.mark.parametrize("backend", ("grouped", "tile"))
-def test_balance_losses_and_loads_of_several_routings_leave_out_padding(backend, monkeypatch):
+def test_balance_losses_and_loads_of_several_routings_leave_out_padding(backend, kernels):
     """Also of a routing in which all rows are padding."""
-    monkeypatch.setattr(tile_moe, "operations", lambda backend: TORCH_OPERATIONS)
     score, bias = torch.randn(3, 8, E), torch.zeros(E)
     share = torch.tensor([[0.25] * 4 + [0.0] * 4, [0.1] * 8, [0.0] * 8])
     topk_idx = torch.stack([route(part, bias, K, "grouped")[0] for part in score])
