@@ -328,7 +328,7 @@ class CheckpointWriter:
     def __exit__(self, *_):
         self.thread.shutdown()
 
-    def save(self, state: dict, before_rename: Callable):
+    def save(self, state: dict, sync_metrics: Callable):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""
         began = time.perf_counter()
         self.writing.result()
@@ -338,19 +338,19 @@ class CheckpointWriter:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()      # until the copies are complete
-        self.writing = self.thread.submit(self._write, self.copy, before_rename, time.perf_counter() - began)
+        self.writing = self.thread.submit(self._write, self.copy, sync_metrics, time.perf_counter() - began)
 
     def holds(self, step: int) -> bool:
         """Wait for the current write; return whether the state of a step is saved. Every rank calls it."""
         self.writing.result()
         return self.world.on_rank0(lambda: self.step == step and not self.failed)
 
-    def _write(self, state: dict, before_rename: Callable, in_loop: float):
+    def _write(self, state: dict, sync_metrics: Callable, in_loop: float):
         began, path = time.perf_counter(), checkpoint_path(self.directory, state["step"])
         try:
             with common.durable(path, "wb") as file:
                 write_archive(file, state)
-                before_rename()
+                sync_metrics()
         except OSError as fault:
             self.failed = True
             logger.error(f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older checkpoints are intact; "

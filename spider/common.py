@@ -297,16 +297,6 @@ def locked(directory: Path):
         os.close(descriptor)
 
 
-def put_in_place(file: IO, path: Path, before_rename: Callable | None = None):
-    """Sync a temporary file and rename it to `path`, so that it survives a kill or power loss, whole or not at all."""
-    file.flush()
-    os.fsync(file.fileno())
-    if before_rename is not None:
-        before_rename()
-    os.replace(file.name, path)
-    sync(path.parent)
-
-
 def sync(path: Path):
     """Flush a file, or the entries of a directory, to disk."""
     number = os.open(path, os.O_RDONLY)
@@ -317,18 +307,19 @@ def sync(path: Path):
 
 
 @contextmanager
-def durable(path: Path, mode: str = "w", before_rename: Callable | None = None) -> Iterator[IO]:
-    """Write a file atomically: once it is complete and synced it replaces the old one; an exception keeps the old one.
-
-    Yields the temporary file, `.NAME.tmp` beside it; `before_rename` is called after the sync.
-    """
+def durable(path: Path, mode: str = "w") -> Iterator[IO]:
+    """Write a file atomically: once it is complete and synced it replaces the old one, so that a kill or power loss
+    leaves one of the two; an exception keeps the old one. Yields the temporary file, `.NAME.tmp` beside it."""
     if path.exists() and not path.is_file():  # os.replace would replace a device such as /dev/null
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, mode) as file:
         try:
             yield file
-            put_in_place(file, path, before_rename)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+    sync(path.parent)

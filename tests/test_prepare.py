@@ -173,7 +173,7 @@ FAULTY = {
     "other kind": ({"x.odt": b"a"}, ["x.odt"], ["x.odt: no .txt .jsonl .ndjson .parquet .csv .arrow file; --ext"]),
     "nothing in it": ({"d/x.odt": b"a"}, ["d"], ["d: no .txt .jsonl"]),
     "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: no .py .md file"]),
-    "fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "1"], ["--val_fraction", "at most 0.999"]),
+    "fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "1"], ["--val_fraction", "0.999"]),
     "size": ({"x.txt": b"a"}, ["x.txt", "--shard_mb", "0"], ["--shard_mb", "'0'"]),
     "no input": ({}, [], ["INPUT"]),
     "empty name": ({"x.txt": b"a"}, ["x.txt", "--out", ""], ["--out: '' is not a path"]),
