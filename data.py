@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import resource
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -203,6 +204,8 @@ def open_data(spec: str) -> list[Source]:
 
 def open_source(directory: str, weight: float) -> Source:
     """Map a directory's shards; without a validation shard, hold out the last 1% of the ids."""
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
     shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
     train, val = (Stream(shard for its_split, shard in shards if its_split == split) for split in ("train", "val"))
     if not len(train):
@@ -585,7 +588,8 @@ def temporary(out: Path, name: str) -> Path:
 def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: int):
     """Turn inputs into shards of `limit` ids and metadata.json, in one pass; after a failure nothing is left.
 
-    Shards get their names at the end, after metadata.json, so that nothing of a killed process is taken for data."""
+    Shards get their names at the end, after metadata.json, so that nothing of a killed process is taken for data; it is
+    deleted by the next one."""
     def clear():
         for path in (*out.glob("*.bin"), *out.glob(".*.bin.tmp"), out / "metadata.json"):
             path.unlink(missing_ok=True)
@@ -595,9 +599,11 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
     progress = ProgressBar("prepare", sum(sizes) if all(sizes) else 0)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        if (out / "metadata.json").exists() or any(out.rglob("*.bin")):
+        described = (out / "metadata.json").exists()
+        killed = described and any(out.glob(".*.bin.tmp"))
+        if not killed and (described or any(out.rglob("*.bin"))):
             raise DataError(f"{out}: has shards already: use another --out, or delete it")
-        clear()                           # what a killed prepare has left
+        clear()
         try:
             writers = {split: ShardWriter(out, split, limit) for split in ("train", "val")}
             for number, ((path, kind), end) in enumerate(zip(inputs, accumulate(sizes))):

@@ -48,8 +48,9 @@ def flag_parser() -> argparse.ArgumentParser:
     flag("--resume", type=path_name, metavar="CHECKPOINT",
          help="checkpoint to start from if --ckpt_dir is empty; else the newest one in --ckpt_dir is resumed")
     flag("--reset_steps", action="store_true", help="with --resume: load only the weights, and begin at step 0")
-    flag("--dry_run", action="store_true", help="check the data, print settings, memory and cost of the run, and stop")
-    flag("--config", type=path_name, metavar="FILE", help="TOML file of flags, which flags and environment override")
+    flag("--dry_run", action="store_true", help="print settings, memory, disk and time of the run, and stop")
+    flag("--config", type=path_name, metavar="FILE",
+         help="TOML file of flag values; flags and environment variables override it")
 
     flag = parser.add_argument_group("model").add_argument
     flag("--set", metavar="NAME=VALUE,...", help="fields of SpiderConfig to change: lora_rank=0,engram_match_words=1+2")
@@ -62,7 +63,7 @@ def flag_parser() -> argparse.ArgumentParser:
          help="sequences per device and micro-step; with --global_batch, and without --grad_accum, the most that fit")
     flag("--grad_accum", default=1, type=COUNT, metavar="N", help="micro-steps per optimizer step")
     flag("--global_batch", type=COUNT, metavar="BYTES", help="bytes per step over all ranks, instead of --grad_accum")
-    flag("--seed", default=0, type=STEPS, metavar="N", help="of weights, data order, noise, dropout and loop counts")
+    flag("--seed", default=0, type=STEPS, metavar="N", help="seed of weights, data order, noise, loop counts")
 
     flag = parser.add_argument_group("horizon").add_argument
     flag("--target_flops", type=real(0, above=True), metavar="FLOPS", help="training FLOPs, instead of --target_tokens")
@@ -77,7 +78,7 @@ def flag_parser() -> argparse.ArgumentParser:
          help="learning rate of the Engram tables: the size of a row's first step")
     flag("--engram_reset", default=False, action=SWITCH,
          help="clear the Engram tables at the start of each further epoch, since they memorize the text")
-    flag("--schedule", default="cosine", choices=("cosine", "wsd"), help="after warm-up; wsd: constant, then linear")
+    flag("--schedule", default="cosine", choices=("cosine", "wsd"), help="decay; wsd: constant, then linear")
     flag("--warmup_steps", default=10, type=STEPS, metavar="STEPS", help="optimizer steps of linear warm-up")
     flag("--wsd_decay_fraction", default=0.2, type=real(0, 1), metavar="FRACTION",
          help="last fraction of the horizon, in which wsd decays")
@@ -85,7 +86,7 @@ def flag_parser() -> argparse.ArgumentParser:
          help="learning rate at the horizon, as a fraction of the peak")
     flag("--weight_decay", default=0.1, type=RATE, metavar="RATE", help="of matrices; not of vectors or Engram tables")
     flag("--dropout", default=0.0, type=real(0, 0.9), metavar="RATE",
-         help="on the core's input and output, a fifth of it on bytes; grows from 0 in the first epoch to the eleventh")
+         help="on the core's input and output, a fifth of it on bytes; 0 in the first epoch, whole from the eleventh")
     flag("--beta1", default=0.9, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
     flag("--beta2", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
     flag("--momentum", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of Muon")
@@ -108,7 +109,8 @@ def flag_parser() -> argparse.ArgumentParser:
          default=argparse.SUPPRESS, help="same as --recompute nothing")
     flag("--shards", default=1, type=COUNT, metavar="RANKS",
          help="shard weights, gradients and optimizer state over this many ranks; groups of ranks are replicas")
-    flag("--rank_timeout", default=900.0, type=real(0, 1e6, above=True), metavar="SECONDS", help="that ranks wait")
+    flag("--rank_timeout", default=900.0, type=real(0, 1e6, above=True), metavar="SECONDS",
+         help="that ranks wait for one another")
     flag("--deterministic", action="store_true", help="on a GPU: use deterministic kernels, some of them slower")
 
     flag = parser.add_argument_group("checkpoints").add_argument
@@ -120,7 +122,7 @@ def flag_parser() -> argparse.ArgumentParser:
     flag = parser.add_argument_group("evaluation").add_argument
     flag("--eval_every", default=250, type=STEPS, metavar="STEPS",
          help="optimizer steps between evaluations; one more at the end; 0: none")
-    flag("--eval_tokens", default=1_048_576, type=COUNT, metavar="BYTES", help="bytes per evaluation, always the same")
+    flag("--eval_tokens", default=1_048_576, type=COUNT, metavar="BYTES", help="held-out bytes per evaluation")
     flag("--patience", default=0, type=STEPS, metavar="N",
          help="end the run after this many evaluations in a row without a lower loss; 0: never")
     flag("--sample_every", default=0, type=STEPS, metavar="STEPS", help="steps between logged samples; 0: none")
@@ -270,7 +272,10 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
             flags["n_loops"] = state.get("n_loops", config.n_loops)
     with torch.device("meta"):
         model = model_class(config)
-    flags["engram_reset"] &= any(isinstance(module, EngramTable) for module in model.modules())
+    if not any(isinstance(module, EngramTable) for module in model.modules()):
+        if flags["engram_reset"] and "engram_reset" in given:
+            raise UsageError("--engram_reset: this model has no Engram tables")
+        flags["engram_reset"] = False
 
     # Batch: all splits of a step into micro-steps that are possible, best first; memory decides below
     splits = [{name: flags[name] for name in ("micro_batch", "grad_accum")}]
@@ -414,7 +419,7 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
         warnings.append(f"--max_steps {plan.max_steps:,} ends the run at {factor:.0%} of the peak learning rate, which "
                         f"decays over {horizon:,} steps: use --target_tokens {plan.max_steps * plan.step_bytes} for a "
                         f"better loss")
-    if plan.bytes_per_segment >= min(LONG_SEGMENT, plan.seq_len):
+    if plan.config.boundaries == "words" and plan.bytes_per_segment >= min(LONG_SEGMENT, plan.seq_len):
         warnings.append(f"segments have {plan.bytes_per_segment:,.0f} bytes on average, so that the core hardly runs: "
                         f"use --set boundaries=learned")
     return warnings
@@ -796,7 +801,7 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
     duration = estimate.describe_duration(steps * plan.step_bytes / rate)
     say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {at_least}{duration} at {rate:,.0f} bytes/s ({origin})")
     for source in sources:
-        say(f"data: {source}, all checked")
+        say(f"data: {source}")
     warnings = horizon_warnings(plan, Loader(sources, plan.seq_len, plan.seed), plan.horizon)
     for line in (*(f"warning: {line}" for line in warnings), *plan.remarks):
         say(line)

@@ -48,8 +48,9 @@ def write_archive(file: BinaryIO, state: dict):
 def check_sums(path: Path):
     """Raise ValueError or BadZipFile if an archive does not match its own checksums, which torch.load ignores."""
     with zipfile.ZipFile(path) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise ValueError(f"truncated or altered: the checksum of {damaged} does not match")
+        damaged = archive.testzip() or next((info.filename for info in archive.infolist() if info.external_attr), None)
+    if damaged is not None:               # torch.load does not read a record with the attribute of a directory
+        raise ValueError(f"truncated or altered: the checksum of {damaged} does not match")
 
 
 @contextmanager

@@ -182,7 +182,8 @@ def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
             value = int(text) if text.isdigit() else float(text)
             if low <= value <= high and value == int(value):
                 return int(value)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        bounds = f"of at least {low}" if high >= 1 << 60 else f"from {low} to {high}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
     return parse
 
 
@@ -193,7 +194,8 @@ def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
             value = float(text)
             if low <= value <= high and value < math.inf and not (above and value == low):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if above else 'from'} {low:g} to {high:g}")
+        bounds = f"{'above' if above else 'of at least'} {low:g}" + (f", at most {high:g}" if high < math.inf else "")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
     return parse
 
 
