@@ -4,8 +4,8 @@ loaded before torch. It needs a CUDA build of torch and a C++ compiler, but no G
     python -m venv cuda && cuda/bin/pip install torch==2.11.0 torchao==0.18.0 numpy loguru transformers \
         safetensors expecttest pytest tile-kernels==1.0.0 tilelang==0.1.9 apache-tvm-ffi==0.1.9 \
         nvidia-cuda-{nvcc,crt,cccl,runtime}==13.0.* nvidia-nvvm==13.0.*          # about 3 minutes, 5.2 GB
-    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal          # about 15 minutes of a core
-    cuda/bin/python -m pytest -m "rehearsal and slow" tests/rehearsal              # about 15 more
+    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal          # about 20 minutes of a core
+    cuda/bin/python -m pytest -m "rehearsal and slow" tests/rehearsal              # about 25 more
 
 gpu.py makes Spider's steps of fake tensors, and their compiled code; refusals.py watches them. `-rP` shows the figures
 of tests that pass.
