@@ -148,7 +148,6 @@ def test_the_same_global_batch_moves_the_tables_alike_however_it_is_split(rows):
     for parts in (1, 2, 4):
         model = awake(small_config(engram_byte_rows=rows, engram_rows=rows, aux_loss_weight=0.0, z_loss_weight=0.0,
                                    ponder_weight=0.0), dtype=torch.float64)
-        model.set_backend("loop")         # grouped products have no float64
         before = {key: p.detach().clone() for key, p in model.named_parameters() if key.endswith("table.weight")}
         optimizers = Optimizers(model, "adamw", engram_lr=0.05)
         optimizers.set_lr(0.01, 0.0)      # the tables alone move

@@ -23,7 +23,7 @@ STEPS = [*((model, precision, 90, "grouped") for model in gpu.MODELS for precisi
 TILE = [("1b", "bf16", architecture, "tile") for architecture in (90, 100, 120)]             # all that TileKernels has
 SIZES = (16, 800), (21, 700), (30, 1000), (17, 640), (64, 913), (40, 3000)                   # documents, segments
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
-CUBINS = [("bf16", architecture) for architecture in (80, 90, 100, 120)] + [
+CUBINS = [("bf16", architecture) for architecture in (80, 89, 90, 100, 120)] + [
     ("fp8", architecture) for architecture in (89, 90, 100, 120)]     # FP8 begins with sm_89
 
 
