@@ -1,4 +1,4 @@
-"""The layout: which module imports which, that five files hold the trainer, and that help and flags come at once."""
+"""The layout: which module imports which, that five files hold the trainer, and how wide lines are."""
 
 import ast
 from pathlib import Path
