@@ -884,11 +884,13 @@ def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: 
         torch.utils.deterministic.fill_uninitialized_memory = False
     world.join(device, args.shards, args.rank_timeout)
     sources, directory = [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir), Path(args.ckpt_dir)
-    if world.is_rank0 and not args.dry_run:
-        directory.mkdir(parents=True, exist_ok=True)
-        closing.enter_context(common.locked(directory))
-    origin = world.on_rank0(lambda: load_origin(directory, args.resume, args.reset_steps, model_class))
-    _, state, resumes = origin = origin or (None, None, False)
+
+    def open_directory():
+        if not args.dry_run:
+            directory.mkdir(parents=True, exist_ok=True)
+            closing.enter_context(common.locked(directory))
+        return load_origin(directory, args.resume, args.reset_steps, model_class)
+    _, state, resumes = origin = world.on_rank0(open_directory)
     plan = settle(args, world, state, resumes, sources, model_class)
     if args.minutes and not resumes:      # the speed of this plan gives its horizon, which changes the plan
         if world.ranks > 1:

@@ -233,9 +233,9 @@ def skipped_if_unusable() -> Iterator[None]:
 
 
 def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_class: type[nn.Module]
-                ) -> tuple[Path, dict, bool] | None:
+                ) -> tuple[Path | None, dict | None, bool]:
     """Load the checkpoint that a run begins with; return its path, its state, and whether the run resumes from it, or
-    only takes its weights. None for a run from scratch.
+    only takes its weights: (None, None, False) for a run from scratch.
 
     If the directory holds checkpoints, its run resumes from the newest good one: `resume` and `reset_steps` say where
     an empty directory begins, so that repeating a command, as torchrun and Slurm do, continues the run. Raise
@@ -249,7 +249,7 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_cl
         if reset_steps and resume is None:
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
         if resume is None:
-            return None
+            return None, None, False
         if Path(resume).is_dir() and not is_export(Path(resume)):
             raise CheckpointError(f"--resume: {resume} is not a checkpoint, but a directory: name a checkpoint in it")
         state = load_checkpoint(Path(resume))

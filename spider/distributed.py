@@ -86,6 +86,7 @@ class World:
                                               mesh_dim_names=("replicas", "shards"))
             for name in self.mesh.mesh_dim_names:                # else torch's own, half an hour
                 dist.distributed_c10d._set_pg_timeout(limit, self.mesh.get_group(name))
+            self.all(True)                # rank 0 may hold the store: it must not end while others still connect
         except (RuntimeError, ValueError) as fault:
             raise WorldError(f"rank {self.rank} of {self.ranks} cannot reach the others: "
                              f"{str(fault).splitlines()[0]}: start all with torchrun, with the same --rdzv_endpoint"
