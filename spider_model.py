@@ -43,7 +43,7 @@ from spider.memory import (ByteEngram, EngramTable, Matches, MatchMemory, Output
                            shifted_bytes, word_ends)
 from spider.packing import (ALL_ROWS, ActiveRows, Cache, CorePass, Packing, document_cu_seqlens, last_byte_of,
                             pool_segments, round_up, segment_offsets, unpool_segments)
-from tile_moe import MoE, Routing, balance
+from tile_moe import MoE, Routing, balance, resolve_backend
 from tokenizer import EOS_ID, PAD_ID
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -669,6 +669,14 @@ class Spider(DecodingMixin, nn.Module):
         for module in self.modules():
             if isinstance(module, MoE):
                 module.backend = backend
+
+    def choose_backend(self) -> str:
+        """Choose the backend for decoding and scoring on this device; return a line to log, or "". TileKernels would
+        take longer to compile than most samples, so the choice is that of `auto` for compiled layers."""
+        device, dtype = self.embed_tokens.device, self.compute_dtype
+        backend, remark = resolve_backend("auto", device, self.config, dtype, compiled=True)
+        self.set_backend(backend)
+        return remark
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: Tensor):

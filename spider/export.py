@@ -15,6 +15,7 @@ import os
 import re
 import tempfile
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 from loguru import logger
@@ -26,6 +27,7 @@ from spider.run import read_lines
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 ADAPTER = "modeling_spider"
+PROJECT = "spider", "spider_model", "tile_moe", "tokenizer"  # packages and modules that it may import
 
 
 def write_export(path: Path, state: dict, directory: str):
@@ -75,7 +77,7 @@ def texts_of(path: Path, state: dict) -> dict[str, str]:
     config, facts = SpiderConfig.from_saved(state["cfg"]), facts_of(path, state)
     ids = dict(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     return flat_modules(f"spider.{ADAPTER}") | {
-        "LICENSE": (ROOT / "LICENSE").read_text(encoding="utf-8"),
+        "LICENSE": license_text(),
         "config.json": as_json(dict(
             architectures=["SpiderForCausalLM"], model_type="spider", **ids,
             dtype=str(state["model_state_dict"]["embed_tokens"].dtype).removeprefix("torch."),
@@ -89,6 +91,13 @@ def texts_of(path: Path, state: dict) -> dict[str, str]:
             tokenizer_class="SpiderTokenizer", auto_map=dict(AutoTokenizer=[f"{ADAPTER}.SpiderTokenizer", None]),
             errors="replace", padding_side="left")),
         "README.md": CARD.format(facts=as_json(dict(checkpoint=path.name) | facts))}
+
+
+def license_text() -> str:
+    """Return the text of LICENSE, which a wheel has among its metadata."""
+    file = ROOT / "LICENSE"
+    return file.read_text(encoding="utf-8") if file.exists() else metadata.distribution("spider-trainer").read_text(
+        "licenses/LICENSE")
 
 
 def facts_of(path: Path, state: dict) -> dict:
@@ -170,10 +179,9 @@ def with_relative_imports(path: Path) -> tuple[str, list[str]]:
         absolute = isinstance(node, ast.ImportFrom) and level == 0
         for name in [node.module] if absolute else [alias.name for alias in node.names]:
             source = ROOT / name.replace(".", "/")
-            file = source.with_suffix(".py")
-            if level == 0 and not file.is_file() and not source.is_dir():  # of another project
+            if level == 0 and name.split(".")[0] not in PROJECT:
                 continue
-            if not absolute or not file.is_file():
+            if not absolute or not source.with_suffix(".py").is_file():
                 raise ValueError(f"{path}:{node.lineno}: exported modules must import project modules by "
                                  f"`from module import name`")
             line, pattern = lines[node.lineno - 1], rf"\bfrom {re.escape(name)} import\b"

@@ -79,6 +79,8 @@ def model_of(state: dict, device: torch.device, dtype: torch.dtype, model_class:
     model.to_empty(device=device).init_weights()
     model.load_state_dict(state["model_state_dict"])
     model.compute_dtype = dtype
+    if remark := model.choose_backend():
+        logger.info(remark)
     return model.eval()
 
 

@@ -135,6 +135,7 @@ def test_the_model_card_has_the_facts_and_what_others_wrote_as_json_alone(checkp
 def project(tmp_path, monkeypatch):
     """Lay out a project of modules: `pack__a` is pack/a.py."""
     monkeypatch.setattr(export, "ROOT", tmp_path)
+    monkeypatch.setattr(export, "PROJECT", ("top", "pack", "other", "alone"))
 
     def lay(**modules: str):
         for name, content in modules.items():

@@ -80,6 +80,16 @@ def test_the_program_of_trying_an_idea_trains_resumes_and_samples(site, tmp_path
     run(site, tmp_path, "-c", "import my_idea; exit(my_idea.talk())", "run", "--prompt", "a", "--bytes", "4")
 
 
+def test_an_export_holds_license_and_code(site, tmp_path):
+    (site / "torch").mkdir()              # where pip installs, other packages are beside the project's
+    run(site, tmp_path, "-m", "train", "--mock_data", "--max_steps=1", "--seq_len=64", "--micro_batch=2",
+        "--eval_every=0", "--device=cpu", "--ckpt_dir=run")
+    run(site, tmp_path, "-m", "sample", "run", "--export", "exported")
+    found = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert {"LICENSE", "model.safetensors", "modeling_spider.py", "spider_model.py", "config.py"} <= found
+    (site / "torch").rmdir()
+
+
 def test_the_program_of_your_own_loop_runs(site, tmp_path):
     sizes = "steps, rows, length, peak = "
     text = program("your-own-loop.md").replace(f"{sizes}200, 4, 512, 0.01", f"{sizes}11, 2, 128, 0.02")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import sample
+import spider_model
 from conftest import ROOT, contents, final_state, make_shards, metrics, run
 from spider.inference import decoder_of, read_checkpoint
 from spider_model import Spider
@@ -70,6 +71,14 @@ def test_a_directory_stands_for_its_newest_checkpoint_that_is_intact(trained, tm
     (tmp_path / "spider-step1.pt").rename(tmp_path / "checkpoints" / "spider-step1.pt")
     monkeypatch.chdir(tmp_path)
     assert sample.main(["--prompt", "", "--bytes", "1"]) == 0             # the default directory
+
+
+def test_a_loaded_model_takes_the_backend_that_auto_chooses_and_says_why(trained, monkeypatch, capsys):
+    monkeypatch.setattr(spider_model, "resolve_backend", lambda *asked, **more: ("loop", f"{asked[0]} on {asked[1]}"))
+    model = decoder_of(read_checkpoint(str(trained), Spider)[1], CPU, Spider)
+    assert model.core.layers[0].moe.backend == "loop"
+    assert sample.main([str(trained), "--prompt", "a", "--bytes", "1"]) == 0
+    assert "auto on cpu" in capsys.readouterr().err
 
 
 def test_what_a_terminal_would_obey_is_escaped_unless_raw_is_asked_for(trained, monkeypatch, capsysbinary):
