@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from spider.common import (DataError, Parser, ProgressBar, durable, integer, locked, naming, note, one_line, path_name,
+from spider.common import (DataError, Parser, ProgressBar, durable, integer, locked, note, one_line, path_name,
                            printable, real, run_program, say, step_seed, sync)
 from spider.datasets_import import (BOM, COMPRESSED, READERS, json_lines, open_input, pieces, rows, text_of,
                                     uncompressed_name)
@@ -91,18 +91,15 @@ class Stream:
 
     def check(self, start: int, stop: int):
         """Raise DataError at the first of the ids start .. stop - 1 that is above 271."""
-        for begin in range(start, stop, MIB):  # pieces that fit into the CPU's cache
-            piece = self.read(begin, min(begin + MIB, stop))
-            if piece.max() >= VOCAB_SIZE:
-                i = int((piece >= VOCAB_SIZE).argmax())
-                raise DataError(f"{self.where(begin + i)}: id {piece[i]} is above {VOCAB_SIZE - 1}: damaged, or not a "
-                                "shard")
+        ids = self.read(start, stop)
+        if ids.max() >= VOCAB_SIZE:
+            i = int((ids >= VOCAB_SIZE).argmax())
+            raise DataError(f"{self.where(start + i)}: id {ids[i]} is above {VOCAB_SIZE - 1}: damaged, or not a shard")
 
     def rows(self, start: np.ndarray, stop: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Return (input_ids, labels), int64 [n, seq_len], of windows start .. stop [n], both ends included.
-
-        Labels are the ids one further. Short windows are padded with PAD; labels that are PAD become -100.
-        """
+        """Return (input_ids, labels), int64 [n, seq_len], of windows given by start and stop [n]: ids start .. stop - 1
+        are inputs, the ids one further their labels, so id stop is a label only. Short windows are padded with PAD;
+        labels that are PAD become -100."""
         import torch
         ids = np.full((len(start), seq_len + 1), PAD_ID, np.uint16)
         for row, a, b in zip(ids, start.tolist(), stop.tolist()):
@@ -315,7 +312,8 @@ class Loader:
         self.targets = np.array([len(stream) - 1 for stream in streams])
         self.windows = -(-self.targets // seq_len)                                    # in an epoch
         self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
-        self.share, self.deal = self.counts / BLOCK, partial(deal, seed, tuple(self.counts.tolist()))
+        self.share = self.counts / BLOCK                                              # of each source, as dealt
+        self.deal = partial(deal, seed, tuple(self.counts.tolist()))  # of a block: source and rank of each slot
         for source, targets, count in zip(sources, self.targets, self.counts):
             if targets < seq_len:
                 raise DataError(f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
@@ -324,13 +322,13 @@ class Loader:
                 raise DataError(f"{source.name}: weight {source.weight:g} is less than one sequence in {BLOCK:,}: "
                                 "raise it")
 
-    def batches(self, step: int, first: int, shape, rank: int = 0) -> Iterator[Batch]:
-        """Yield a rank's micro-batches of an optimizer step. `first`: number of sequences before it; `shape`: has
-        micro_batch, grad_accum and ranks, which do not change the sequences of the step."""
+    def batches(self, step: int, first: int, plan, rank: int = 0) -> Iterator[Batch]:
+        """Yield a rank's micro-batches of an optimizer step. `first`: number of sequences before it; `plan`: has
+        micro_batch, grad_accum and ranks, which cut the step's sequences into batches, but do not choose them."""
         noise = step_seed(self.seed, step, "noise")
-        for micro_step in range(shape.grad_accum):
-            begin = (micro_step * shape.ranks + rank) * shape.micro_batch
-            yield Batch.of(*self.rows(first + begin + np.arange(shape.micro_batch)), noise + begin)
+        for micro_step in range(plan.grad_accum):
+            begin = (micro_step * plan.ranks + rank) * plan.micro_batch
+            yield Batch.of(*self.rows(first + begin + np.arange(plan.micro_batch)), noise + begin)
 
     def rows(self, g: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]; labels are shifted, those of -100
@@ -339,7 +337,7 @@ class Loader:
 
     def describe(self, g: int) -> tuple[int, int, str]:
         """Return sequence g's number of source, that source's epoch, and the file and byte offset where it begins."""
-        (k,), (index,) = self._deal(np.array([g]))
+        (k,), (index,) = self._source_and_index(np.array([g]))
         (start,), _ = self._spans(np.array([g]))
         return int(k), int(index // self.windows[k]), self.stream.where(start)
 
@@ -353,7 +351,7 @@ class Loader:
         """Return the epoch of sequence g, from 0; of a mixture the mean of `epochs` by weight, rounded down."""
         return int(self.counts @ self.epochs(g)) // BLOCK
 
-    def _deal(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _source_and_index(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source number of sequences g, and their index in that source's own endless sequence."""
         block, slot = np.divmod(g, BLOCK)
         source, index = np.empty_like(g), np.empty_like(g)
@@ -366,11 +364,12 @@ class Loader:
     def _spans(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return start and stop of sequences g in the joined stream: inputs are ids start .. stop - 1, labels one
         further."""
-        source, index = self._deal(g)
+        source, index = self._source_and_index(g)
         targets, windows = self.targets[source], self.windows[source]
         epoch, position = np.divmod(index, windows)
         keys = key(self.seed, 1 + source, epoch)              # an order of its own for each source and epoch
-        # Where windows do not fit evenly, each epoch's first one has another length, which moves the cuts after it.
+        # Windows end at head, head + seq_len, ..., and the last at `targets`. Where they do not fit evenly, the first
+        # has head targets and the last seq_len + rest - head: each epoch cuts elsewhere, with equally many windows.
         rest = targets % self.seq_len
         head = np.where(rest == 0, self.seq_len, rest + (mix(keys) >> 32).astype(np.int64) % (self.seq_len - rest))
         stop = head + permute(position, windows, keys) * self.seq_len
@@ -410,7 +409,7 @@ class Batch:
     noise_seed: int                       # of the first row's segments and dropout
     cu_seqlens: Tensor                    # int32 [documents + 1]
     targets: int                          # labels other than -100
-    real: int                             # bytes that are not PAD
+    n_bytes: int                          # ids that are not PAD
 
     @classmethod
     def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> Batch:
@@ -431,21 +430,21 @@ class Batch:
 class Feed:
     """Give a rank's batches step by step, on its device. A thread fetches those of the next step meanwhile."""
 
-    def __init__(self, loader: Loader, shape, rank: int, device: torch.device, step: int, first: int):
-        """step, first: the next step, and the number of sequences before it; for `shape` see Loader.batches."""
-        self.loader, self.shape, self.rank, self.device = loader, shape, rank, device
+    def __init__(self, loader: Loader, plan, rank: int, device: torch.device, step: int, first: int):
+        """step, first: the next step, and the number of sequences before it; for `plan` see Loader.batches."""
+        self.loader, self.plan, self.rank, self.device = loader, plan, rank, device
         self.thread = ThreadPoolExecutor(1)      # its thread is no daemon, which would abort inside of torch at the end
         self._fetch(step, first)
 
     def take(self) -> list[Batch]:
         """Return the batches of the next step, and start to fetch those of the step after it."""
         batches = self.fetched.result()
-        self._fetch(self.step + 1, self.first + self.shape.sequences)
+        self._fetch(self.step + 1, self.first + self.plan.sequences)
         return batches
 
     def _fetch(self, step: int, first: int):
         def fetch() -> list[Batch]:
-            return [batch.to(self.device) for batch in self.loader.batches(step, first, self.shape, self.rank)]
+            return [batch.to(self.device) for batch in self.loader.batches(step, first, self.plan, self.rank)]
         self.step, self.first, self.fetched = step, first, self.thread.submit(fetch)
 
 
@@ -594,9 +593,9 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
         for path in (*out.glob("*.bin"), *out.glob(".*.bin.tmp"), out / "metadata.json"):
             path.unlink(missing_ok=True)
     inputs = [found for argument in arguments for found in documents.find(argument)]
-    sizes = [0 if kind in ("stdin", "table") or path.lower().endswith(COMPRESSED) else os.path.getsize(path)
-             for path, kind in inputs]
-    progress = ProgressBar("prepare", sum(sizes) if all(sizes) else 0)
+    sizes = [None if kind in ("stdin", "table") or path.lower().endswith(COMPRESSED) else os.path.getsize(path)
+             for path, kind in inputs]    # None: known only when it is read
+    progress = ProgressBar("prepare", 0 if None in sizes else sum(sizes))
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         described = (out / "metadata.json").exists()
@@ -606,7 +605,7 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
         clear()
         try:
             writers = {split: ShardWriter(out, split, limit) for split in ("train", "val")}
-            for number, ((path, kind), end) in enumerate(zip(inputs, accumulate(sizes))):
+            for number, ((path, kind), end) in enumerate(zip(inputs, accumulate(size or 0 for size in sizes))):
                 for split, document in documents.read(number, path, kind, out):
                     writers[split].write(document, progress)
                 progress.add(max(0, end - progress.done))     # of JSON lines only the texts were counted
@@ -724,15 +723,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit status: 0; 2 with a line on stderr for an error; 130 after Ctrl-C."""
     def command():
         args = parse_args(argv)
-        with naming(args.directory or "standard output"):
-            if args.command == "prepare":
-                documents = Documents(args.field, args.val_fraction, args.ext, args.config, args.split, args.strict)
-                prepare(args.inputs, Path(args.directory), documents, max(1, int(args.shard_mb * 1e6 / 2)))
-            elif args.command == "verify":
-                verify(args.directory)
-            else:
-                sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
-                show(sources, args.seq_len, args.seed, args.first, args.count)
+        if args.command == "prepare":
+            documents = Documents(args.field, args.val_fraction, args.ext, args.config, args.split, args.strict)
+            prepare(args.inputs, Path(args.directory), documents, max(1, int(args.shard_mb * 1e6 / 2)))
+        elif args.command == "verify":
+            verify(args.directory)
+        else:
+            sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
+            show(sources, args.seq_len, args.seed, args.first, args.count)
     return run_program(command, "data.py", interrupted="interrupted")
 
 

@@ -112,7 +112,8 @@ class Halting:
         """Begin a pass. share [N]: 1 / segments, 0 for padding rows; leave: halted rows leave the products; ends: no
         later segment reads these, so the pass ends once all have halted."""
         self.threshold, self.leave, self.ends, self.active = threshold, leave, ends, ALL_ROWS
-        self.share, self.remaining = share, torch.ones_like(share)  # [n] of active rows: 1 - weights; 0 once halted
+        # [n] of active rows. share: once halted 0, for the last visit; remaining: 1 - weights so far, 0 once halted
+        self.share, self.remaining = share, torch.ones_like(share)
         self.output: Tensor | None = None                           # [N, D]
         self.loops = self.ponder = 0                                # means over segments: loops; loops + remainder
 
@@ -257,7 +258,7 @@ def visit(layer: nn.Module, x: Tensor, packing: Packing, recalled, active: Activ
         return y, Routing(score, topk_idx, None), (latent, read)
     if not recompute:
         return layer(x, packing, recalled, active, state, caches)
-    decided = [None]
+    decided = [None]                      # `run` is called twice: the first call adds its routing for the second one
 
     def run(x):
         y, routing, later = layer(x, packing, recalled, active, state, caches, decided[-1])
@@ -324,7 +325,8 @@ def _init_layers(model: "Spider"):
     c = model.config
     depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
     tables = 0
-    excluded = {*model.boundary_predictor.modules()} if c.learns_boundaries else {}  # all else starts as with words
+    # Drawn by their own init_weights later, so that all other weights start as they do with words.
+    excluded = {*model.boundary_predictor.modules()} if c.learns_boundaries else {}
     for module in model.modules():
         if isinstance(module, Linear) and module not in excluded:
             module.weight.normal_(std=module.in_features ** -0.5)
@@ -609,7 +611,8 @@ class Spider(DecodingMixin, nn.Module):
                 unpooled, observed = self.boundary_predictor.observe(predicted, ids, b, packing, unpooled, earlier)
             x = x + unpooled
         logits = self.after_core(dropped(x, of_bytes, noise, 3), packing, shifted, matches)  # [M, vocab_size]
-        tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()  # integers
+        # From loads relative to an even one, which is segments * k / E tokens, back to counts
+        tokens = (stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))).round()
         out = SpiderOutput(logits.view(sequences, length, -1), None, None, zero + segments, stats.mean_loops.detach(),
                            tokens, zero.new_zeros(0) if observed is None else observed.counts)
         return out if labels is None else add_losses(self, out, labels, stats, cut_loss, unpooled, observed)

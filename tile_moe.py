@@ -36,29 +36,29 @@ class BackendError(SpiderError, RuntimeError):
     """The requested backend cannot run here; the message names the remedy."""
 
 
-def resolve_backend(name: str, device: torch.device, config, dtype: torch.dtype, compiled: bool = False
+def resolve_backend(name: str, device: torch.device, config: SpiderConfig, dtype: torch.dtype, compiled: bool = False
                     ) -> tuple[str, str]:
     """Resolve a backend; return it, and a line to log or "". On a GPU `auto` becomes the first of these that passes a
     test there: `triton` if torch's grouped product is a loop, `tile` unless layers are compiled, since torch.compile
     does not support TileKernels; else `grouped`. Raise BackendError if `triton` or `tile` is requested but fails.
-
-    config: a SpiderConfig. dtype: of the products."""
+    dtype: of the products."""
     on_gpu, remarks = device.type == "cuda", []
-    in_turn = on_gpu and name != "loop" and config.has_experts and not multiplies_at_once(device, dtype)
+    torch_loops = on_gpu and name != "loop" and config.has_experts and not multiplies_at_once(device, dtype)
     if name in KERNELS and (obstacle := find_obstacle(name, device, config, dtype)):
         raise BackendError(f"--moe_backend {name}: {obstacle}; or use --moe_backend grouped")
     if name == "auto":
         name = "grouped"
-        useful = {"triton": in_turn, "tile": on_gpu and not compiled}
-        for backend in filter(useful.get, KERNELS):
+        candidates = {"triton": torch_loops, "tile": on_gpu and not compiled}
+        for backend in filter(candidates.get, KERNELS):
             obstacle = find_obstacle(backend, device, config, dtype)
             if obstacle is None:
                 name = backend
                 break
             remarks.append(f"{KERNELS[backend]} not used: {obstacle}")
-    if in_turn and name != "triton":
-        remarks.append(f"on this GPU torch runs {str(dtype)[6:]} experts one after the other and waits for the device "
-                       f"at each grouped product (docs/results/performance.md)")
+    if torch_loops and name != "triton":
+        number = str(dtype).removeprefix("torch.")
+        remarks.append(f"on this GPU torch runs {number} experts one after the other and waits for the device at each "
+                       f"grouped product (docs/results/performance.md)")
     return name, "; ".join(remarks)
 
 
@@ -72,7 +72,7 @@ def multiplies_at_once(device: torch.device, dtype: torch.dtype) -> bool:
 # Check of kernels
 
 
-def find_obstacle(backend: str, device: torch.device, config, dtype: torch.dtype) -> str | None:
+def find_obstacle(backend: str, device: torch.device, config: SpiderConfig, dtype: torch.dtype) -> str | None:
     """Return why the kernels of `triton` or `tile` cannot run this model on this device, with the remedy, or None.
     Compiles the kernels of training: seconds for each the first time, later from a cache."""
     kernels = KERNELS[backend]
@@ -111,7 +111,7 @@ def first_error(fault: Exception) -> str:
     return f"{type(fault).__name__}: {line[:200]}".removesuffix(": ")
 
 
-def find_disagreement(ops, device: torch.device, config, dtype: torch.dtype) -> str | None:
+def find_disagreement(ops, device: torch.device, config: SpiderConfig, dtype: torch.dtype) -> str | None:
     """Name the first of the six operations that differs from plain torch, or return None. The data has ties, zero
     weights and slots without an expert, is large enough for several SMs, and makes all sums exact."""
     tokens, experts, k = 1000, config.n_routed_experts, config.n_experts_per_tok
@@ -148,7 +148,8 @@ def find_disagreement(ops, device: torch.device, config, dtype: torch.dtype) -> 
     return None
 
 
-def find_wrong_product(product: Callable, device: torch.device, config, dtype: torch.dtype) -> str | None:
+def find_wrong_product(product: Callable, device: torch.device, config: SpiderConfig, dtype: torch.dtype
+                       ) -> str | None:
     """Name what of a grouped product differs from experts in turn, its value or a gradient, or return None. The shapes
     are those of the model; expert 1 has no rows, rows after the last expert's are NaN, and all sums are exact."""
     experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
@@ -204,6 +205,7 @@ def _rows_by_expert(topk_idx, num_experts, num_rows, at_least=0):
     rank = chosen.cumsum(1)               # of a slot within its expert, from 1 on
     aligned = ((rank[:, -1] + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp_min(at_least)
     end = aligned.cumsum(0)
+    # In place: add where the expert begins, keep only the slot's own expert, and sum over experts; 0 stands for none.
     row = rank.add_((end - aligned)[:, None]).mul_(chosen).sum(0)                          # from 1 on
     slot = row.new_full((1 + num_rows,), -1).scatter_(0, row, torch.arange(slots, device=device))[1:]
     return (row - 1).view(topk_idx.shape), slot, end
@@ -227,7 +229,7 @@ class _Normalize(torch.autograd.Function):
 class ExpertRows(NamedTuple):
     """The sorted order of tokens' rows, for the backends that sort."""
     row: Tensor               # [N, k], rows of each token
-    source: Tensor            # [P], token of each row (any for padding); for `tile` its expert, or -1
+    source: Tensor            # [P], token of each row, any for padding; for `tile` instead its expert, or -1
     expert_end: Tensor        # [E] int32
 
 

@@ -12,6 +12,7 @@ so an interrupted run ends like an uninterrupted one. `python train.py --help` l
 import argparse
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,14 +85,15 @@ def flag_parser() -> argparse.ArgumentParser:
          help="last fraction of the horizon, in which wsd decays")
     flag("--min_lr_fraction", default=0.1, type=real(0, 1), metavar="FRACTION",
          help="learning rate at the horizon, as a fraction of the peak")
-    flag("--weight_decay", default=0.1, type=RATE, metavar="RATE", help="of matrices; not of vectors or Engram tables")
+    flag("--weight_decay", default=0.1, type=RATE, metavar="RATE",
+         help="of matrices; not of vectors or hashed Engram tables")
     flag("--dropout", default=0.0, type=real(0, 0.9), metavar="RATE",
          help="on the core's input and output, a fifth of it on bytes; 0 in the first epoch, whole from the eleventh")
     flag("--beta1", default=0.9, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
     flag("--beta2", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
     flag("--momentum", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of Muon")
     flag("--grad_clip", default=1.0, type=real(0), metavar="NORM",
-         help="largest norm of the gradient, not counting the Engram tables; 0: off")
+         help="largest norm of the gradient, not counting the hashed Engram tables; 0: off")
     flag("--max_skipped", default=10, type=COUNT, metavar="STEPS",
          help="stop after this many steps in a row with a non-finite loss or gradient")
 
@@ -165,7 +167,7 @@ def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.en
         if name not in flags and environ.get(name.upper()):
             environment |= parser.value(name, environ[name.upper()], f"{name.upper()}={environ[name.upper()]}")
     of_file = common.read_toml(parser, flags["config"]) if "config" in flags else {}
-    given = {}
+    given = {}                            # strongest first; what an alternative of a stronger one sets is dropped
     for source in (flags, environment, of_file):
         replaced = {name for names in ALTERNATIVES for name in names if given.keys() & {*names}}
         given = {name: value for name, value in source.items() if name not in replaced} | given
@@ -217,7 +219,6 @@ class Plan:
     config: SpiderConfig
     model_class: type[Spider] = Spider
     ranks: int = 1
-    bytes_per_segment: float = 1.0        # expected
     checkpoint_size: float = 0.0          # bytes
     memory: Mapping[str, float] = field(default_factory=dict)  # estimated bytes of a rank by purpose
     remarks: tuple[str, ...] = ()         # lines for the log
@@ -247,7 +248,7 @@ MAX_MICRO_BATCH = 1 << 16                 # sequences, where --global_batch choo
 
 
 def settle(args: SimpleNamespace, world: World, state: dict | None = None, resumes: bool = False,
-           sources: Sequence[Source] = (), model_class: type[Spider] = Spider) -> Plan:
+           model_class: type[Spider] = Spider) -> Plan:
     """Resolve parsed flags into the plan of a run.
 
     state: of a checkpoint to begin with. resumes: continue that checkpoint's run, else use only its weights. Raise
@@ -262,7 +263,8 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
         recipe = state.get("recipe") or ("1b" if device.type == "cuda" else "tiny")
     flags |= {name: value for name, value in RECIPES[recipe].items() if name not in given}
     if resumes and args.minutes:          # --minutes chose these when the run started
-        flags |= {name: saved_flags[name] for name in ("target_tokens", "eval_tokens") if name in saved_flags}
+        chosen = {"target_tokens", "eval_tokens"} & saved_flags.keys() - given
+        flags |= {name: saved_flags[name] for name in chosen}
 
     # Model
     config = apply_settings(replace(SpiderConfig.preset(recipe), n_loops=flags["n_loops"]), args.set)
@@ -279,18 +281,18 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
 
     # Batch: all splits of a step into micro-steps that are possible, best first; memory decides below
     splits = [{name: flags[name] for name in ("micro_batch", "grad_accum")}]
-    of_sequence = flags["seq_len"] * world.ranks
+    row_bytes = flags["seq_len"] * world.ranks                # of a sequence on every rank
     if args.global_batch is not None:
-        sequences, asked = args.global_batch // of_sequence, {n: v for n, v in splits[0].items() if n in given}
+        sequences, asked = args.global_batch // row_bytes, {n: v for n, v in splits[0].items() if n in given}
         splits = [dict(micro_batch=n, grad_accum=sequences // n)
                   for n in range(min(sequences, MAX_MICRO_BATCH), 0, -1) if sequences % n == 0]
         splits = [split for split in splits if asked.items() <= split.items()]
-        if not splits or args.global_batch % of_sequence:
-            raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of {of_sequence:,} "
+        if not splits or args.global_batch % row_bytes:
+            raise UsageError(f"--global_batch: {args.global_batch:,} bytes are not a multiple of {row_bytes:,} "
                              f"(--seq_len times ranks){''.join(f' times --{n} {v}' for n, v in asked.items())}")
         if resumes:                       # an interrupted run keeps its split
             splits.sort(key=lambda split: split["micro_batch"] != saved_flags.get("micro_batch"))
-    flags["global_batch"] = math.prod(splits[0].values()) * of_sequence
+    flags["global_batch"] = math.prod(splits[0].values()) * row_bytes
 
     # Horizon, and the flags that follow from it
     if args.target_flops:
@@ -312,16 +314,13 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     check_fp8_experts(args.fp8_experts, precision, device, config)
     backend, why_backend = resolve_backend(args.moe_backend, device, config, torch.float32 if precision == "fp32" else
                                            torch.bfloat16, compiles)
-    if args.moe_backend == "auto" and not any([world.all(backend == name) for name in KERNELS]):
+    # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
+    if args.moe_backend == "auto" and not any(world.all(backend == name) for name in KERNELS):
         backend = "grouped"
     flags |= dict(precision=precision, moe_backend=backend, compile=args.compile if compiles else "off",
                   optimizer="muon" if args.optimizer == "auto" else args.optimizer)
-    bytes_per_segment = config.bytes_per_segment
-    if sources and model.core is not None and model.boundary_predictor is None:  # words, whose boundaries are a rule
-        bytes_per_segment = 1 / sum(source.weight / estimate.segment_length(
-            model, Loader([source], flags["seq_len"], args.seed)) for source in sources)
-    plan = Plan(flags, recipe, config, model_class, world.ranks, bytes_per_segment,
-                estimate.checkpoint_size(model, flags["optimizer"]))
+    plan = Plan(flags, recipe, config, model_class, world.ranks,
+                sum(estimate.state_size(model, flags["optimizer"])))
     plans = [replace(plan, flags=flags | split) for split in splits]
     i, recompute, memory = world.on_rank0(lambda: estimate.choose_memory(
         len(plans), args.recompute, lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
@@ -346,8 +345,8 @@ def describe_plan(plan: Plan, args: SimpleNamespace, model: Spider, world: World
         lines.append(f"a step of {plan.step_bytes:,} bytes: --micro_batch {plan.micro_batch} --grad_accum "
                      f"{plan.grad_accum}")
     if args.minutes:
-        lines.append(f"--minutes chose --target_tokens {plan.target_tokens:,} when this run started; to train longer, "
-                     f"replace it by --target_tokens")
+        lines.append(f"--minutes chooses only at the start of a run, of which --target_tokens is "
+                     f"{plan.target_tokens:,}; to train longer, replace it by --target_tokens")
     recipe = [pasteable(name, plan.flags[name]) for name in RECIPES[plan.recipe] if name not in args.given
               and (name != "micro_batch" or args.global_batch is None)]
     if recipe:
@@ -359,7 +358,9 @@ def describe_plan(plan: Plan, args: SimpleNamespace, model: Spider, world: World
 
 def pasteable(name: str, value) -> str:
     """Format a flag as on the command line."""
-    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}"
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {shlex.quote(str(value))}"
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
@@ -381,16 +382,16 @@ def apply_settings(config: SpiderConfig, text: str | None) -> SpiderConfig:
         raise UsageError(f"--set: {fault}") from None
 
 
-def config_of_checkpoint(saved: dict, asked: SpiderConfig | None, settings: str | None,
+def config_of_checkpoint(saved_config: dict, asked: SpiderConfig | None, settings: str | None,
                          model_class: type[Spider]) -> SpiderConfig:
     """Return a checkpoint's config with --set applied. Raise CheckpointError, with the fields, if that or the `asked`
     model (of --model) has weights of other names or shapes."""
-    there = SpiderConfig.from_saved(saved)
-    config = apply_settings(replace(there, vocab_size=tokenizer.VOCAB_SIZE), settings)
-    for other in (config, asked or config):
-        changes = {f.name: (getattr(there, f.name), getattr(other, f.name)) for f in fields(other)
-                   if f.name != "n_loops" and getattr(there, f.name) != getattr(other, f.name)}
-        if changes and shapes(replace(other, n_loops=there.n_loops), model_class) != shapes(there, model_class):
+    saved = SpiderConfig.from_saved(saved_config)
+    config = apply_settings(replace(saved, vocab_size=tokenizer.VOCAB_SIZE), settings)
+    for other in (config, asked or config):  # what --set makes of it; what --model asks for
+        changes = {f.name: (getattr(saved, f.name), getattr(other, f.name)) for f in fields(other)
+                   if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)}
+        if changes and shapes(replace(other, n_loops=saved.n_loops), model_class) != shapes(saved, model_class):
             raise CheckpointError("the checkpoint holds another model: " + "; ".join(
                 f"{name} is {before}, not {now}" for name, (before, now) in changes.items())
                 + ". Leave --model and --set out, or train a new model in another --ckpt_dir")
@@ -404,14 +405,12 @@ def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple]:
 
 
 MAX_EPOCHS = 20                          # of a horizon without a warning
-LONG_SEGMENT = 64                         # bytes: the core runs once per segment, and contributes little then
 
 
 def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
-    """Return warnings for a horizon in steps that does not suit the data or --max_steps, and for segments that leave
-    the core nearly idle."""
+    """Return warnings for a horizon in steps that does not suit the data or --max_steps."""
     warnings, epochs = [], (plan.target_tokens * loader.share / loader.targets).max()
-    if epochs > MAX_EPOCHS:
+    if epochs > MAX_EPOCHS and not plan.mock_data:
         warnings.append(f"--target_tokens {plan.target_tokens:,} is {epochs:,.0f} epochs, in which the model memorizes "
                         f"the data: use at most {int(plan.target_tokens * MAX_EPOCHS / epochs):,}, or more data")
     factor = lr_factor(plan.max_steps - 1, horizon, plan)
@@ -419,9 +418,6 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
         warnings.append(f"--max_steps {plan.max_steps:,} ends the run at {factor:.0%} of the peak learning rate, which "
                         f"decays over {horizon:,} steps: use --target_tokens {plan.max_steps * plan.step_bytes} for a "
                         f"better loss")
-    if plan.config.boundaries == "words" and plan.bytes_per_segment >= min(LONG_SEGMENT, plan.seq_len):
-        warnings.append(f"segments have {plan.bytes_per_segment:,.0f} bytes on average, so that the core hardly runs: "
-                        f"use --set boundaries=learned")
     return warnings
 
 
@@ -471,7 +467,8 @@ def loops_of_step(plan: Plan, step: int) -> int:
 
 def build_model(plan: Plan, world: World) -> Spider:
     """Build the model of a plan, ready to train: initialize it from --seed, apply FP8, backend and compilation, shard
-    it over the ranks."""
+    it over the ranks. Raise TooLarge where a step surely needs more memory than there is."""
+    estimate.check_memory(plan.memory, world)
     with torch.device("meta"):
         model = plan.model_class(plan.config)
     torch.manual_seed(plan.seed)
@@ -592,7 +589,8 @@ class Run:
     progress: RunProgress
     world: World
     stop: StopSignals
-    horizon: int                          # last step of the schedule, if all further steps have today's batch size
+    horizon: int                          # step at which the schedule ends: those done so far, and the rest at today's
+                                          # batch size; so not plan.horizon where that has changed
     costs: dict = field(default_factory=dict)  # FLOPs per byte, by bytes per segment and loops
 
 
@@ -636,17 +634,19 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     sharding = sharding_of(model)
     sums, counts, passes = {}, [0, 0], len(batches) * sharding.ranks
     targets = max(1, sum(batch.targets for batch in batches)) if targets is None else targets.clamp_min(1)
+    # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so that all bytes weigh
+    # equally, however many are PAD. The others (balance, ponder, boundaries, ...) are means over all passes.
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
-            share = batch.targets / targets  # weigh all bytes equally, however many are PAD
-            if isinstance(share, Tensor):
-                share = share.to(out.loss.dtype)
-            loss = out.by_byte * share + (out.loss - out.by_byte) / passes
+            weight = batch.targets / targets
+            if isinstance(weight, Tensor):
+                weight = weight.to(out.loss.dtype)
+            loss = out.by_byte * weight + (out.loss - out.by_byte) / passes
             sharding.backward(model, loss, last=batch is batches[-1])
-            numbers = dict(loss=out.nats_per_byte.detach() * share, total_loss=loss.detach(), segments=out.segments,
+            numbers = dict(loss=out.nats_per_byte.detach() * weight, total_loss=loss.detach(), segments=out.segments,
                            mean_loops=out.mean_loops / passes)
-            numbers |= {name: term * share if name in out.BYTE_TERMS else term / passes
+            numbers |= {name: term * weight if name in out.BYTE_TERMS else term / passes
                         for name, term in out.loss_terms.items()}
             sums = {name: number + sums.get(name, 0) for name, number in numbers.items()}
             counts = [a + b for a, b in zip(counts, (out.tokens_per_expert, out.boundary_counts))]
@@ -661,28 +661,33 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], count
     Waits for the device once, for all numbers, before it changes a weight. If loss or gradient is not finite, no weight
     changes and `skipped` is true.
     """
-    tokens, scores = counts
-    host = torch.stack([tokens.new_full((), number, dtype=torch.float64)                     # a copy would wait
-                        for number in (sum(batch.real for batch in batches), *votes)])
-    flat = torch.cat((torch.stack(list(sums.values())).double(), host, tokens.flatten().double(), scores.double()))
+    tokens, boundary_counts = counts      # [L, E], [...]
+    # Numbers that the host knows are filled in on the device, since a copy from the host would wait.
+    known = torch.stack([tokens.new_full((), number, dtype=torch.float64)
+                         for number in (sum(batch.n_bytes for batch in batches), *votes)])
+    # One all-reduce for all numbers of the step
+    flat = torch.cat((torch.stack(list(sums.values())).double(), known, tokens.flatten().double(),
+                      boundary_counts.double()))
     total_norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, flat)
-    of_sums, of_host, of_tokens, of_scores = flat.split((len(sums), len(host), tokens.numel(), scores.numel()))
-    tokens, scores = of_tokens.float().view_as(tokens), of_scores.float()
+    of_sums, known, of_tokens, boundary_counts = flat.split(
+        (len(sums), len(known), tokens.numel(), boundary_counts.numel()))
+    tokens = of_tokens.float().view_as(tokens)
     balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
-    norm, balance, *numbers = torch.cat((torch.stack((total_norm, balance.mean())), of_sums.float(), of_host)).tolist()
-    sums, (real, *votes) = dict(zip(sums, numbers)), numbers[len(sums):]
+    # One wait for the device for those that the host must know
+    norm, balance, *numbers = torch.cat((torch.stack((total_norm, balance.mean())), of_sums.float(), known)).tolist()
+    sums, (n_bytes, *votes) = dict(zip(sums, numbers)), numbers[len(sums):]
     skipped = not (math.isfinite(sums["total_loss"]) and math.isfinite(norm))
     if not skipped:
         if 0 < grad_clip < norm:
             nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip, total_norm)
         optimizers.step()
         model.update_expert_bias(tokens)
-        model.update_boundaries(scores, sums["loss"])
+        model.update_boundaries(boundary_counts.float(), sums["loss"])
         if clear_tables:
             optimizers.reset_tables()
     optimizers.zero_grad()
     loss, total_loss, segments, loops = (sums.pop(name) for name in ("loss", "total_loss", "segments", "mean_loops"))
-    return dict(loss=loss, total_loss=total_loss, grad_norm=norm, bytes_per_segment=real / max(1, segments),
+    return dict(loss=loss, total_loss=total_loss, grad_norm=norm, bytes_per_segment=n_bytes / max(1, segments),
                 mean_loops=loops, expert_balance=balance, skipped=skipped, votes=votes, **sums)
 
 
@@ -711,7 +716,7 @@ def evaluate(model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int
     val_loss, val_bpb and val_bytes_per_segment over all sources and, for several sources, the bits per byte of each as
     val_bpb/NAME. The model's training mode is restored."""
     logger.info(f"evaluating on {sum(int((labels != -100).sum()) for _, labels in sets.values()):,} bytes")
-    sums, training = {}, model.training   # of each source: nats, labels, bytes, segments
+    sums, training = {}, model.training   # sums of each source: nats, targets, bytes, segments
     model.eval()
     with model.cast_weights_once():
         for name, (all_ids, all_labels) in sets.items():
@@ -723,8 +728,8 @@ def evaluate(model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int
                                              (ids != tokenizer.PAD_ID).sum(), out.segments))
             sums[name] = world.sum(own).tolist()
     model.train(training)
-    nats, counted, real, segments = (sum(column) for column in zip(*sums.values()))
-    bpb, length, by_source = nats / counted / math.log(2), real / max(1, segments), {}
+    nats, counted, n_bytes, segments = (sum(column) for column in zip(*sums.values()))
+    bpb, length, by_source = nats / counted / math.log(2), n_bytes / max(1, segments), {}
     if len(sums) > 1:
         by_source = {f"val_bpb/{name}": own[0] / own[1] / math.log(2) for name, own in sums.items()}
     logger.info(f"validation: loss {nats / counted:.4f} nats per byte, bpb {bpb:.4f}, {length:.2f} bytes per segment"
@@ -783,7 +788,7 @@ def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source],
     training per byte, and gets at most a quarter of the time. by_rule: the recipe decides how often to evaluate."""
     total, evaluations = 60 * minutes * rate, 10.0
     if not (by_rule and callable(RECIPES[plan.recipe].get("eval_every"))) and plan.eval_every:
-        evaluations = total / (plan.eval_every * plan.step_bytes)
+        evaluations = max(1, total / (plan.eval_every * plan.step_bytes))                    # one at the end
     held_out = min(plan.eval_tokens, sum(len(source.val) for source in sources), int(0.75 * total / evaluations))
     target = total - evaluations * held_out / 3 if plan.eval_every else total
     return dict(target_tokens=max(plan.step_bytes, int(target)), eval_tokens=max(1, held_out))
@@ -795,7 +800,7 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
         model = plan.model_class(plan.config)
     enough = estimate.print_verdict(plan, machine.memory_of(world.device, world.local_ranks))
     peak = machine.product_rate(world.device) * world.ranks * (2 if plan.precision == "fp8" else 1)
-    bound = peak / estimate.flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, plan.seq_len)
+    bound = peak / estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
     at_least, rate, origin = estimate.expected_rate(plan, world, bound, lambda: time_steps(plan, world, sources))
     steps = plan.max_steps or plan.horizon
     duration = estimate.describe_duration(steps * plan.step_bytes / rate)
@@ -806,7 +811,8 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
     for line in (*(f"warning: {line}" for line in warnings), *plan.remarks):
         say(line)
     estimate.print_tables(plan, model)
-    print(describe_fp8(model, plan.fp8_experts))
+    if plan.precision == "fp8":
+        print(describe_fp8(model, plan.fp8_experts))
     return 0 if enough else 1
 
 
@@ -830,6 +836,7 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
         return RunProgress()
     optimizers.load_state_dict(state["optimizer_state_dict"])
     progress = RunProgress(**{f.name: state[f.name] for f in fields(RunProgress) if f.name in state})
+    # What an older checkpoint lacks counts as unchanged, since `before` begins with `now`.
     now = asdict(plan.config) | {name: plan.flags[name] for name in LOGGED_IF_CHANGED}
     now |= dict(n_loops=plan.n_loops, targets=loader.targets.tolist())
     before = now | asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {}) | {
@@ -839,7 +846,8 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
         logger.warning("settings differ from the run so far: "
                        + "; ".join(f"{name} was {before[name]}, is {now[name]}" for name in changed))
         progress.forget_losses(evaluations=not EVALUATED.isdisjoint(changed))
-        progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // plan.seq_len))  # of other data
+        # With more data the position may be in an earlier epoch; tables are cleared when an epoch exceeds this one.
+        progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // plan.seq_len))
     return progress
 
 
@@ -863,14 +871,14 @@ def progress_line(metrics: dict, last_step: int, remaining: float, device: torch
 def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     """Describe a skipped step or a loss spike, with the command that prints its batch."""
     what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
-    where = "--mock_data" if plan.mock_data else plan.data_dir
+    where = "--mock_data" if plan.mock_data else shlex.quote(plan.data_dir)
     first = progress.bytes_seen // plan.seq_len - plan.sequences
     return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {plan.seq_len} --seed "
             f"{plan.seed} --first {first} --count {plan.sequences}")
 
 
-def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: type[Spider]
-          ) -> tuple[Plan, list[Source], tuple]:
+def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_class: type[Spider]
+             ) -> tuple[Plan, list[Source], tuple]:
     """Configure this process, join the other ranks, find data and checkpoint, and settle the plan. Return the plan, the
     data, and the checkpoint: its path, its state, and whether the run resumes from it (see checkpoint.load_origin)."""
     machine.start_log("INFO" if world.is_rank0 else "ERROR")
@@ -891,21 +899,21 @@ def start(args: SimpleNamespace, world: World, closing: ExitStack, model_class: 
             closing.enter_context(common.locked(directory))
         return load_origin(directory, args.resume, args.reset_steps, model_class)
     _, state, resumes = origin = world.on_rank0(open_directory)
-    plan = settle(args, world, state, resumes, sources, model_class)
+    plan = settle(args, world, state, resumes, model_class)
     if args.minutes and not resumes:      # the speed of this plan gives its horizon, which changes the plan
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         rate = time_steps(plan, world, sources)
         chosen = fit_into(args.minutes, plan, rate, sources, by_rule="eval_every" not in args.given)
         args = SimpleNamespace(**vars(args) | chosen | dict(given=args.given | chosen.keys()))
-        plan = settle(args, world, state, resumes, sources, model_class)
+        plan = settle(args, world, state, resumes, model_class)
     return plan, sources, origin
 
 
 def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitStack,
          model_class: type[Spider] = Spider) -> int:
     """Train, from the flags to the last checkpoint, and return the exit status. `closing` closes all resources."""
-    plan, sources, (path, state, resumes) = start(args, world, closing, model_class)
+    plan, sources, (path, state, resumes) = open_run(args, world, closing, model_class)
     directory = Path(plan.ckpt_dir)
     if plan.dry_run:
         return print_dry_run(plan, sources, world) if world.is_rank0 else 0
@@ -915,7 +923,6 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
 
     # -----------------------------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
-    estimate.check_memory(sum(plan.memory.values()), world)
     loader = Loader(sources, plan.seq_len, plan.seed)
     validation = validation_sets(sources, plan.seq_len, plan.eval_tokens) if plan.eval_every else {}
     eval_rows = max(plan.micro_batch, EVAL_BYTES // plan.seq_len)
@@ -940,21 +947,23 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         tracker = start_wandb(plan.run, plan.flags, progress, closing)
         profiler = start_profiler(directory, closing) if plan.profile else None
         closing.callback(lambda: write_curves(directory, stop.asked))
-    saved = []
-    if world.is_rank0 and resumes:        # a later one is damaged
-        saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
-    writer = closing.enter_context(CheckpointWriter(directory, saved, plan.keep_last, plan.keep_best,
-                                                    progress.step if resumes else -1, world))
-    cost = estimate.flops_per_byte(model, plan.bytes_per_segment, plan.n_loops, plan.seq_len)
+    # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
+    saved = [one for one in find_checkpoints(directory) if one.step <= progress.step] if world.is_rank0 else []
+    writer = CheckpointWriter(directory, saved, plan.keep_last, plan.keep_best, world)
+    closing.callback(writer.thread.shutdown)
+    if resumes and path.parent.resolve() == directory.resolve():
+        writer.step = progress.step
+    cost = estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
     logger.info(f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; {cost / 1e9:.2g} GFLOP "
-                f"per byte at {plan.bytes_per_segment:.2g} bytes per segment; checkpoints in {directory}")
+                f"per byte at {plan.config.bytes_per_segment:.2g} bytes per segment; checkpoints in {directory}")
     for line in horizon_warnings(plan, loader, horizon):
         logger.warning(line)
     if progress.step < last_step and (plan.precision == "fp8" or plan.compile != "off"):
         warm_up(model, plan, world.device)
     feed = Feed(loader, plan, world.rank, world.device, progress.step, progress.bytes_seen // plan.seq_len)
     run = Run(plan, model, optimizers, loader, feed, progress, world, stop, horizon)
-    optimizers.set_lr(plan.lr, lr_factor(max(0, progress.step - 1), horizon, plan))  # as saved
+    # As after the last step, so that a checkpoint saved before the next one has the same bits.
+    optimizers.set_lr(plan.lr, lr_factor(max(0, progress.step - 1), horizon, plan))
     began, paused = time.perf_counter(), 0.0
     stop.raises = False
 
@@ -963,9 +972,10 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     while True:
         metrics, last = progress.metrics, progress.step >= last_step
 
-        # Once in a while: evaluate and sample, unless that was done before the checkpoint, or the run stops
-        evaluates, samples = (metrics and every and not stop.agreed and (progress.step % every == 0 or last)
-                              for every in (plan.eval_every, plan.sample_every))
+        # Once in a while: evaluate, unless the checkpoint has this step's evaluation, and sample
+        may_pause = metrics is not None and not stop.agreed
+        evaluates = may_pause and plan.eval_every and (last or progress.step % plan.eval_every == 0)
+        samples = may_pause and plan.sample_every and (last or progress.step % plan.sample_every == 0)
         pause = time.perf_counter()
         try:
             stop.raises = world.ranks == 1  # several finish an evaluation together
@@ -984,18 +994,19 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         if tracker and progress.step >= first_step:
             tracker.log(metrics, step=progress.step)
 
+        if progress.skipped >= plan.max_skipped:
+            raise Diverged(f"{progress.skipped} steps in a row had a non-finite loss or gradient and were not saved: "
+                           f"resume with a lower --lr or more --warmup_steps")
         # Once in a while: save
-        patient = not 0 < plan.patience <= progress.unimproved
-        ends = last or stop.agreed or not patient
-        due = progress.step % plan.ckpt_every == 0 or plan.keep_best and progress.is_best
-        if (ends or due and not progress.skipped) and progress.step > max(0, writer.step):
+        out_of_patience = 0 < plan.patience <= progress.unimproved
+        ends = last or stop.agreed or out_of_patience
+        due = progress.step % plan.ckpt_every == 0 or (plan.keep_best and progress.is_best)
+        unsaved = progress.step > max(0, writer.step)         # step 0 is never saved
+        if unsaved and (ends or (due and not progress.skipped)):
             writer.save(run_state(plan, model, optimizers, progress, loader.targets.tolist()),
                         metrics_file and metrics_file.sync)
         if ends:
             break
-        if progress.skipped >= plan.max_skipped:
-            raise Diverged(f"{progress.skipped} steps in a row had a non-finite loss or gradient and were not saved: "
-                           f"resume with a lower --lr or more --warmup_steps")
 
         # -------------------------------------------------------------------------------------------------------------
         spike = train_step(run)
@@ -1013,12 +1024,14 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
+    if stop.agreed and progress.step == 0:
+        raise Stopped("stopped before the first step")
     if not writer.holds(progress.step):
         raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older checkpoints "
                               f"are intact: make room; the same command resumes")
     if stop.agreed:
         raise Stopped(f"stopped after step {progress.step}, which is saved in {directory}; the same command resumes")
-    if not patient:
+    if out_of_patience:
         logger.info(f"ended by --patience {plan.patience}: the last {progress.unimproved} evaluations did not lower "
                     f"the validation loss; raise it, or set it to 0, to continue")
     best = f"best validation loss {progress.best_loss:.4f}, " if math.isfinite(progress.best_loss) else ""

@@ -12,7 +12,7 @@ import math
 import re
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
@@ -50,7 +50,7 @@ def check_sums(path: Path):
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip() or next((info.filename for info in archive.infolist() if info.external_attr), None)
     if damaged is not None:               # torch.load does not read a record with the attribute of a directory
-        raise ValueError(f"truncated or altered: the checksum of {damaged} does not match")
+        raise ValueError(f"truncated or altered: {damaged} is damaged")
 
 
 @contextmanager
@@ -196,11 +196,13 @@ def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
     """List a directory's checkpoints, oldest first; those that cannot be read are skipped with a warning."""
     saved = []
     for path in checkpoint_paths(directory):
-        with skipped_if_unusable():
+        try:
             state = load_checkpoint(path, mapped=True)
             if path != checkpoint_path(directory, state["step"]):
                 raise CheckpointError(f"{path} is renamed: it holds step {state['step']}")
             saved.append(saved_checkpoint(path, state))
+        except CheckpointError as fault:
+            logger.warning(f"skipped: {fault}")
     return saved
 
 
@@ -208,8 +210,10 @@ def load_newest(directory: Path) -> tuple[Path, dict] | None:
     """Load the newest intact checkpoint of a directory; return its path and state, or None if there is none. Damaged
     ones are skipped with a warning."""
     for path in reversed(checkpoint_paths(directory)):
-        with skipped_if_unusable():
+        try:
             return path, load_checkpoint(path)
+        except CheckpointError as fault:
+            logger.warning(f"skipped: {fault}")
     return None
 
 
@@ -221,15 +225,6 @@ def best_checkpoint(directory: Path) -> SavedCheckpoint:
         raise CheckpointError(f"{directory}: no checkpoint in it was saved after an evaluation: train with "
                               f"--keep_best, or use the newest one")
     return best
-
-
-@contextmanager
-def skipped_if_unusable() -> Iterator[None]:
-    """Turn a CheckpointError into a warning."""
-    try:
-        yield
-    except CheckpointError as fault:
-        logger.warning(f"skipped: {fault}")
 
 
 def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_class: type[nn.Module]
@@ -277,7 +272,8 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_cl
 
 def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
     """Return the (oldest) checkpoint with the lowest validation loss, of those oldest first; None if none was
-    evaluated. A loss below the newest one's `best_loss` is of other data, since when the best was forgotten."""
+    evaluated. Where the validation data changed, best_loss began anew (RunProgress.forget_losses): a checkpoint with a
+    loss below the newest one's best_loss was evaluated on the old data, and does not count."""
     comparable = [one for one in saved if one.val_loss is not None and one.val_loss >= saved[-1].best_loss]
     return min(comparable, key=lambda one: one.val_loss, default=None)
 
@@ -315,19 +311,15 @@ class CheckpointWriter:
     A file under its final name is complete and durable. A failure (a full disk) is logged, and the next save tries
     again; older files stay. With several ranks, rank 0 writes and the others send it their rows."""
 
-    def __init__(self, directory: Path, saved: list[SavedCheckpoint], keep_last: int, keep_best: bool, step: int,
-                 world: World):
-        """saved: the directory's checkpoints so far; step: of the newest saved state."""
+    def __init__(self, directory: Path, saved: list[SavedCheckpoint], keep_last: int, keep_best: bool, world: World):
+        """saved: the directory's checkpoints so far. What a killed process left half-written is deleted."""
         self.directory, self.saved, self.keep_last, self.keep_best = directory, saved, keep_last, keep_best
-        self.step, self.world, self.failed = step, world, False
+        self.step, self.world, self.failed = -1, world, False    # step: of the newest saved state
         self.thread, self.copy = ThreadPoolExecutor(1), None
         self.writing = self.thread.submit(lambda: None)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.thread.shutdown()
+        if world.is_rank0:
+            for unfinished in directory.glob(".spider-step*.pt.tmp"):
+                unfinished.unlink()
 
     def save(self, state: dict, sync_metrics: Callable):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""

@@ -11,7 +11,6 @@ import hashlib
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,6 +137,7 @@ class Parser(argparse.ArgumentParser):
 
     def given(self, argv: Sequence[str] | None) -> dict:
         """Parse argv; return the values of the flags that it sets, without defaults."""
+        # The parser itself stands for "not set", since it is no flag's value.
         unset = argparse.Namespace(**dict.fromkeys(vars(self.parse_args([])), self))
         return {name: value for name, value in vars(self.parse_args(argv, unset)).items() if value is not self}
 
@@ -147,7 +147,7 @@ class Parser(argparse.ArgumentParser):
         if value is True:
             words = [f"--{name}"]
         elif value is False and self._option_string_actions[f"--{name}"].nargs == 0:
-            words = [word for word in (f"--no-{name}",) if word in self._option_string_actions]  # else the default
+            words = [f"--no-{name}"] if f"--no-{name}" in self._option_string_actions else []  # []: off by default
         try:
             return self.given(words)
         except UsageError as fault:
@@ -255,32 +255,8 @@ def step_seed(seed: int, step: int, purpose: str) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def commit() -> str | None:
-    """Return the commit of this code, with `-dirty` if it was changed since; None if unknown."""
-    if not (ROOT / ".git").exists():
-        return None
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
-
-@contextmanager
-def naming(path):
-    """Turn an OSError or MemoryError into a DataError that names the file: the error's own, else `path`."""
-    try:
-        yield
-    except BrokenPipeError:               # stdout is closed, see run_program
-        raise
-    except OSError as fault:
-        raise DataError(f"{fault.filename or path}: {fault.strerror or fault}") from None
-    except MemoryError:
-        raise DataError(f"{path}: out of memory") from None
-
 
 @contextmanager
 def locked(directory: Path):

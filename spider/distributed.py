@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from spider.common import WorldError
 from spider.memory import EngramTable
 
-BLOCK = 256                               # elements per scale of 8-bit AdamW
+SCALE_BLOCK = 256                         # elements per scale of 8-bit AdamW
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class ShardedParameter:
         if key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"):
             return self.bounds
         row = math.prod(self.shape[1:])
-        return [-(-bound * row // BLOCK) for bound in self.bounds] if key in ("absmax1", "absmax2") else None
+        return [-(-bound * row // SCALE_BLOCK) for bound in self.bounds] if key in ("absmax1", "absmax2") else None
 
 
 class Unsharded:
@@ -175,7 +175,8 @@ class Unsharded:
 
     def all_reduce_step(self, params: list[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Sum a step's numbers (float64) over ranks; return the norm of all gradients, and the sums."""
-        return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]), numbers
+        norms = torch._foreach_norm([p.grad for p in params if p.grad is not None])
+        return torch.linalg.vector_norm(torch.stack(norms)), numbers
 
     def all_reduce_tables(self, tables: Iterable[EngramTable]):
         """All-reduce the gradients of Engram tables."""

@@ -1,4 +1,4 @@
-"""Estimate a run before it starts: parameters, FLOPs, memory of a step, segments of the data, duration.
+"""Estimate a run before it starts: parameters, FLOPs, memory of a step, duration.
 
 The memory estimate counts what each module saves for its backward pass; it agrees within 10% with a step on fake
 tensors (tests/rehearsal). `plan` is a train.Plan. Shapes and names of sizes as in config.py.
@@ -9,8 +9,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import nn
 
 from spider.checkpoint import checkpoint_paths
@@ -19,10 +17,9 @@ from spider.distributed import World
 from spider.common import TooLarge
 from spider.layers import takes_fp8
 from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
-from spider.memory import EngramTable, shifted_bytes
+from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
-from spider.packing import Packing, document_cu_seqlens, round_up
-from tokenizer import PAD_ID
+from spider.packing import round_up
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters and FLOPs
@@ -42,9 +39,11 @@ def parameter_table(model: nn.Module) -> dict[str, tuple[int, float]]:
     return table
 
 
-def products_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int) -> float:
-    """Count the multiply-adds per byte of the forward pass, as weights times their uses."""
-    c, rate, products = model.config, 1 / bytes_per_segment, 0.0
+def flops_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
+    """Count training FLOPs (forward and backward, no recomputation) per byte, causal attention included. Counts
+    parameters by name, since FP8 conversion replaces Linears."""
+    c, segments_per_byte = model.config, 1 / bytes_per_segment
+    products = c.scores_core * model.lm_head.weight.numel()  # multiply-adds of a forward pass: weights times their uses
     for name, kind in kinds_of(model).items():
         p = model.get_parameter(name)
         if p.ndim < 2 or kind.read is Read.LOOKUP:
@@ -55,20 +54,13 @@ def products_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int) 
         if kind.read is Read.ONE_LOOP:
             size /= c.n_loops
         if kind.read is not Read.BYTE:
-            size *= rate * (1 if kind.read is Read.SEGMENT else n_loops)
+            size *= segments_per_byte * (1 if kind.read is Read.SEGMENT else n_loops)
         products += size
-    return products
-
-
-def flops_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
-    """Count training FLOPs (forward and backward, no recomputation) per byte, causal attention included. Counts
-    parameters by name, since FP8 conversion replaces Linears."""
-    c, rate = model.config, 1 / bytes_per_segment
-    products = products_per_byte(model, bytes_per_segment, n_loops) + c.scores_core * model.lm_head.weight.numel()
     window = min(c.byte_window or seq_len, seq_len)
     seen = window - window * window / (2 * seq_len)                                          # bytes, on average
+    seen_by_core = n_loops * segments_per_byte ** 2 * seq_len / 2                            # segments, per byte
     attention = 2 * c.n_heads * c.v_head_dim * (
-        seen * (c.n_prelude_layers + c.n_coda_layers) + c.n_recurrent_layers * n_loops * rate * rate * seq_len / 2)
+        seen * (c.n_prelude_layers + c.n_coda_layers) + c.n_recurrent_layers * seen_by_core)
     return 6 * products + 3 * 2 * attention
 
 
@@ -111,10 +103,10 @@ def byte_rate_kept(c: SpiderConfig, size: int) -> tuple[float, float]:
     return size * read + predictor * c.hidden_size + written + head + numbers, written + head
 
 
-def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, rate: float,
-                dropout: bool) -> float:
+def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, dropout: bool
+                ) -> float:
     """Count the bytes of activations at the end of a forward pass, or in backward while the first checkpointed layer is
-    recomputed; segments have `rate` bytes. Dropout saves masks twice at byte rate and twice at segment rate."""
+    recomputed. Dropout saves masks twice at byte rate and twice at segment rate."""
     layers, fixed = c.n_prelude_layers + c.n_coda_layers, byte_rate_kept(c, size)
     total, block = rows * (fixed[0] + 2 * dropout * c.hidden_size), rows * block_kept(c, size)
     if recompute == "all" and layers:
@@ -124,7 +116,7 @@ def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: in
     if not c.n_recurrent_layers:
         return total
     step = max(1, min(seq_len, rows // 64))
-    segments = round_up(max(1, math.ceil(rows / rate)), step)
+    segments = round_up(max(1, math.ceil(rows / c.bytes_per_segment)), step)
     engrams = len(c.engram_layers)
     memory = len(c.engram_orders) * c.engram_heads * c.engram_dim
     latent = c.kv_lora_rank + c.qk_rope_head_dim
@@ -153,12 +145,8 @@ def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
     return 4 * total, state, 4 * sum(len(m.weight) for m in tables)
 
 
-def checkpoint_size(model: nn.Module, optimizer: str) -> float:
-    """Return the bytes of a checkpoint."""
-    return sum(state_size(model, optimizer))
-
-
-KERNELS = 1e9                             # bytes: oneDNN caches 1,024 kernels twice, one per size of a product (in Muon
+PADDING = "padding of documents (at most)"
+ONEDNN_CACHE = 1e9                        # bytes: oneDNN caches 1,024 kernels twice, one per size of a product (in Muon
                                           # also per learning rate); includes malloc's fragmentation
 
 
@@ -168,37 +156,38 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
 
     Without a variable-length attention kernel (on a CPU, and in fp32) documents are padded to at most twice their rows.
     The padding depends on the data; its upper bound is a separate entry."""
-    c, n_loops, rate = plan.config, plan.n_loops, plan.bytes_per_segment
+    c, n_loops = plan.config, plan.n_loops
     size = 4 if plan.precision == "fp32" else 2
     tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
     total = sum(p.numel() for p in model.parameters())
     dense = total - sum(m.weight.numel() for m in tables.values())
     _, state, sums = state_size(model, plan.optimizer)
     rows = plan.micro_batch * plan.seq_len
-    kept = activations(c, n_loops, rows, plan.seq_len, size, recompute, rate, plan.dropout > 0)
+    kept = activations(c, n_loops, rows, plan.seq_len, size, recompute, plan.dropout > 0)
     casts = dense * size if size < 4 else 0
     if plan.precision == "fp8":           # one byte per converted weight; gate and up go to fp32 and back
         casts -= sum(m.weight.numel() for name, m in model.named_modules() if takes_fp8(m, name))
         kept += rows * 12 * c.intermediate_size
     filled = 0.0
     if size == 4 or world.device.type == "cpu":
-        visits, layers = c.n_recurrent_layers * n_loops, c.n_prelude_layers + c.n_coda_layers
-        for count, part in ((2 if recompute == "all" else layers, 1), (visits if recompute == "nothing" else 2, rate)):
-            window = 2 * c.byte_window if part == 1 else 0
-            scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, plan.seq_len / part)
-            copies = 12 if window else 5  # of a head's numbers: a window stores every block twice, and recomputation
-                                          # adds their gradients
-            filled += count * rows / part * (copies * c.n_heads * c.v_head_dim + scores) * size
+        byte_passes = 2 if recompute == "all" else c.n_prelude_layers + c.n_coda_layers      # held at once
+        core_passes = c.n_recurrent_layers * n_loops if recompute == "nothing" else 2
+        for passes, width, window in ((byte_passes, 1, 2 * c.byte_window), (core_passes, c.bytes_per_segment, 0)):
+            # Of a row, `width` bytes: scores that products of bf16 keep, and copies of each head's numbers. A window
+            # stores every block twice, and recomputation adds their gradients.
+            scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, plan.seq_len / width)
+            copies = (12 if window else 5) * c.n_heads * c.v_head_dim
+            filled += passes * rows / width * (copies + scores) * size
     gathered = 0.0
     for name, table in tables.items():    # see EngramTable.gather: row, gradient and its square of each lookup
-        lookups = table.prime.numel() * rows / (rate if name.startswith("core") else 1)
+        lookups = table.prime.numel() * rows / (c.bytes_per_segment if name.startswith("core") else 1)
         rows_held = min(plan.grad_accum * lookups, 1.5 * len(table.weight) + lookups)
         gathered += rows_held * (4 * table.weight.shape[1] + 12)
     # with one micro-step, gradients replace activations; with several, they exist before
     gradients = 4 * dense if plan.grad_accum > 1 else max(0.0, 4 * dense - kept)
     memory = {"parameters": 4 * total, "gradients": gradients, "gradients of tables": gathered,
               "optimizer": state + sums, "cast weights": casts, "activations": kept,
-              "padding of documents (at most)": filled}
+              PADDING: filled}
     if world.ranks > 1:                   # see shard_model; tables and their summed gradients are not sharded
         whole, shards = plan.grad_accum > 1 or world.shards == 1, world.shards
         of_core = sum(p.numel() for name, p in model.named_parameters() if name.startswith("core."))
@@ -209,7 +198,7 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
     if world.device.type == "cpu":
         memory |= {"process at start": process_memory("VmRSS"),
                    "checkpoint copy": plan.checkpoint_size / world.local_ranks,
-                   "oneDNN kernels (at most)": KERNELS * multiplies_bf16(world.device)}
+                   "oneDNN kernels (at most)": ONEDNN_CACHE * multiplies_bf16(world.device)}
     return memory
 
 
@@ -217,52 +206,35 @@ FITS = 0.85                               # of the memory; the rest is for the c
                                           # of up to a tenth (tests/rehearsal/test_costs.py)
 
 
-def choose_memory(splits: int, asked: str, estimate: Callable, there: float) -> tuple[int, str, dict[str, float]]:
+def choose_memory(splits: int, asked: str, estimate: Callable, available: float
+                  ) -> tuple[int, str, dict[str, float]]:
     """Choose one of several splits of a step into micro-steps, by number, and what to recompute: for `auto` the least
-    with which a split fits into `there` bytes, and then the first such split. If nothing fits, the last of all. Return
-    them with their memory by `estimate(split, recompute)`."""
+    with which a split fits into `available` bytes, and then the first such split. If nothing fits, the last of all.
+    Return them with their memory by `estimate(split, recompute)`."""
     for recompute in RECOMPUTE if asked == "auto" else (asked,):
         for i in range(splits):
             memory = estimate(i, recompute)
-            if sum(memory.values()) <= FITS * there:
+            if sum(memory.values()) <= FITS * available:
                 return i, recompute, memory
     return i, recompute, memory
 
 
-def describe_memory(memory: dict[str, float], there: float) -> str:
-    """Describe the memory of a run by purpose, and whether it fits into `there` bytes."""
+def describe_memory(memory: dict[str, float], available: float) -> str:
+    """Describe the memory of a run by purpose, and whether it fits into `available` bytes."""
     needed = sum(memory.values())
-    verdict = "NOT ENOUGH" if needed > there else "enough"
-    return (f"memory: about {needed / 1e9:.3g} GB of {there / 1e9:.3g}, {verdict}: "
+    verdict = "NOT ENOUGH" if needed > available else "enough"
+    return (f"memory: about {needed / 1e9:.3g} GB of {available / 1e9:.3g}, {verdict}: "
             + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size >= 5e6))
 
 
-def check_memory(needed: float, world: World):
-    """Raise TooLarge if `needed` bytes for each local rank surely exceed the memory of a CPU, since the kernel would
-    kill the run without a message."""
+def check_memory(memory: dict[str, float], world: World):
+    """Raise TooLarge if a local rank's bytes by purpose, without those that depend on the documents, surely exceed the
+    memory of a CPU, since the kernel would kill the run without a message."""
+    needed = sum(memory.values()) - memory[PADDING]
     if world.device.type == "cpu" and needed > 1.25 * memory_of(world.device, world.local_ranks):
         raise TooLarge(f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.0f} GB, but this "
                        f"machine has {memory_of(world.device) / 1e9:.0f} GB: lower it and raise --grad_accum instead, "
                        f"or choose a smaller --seq_len or --model")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Segments of words
-
-SAMPLED, AT_ONCE = 1 << 18, 1 << 14       # bytes to measure the segments of a source on, in all and per batch
-
-
-def segment_length(model: nn.Module, loader) -> float:
-    """Measure the bytes per segment of a data.Loader's sequences, for a model whose boundaries are a rule."""
-    seq_len, rows = loader.seq_len, max(1, AT_ONCE // loader.seq_len)
-    real = segments = 0
-    for first in range(0, max(1, SAMPLED // seq_len), rows):
-        ids, _ = loader.rows(np.arange(first, first + rows))
-        packing = Packing.build(document_cu_seqlens(ids), ids.numel(), seq_len, model.config, torch.float32)
-        shifted = shifted_bytes(ids.flatten(), packing.position, 2)
-        real += int((ids != PAD_ID).sum())
-        segments += int(model.boundaries(None, ids, shifted, packing, None).sum())
-    return min(seq_len, real / max(1, segments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,19 +268,19 @@ def describe_duration(seconds: float) -> str:
             return f"{count:,.0f} {unit}" if count >= 10 else f"{count:.1f} {unit}"
 
 
-def print_verdict(plan, there: float) -> bool:
-    """Print whether `there` bytes of memory and the disk suffice, with the estimates, and return it."""
+def print_verdict(plan, available: float) -> bool:
+    """Print whether `available` bytes of memory and the disk suffice, with the estimates, and return it."""
     directory, keep = Path(plan.ckpt_dir), plan.keep_last + plan.keep_best
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     kept = min(keep, len(checkpoint_paths(directory)))
     lacking = []
-    if sum(plan.memory.values()) > there:
+    if sum(plan.memory.values()) > available:
         lacking.append("memory")
     if (keep + 1 - kept) * plan.checkpoint_size > free:
         lacking.append("disk")
     print(f"NOT ENOUGH {' and '.join(lacking)}" if lacking else "enough memory and disk")
-    print(describe_memory(plan.memory, there))
+    print(describe_memory(plan.memory, available))
     print(f"disk: {free / 1e9:.1f} GB free for {keep + 1} checkpoints of {plan.checkpoint_size / 1e9:.2f} GB, {kept} "
           f"of which exist", flush=True)
     return not lacking
@@ -322,9 +294,10 @@ def print_tables(plan, model: nn.Module):
     for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
         print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
-    costs = {rate: flops_per_byte(model, rate, plan.n_loops, plan.seq_len) for rate in (1, plan.bytes_per_segment, 8)}
+    costs = {length: flops_per_byte(model, length, plan.n_loops, plan.seq_len)
+             for length in (1, plan.config.bytes_per_segment, 8)}
     print("\ntraining FLOPs per byte, " + ", ".join(
-        f"{cost / 1e9:.3g} G at {rate:.2g} bytes per segment" for rate, cost in costs.items()))
+        f"{cost / 1e9:.3g} G at {length:.2g} bytes per segment" for length, cost in costs.items()))
     for title, values in (("configuration", vars(plan.config)), ("flags", plan.flags)):
         print(title)
         for name, value in values.items():

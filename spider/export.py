@@ -20,7 +20,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from spider.common import ROOT, CheckpointError, commit, sync
+from spider.common import ROOT, CheckpointError, sync
 from spider.config import SpiderConfig
 from spider.checkpoint import PREFIX, is_export, safetensors
 from spider.run import read_lines
@@ -111,7 +111,7 @@ def facts_of(path: Path, state: dict) -> dict:
             facts |= dict(val_bpb=line["val_bpb"], val_bpb_at_step=line["step"])
     if math.isfinite(best := state.get("best_loss", math.inf)):
         facts["best_val_bpb"] = best / math.log(2)
-    return facts | dict(commit=commit())
+    return facts
 
 
 # The facts are inserted as JSON alone, since names and flags are text that others wrote.

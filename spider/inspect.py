@@ -28,7 +28,7 @@ import torch
 from loguru import logger
 from torch import nn
 
-from spider.common import DataError, durable, naming, one_line, printable
+from spider.common import DataError, durable, one_line, printable
 from spider.layers import rms_norm
 from tokenizer import BOS_ID
 
@@ -159,7 +159,7 @@ def take_text(argument: str) -> tuple[bytes, str]:
     if argument == "-":
         text, name = sys.stdin.buffer.read(LONGEST + 1), "standard input"
     elif os.path.exists(argument):
-        with naming(argument), open(argument, "rb") as file:
+        with open(argument, "rb") as file:
             text, name = file.read(LONGEST + 1), argument
     else:
         text, name = os.fsencode(argument), "a text"

@@ -38,7 +38,9 @@ def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
     obstacle = obstacle_to_compile(device)
     if name == "on" and obstacle:
         raise UsageError(f"--compile: {obstacle}; or use --compile off")
-    return not obstacle, "" if name == "on" else obstacle or "torch.compile passed a test"
+    if name == "on":
+        return True, ""
+    return obstacle is None, obstacle or "torch.compile passed a test"
 
 
 def obstacle_to_compile(device: torch.device) -> str | None:
@@ -82,18 +84,26 @@ def resolve_precision(name: str, device: torch.device) -> tuple[str, str]:
 
 def multiplies_bf16(device: torch.device) -> bool:
     """Return whether the hardware has bf16 products; emulated on a CPU, they take a hundred times as long as fp32."""
-    return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
 
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container, in bytes, or "max"
+
+
 def memory_of(device: torch.device, local_ranks: int = 1) -> float:
-    """Return the memory in bytes of the GPU, or a local rank's share of the machine's."""
+    """Return the memory in bytes of the GPU, or a local rank's share of that of the machine or container."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_ranks
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):
+        total = min(total, int(CGROUP_LIMIT.read_text()))
+    return total / local_ranks
 
 
 def proc_bytes(file: str, field: str) -> float:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spider.distributed import BLOCK, ShardedParameter, World, sharding_of
+from spider.distributed import SCALE_BLOCK, ShardedParameter, World, sharding_of
 from spider.common import CheckpointError, WorldError
 from spider.config import OPTIMIZERS
 from spider.machine import multiplies_bf16, quiet
@@ -36,7 +36,7 @@ class Read(Enum):
 
 
 class Kind(NamedTuple):
-    """A row of the table. Weights with at least two dimensions decay, but for Engram tables."""
+    """A row of the table. Weights with at least two dimensions decay, but for those of `adagrad`."""
     name: str                             # regular expression, searched in the parameter's name
     component: str                        # of the table that --dry_run prints
     optimizer: str
@@ -107,7 +107,8 @@ class Optimizers:
         self.tables = tables = [m for m in model.modules() if isinstance(m, EngramTable)]
         params, kinds = self.sharding.parameters(model), kinds_of(model)
         matrices = [params[name] for name, kind in kinds.items() if kind.optimizer == "muon"]
-        groups = {(True, 1.0): [], (False, 1.0): []}             # of AdamW, by weight decay and relative rate
+        # Groups of AdamW, by weight decay and relative rate; matrices join the first where they are not Muon's.
+        groups = {(True, 1.0): [], (False, 1.0): []}
         for name, kind in kinds.items():
             if kind.optimizer == "adamw":
                 groups.setdefault((params[name].ndim >= 2, kind.rate), []).append(params[name])
@@ -181,8 +182,8 @@ def load_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: dic
 def check_optimizer_state(optimizer: torch.optim.Optimizer):
     """Raise ValueError if a state's tensors have other shapes than the optimizer makes."""
     for p, state in optimizer.state.items():
-        blocks = math.ceil(p.numel() / BLOCK)
-        shapes = {"step": (), "sum": (len(p),), "qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,),
+        blocks = math.ceil(p.numel() / SCALE_BLOCK)
+        shapes = {"step": (), "sum": tuple(p.shape[:1]), "qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,),
                   "absmax2": (blocks,)}
         for key, value in state.items():
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
@@ -238,8 +239,10 @@ class Muon(torch.optim.Optimizer):
         weights = [p.view(-1, rows, columns) for p in params]                                # n matrices in all
         buffers = [self._buffer(p).view(-1, rows, columns) for p in params]
         grads = [p.grad.reshape(-1, rows, columns) for p in params]
-        fresh, kept, moved, counts = 1 - momentum, 1 - lr * group["weight_decay"], None, [len(w) for w in weights]
-        if any(p.ndim > 2 for p in params):  # 1 or 0 per matrix, [n, 1, 1], without a host sync
+        fresh, kept = 1 - momentum, 1 - lr * group["weight_decay"]  # factors of the new gradient, and of the weights
+        moved, counts = None, [len(w) for w in weights]          # moved None: every matrix has a gradient
+        if any(p.ndim > 2 for p in params):
+            # Of a stack, a matrix without a gradient changes neither momentum (0) nor weights (1); no host sync.
             moved = torch.cat([has_gradient(g) for g in grads])
             fresh, kept = (torch.where(moved, value, idle).to(weights[0].dtype).split(counts)
                            for value, idle in ((fresh, 0.0), (kept, 1.0)))
@@ -247,7 +250,8 @@ class Muon(torch.optim.Optimizer):
         if lr == 0:                       # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
             return
         ahead = weights[0].new_empty(sum(counts), rows, columns, dtype=dtype_of_products(params[0]))
-        for out, grad, buffer in zip(ahead.split(counts), grads, buffers):  # Nesterov, up to scale
+        for out, grad, buffer in zip(ahead.split(counts), grads, buffers):
+            # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: scale does not matter.
             torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
         updates = orthogonalize(ahead, moved, -lr * 0.2 * max(rows, columns) ** 0.5).split(counts)
         for i, (p, update) in enumerate(zip(weights, updates)):
@@ -326,7 +330,8 @@ class MatrixAssignment:
     stack stay on their shard; replicas exchange results. Every rank computes the same assignment."""
 
     def __init__(self, world: World, params: list[ShardedParameter]):
-        self.world, loads, self.matrices, found = world, [0] * world.ranks, [], []
+        self.world, loads, self.matrices = world, [0] * world.ranks, []
+        found = []                        # cost, the first four of AssignedMatrix, and the ranks that may own it
         for i, param in enumerate(params):
             counts = [b - a for a, b in zip(param.bounds, param.bounds[1:])]
             rows, columns = param.shape[-2:]
@@ -336,6 +341,7 @@ class MatrixAssignment:
             else:
                 found += [(cost, i, j, [rows * (k == s) for k in range(world.shards)], columns,
                            range(s, world.ranks, world.shards)) for s, count in enumerate(counts) for j in range(count)]
+        # The largest first, each to the rank with the least work so far
         for cost, i, index, counts, columns, allowed in sorted(found, key=lambda matrix: -matrix[0]):
             owner = min(allowed, key=lambda rank: loads[rank])
             loads[owner] += cost
@@ -482,8 +488,8 @@ def adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float], sharde
         return bitsandbytes.optim.AdamW8bit(groups, lr=lr, betas=betas)
     for param in sharded:
         row = math.prod(param.shape[1:])
-        if math.prod(param.shape) >= MIN_8BIT and any(bound * row % BLOCK for bound in param.bounds[1:-1]):
-            raise WorldError(f"--shards {len(param.bounds) - 1} would split a block of {BLOCK} numbers of "
+        if math.prod(param.shape) >= MIN_8BIT and any(bound * row % SCALE_BLOCK for bound in param.bounds[1:-1]):
+            raise WorldError(f"--shards {len(param.bounds) - 1} would split a block of {SCALE_BLOCK} numbers of "
                              f"{param.name} {list(param.shape)}, which share a scale in 8-bit AdamW: use other "
                              f"--shards, or --optimizer adamw")
     sizes = {id(param.local): math.prod(param.shape) for param in sharded}

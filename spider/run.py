@@ -37,7 +37,8 @@ class RunProgress:
     metrics: dict | None = None           # of the last step: its line of metrics.jsonl
     recent: list = field(default_factory=list)  # the last RECENT losses
     lowest_peak: float = math.inf         # the smallest max(recent) so far
-    exploded: bool = False                # whether the last losses exceed 1.5 * lowest_peak
+    exploded: bool = False                # whether the last 4 losses exceed 1.5 * lowest_peak, or the last one that
+                                          # of guessing by more than 1
     skipped: int = 0                      # last steps in a row that were not finite
     wandb: dict | None = None             # name and id of the wandb run
     n_loops: int = 1                      # loops in training; may be more than the model was built for
@@ -150,7 +151,8 @@ REPEATED = 5.0                            # seconds within which torchrun repeat
 
 class StopSignals:
     """Handle SIGTERM and SIGINT: the first one sets `asked`, so that the run stops after the step and saves; a second
-    one ends the process at once. Where `raises` is set, as before the loop begins, the first one raises Stopped.
+    one ends the process at once, but with several ranks only after the REPEATED seconds. Where `raises` is set, as
+    before the loop begins, the first one raises Stopped.
 
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and they `agree`."""
 

@@ -191,7 +191,7 @@ def test_another_model_than_the_checkpoints_is_refused_with_the_fields_that_diff
 
 
 def writer_in(directory, keep_last=2, keep_best=False) -> CheckpointWriter:
-    return CheckpointWriter(directory, [], keep_last, keep_best, -1, World({}))
+    return CheckpointWriter(directory, [], keep_last, keep_best, World({}))
 
 
 def save(writer, step, **more):
@@ -219,6 +219,13 @@ def test_a_save_waits_for_the_copy_alone_and_holds_the_state_of_its_own_step(tmp
         save(writer, step, weight=weight)
     assert writer.holds(6) and not writer.holds(5) and writer.copy["weight"].data_ptr() == memory
     assert [torch.load(tmp_path / f"spider-step{n}.pt")["weight"][0].item() for n in (5, 6)] == [5, 6]
+
+
+def test_what_a_killed_process_left_half_written_is_deleted(tmp_path):
+    (tmp_path / ".spider-step7.pt.tmp").touch()
+    (tmp_path / "spider-step5.pt").touch()
+    writer_in(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["spider-step5.pt"]
 
 
 def test_the_last_two_checkpoints_that_had_not_exploded_are_kept_beside_the_newest(tmp_path):

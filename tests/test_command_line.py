@@ -176,8 +176,8 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     probe = ("import sys, train; from spider import machine; status = train.command_line(sys.argv[1:]);"
              "print('PEAK', machine.peak_memory(train.torch.device('cpu'))); sys.exit(status)")
     ballast = np.ones(125_000_000)
-    done = subprocess.run([sys.executable, "-c", probe, "--model", "1b", "--dry_run", "--mock_data", "--device", "cpu"],
-                          cwd=tmp_path, text=True, capture_output=True, timeout=600,
+    done = subprocess.run([sys.executable, "-c", probe, *"--model=1b --dry_run --mock_data --device=cpu".split(),
+                           "--precision=fp8"], cwd=tmp_path, text=True, capture_output=True, timeout=600,
                           env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert machine.peak_memory(train.torch.device("cpu")) > ballast.nbytes / 1e9
     assert done.returncode == done.stdout.startswith("NOT ENOUGH"), done.stderr

@@ -162,7 +162,8 @@ def gpu(monkeypatch):
     """Pretend that there is a GPU of a capability, on which torch.compile works or not."""
     def pretend(capability=(9, 0), obstacle=None):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: capability >= (8, 0))
+        monkeypatch.setattr("torch.cuda.is_bf16_supported",
+                            lambda including_emulation=True: including_emulation or capability >= (8, 0))
         monkeypatch.setattr(machine, "obstacle_to_compile", lambda device: obstacle)
         return torch.device("cuda")
     return pretend

@@ -100,7 +100,7 @@ def test_the_global_batch_is_the_same_on_any_ranks_and_micro_steps(micro_batch, 
 def test_a_batch_counts_its_targets_its_bytes_and_its_documents():
     ids = torch.tensor([[BOS_ID, 1, EOS_ID, BOS_ID], [2, 3, PAD_ID, PAD_ID]])
     batch = data.Batch.of(ids, torch.tensor([[1, EOS_ID, BOS_ID, 5], [3, 4, -100, -100]]), 0)
-    assert (batch.targets, batch.real) == (6, 6) and batch.cu_seqlens.tolist()[:3] == [0, 3, 4]
+    assert (batch.targets, batch.n_bytes) == (6, 6) and batch.cu_seqlens.tolist()[:3] == [0, 3, 4]
 
 
 def test_the_feed_gives_the_batches_of_step_after_step_and_fetches_the_next_one_ahead(monkeypatch):

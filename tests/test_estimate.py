@@ -11,17 +11,17 @@ from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from conftest import (SMALL, contents, final_state, run, run_flags, settled, small_config, text, world_of)
-from data import Batch, Loader, Shard, Source, Stream
+from conftest import contents, final_state, run, run_flags, settled, text, world_of
+from data import Batch
 from jobs import command
 from spider import config, estimate, machine
+from spider.common import TooLarge
 from spider.config import RECOMPUTE
 from spider.estimate import choose_memory, estimate_memory
 from spider_model import Spider
@@ -203,36 +203,16 @@ def test_a_duration_is_in_units_for_people():
     assert said == ["0.3 seconds", "90 seconds", "2.1 minutes", "60 minutes", "2.0 hours", "2.8 years", "316,881 years"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Segments
+def test_memory_that_only_some_documents_need_refuses_no_run(monkeypatch):
+    monkeypatch.setattr(estimate, "memory_of", lambda *_: 100.0)
+    estimate.check_memory({"parameters": 100.0, estimate.PADDING: 900.0}, world_of())
+    with pytest.raises(TooLarge, match="--micro_batch"):
+        estimate.check_memory({"parameters": 130.0, estimate.PADDING: 0.0}, world_of())
 
 
-def source(name: str, text: bytes, weight: float) -> Source:
-    ids = np.frombuffer(text, np.uint8).astype(np.uint16)
-    return Source(name, weight, *(Stream([Shard("memory", ids)]),) * 2)
-
-
-def test_segments_of_words_are_measured_on_the_text_of_each_source():
-    """Words of three letters and a space, and one without an end; learned ones cannot be measured before."""
-    sources = [source("words", b"abc def " * 500, 0.75), source("bases", b"ACGT" * 1000, 0.25)]
-    with torch.device("meta"):
-        model = Spider(small_config(boundaries="words"))
-    found = [estimate.segment_length(model, Loader([one], 64, 0)) for one in sources]
-    assert found == pytest.approx([4, 64], rel=0.03)
-    flags = ("--set", SMALL.replace("boundaries=flexitokens", "boundaries=words"), "--seq_len", "64")
-    plan = settled("--model", "tiny", *flags, sources=sources)
-    assert plan.bytes_per_segment == pytest.approx(1 / (0.75 / 4 + 0.25 / 64), rel=0.03)
-    plan = settled("--model", "tiny", "--seq_len", "64", sources=sources)
-    assert plan.bytes_per_segment == plan.config.bytes_per_segment
-
-
-@pytest.mark.parametrize("dry", (True, False))
-def test_text_whose_words_never_end_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
-    np.random.default_rng(0).choice(np.frombuffer(b"ACGT", np.uint8), 700).astype("<u2").tofile(shards / "train-0.bin")
-    for rule, warned in (("words", 1), ("flexitokens", 0)):
-        setting = SMALL.replace("boundaries=flexitokens", f"boundaries={rule}")
-        argv = run_flags(shards, tmp_path / rule, "--set", setting, "--eval_every", "0", *["--dry_run"] * dry, steps=2)
-        assert train.command_line(argv) == 0
-        lines = [line for part in capsys.readouterr() for line in part.splitlines() if "segments have" in line]
-        assert len(lines) == warned and all(line.endswith("--set boundaries=learned") for line in lines)
-        assert all("segments have 32 bytes" in line for line in lines)
+@pytest.mark.parametrize("limit, most", (("5000\n", 5000), ("max\n", math.inf)))
+def test_a_containers_memory_is_its_limit(tmp_path, monkeypatch, limit, most):
+    there = machine.memory_of(torch.device("cpu"))
+    monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "memory.max")
+    (tmp_path / "memory.max").write_text(limit)
+    assert machine.memory_of(torch.device("cpu"), 2) == min(there, most) / 2

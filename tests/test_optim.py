@@ -11,7 +11,7 @@ import train
 from conftest import awake, small_config, text
 from data import Batch
 from spider.memory import EngramTable
-from spider.optim import Muon, Optimizers, RowwiseAdagrad, kinds_of, orthogonalize
+from spider.optim import Muon, Optimizers, RowwiseAdagrad, kinds_of, load_optimizer_state, orthogonalize
 from train import step_alone
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,3 +283,11 @@ def test_of_modules_that_a_researcher_adds_linears_alone_go_to_muon_whatever_the
     optimizers = Optimizers(model)
     by_adamw = {id(p) for group in optimizers.by_name["adamw"].param_groups for p in group["params"]}
     assert {id(block.conv.weight), id(block.w_gate), id(block.pairs.weight)} <= by_adamw
+
+
+def test_a_state_of_a_parameter_without_dimensions_can_be_loaded():
+    scale = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.AdamW([scale])
+    scale.grad = torch.ones(())
+    optimizer.step()
+    load_optimizer_state("adamw", torch.optim.AdamW([scale]), optimizer.state_dict())

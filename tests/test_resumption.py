@@ -248,6 +248,12 @@ def test_a_checkpoint_named_for_an_empty_directory_continues_there_exactly(tmp_p
     assert [line["step"] for line in metrics(other)] == [4, 5, 6, 7]
 
 
+def test_a_run_that_ends_where_it_began_still_saves_into_its_own_directory(tmp_path, shards):
+    first = run(tmp_path, shards, steps=2, ckpt="first")
+    other = run(tmp_path, shards, "--resume", str(first / "spider-step2.pt"), steps=2, ckpt="other")
+    assert_same(final_state(other)["model_state_dict"], final_state(first)["model_state_dict"])
+
+
 def test_going_back_or_starting_over_inside_a_directory_is_an_error_that_names_the_remedy(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, "--ckpt_every", "2", "--keep_last", "9", steps=6)
     before = contents(directory)

@@ -281,8 +281,9 @@ def test_minutes_are_a_horizon_from_the_measured_rate_that_a_resume_keeps(tmp_pa
     state = torch.load(tmp_path / "run" / "spider-step3.pt", weights_only=True)
     horizon = state["flags"]["target_tokens"]
     assert type(horizon) is int and 0.7 * 1800 < horizon <= 1800 and not rates
-    assert train.command_line([*argv, "--max_steps", "0"]) == 0
+    assert train.command_line([*argv, "--max_steps", "0", "--eval_tokens", "77"]) == 0
     state = torch.load(sorted((tmp_path / "run").glob("*.pt"))[-1], weights_only=True)
+    assert state["flags"]["eval_tokens"] == 77
     assert state["step"] == math.ceil(horizon / 64) and state["flags"]["target_tokens"] == horizon
     monkeypatch.setattr(train, "time_steps", lambda *_: 2000.0)
     twice = train.command_line(run_flags(shards, tmp_path / "other", "--minutes", "0.1", "--eval_every", "0", steps=1))

@@ -162,6 +162,8 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_several_in_a_row_end_th
     assert all(path.read_bytes() == content for path, content in saved.items())
     assert [line["skipped"] for line in metrics(directory)][-3:] == [True] * 3 and metrics(directory)[-1]["step"] < 40
     assert None in [line["grad_norm"] for line in metrics(directory)]
+    steps = metrics(directory)[-1]["step"]                    # also where these steps are the last
+    assert "lower --lr" in refused(run_flags(shards, directory, *flags, steps=steps), capsys, status=1)
 
 
 def test_a_module_that_a_researcher_adds_trains_from_its_own_initial_values(tmp_path, shards, monkeypatch):
@@ -360,3 +362,6 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
     plan = settled("--model", "tiny", "--seq_len", "100", "--eval_tokens", "1000", "--eval_every", "50")
     found = train.fit_into(10, plan, 1000.0, [mock_source(0)], False)  # 600,000 / 5,000 evaluations
     assert found == dict(target_tokens=600_000 - 120 * 1000 // 3, eval_tokens=1000)
+    plan = settled("--model", "tiny", "--seq_len", "100", "--eval_tokens", "1000", "--eval_every", "50000")
+    found = train.fit_into(10, plan, 1000.0, [mock_source(0)], False)  # one, at the end
+    assert found == dict(target_tokens=600_000 - 1000 // 3 - 1, eval_tokens=1000)

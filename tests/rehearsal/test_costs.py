@@ -29,7 +29,7 @@ def test_memory_is_within_a_tenth_of_the_estimate(flags):
     with gpu.stand_in():
         # Fewer layers and loops of the core; its widths and the bytes of 1b.
         plan = gpu.settle("1b", "--set=n_recurrent_layers=2,engram_layers=1", "--micro_batch=112", *flags.split())
-        with gpu.fake_tensors(), Watch(int(plan.micro_batch * plan.seq_len / plan.bytes_per_segment)):
+        with gpu.fake_tensors(), Watch(int(plan.micro_batch * plan.seq_len / plan.config.bytes_per_segment)):
             spider, optimizers = gpu.build(plan)
             gpu.step(plan, spider, optimizers, documents=plan.micro_batch)
             expected = sum(estimate.estimate_memory(spider, plan, plan.recompute, gpu.WORLD).values())
@@ -108,11 +108,11 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
     with gpu.stand_in():
         plan = gpu.settle(model, "--set=", "--n_loops=6", "--precision=bf16", "--recompute=nothing", "--seq_len=2048",
                           "--micro_batch=8")
-        with gpu.fake_tensors(), Costs(int(plan.micro_batch * plan.seq_len / plan.bytes_per_segment)) as costs:
+        with gpu.fake_tensors(), Costs(int(plan.micro_batch * plan.seq_len / plan.config.bytes_per_segment)) as costs:
             spider, _ = gpu.build(plan)
             train.accumulate(spider, [gpu.batch_of(plan, documents=plan.micro_batch)], plan.n_loops)
             expected = plan.step_bytes * estimate.flops_per_byte(
-                spider, plan.bytes_per_segment, plan.n_loops, plan.seq_len)
+                spider, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
     counted = costs.parts["products"][1]
     print(f"{model}: {counted / 1e12:.2f} TFLOP, estimate {expected / 1e12:.2f}, {expected / counted - 1:+.1%}")
     assert expected == pytest.approx(counted, rel=0.1)
