@@ -143,20 +143,6 @@ def test_compiled_layers_train_like_the_others(tmp_path):
 # One line and status 2
 
 
-def test_bad_data_is_one_line_that_names_file_and_place(tmp_path, shards, capsys):
-    base = ["--model", "tiny", "--ckpt_dir", tmp_path / "run", "--seq_len", "32"]
-    assert "nowhere" in refused([*base, "--data_dir", tmp_path / "nowhere"], capsys)
-    (tmp_path / "empty").mkdir()
-    assert ".bin" in refused([*base, "--data_dir", tmp_path / "empty"], capsys)
-    assert "longer than the data" in refused([*base, "--data_dir", shards, "--seq_len", "4096"], capsys)
-    ids = np.full(500, 65, "<u2")
-    ids[123] = 272
-    ids.tofile(shards / "b.bin")
-    line = refused([*base, "--data_dir", shards], capsys)
-    assert "b.bin" in line and "246" in line and "272" in line
-    assert not list(tmp_path.glob("run/*.pt"))
-
-
 def test_what_this_machine_cannot_do_is_an_error_that_names_the_remedy(tmp_path, capsys):
     base = ["--mock_data", "--model", "tiny", "--ckpt_dir", tmp_path / "run"]
     assert "--moe_backend grouped" in refused([*base, "--moe_backend", "tile"], capsys)

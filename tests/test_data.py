@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,22 +17,13 @@ from hypothesis import strategies as st
 
 import data
 from bad_data import complaint, source, stream, write_shard
-from conftest import ROOT, prepare, run
-from data import (BLOCK, Feed, Loader, Shard, Source, Stream, key, mock_source, open_data, permute, shares,
-                  validation_sets)
+from conftest import ROOT, prepare
+from data import BLOCK, Feed, Loader, Shard, Source, Stream, mock_source, open_data, validation_sets
 from spider import common
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Order
-
-@given(st.integers(1, 3000), st.integers(0, 2 ** 64 - 1))
-@settings(max_examples=60, deadline=None)
-def test_the_permutation_is_a_bijection(n, seed):
-    index = np.arange(n)
-    keys = key(seed, np.zeros(n, int))
-    assert sorted(permute(index, n, keys)) == list(index)
-
 
 @given(st.data(), st.integers(1, 255), st.integers(0, 3), st.integers(0, 2 ** 63))
 @settings(max_examples=150, deadline=None)
@@ -67,14 +57,6 @@ def test_the_order_is_that_of_every_version():
                                   (mixture, 9_970, "cbbdf5bbe8e7dca2")):
         ids, labels = loader.rows(np.arange(first, first + 64))
         assert hashlib.sha256(ids.numpy().tobytes() + labels.numpy().tobytes()).hexdigest().startswith(digest)
-
-
-def test_sources_of_equal_size_have_orders_of_their_own():
-    loader = Loader([source(range(101), name="a"), source(range(120, 221), name="b")], 1, 3)
-    first = loader.rows(np.arange(200))[1].flatten()                    # both to their end, or nearly
-    a, b = first[first < 120].tolist(), (first[first > 120] - 120).tolist()
-    shared = min(len(a), len(b))
-    assert shared > 80 and sum(x == y for x, y in zip(a, b)) < 10       # of a random order: one on average
 
 
 def shape(micro_batch: int, grad_accum: int = 1, ranks: int = 1) -> SimpleNamespace:
@@ -185,11 +167,6 @@ def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(mixtur
         assert torch.equal(again.ids, rows[0][first:]) and torch.equal(again.labels, rows[1][first:])
 
 
-def test_shares_go_by_largest_remainder():
-    assert shares([1, 2], 10_000) == [3333, 6667] and shares([1, 1, 1], 10_000) == [3334, 3333, 3333]
-    assert shares([1e-9, 1], 100) == [0, 100] and shares([0.7, 0.3], 0) == [0, 0]
-
-
 def validation_targets(sources, seq_len: int, tokens: int) -> dict[str, list[int]]:
     """Return the targets that each source validates with."""
     return {name: labels[labels != -100].tolist()
@@ -223,16 +200,6 @@ def test_sources_that_cannot_be_drawn_from_are_refused(sources, said):
         Loader(sources, 64, 0)
     assert str(fault.value).startswith(said)
     Loader([source(range(65))], 64, 0)
-
-
-def test_the_log_says_what_validation_is_and_how_many_bytes_are_evaluated(tmp_path, shards, capsys):
-    run(tmp_path, shards, steps=1)
-    assert f"{shards}: 640 training and 300 validation ids\n" in (log := capsys.readouterr().err)
-    assert "evaluating on 299 bytes" in log                   # of rows for 320
-    (shards / "val-0.bin").unlink()
-    [held_out] = open_data(str(shards))
-    assert "634 training and 6 validation ids (the end of its data, held out" in str(held_out)
-    assert "no validation ids" in str(source(range(9)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

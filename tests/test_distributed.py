@@ -28,14 +28,6 @@ def test_ranks_that_cannot_be_arranged_are_an_error():
         World(environ | dict(RANK="1", MASTER_ADDR="127.0.0.1")).join(torch.device("cpu"), 1, 1.0)
 
 
-def test_one_process_has_no_process_group():
-    world = World({})
-    world.join(torch.device("cpu"), 1, 1.0)
-    assert not torch.distributed.is_initialized() and world.is_rank0 and world.all(True) and not world.all(False)
-    assert world.on_rank0(lambda: 7) == 7 and [*world.distribute(range(0, 6, 2))] == [(0, 1), (2, 1), (4, 1)]
-    world.leave()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The numbers of one rank
 

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from conftest import (SMALL, contents, final_state, run, run_flags, settled, small_config, text, world_of)
-from data import Batch, Loader, Shard, Source, Stream
+from bad_data import source
+from conftest import SMALL, contents, run_flags, settled, small_config, text, world_of
+from data import Batch, Loader
 from jobs import command
 from spider import config, estimate, machine
 from spider.config import RECOMPUTE
@@ -114,15 +115,6 @@ def test_masks_of_dropout_take_a_byte_per_number():
     assert grown * 1e9 == pytest.approx(2 * 2048 * bytes_and_segments, rel=0.02)
 
 
-def test_recomputation_changes_no_weight_and_the_choice_is_in_the_log(tmp_path, shards, capsys):
-    states = []
-    for flags, said in (((), "recompute nothing"), (("--recompute", "all"), "recompute all")):
-        states.append(final_state(run(tmp_path, shards, *flags, "--eval_every", "0", steps=2, ckpt=said)))
-        assert said in capsys.readouterr().err
-    for name, value in states[0]["model_state_dict"].items():
-        torch.testing.assert_close(states[1]["model_state_dict"][name], value, rtol=1e-3, atol=1e-4, msg=name)
-
-
 def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, shards, capsys):
     argv = run_flags(shards, tmp_path / "run", "--micro_batch", str(1 << 20), "--seq_len", "600")
     assert train.command_line(argv) == 2
@@ -207,14 +199,10 @@ def test_a_duration_is_in_units_for_people():
 # Segments
 
 
-def source(name: str, text: bytes, weight: float) -> Source:
-    ids = np.frombuffer(text, np.uint8).astype(np.uint16)
-    return Source(name, weight, *(Stream([Shard("memory", ids)]),) * 2)
-
-
 def test_segments_of_words_are_measured_on_the_text_of_each_source():
     """Words of three letters and a space, and one without an end; learned ones cannot be measured before."""
-    sources = [source("words", b"abc def " * 500, 0.75), source("bases", b"ACGT" * 1000, 0.25)]
+    words, bases = [*b"abc def " * 500], [*b"ACGT" * 1000]
+    sources = [source(words, name="words", weight=0.75), source(bases, name="bases", weight=0.25)]
     with torch.device("meta"):
         model = Spider(small_config(boundaries="words"))
     found = [estimate.segment_length(model, Loader([one], 64, 0)) for one in sources]

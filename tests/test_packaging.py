@@ -78,12 +78,3 @@ def test_the_program_of_trying_an_idea_trains_resumes_and_samples(site, tmp_path
                    "--eval_every=0", "--device=cpu", "--ckpt_dir=run")
     assert "resuming from" in done.stderr and "done: step 2" in done.stderr
     run(site, tmp_path, "-c", "import my_idea; exit(my_idea.talk())", "run", "--prompt", "a", "--bytes", "4")
-
-
-def test_the_program_of_your_own_loop_runs(site, tmp_path):
-    sizes = "steps, rows, length, peak = "
-    text = program("your-own-loop.md").replace(f"{sizes}200, 4, 512, 0.01", f"{sizes}11, 2, 128, 0.02")
-    (tmp_path / "loop.py").write_text(text)
-    shutil.copy(ROOT / "LICENSE", tmp_path / "text.txt")
-    assert "step 10: " in run(site, tmp_path, "loop.py").stdout
-    assert (tmp_path / "spider-step200.pt").exists()

@@ -5,7 +5,6 @@ import random
 import signal
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -43,22 +42,6 @@ def test_every_step_can_be_the_one_where_a_run_is_stopped(tmp_path, shards):
     """The last one too, before the evaluation that ends the run."""
     whole = run(tmp_path, shards, "--ckpt_every", "3", steps=7, ckpt="whole")
     assert_same_runs(whole, run_in_parts(tmp_path, shards, "--ckpt_every", "3", steps=7, cuts=range(1, 8)))
-
-
-@pytest.fixture
-def mixture(tmp_path, shards) -> str:
-    """Of which an epoch is about 33 sequences of 32 bytes."""
-    other = tmp_path / "other"
-    other.mkdir()
-    np.random.default_rng(1).choice(np.frombuffer(b"xyz ", np.uint8), 400).astype("<u2").tofile(other / "a.bin")
-    return f"{shards}:0.6,{other}:0.4"
-
-
-def test_a_mixture_resumes_exactly_in_each_sources_own_epoch(tmp_path, mixture):
-    flags = ("--micro_batch", "4", "--eval_every", "8")
-    whole = run(tmp_path, mixture, *flags, steps=20, ckpt="whole")
-    assert_same_runs(whole, run_in_parts(tmp_path, mixture, *flags, steps=20, cuts=(6, 11)))
-    assert final_state(whole)["epoch"] >= 2
 
 
 def test_evaluating_sampling_and_saving_may_change_between_the_parts_of_a_run(tmp_path, shards):

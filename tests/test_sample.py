@@ -178,14 +178,6 @@ def test_ctrl_c_ends_a_text_with_status_130(trained, monkeypatch, capsys):
     assert capsys.readouterr() == ("xa\n", "")
 
 
-def test_a_program_can_sample_from_its_own_model_class(trained, tmp_path, capsys):
-    class Other(Spider):
-        pass
-    (tmp_path / "a.txt").write_text("abc")
-    for argv in (["--prompt", "a", "--bytes", "2"], ["--eval", str(tmp_path / "a.txt")], ["--show", "abc"]):
-        assert sample.main([str(trained), *argv], model_class=Other) == 0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation
 
@@ -218,11 +210,6 @@ def test_bits_are_those_of_the_bytes_alone_the_first_of_each_document_predicted_
         assert found["bytes"] == count and found["bits_per_byte"] == pytest.approx(bits / count, rel=1e-5)
     alone = [found["bytes"] * found["bits_per_byte"] for found in (first, second, third)]
     assert sum(alone) == pytest.approx(bits, rel=1e-5)
-    (tmp_path / "b.txt").write_text("abc def gh " * 40)
-    figures = [measured(tmp_path, trained, "--eval", tmp_path / "b.txt", "--precision", "fp32", *batch)[0]
-               for batch in ((), ("--batch", 1), ("--batch", 3), ("--batch", 1000))]
-    assert {found["bytes"] for found in figures} == {440}
-    assert all(found["bits_per_byte"] == pytest.approx(figures[0]["bits_per_byte"], rel=1e-6) for found in figures)
 
 
 def test_checkpoints_texts_and_loops_stand_side_by_side_in_a_table(trained, tmp_path, capsys):
