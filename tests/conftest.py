@@ -207,6 +207,13 @@ def run(tmp_path, shards, *flags, steps=6, ckpt="run"):
     return directory
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """The directory of a run of three steps with a checkpoint of each, which no test may change."""
+    root = tmp_path_factory.mktemp("trained")
+    return run(root, make_shards(root / "data"), "--ckpt_every", "1", "--keep_last", "3", steps=3)
+
+
 def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
     """The same, stopped by SIGTERM in each step of `cuts` and resumed by the same command."""
     argv, take_step = run_flags(shards, tmp_path / ckpt, *flags, steps=steps), train.train_step
@@ -231,11 +238,12 @@ def losses(monkeypatch):
         progress, by_step.get(progress.step, 2.2), counts))
 
 
-def refused(argv, capsys, status=2) -> str:
-    """The last line of a command that fails, which is its only error."""
-    assert command_line([*map(str, argv)]) == status
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("train.py: ")] == lines[-1:]
+def refused(argv, capsys, status=2, program="train.py", main=command_line) -> str:
+    """The last line of a command that fails, which is its only error; nothing is printed on stdout."""
+    assert main([*map(str, argv)]) == status
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and [line for line in lines if line.startswith(f"{program}: ")] == lines[-1:]
     assert all(line.isprintable() for line in lines)
     return lines[-1]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import gradients, small_config, text
-from spider.config import BOUNDARIES, SpiderConfig
+from spider.config import BOUNDARIES, PRESETS, SpiderConfig
 from spider_model import Spider
 
 
@@ -19,6 +19,11 @@ def test_a_value_out_of_range_or_of_another_type_is_refused_by_the_fields_name(f
     for value in wrong:
         with pytest.raises(ValueError, match=f"^{field.name} must be "):
             SpiderConfig(**{field.name: value})
+
+
+def test_an_unknown_preset_is_refused_with_the_names_of_all():
+    with pytest.raises(ValueError, match=f"'huge' is not one of {', '.join(PRESETS)}"):
+        SpiderConfig.preset("huge")
 
 
 @st.composite

@@ -14,9 +14,6 @@ from spider.checkpoint import find_checkpoints
 from spider.common import WorldError
 from spider.distributed import World
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The world
-
 
 def test_ranks_that_cannot_be_arranged_are_an_error():
     environ = dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4", MASTER_ADDR="here", MASTER_PORT="1")
@@ -26,6 +23,13 @@ def test_ranks_that_cannot_be_arranged_are_an_error():
         World({}).join(torch.device("cpu"), 2, 1.0)
     with pytest.raises(WorldError, match="rank 1 of 4 cannot reach the others"):
         World(environ | dict(RANK="1", MASTER_ADDR="127.0.0.1")).join(torch.device("cpu"), 1, 1.0)
+
+
+def test_one_process_has_no_process_group_and_agrees_with_itself():
+    world = World({})
+    world.join(torch.device("cpu"), 1, 1.0)
+    assert not torch.distributed.is_initialized() and world.all(True) and not world.all(False)
+    world.leave()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -190,11 +190,6 @@ def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_pat
     assert (at_least, rate) == ("at least ", bound) and f"no step was timed, because {because}" in origin
 
 
-def test_a_duration_is_in_units_for_people():
-    said = [estimate.describe_duration(seconds) for seconds in (0.26, 90, 125, 3599, 7200, 2.48e4 * 3600, 1e13)]
-    assert said == ["0.3 seconds", "90 seconds", "2.1 minutes", "60 minutes", "2.0 hours", "2.8 years", "316,881 years"]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Segments
 

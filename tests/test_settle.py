@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from conftest import ROOT, run_flags, settled, world_of
+from conftest import ROOT, final_state, run_flags, settled, world_of
 from spider import estimate, machine
 from spider.common import UsageError
 from spider.config import PRESETS, SpiderConfig
@@ -265,11 +265,10 @@ def test_minutes_are_a_horizon_from_the_measured_rate_that_a_resume_keeps(tmp_pa
     flags = ("--minutes", "0.03", "--ckpt_every", "5")
     argv = run_flags(shards, tmp_path / "run", *flags, steps=3)
     assert train.command_line(argv) == 0
-    state = torch.load(tmp_path / "run" / "spider-step3.pt", weights_only=True)
-    horizon = state["flags"]["target_tokens"]
+    horizon = final_state(tmp_path / "run")["flags"]["target_tokens"]
     assert type(horizon) is int and 0.7 * 1800 < horizon <= 1800 and not rates
     assert train.command_line([*argv, "--max_steps", "0"]) == 0
-    state = torch.load(sorted((tmp_path / "run").glob("*.pt"))[-1], weights_only=True)
+    state = final_state(tmp_path / "run")
     assert state["step"] == math.ceil(horizon / 64) and state["flags"]["target_tokens"] == horizon
 
 

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import spider_model
 import train
 from bad_data import source
 from conftest import (assert_same, awake, final_state, gradients, metrics, refused, run, run_flags, settled,
                       small_config, text, world_of)
 from data import Batch, Loader, mock_source, validation_sets
 from jobs import forked
-from spider.layers import Block
 from spider.optim import Optimizers
 from train import convert_to_fp8, lr_factor, step_alone, takes_fp8
 
@@ -145,34 +143,6 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_several_in_a_row_end_th
     assert None in [line["grad_norm"] for line in metrics(directory)]
 
 
-def test_a_module_that_a_researcher_adds_trains_from_its_own_initial_values(tmp_path, shards, monkeypatch):
-    class Mixed(Block):
-        """Each byte sees the three before it through a convolution that the model does not know."""
-
-        def __init__(self, config, attention_class):
-            super().__init__(config, attention_class)
-            self.conv = torch.nn.Conv1d(config.hidden_size, config.hidden_size, 4, padding=3, groups=config.hidden_size)
-
-        def run(self, x, packing, cache=None):
-            return super().run(x + self.conv(x.T)[:, :len(x)].T, packing, cache)
-
-    def to_empty(self, **settings):
-        """Memory is seldom empty."""
-        for tensor in nn_to_empty(self, **settings).state_dict().values():
-            tensor.fill_(3e35 if tensor.is_floating_point() else 3)
-        return self
-    nn_to_empty = torch.nn.Module.to_empty
-    monkeypatch.setattr(spider_model.Spider, "block_class", Mixed)
-    monkeypatch.setattr(torch.nn.Module, "to_empty", to_empty)
-    directory = run(tmp_path, shards, "--precision", "fp32", "--dropout", "0", "--eval_every", "0", steps=30)
-    assert metrics(directory)[-1]["loss"] < 3 < 5 < metrics(directory)[0]["loss"] < 6
-    state = final_state(directory)
-    weight = state["model_state_dict"]["prelude.0.conv.weight"]
-    assert weight.shape == (32, 1, 4) and 0 < weight.abs().max() < 1
-    by_muon = state["optimizer_state_dict"]["muon"]["state"].values()
-    assert by_muon and not any(part["momentum_buffer"].shape == weight.shape for part in by_muon)
-
-
 def test_cleared_engram_rows_learn_as_at_the_start():
     """At a zero row, a norm without a fitting eps multiplies the gradient by thousands, which Adagrad never forgets."""
     sums = []
@@ -203,8 +173,7 @@ def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path, processes):
 
 
 def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_path, shards):
-    model = awake(small_config())
-    names = {name for name, module in model.named_modules() if takes_fp8(module, name)}
+    names = {name for name, module in awake(small_config()).named_modules() if takes_fp8(module, name)}
     assert "prelude.0.attention.q_a_proj" in names and "core.layers.0.moe.shared.down_proj" in names
     for word in ("engram", "lm_head", "router", "boundary_predictor", "halt_predictor"):
         assert not any(word in name for name in names)
