@@ -27,6 +27,7 @@ from spider.config import SpiderConfig
 from spider.distributed import World
 from spider.layers import wide
 from spider.memory import EngramTable, MatchMemory
+from spider.run import RunProgress
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 from train import Plan, command_line
@@ -206,6 +207,13 @@ def run(tmp_path, shards, *flags, steps=6, ckpt="run"):
     return directory
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """The directory of a run of three steps with a checkpoint of each, which no test may change."""
+    root = tmp_path_factory.mktemp("trained")
+    return run(root, make_shards(root / "data"), "--ckpt_every", "1", "--keep_last", "3", steps=3)
+
+
 def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
     """The same, stopped by SIGTERM in each step of `cuts` and resumed by the same command."""
     argv, take_step = run_flags(shards, tmp_path / ckpt, *flags, steps=steps), train.train_step
@@ -221,11 +229,21 @@ def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
     return run(tmp_path, shards, *flags, steps=steps, ckpt=ckpt)
 
 
-def refused(argv, capsys, status=2) -> str:
-    """The last line of a command that fails, which is its only error."""
-    assert command_line([*map(str, argv)]) == status
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("train.py: ")] == lines[-1:]
+@pytest.fixture
+def losses(monkeypatch):
+    """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of a run."""
+    by_step = dict(zip(range(2, 22, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1)))
+    record = RunProgress.record_evaluation
+    monkeypatch.setattr(RunProgress, "record_evaluation", lambda progress, loss, counts: record(
+        progress, by_step.get(progress.step, 2.2), counts))
+
+
+def refused(argv, capsys, status=2, program="train.py", main=command_line) -> str:
+    """The last line of a command that fails, which is its only error; nothing is printed on stdout."""
+    assert main([*map(str, argv)]) == status
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and [line for line in lines if line.startswith(f"{program}: ")] == lines[-1:]
     assert all(line.isprintable() for line in lines)
     return lines[-1]
 

@@ -1,27 +1,18 @@
 """Adaptation: weights learn from what was read, each byte scored before; `sample.py --eval FILE --adapt`."""
 
 import json
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import sample
-from conftest import assert_same, make_shards, metrics, run
-from data import Shard, Stream
+from bad_data import stream
+from conftest import assert_same, metrics, run
 from spider.common import CheckpointError
 from spider.inference import CHUNK, DENSE_RATE, RATE, Adaptation, model_of, read_checkpoint
 from spider.memory import EngramTable
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """The directory of a run of three steps."""
-    root = tmp_path_factory.mktemp("trained")
-    return run(root, make_shards(root / "data"), steps=3)
 
 
 @pytest.fixture
@@ -46,7 +37,7 @@ def text(length: int, seed: int = 0) -> torch.Tensor:
 
 
 def read(adaptation: Adaptation, ids: torch.Tensor) -> Adaptation:
-    adaptation.score([Stream([Shard("memory", ids.numpy().astype(np.uint16))])], special=False)
+    adaptation.score([stream(ids)], special=False)
     return adaptation
 
 

@@ -16,7 +16,7 @@ from spider import checkpoint
 from spider.checkpoint import (CheckpointWriter, best_checkpoint, check_weights, find_checkpoints, load_checkpoint)
 from spider.common import CheckpointError
 from spider.distributed import World
-from spider.run import Metrics, RunProgress
+from spider.run import Metrics
 from spider_model import Spider
 
 OPTIMIZERS = (("adamw", "exp_avg_sq"), ("adamw8bit", "state1"), ("muon", "momentum_buffer"))
@@ -296,20 +296,6 @@ def test_a_disk_that_stays_full_ends_in_status_2_with_the_older_checkpoints_inta
 # Which are kept
 
 BEST = ("--eval_every", "2", "--ckpt_every", "3", "--keep_best")
-
-
-@pytest.fixture
-def losses(monkeypatch):
-    """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of a run."""
-    by_step = dict(zip(range(2, 20, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2)))
-    record = RunProgress.record_evaluation
-    monkeypatch.setattr(RunProgress, "record_evaluation", lambda progress, loss, counts: record(
-        progress, by_step.get(progress.step, 2.2), counts))
-
-
-def test_the_newest_checkpoints_are_kept(tmp_path, shards):
-    directory = run(tmp_path, shards, "--ckpt_every", "1", "--keep_last", "3", "--eval_every", "0", steps=7)
-    assert steps_in_names(directory) == [5, 6, 7]
 
 
 def test_the_checkpoint_of_the_lowest_validation_loss_stays_beside_the_newest(tmp_path, shards, losses):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import train
-from conftest import ROOT, SMALL, contents, refused, run, run_flags
+from conftest import ROOT, SMALL, contents, metrics, refused, run, run_flags
 from jobs import command, forked
 from spider import machine
 from spider.checkpoint import find_checkpoints
@@ -122,8 +122,7 @@ def test_the_originals_fp8_commands_train_on_a_gpu(tmp_path):
         directory = tmp_path / "-".join(("run", *flags))
         done = command(*base, "--precision", "fp8", *flags, "--ckpt_dir", directory, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-        assert json.loads(lines[-1])["loss"] < json.loads(lines[0])["loss"]
+        assert metrics(directory)[-1]["loss"] < metrics(directory)[0]["loss"]
 
 
 @pytest.mark.slow
@@ -134,27 +133,8 @@ def test_compiled_layers_train_like_the_others(tmp_path):
     for flags in ((), ("--compile",)):
         done = command(*base, *flags, "--ckpt_dir", f"run{len(flags)}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        lines = (tmp_path / f"run{len(flags)}" / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{len(flags)}")])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One line and status 2
-
-
-def test_bad_data_is_one_line_that_names_file_and_place(tmp_path, shards, capsys):
-    base = ["--model", "tiny", "--ckpt_dir", tmp_path / "run", "--seq_len", "32"]
-    assert "nowhere" in refused([*base, "--data_dir", tmp_path / "nowhere"], capsys)
-    (tmp_path / "empty").mkdir()
-    assert ".bin" in refused([*base, "--data_dir", tmp_path / "empty"], capsys)
-    assert "longer than the data" in refused([*base, "--data_dir", shards, "--seq_len", "4096"], capsys)
-    ids = np.full(500, 65, "<u2")
-    ids[123] = 272
-    ids.tofile(shards / "b.bin")
-    line = refused([*base, "--data_dir", shards], capsys)
-    assert "b.bin" in line and "246" in line and "272" in line
-    assert not list(tmp_path.glob("run/*.pt"))
 
 
 def test_what_this_machine_cannot_do_is_an_error_that_names_the_remedy(tmp_path, capsys):
@@ -184,30 +164,16 @@ def test_the_dry_run_of_the_1b_model_is_quick_small_and_complete(tmp_path):
     for said in ("hidden_size = 2048", "routed experts", "Engram tables", "active per byte", "FLOPs per byte",
                  "memory: about", "free for 3 checkpoints of 7.3", "FP8 converts", "no step was timed"):
         assert said in done.stdout, said
-    total = int(re.search(r"total +([\d,]+)", done.stdout)[1].replace(",", ""))
-    assert abs(total / 996e6 - 1) < 0.005
     assert float(done.stdout.split("PEAK")[1]) < 0.8
     assert not list(tmp_path.iterdir())
-
-
-def test_the_line_of_the_recipe_lists_the_values_that_the_run_has_from_it(tmp_path, capsys):
-    def taken(*flags):
-        base = ["--mock_data", "--dry_run", "--model", "tiny", "--ckpt_dir", str(tmp_path)]
-        assert train.command_line([*base, *flags]) == 0
-        return re.search("^recipe of tiny: (.*)", capsys.readouterr().out, re.MULTILINE)[1]
-    assert "--target_tokens 12000000 --lr 0.00476 --warmup_steps 40 --dropout 0.5 --engram_reset" in taken()
-    assert "--lr 0.02 --warmup_steps 2" in taken("--target_flops", "1e12")
-    assert "--n_loops" not in taken("--n_loops", "1")
-    (tmp_path / "a.toml").write_text("lr = 0.5\nengram_reset = false\n")
-    assert "--lr" not in taken("--config", str(tmp_path / "a.toml"))
 
 
 def test_a_dry_run_finds_what_a_run_would_find_and_writes_nothing(tmp_path, shards, capsys):
     directory = run(tmp_path, shards, steps=3)
     before = contents(directory)
-    assert train.command_line(run_flags(shards, directory, "--dry_run")) == 0
     for flags, said in ((("--set", "hidden_size=64"), "hidden_size is 32, not 64"), (("--reset_steps",), "--ckpt_dir"),
                         (("--data_dir", "gone"), "gone")):
         assert said in refused(run_flags(shards, directory, "--dry_run", *flags), capsys)
-    assert train.command_line(run_flags(shards, tmp_path / "new", "--dry_run")) == 0
+    for where in (directory, tmp_path / "new"):
+        assert train.command_line(run_flags(shards, where, "--dry_run")) == 0
     assert contents(directory) == before and not (tmp_path / "new").exists()

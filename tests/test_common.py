@@ -8,8 +8,8 @@ import pytest
 
 from conftest import contents
 from spider import common
-from spider.common import (DataError, Diverged, Parser, UsageError, durable, integer, locked, one_line,
-                           printable, real, run_program)
+from spider.common import (DataError, Diverged, Parser, UsageError, durable, integer, one_line, printable, real,
+                           run_program)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors and the terminal
@@ -77,19 +77,6 @@ def test_numbers_are_taken_within_their_bounds(parse, good, bad):
 # Files
 
 
-def test_a_durable_file_takes_its_name_when_it_is_on_the_disk_and_not_before(tmp_path, monkeypatch):
-    path, temporary, done = tmp_path / "a.pt", tmp_path / ".a.pt.tmp", []
-    monkeypatch.setattr(os, "fsync", lambda descriptor, real=os.fsync:
-                        done.append(os.readlink(f"/dev/fd/{descriptor}")) or real(descriptor))
-    monkeypatch.setattr(os, "replace", lambda *names, real=os.replace: done.append("replace") or real(*names))
-    path.write_bytes(b"old")
-    with durable(path, "wb") as file:
-        file.write(b"new")
-        assert path.read_bytes() == b"old"
-    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.pt"]
-    assert done == [str(temporary), "replace", str(tmp_path)]
-
-
 @pytest.mark.parametrize("where", ("writing", "replace"))
 def test_a_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch, where):
     def fail(*_):
@@ -112,14 +99,6 @@ def test_a_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypat
     with pytest.raises(OSError, match="not a regular file") as fault, durable(Path(name)) as file:
         file.write("new")
     assert fault.value.filename == name and sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
-
-
-def test_a_directory_is_locked_until_the_lock_is_released(tmp_path):
-    with locked(tmp_path):
-        with pytest.raises(UsageError, match="another process is using it"), locked(tmp_path):
-            pass
-    with locked(tmp_path):
-        pass
 
 
 def test_step_seeds_differ_by_seed_step_and_purpose():

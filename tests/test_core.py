@@ -163,15 +163,3 @@ def test_halted_segments_keep_the_latents_of_their_final_state(leave):
     assert ((first - second).abs().amax(1) > 1e-3).all()
     for loop in later:
         assert torch.equal(loop[:-1], second[:-1]) and not torch.equal(loop[-1], second[-1])
-
-
-def test_halted_segments_are_computed_once_more_only_for_later_ones():
-    model, ids, computed = awake(small_config(boundaries="words", n_loops=4)).eval(), words_of_two(24), []
-    model.core.halt = lambda h: h.new_ones(len(h))
-    model.core.layers[0].register_forward_pre_hook(lambda module, args: computed.append(len(args[0])))
-    with torch.no_grad():
-        whole = model(ids).logits
-        assert computed == [8]
-        stepped = model.step(ids, model.decoding_state())
-        assert computed == [8, 8, 8]
-    torch.testing.assert_close(whole, stepped, rtol=1e-4, atol=1e-5)

@@ -1,12 +1,9 @@
 """Decoding step by step equals the full pass at every byte, and generation writes what decoding predicts."""
 
-import math
 import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from conftest import awake, documents, small_config, text
 from spider import decode
@@ -19,9 +16,9 @@ from variants import VARIANTS
 LOOPS = 5                                 # more than the three that the models here are trained for
 
 
-def halting_model(dtype=torch.float64, seed: int = 0, **changes) -> Spider:
+def halting_model(**changes) -> Spider:
     """Make a model in evaluation mode whose segments halt after different numbers of loops."""
-    model = awake(small_config(**(dict(n_loops=3) | changes)), seed, dtype).eval()
+    model = awake(small_config(**(dict(n_loops=3) | changes)), dtype=torch.float64).eval()
     if model.core is not None and model.core.halt_predictor is not None:
         with torch.no_grad():
             model.core.halt_predictor.weight.mul_(100)
@@ -29,26 +26,26 @@ def halting_model(dtype=torch.float64, seed: int = 0, **changes) -> Spider:
     return model
 
 
-def rows_of_documents(seed: int = 0) -> torch.Tensor:
+def rows_of_documents() -> torch.Tensor:
     """Return three rows [3, 48] whose documents and segments end at different bytes: BOS without EOS, EOS without BOS,
     PAD, spaces."""
-    rows = torch.cat((documents(48, seed=seed), documents(11, 2, 30, 5, seed=seed + 1), text(1, 48, seed + 2)))
+    rows = torch.cat((documents(48), documents(11, 2, 30, 5, seed=1), text(1, 48, seed=2)))
     rows[0, 1::5] = ord(" ")
     rows[2, 9], rows[2, 20], rows[2, 33:36] = EOS_ID, BOS_ID, PAD_ID
     return rows
 
 
-def fed(model: Spider, rows: torch.Tensor, ends: list[int], n_loops: int | None) -> torch.Tensor:
+def fed(model: Spider, rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
     """Return the logits of rows that are fed in parts, which end at `ends`."""
-    state = model.decoding_state(len(rows), n_loops)
+    state = model.decoding_state(len(rows), LOOPS)
     return torch.cat([model.step(part, state) for part in rows.tensor_split(ends, dim=1)], dim=1)
 
 
-def check_steps(model: Spider, rows: torch.Tensor, ends: list[int], n_loops: int | None = LOOPS, atol: float = 1e-9):
+def check_steps(model: Spider, rows: torch.Tensor, ends: list[int]):
     """Check that bytes fed in parts give the logits of the full pass; return its output."""
     with torch.no_grad():
-        full = model(rows, n_loops=n_loops)
-        torch.testing.assert_close(fed(model, rows, ends, n_loops), full.logits, rtol=0, atol=atol)
+        full = model(rows, n_loops=LOOPS)
+        torch.testing.assert_close(fed(model, rows, ends), full.logits, rtol=0, atol=1e-9)
     return full
 
 
@@ -64,20 +61,6 @@ def test_steps_equal_the_full_pass_at_every_byte(changes):
         out = check_steps(model, rows, ends)
     if model.core is not None and model.config.act:
         assert 1.1 < out.mean_loops < 4.5
-
-
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(ends=st.sets(st.integers(1, 47)), seed=st.integers(0, 5), n_loops=st.integers(1, 5))
-def test_steps_equal_the_full_pass_wherever_a_prompt_is_split(ends, seed, n_loops):
-    check_steps(halting_model(seed=seed), rows_of_documents(seed), sorted(ends), n_loops)
-
-
-@pytest.mark.parametrize("backend", ("loop", "grouped"))
-def test_steps_equal_the_full_pass_to_rounding_in_float32(backend):
-    model = awake(small_config()).eval()
-    model.set_backend(backend)
-    for ends in ([], [7, 8, 30], list(range(1, 48))):
-        check_steps(model, rows_of_documents(), ends, None, atol=2e-5)
 
 
 def test_a_prompt_longer_than_a_pass_is_read_in_several(monkeypatch):
@@ -103,10 +86,10 @@ def test_the_core_runs_only_for_rows_in_which_a_segment_ends_and_for_its_loops()
     rows[1, 2] = rows[2, 2] = rows[2, 4] = ord(" ")
     model.core.layers[0].register_forward_pre_hook(lambda module, args: visits.append(len(args[0])))
     model.core.halt = lambda h: h.new_full((len(h),), 0.6)  # halts in the second loop, and is computed in a third
-    fed(model, rows, [1, 2, 3, 4], LOOPS)
+    fed(model, rows, [1, 2, 3, 4])
     assert visits == [2] * 3 + [1] * 3
     visits.clear()
-    fed(model, rows, [], LOOPS)
+    fed(model, rows, [])
     assert visits == [3] * 3              # all segments of a prompt together
 
 
@@ -128,15 +111,6 @@ def test_a_model_in_training_mode_refuses_to_decode():
     model = awake(small_config())
     with pytest.raises(RuntimeError, match="evaluation mode"):
         model.step(text(1, 3), model.decoding_state())
-
-
-def test_greedy_generation_writes_what_full_passes_predict():
-    model, ids = halting_model(), [BOS_ID, 65]
-    with torch.no_grad():
-        for byte in model.generate([BOS_ID, 65], 30, temperature=0):
-            assert byte == model(torch.tensor([ids])).logits[0, -1, :256].argmax()
-            ids.append(byte)
-    assert len(ids) == 32
 
 
 def test_samples_of_one_prompt_differ_by_the_generator_alone_and_end_apart():
@@ -173,11 +147,3 @@ def test_draws_follow_temperature_top_k_and_top_p_and_never_take_a_sentinel():
     assert drawn(top_p=0.81).keys() == {65, 66, 67} and drawn(top_k=999).keys() == drawn().keys()
     assert abs(drawn(temperature=0.5)[65] - 0.25 / (0.25 + 0.09 + 0.0225 + 0.0025)) < 0.03
     assert torch.equal(logits, before)
-
-
-def test_generation_refuses_logits_that_are_not_finite():
-    model = awake(small_config()).eval()
-    with torch.no_grad():
-        model.lm_head.weight[5] = math.nan
-    with pytest.raises(FloatingPointError, match="weights are ruined"):
-        next(model.generate([BOS_ID], 3))

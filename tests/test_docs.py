@@ -93,7 +93,3 @@ def test_every_part_that_the_guide_switches_off_can_be():
     assert len(changes) > 10
     for change in changes:
         assert settled("--model", "base", "--set", change).config != SpiderConfig.preset("base")
-
-
-def test_readme_has_at_most_two_hundred_lines():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200

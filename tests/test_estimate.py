@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from conftest import contents, final_state, run, run_flags, settled, text, world_of
+from conftest import contents, run_flags, settled, text, world_of
 from data import Batch
 from jobs import command
 from spider import config, estimate, machine
@@ -114,15 +114,6 @@ def test_masks_of_dropout_take_a_byte_per_number():
     assert grown * 1e9 == pytest.approx(2 * 2048 * bytes_and_segments, rel=0.02)
 
 
-def test_recomputation_changes_no_weight_and_the_choice_is_in_the_log(tmp_path, shards, capsys):
-    states = []
-    for flags, said in (((), "recompute nothing"), (("--recompute", "all"), "recompute all")):
-        states.append(final_state(run(tmp_path, shards, *flags, "--eval_every", "0", steps=2, ckpt=said)))
-        assert said in capsys.readouterr().err
-    for name, value in states[0]["model_state_dict"].items():
-        torch.testing.assert_close(states[1]["model_state_dict"][name], value, rtol=1e-3, atol=1e-4, msg=name)
-
-
 def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, shards, capsys):
     argv = run_flags(shards, tmp_path / "run", "--micro_batch", str(1 << 20), "--seq_len", "600")
     assert train.command_line(argv) == 2
@@ -196,11 +187,6 @@ def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_pat
     bound = 1.0 if reason == "slow" else 1e6
     at_least, rate, origin = estimate.expected_rate(plan, world, bound, None)
     assert (at_least, rate) == ("at least ", bound) and f"no step was timed, because {because}" in origin
-
-
-def test_a_duration_is_in_units_for_people():
-    said = [estimate.describe_duration(seconds) for seconds in (0.26, 90, 125, 3599, 7200, 2.48e4 * 3600, 1e13)]
-    assert said == ["0.3 seconds", "90 seconds", "2.1 minutes", "60 minutes", "2.0 hours", "2.8 years", "316,881 years"]
 
 
 def test_memory_that_only_some_documents_need_refuses_no_run(monkeypatch):

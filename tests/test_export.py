@@ -15,21 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import sample
-from conftest import ROOT, final_state, text
+from conftest import ROOT, final_state, refused, text
 from spider import export
 from spider.export import flat_modules
 from spider.checkpoint import load_checkpoint
 from train import command_line
 
 MODULES = flat_modules("spider.modeling_spider")
-
-
-def refusal(capsys, argv, main=command_line) -> str:
-    """The one line with which a command ends, status 2."""
-    assert main([*map(str, argv)]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "error: " in line and line.isprintable()
-    return line
+BY_SAMPLE = dict(program="sample.py", main=sample.main)
 
 
 def resuming(tmp_path, origin, *flags) -> list[str]:
@@ -90,9 +83,9 @@ def test_an_export_is_whole_or_not_there_and_takes_no_files_place(checkpoint, ex
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
     for name in (tmp_path / "full", tmp_path / "full" / "mine.txt", exported):
-        line = refusal(capsys, [checkpoint, "--export", name], sample.main)
+        line = refused([checkpoint, "--export", name], capsys, **BY_SAMPLE)
         assert "exists and is not an empty directory" in line
-    assert "--export needs a checkpoint" in refusal(capsys, [exported, "--export", tmp_path / "x"], sample.main)
+    assert "--export needs a checkpoint" in refused([exported, "--export", tmp_path / "x"], capsys, **BY_SAMPLE)
 
     def fail(weights, path, metadata):
         path.write_bytes(b"half")
@@ -101,7 +94,7 @@ def test_an_export_is_whole_or_not_there_and_takes_no_files_place(checkpoint, ex
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.save_file", fail)
         for name in ("empty", "new"):
-            line = refusal(capsys, [checkpoint, "--export", tmp_path / name], sample.main)
+            line = refused([checkpoint, "--export", tmp_path / name], capsys, **BY_SAMPLE)
             assert f"{name} cannot be written: No space left on device" in line
     assert not list((tmp_path / "empty").iterdir())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "full"]
@@ -170,7 +163,7 @@ def test_an_import_that_no_flat_directory_can_have_is_an_error(project, line):
 
 @pytest.mark.parametrize("file", ("", "model.safetensors"))
 def test_a_run_starts_with_the_weights_of_an_export_and_can_be_resumed(exported, checkpoint, tmp_path, capsys, file):
-    line = refusal(capsys, resuming(tmp_path, exported / file))
+    line = refused(resuming(tmp_path, exported / file), capsys)
     assert "add --reset_steps" in line    # an export has no optimizer state
     weights = torch.load(checkpoint)["model_state_dict"]
     argv = resuming(tmp_path, exported / file, "--reset_steps", "--lr", "1e-9", "--engram_lr", "0")
@@ -241,4 +234,4 @@ SPOILT = {
 def test_what_is_no_export_is_refused_in_a_line(exported, tmp_path, capsys, what):
     directory = shutil.copytree(exported, tmp_path / "copy")
     SPOILT[what](directory)
-    assert str(directory) in refusal(capsys, resuming(tmp_path, directory, "--reset_steps"))
+    assert str(directory) in refused(resuming(tmp_path, directory, "--reset_steps"), capsys)

@@ -88,12 +88,3 @@ def test_an_export_holds_license_and_code(site, tmp_path):
     found = {path.name for path in (tmp_path / "exported").iterdir()}
     assert {"LICENSE", "model.safetensors", "modeling_spider.py", "spider_model.py", "config.py"} <= found
     (site / "torch").rmdir()
-
-
-def test_the_program_of_your_own_loop_runs(site, tmp_path):
-    sizes = "steps, rows, length, peak = "
-    text = program("your-own-loop.md").replace(f"{sizes}200, 4, 512, 0.01", f"{sizes}11, 2, 128, 0.02")
-    (tmp_path / "loop.py").write_text(text)
-    shutil.copy(ROOT / "LICENSE", tmp_path / "text.txt")
-    assert "step 10: " in run(site, tmp_path, "loop.py").stdout
-    assert (tmp_path / "spider-step200.pt").exists()

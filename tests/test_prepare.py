@@ -177,8 +177,6 @@ FAULTY = {
     "size": ({"x.txt": b"a"}, ["x.txt", "--shard_mb", "0"], ["--shard_mb", "'0'"]),
     "no input": ({}, [], ["INPUT"]),
     "empty name": ({"x.txt": b"a"}, ["x.txt", "--out", ""], ["--out: '' is not a path"]),
-    "unknown flag": ({"x.txt": b"a"}, ["x.txt", "--fast"], ["--fast"]),
-    "abbreviated flag": ({"x.txt": b"a"}, ["x.txt", "--val", "0.5"], ["--val"]),
 }
 
 

@@ -5,7 +5,6 @@ import random
 import signal
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from spider.checkpoint import find_checkpoints
 # To the bit
 
 KINDS = (("--precision", "fp8", "--fp8_experts"), ("--optimizer", "adamw8bit", "--grad_accum", "2"),
-         ("--engram_reset", "--dropout", "0.3", "--random_loops"),
+         ("--engram_reset", "--dropout", "0.3", "--random_loops", "--sample_every", "9"),
          ("--set", f"{SMALL},boundaries=learned,segment_offsets=3,core_loss_weight=0.2"))
 ALSO = (("--recompute", "core"), ("--precision", "fp32", "--no_gradient_checkpointing"), ("--precision", "bf16"),
         ("--optimizer", "adamw"), ("--moe_backend", "loop"), ("--schedule", "wsd", "--target_tokens", "700"),
@@ -43,31 +42,6 @@ def test_every_step_can_be_the_one_where_a_run_is_stopped(tmp_path, shards):
     """The last one too, before the evaluation that ends the run."""
     whole = run(tmp_path, shards, "--ckpt_every", "3", steps=7, ckpt="whole")
     assert_same_runs(whole, run_in_parts(tmp_path, shards, "--ckpt_every", "3", steps=7, cuts=range(1, 8)))
-
-
-@pytest.fixture
-def mixture(tmp_path, shards) -> str:
-    """Of which an epoch is about 33 sequences of 32 bytes."""
-    other = tmp_path / "other"
-    other.mkdir()
-    np.random.default_rng(1).choice(np.frombuffer(b"xyz ", np.uint8), 400).astype("<u2").tofile(other / "a.bin")
-    return f"{shards}:0.6,{other}:0.4"
-
-
-def test_a_mixture_resumes_exactly_in_each_sources_own_epoch(tmp_path, mixture):
-    flags = ("--micro_batch", "4", "--eval_every", "8")
-    whole = run(tmp_path, mixture, *flags, steps=20, ckpt="whole")
-    assert_same_runs(whole, run_in_parts(tmp_path, mixture, *flags, steps=20, cuts=(6, 11)))
-    assert final_state(whole)["epoch"] >= 2
-
-
-def test_evaluating_sampling_and_saving_may_change_between_the_parts_of_a_run(tmp_path, shards):
-    whole = run(tmp_path, shards, "--eval_every", "0", steps=12, ckpt="whole")
-    for steps, flags in ((3, ("--eval_every", "1")), (7, ("--sample_every", "4", "--ckpt_every", "2")),
-                         (12, ("--eval_every", "0"))):
-        parts = run(tmp_path, shards, *flags, steps=steps, ckpt="parts")
-    for part in ("model_state_dict", "optimizer_state_dict", "bytes_seen", "recent"):
-        assert_same(final_state(whole)[part], final_state(parts)[part])
 
 
 @pytest.mark.parametrize("before, after", (((3, 7), (1, 9)), ((2, 11), (4, 13)), ((2, 10), (3, 12))))
@@ -111,6 +85,13 @@ def test_random_combinations_of_flags_and_interruptions_resume_exactly(tmp_path,
 # Kills and signals
 
 
+def stopped(job: Job, number=signal.SIGTERM) -> tuple[int, str]:
+    """Return the status and the log of a job that a signal ends."""
+    os.kill(job.ranks[0].pid, number)
+    (status,), log = job.end()
+    return status, log
+
+
 def saving(directory) -> bool:
     return directory.exists() and any(name.startswith(".spider-step") for name in os.listdir(directory))
 
@@ -152,8 +133,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shard
     job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "stopped", *flags, steps=100_000),
               faults=[(sleeps, 0, slow)] if slow else ())
     job.wait_for("SLEEPS" if slow else "step 5/")
-    os.kill(job.ranks[0].pid, number)
-    (status,), log = job.end()
+    status, log = stopped(job, number)
     assert status == 128 + number
     assert log.splitlines()[-1].startswith(f"train.py: {number.name}: stopped after step")
     step = final_state(tmp_path / "stopped")["step"]
@@ -167,8 +147,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(t
     job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", "--precision", "fp8"),
               faults=[(sleeps, 0, slow)])
     job.wait_for("SLEEPS")
-    job.ranks[0].terminate()
-    (status,), log = job.end()
+    status, log = stopped(job)
     assert status == 128 + signal.SIGTERM
     assert not list((tmp_path / "run").glob("*.pt")) and "before the first step" in log.splitlines()[-1]
 
@@ -178,18 +157,14 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, shards, processes):
     job.wait_for("SLEEPS")
     job.ranks[0].terminate()
     job.wait_for("repeat to quit at once")
-    job.ranks[0].terminate()
-    (status,), _ = job.end()
-    assert status == -signal.SIGTERM
+    assert stopped(job)[0] == -signal.SIGTERM
 
 
 def test_a_signal_saves_also_where_nobody_reads_the_log(tmp_path, shards, processes):
     directory = tmp_path / "run"
     job = Job(processes, tmp_path, 1, run_flags(shards, directory, steps=100_000), faults=[(unread, 0, None)])
     until(lambda: steps_done(directory) > 5)
-    job.ranks[0].terminate()
-    (status,), _ = job.end()
-    assert status == 128 + signal.SIGTERM and final_state(directory)["step"] > 5
+    assert stopped(job)[0] == 128 + signal.SIGTERM and final_state(directory)["step"] > 5
 
 
 @pytest.mark.slow
@@ -198,8 +173,7 @@ def test_a_signal_during_compilation_does_not_wait_for_its_end(tmp_path, shards,
               TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "empty"))
     job.wait_for("GFLOP per byte")
     time.sleep(5)
-    job.ranks[0].terminate()
-    (status,), log = job.end()
+    status, log = stopped(job)
     assert status == 128 + signal.SIGTERM and "before the first step" in log.splitlines()[-1]
 
 

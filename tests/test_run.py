@@ -1,11 +1,9 @@
-"""A run in progress: spikes told from noise, patience, metrics.jsonl, the log, wandb, the profiler, curves."""
+"""A run in progress: spikes told from noise, patience, metrics.jsonl, the log, wandb, the profiler."""
 
 import itertools
 import math
 import os
-import shutil
 import signal
-import sys
 
 import numpy as np
 import pytest
@@ -13,11 +11,8 @@ import pytest
 import train
 from conftest import final_state, metrics, refused, run, run_flags
 from jobs import forked
-from spider import curves
 from spider.checkpoint import best_checkpoint
-from spider.curves import draw_curves
 from spider.run import Metrics, RunProgress, StopSignals
-from tokenizer import BOS_ID, EOS_ID
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Spikes and explosions
@@ -35,37 +30,8 @@ def test_noise_is_no_spike_and_a_real_explosion_is_marked():
     assert progress.exploded
     progress.forget_losses(evaluations=False)
     assert not any(progress.watch(loss) for loss in [0.3] * 10 + [4.0]) and not progress.exploded
-
-
-UNLIKE = ("--micro_batch", "1", "--seq_len", "64", "--eval_every", "0", "--dropout", "0", "--ckpt_every", "1000")
-
-
-@pytest.fixture(scope="module")
-def unlike(tmp_path_factory):
-    """A run on code of letters at random beside lines of '#': losses of steps differ by an order of magnitude."""
-    directory, rng = tmp_path_factory.mktemp("unlike"), np.random.default_rng(0)
-    (directory / "data").mkdir()
-    for name, count in (("train", 60), ("val", 10)):
-        ids = []
-        for _ in range(count):
-            text = b"#" * 192 if rng.random() < 0.5 else bytes(rng.choice(list(b"abcdef ()=:\n"), 192).tolist())
-            ids += [BOS_ID, *text, EOS_ID]
-        np.array(ids, "<u2").tofile(directory / "data" / f"{name}.bin")
-    return run(directory, directory / "data", *UNLIKE, steps=60)
-
-
-@pytest.mark.parametrize("seed", ("1", "2", "3"))
-def test_a_resume_with_another_seed_on_unlike_documents_is_no_spike_and_nothing_exploded(tmp_path, unlike, monkeypatch,
-                                                                                        capsys, seed):
-    marks, record = [], RunProgress.record
-    monkeypatch.setattr(RunProgress, "record", lambda progress, *args: (
-        record(progress, *args), marks.append(progress.exploded))[0])
-    shutil.copytree(unlike, tmp_path / "run")
-    run(tmp_path, unlike.parent / "data", *UNLIKE, "--seed", seed, steps=130)
-    said = capsys.readouterr().err
-    losses = [line["loss"] for line in metrics(tmp_path / "run")][60:]
-    assert f"seed was 0, is {seed}" in said and min(losses) < max(losses) / 4
-    assert "is a spike" not in said and not any(marks) and len(marks) == 70
+    for loss in [0.3, 0.4, 4.0, 0.3] * 30:                    # documents that are unlike each other
+        assert not progress.watch(loss) and not progress.exploded
 
 
 def test_a_run_that_explodes_is_marked_and_says_so_when_it_resumes(tmp_path, shards, monkeypatch, capsys):
@@ -86,15 +52,6 @@ def test_a_run_that_explodes_is_marked_and_says_so_when_it_resumes(tmp_path, sha
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Patience
-
-
-@pytest.fixture
-def losses(monkeypatch):
-    """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of a run."""
-    by_step = dict(zip(range(2, 22, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1)))
-    record = RunProgress.record_evaluation
-    monkeypatch.setattr(RunProgress, "record_evaluation", lambda progress, loss, counts: record(
-        progress, by_step.get(progress.step, 2.2), counts))
 
 
 def test_a_run_ends_when_its_validation_has_not_improved_in_so_many_evaluations(tmp_path, shards, losses, capsys):
@@ -211,7 +168,7 @@ def test_one_rank_agrees_to_stop_at_once_and_several_by_their_votes():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# wandb, the profiler, curves
+# wandb and the profiler
 
 
 def test_wandb_is_used_only_with_a_run_name_works_offline_and_resumes_its_run(tmp_path, shards, processes):
@@ -230,54 +187,3 @@ def test_the_profiler_leaves_a_trace(tmp_path, shards, processes):
     status, _, log = forked(processes, tmp_path, *argv)
     assert status == 0, log
     assert (tmp_path / "run" / "trace.json").stat().st_size > 1000
-
-
-def test_curves_have_few_points_and_axes_that_hold_them():
-    lines = [dict(step=step, bytes_seen=100 * step, loss=10.0 / step) for step in range(1, 1001)]
-    points = curves.curve(lines, "loss", 2)
-    assert 200 < len(points) <= curves.POINTS
-    assert points[0] == (pytest.approx(400e-6), pytest.approx(2 * (10 + 5 + 10 / 3 + 2.5) / 4))
-    for values in ([1.0], [3.0] * 50, [0.0, 0.0], [-1e30, 1e30], [5.0, *[1.0] * 99]):
-        low, high = curves.span([[*enumerate(values)]])
-        assert low < min(values) and high > sorted(values)[len(values) // 2]
-    points = [(n, 5.0 - 0.01 * n + (-1) ** n) for n in range(300)]
-    found = curves.smoothed(points)
-    assert [x for x, _ in found] == [x for x, _ in points] and found[0] == points[0]
-    assert all(abs(y - (5.0 - 0.01 * x)) < 0.2 for x, y in found[8:])
-
-
-def test_a_run_leaves_its_curves_and_never_fails_for_them(tmp_path, shards, monkeypatch, capsys):
-    picture = run(tmp_path, shards, steps=2) / "curves.png"
-    monkeypatch.setattr(curves, "draw_curves", draw_curves)
-
-    def log_of(steps) -> str:
-        run(tmp_path, shards, steps=steps)
-        return capsys.readouterr().err
-    with monkeypatch.context() as patch:  # as if it were not installed
-        for name in ("matplotlib", "matplotlib.figure"):
-            patch.setitem(sys.modules, name, None)
-        assert "draw curves.png" not in log_of(3) and not picture.exists()
-    pytest.importorskip("matplotlib")
-    assert "draw curves.png" not in log_of(4) and picture.read_bytes().startswith(b"\x89PNG")
-    picture.unlink()
-    curves.write_curves(picture.parent, signal.SIGTERM)
-    assert not picture.exists()
-    picture.mkdir()
-    assert "could not draw curves.png" in log_of(5)
-
-
-def test_curves_of_several_runs_are_one_picture_and_missing_ones_are_an_error(tmp_path, monkeypatch, capsys):
-    figure = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(curves, "draw_curves", draw_curves)
-    drawn, out, labels = [], tmp_path / "out.png", ["$\\frac$", "a\nb\x1b[2J", "漢🕸"]
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, save=figure.Figure.savefig, **options: (
-        drawn.extend(text.get_text() for text in self.axes[0].get_legend().get_texts()), save(self, file, **options)))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "bytes_seen": 1, "loss": 2}\n'
-                                            '{"step": 2, "bytes_seen": 2, "loss": 1, "val_bpb": 1}\n')
-    for argv in ((), ("a",), (f"a={tmp_path / 'gone'}",)):
-        assert curves.main([str(out), *argv]) == 2 and not out.exists()
-        assert "LABEL=DIR" in capsys.readouterr().err
-    assert curves.main([str(out), *(f"{label}={tmp_path}" for label in labels)]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().err == ""
-    assert [label for label in drawn if "training" in label] == [
-        f"{label} training".replace("\n", "\\n").replace("\x1b", "\\x1b").replace("$", r"\$") for label in labels]

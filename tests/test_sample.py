@@ -9,7 +9,6 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,19 +16,12 @@ import torch
 
 import sample
 import spider_model
-from conftest import ROOT, contents, final_state, make_shards, metrics, run
+from conftest import ROOT, contents, final_state, metrics, refused
 from spider.inference import decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """The directory of a run of three steps with a checkpoint of each."""
-    root = tmp_path_factory.mktemp("trained")
-    return run(root, make_shards(root / "data"), "--ckpt_every", "1", "--keep_last", "3", steps=3)
 
 
 def writes(monkeypatch, content: bytes, between=lambda: None):
@@ -42,13 +34,7 @@ def writes(monkeypatch, content: bytes, between=lambda: None):
 
 
 def refusal(capsys, *argv) -> str:
-    """The one line on stderr of a command that is refused with status 2 and prints nothing else."""
-    assert sample.main([*map(str, argv)]) == 2
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if line.startswith("sample.py: error: ")]
-    assert out == "" and len(lines) == 1 and err.endswith(lines[0] + "\n")
-    assert all(line.isprintable() for line in err.splitlines())
-    return lines[0]
+    return refused(argv, capsys, program="sample.py", main=sample.main)
 
 
 def measured(tmp_path, *argv) -> list[dict]:
@@ -187,14 +173,6 @@ def test_ctrl_c_ends_a_text_with_status_130(trained, monkeypatch, capsys):
     assert capsys.readouterr() == ("xa\n", "")
 
 
-def test_a_program_can_sample_from_its_own_model_class(trained, tmp_path, capsys):
-    class Other(Spider):
-        pass
-    (tmp_path / "a.txt").write_text("abc")
-    for argv in (["--prompt", "a", "--bytes", "2"], ["--eval", str(tmp_path / "a.txt")], ["--show", "abc"]):
-        assert sample.main([str(trained), *argv], model_class=Other) == 0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation
 
@@ -227,11 +205,6 @@ def test_bits_are_those_of_the_bytes_alone_the_first_of_each_document_predicted_
         assert found["bytes"] == count and found["bits_per_byte"] == pytest.approx(bits / count, rel=1e-5)
     alone = [found["bytes"] * found["bits_per_byte"] for found in (first, second, third)]
     assert sum(alone) == pytest.approx(bits, rel=1e-5)
-    (tmp_path / "b.txt").write_text("abc def gh " * 40)
-    figures = [measured(tmp_path, trained, "--eval", tmp_path / "b.txt", "--precision", "fp32", *batch)[0]
-               for batch in ((), ("--batch", 1), ("--batch", 3), ("--batch", 1000))]
-    assert {found["bytes"] for found in figures} == {440}
-    assert all(found["bits_per_byte"] == pytest.approx(figures[0]["bits_per_byte"], rel=1e-6) for found in figures)
 
 
 def test_checkpoints_texts_and_loops_stand_side_by_side_in_a_table(trained, tmp_path, capsys):
@@ -306,9 +279,8 @@ def test_out_of_memory_is_one_line_with_the_remedy(trained, tmp_path, monkeypatc
     ("--export new --raw", "--raw"), ("--export new --n_loops 2", "--n_loops"),
     ("--prompt a --adapt", "--adapt"), ("--eval a.txt --adapt --seq_len 64", "--seq_len"),
     ("b --prompt a", "several checkpoints"), ("--prompt a --n_loops 1,2", "numbers of loops"),
-    ("--bytes 0", "--bytes"), ("--n_loops 4097", "--n_loops"), ("--temperature x", "--temperature"),
-    ("--temperature nan", "--temperature"), ("--top_p 0", "--top_p"), ("--top_k -1", "--top_k"),
-    ("--nonsense", "nonsense"), ("--device tpu", "--device")))
+    ("--bytes 0", "--bytes"), ("--n_loops 4097", "--n_loops"), ("--temperature nan", "--temperature"),
+    ("--top_p 0", "--top_p"), ("--top_k -1", "--top_k")))
 def test_a_bad_value_or_a_flag_that_would_not_be_read_is_refused_and_nothing_is_done(trained, tmp_path, monkeypatch,
                                                                                     capsys, argv, words):
     monkeypatch.chdir(tmp_path)
