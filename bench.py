@@ -1,7 +1,7 @@
 """Measure Spider on this machine: peak rates, an optimizer step, the backends of the experts.
 
     python bench.py --only machine                 # GPU, versions, compiler and headers
-    python bench.py --device cpu --micro_batch 4   # all sections, with flags of train.py for the step
+    python bench.py --device cpu --micro_batch 4   # all sections, with train.py's flags of model, batch and machine
 
 A section that fails prints its error in one line, then the traceback, and the next one runs. Times are medians. MFU is
 relative to the measured rate of bf16 products and does not count recomputation. On a CPU all takes some ten minutes.
@@ -32,7 +32,8 @@ from spider.distributed import World
 from tile_moe import moe_forward
 
 # 1b's layers and loops at minimal sizes: a step takes the host's time, for Python, the dispatcher and launches.
-TINY_1B = ("--model=1b", "--seq_len=16", "--micro_batch=2", "--set=hidden_size=32,n_heads=2,q_lora_rank=16,"
+TINY_1B = ("--model=1b", "--seq_len=16", "--micro_batch=2", "--grad_accum=1", "--global_batch=32",
+           "--moe_backend=grouped", "--set=hidden_size=32,n_heads=2,q_lora_rank=16,"
            "kv_lora_rank=16,qk_nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=32,intermediate_size=32,engram_dim=16,"
            "n_routed_experts=2,moe_intermediate_size=16,engram_rows=300,engram_byte_rows=300,engram_byte_dim=16")
 
@@ -51,7 +52,10 @@ class Bench:
         self.plan()                       # refuses bad flags
 
     def plan(self, *flags: str) -> train.Plan:
-        return train.settle(train.parse_args([*self.flags, *flags], environ={}), self.world)
+        flags = [*self.flags, *flags]
+        if "--precision=fp8" not in flags:
+            flags = [flag for flag in flags if flag != "--fp8_experts"]
+        return train.settle(train.parse_args(flags, environ={}), self.world)
 
     def times(self, function, repetitions: int = 9, warm_up: int = 2) -> list[float]:
         """Return the sorted times of calls in ms, each until the device has finished."""
@@ -147,7 +151,7 @@ def fp8(b: Bench):
         return print("\nfp8: skipped, this machine has none")
     found = {}
     for precision in ("fp32", "bf16", "fp8"):  # on the same batch
-        step = Step(b, f"--precision={precision}", "--micro_batch=8")
+        step = Step(b, f"--precision={precision}", "--micro_batch=8", "--moe_backend=grouped")  # triton has TF32
         sums, _ = train.accumulate(step.model, step.feed.take(), step.plan.n_loops)
         grads = [p.grad.flatten().cpu() for p in step.optimizers.dense if p.grad is not None]
         found[precision] = float(sums["loss"]), torch.cat(grads)

@@ -392,8 +392,8 @@ def validation_sets(sources: Sequence[Source], seq_len: int, eval_tokens: int) -
             if (labels != -100).any():
                 sets[source.name] = ids, labels
     if not sets:
-        raise DataError(f"{', '.join(source.name for source in sources)}: no validation data; prepare more data, raise "
-                        "--eval_tokens, or disable evaluation with --eval_every 0")
+        raise DataError(f"{', '.join(source.name for source in sources)}: no validation data: prepare more data, or "
+                        "train with --eval_every 0")
     return sets
 
 

@@ -15,7 +15,7 @@ that you type, with the whole dialogue as context. An empty line lets it continu
 of a line continues the input on the next line. Ctrl-C stops the model, Ctrl-D ends the dialogue.
 
 Output is printed as text, also to files and pipes: control characters as escapes such as \\x1b, invalid UTF-8 as
-U+FFFD. --raw prints the bytes unchanged.
+U+FFFD. --raw prints the bytes unchanged, and a line break after each sample.
 
 --eval prints bits per byte. For a directory of shards it evaluates the validation data like training (val_bpb), in
 which BOS and EOS count. For a file it predicts every byte, the first one of a document from BOS; only bytes count. Each
@@ -29,11 +29,12 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from spider.common import (DataError, Parser, UsageError, check_flags_early, durable, integer, one_line, real,
-                           run_program, say)
+from spider.common import (DataError, Parser, UsageError, check_flags_early, durable, integer, one_line, path_name,
+                           real, run_program, say)
 from spider.config import MAX_LOOPS
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,12 +69,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--top_p", type=real(0, 1, above=True), help="sample only from the likeliest bytes of total probability p")
     add("--no_repeat_ngram_size", type=integer(0), default=64, metavar="N", help="write no sequence of N bytes "
         "twice, which ends endless repetition; 0: off")
-    add("--samples", type=integer(1), default=1, help="number of samples per prompt")
+    add("--samples", type=integer(1, 1 << 16), default=1, help="number of samples per prompt")
     add("--seed", type=integer(0), default=0, help="seed of the samples")
     add("--raw", action="store_true", help="print bytes unchanged, including terminal control sequences")
     add = parser.add_argument_group("evaluation").add_argument
-    add("--eval", nargs="+", metavar="FILE", help="evaluate on texts or directories of shards")
-    add("--json", metavar="OUT", help="also write the results to a file")
+    add("--eval", nargs="+", type=path_name, metavar="FILE", help="evaluate on texts or directories of shards")
+    add("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     add("--field", default="text", help="JSON field with the text")
     add("--seq_len", type=integer(2), help="bytes per window (as trained)")
     add("--batch", type=integer(1), help="sequences per batch (8,192 bytes); does not change the results")
@@ -82,9 +83,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("looking inside").add_argument
     add("--show", metavar="FILE|TEXT", help="analyze a text, in the terminal and as an HTML page: a file, - (stdin) or "
         "the text itself; only its first 4,096 bytes")
-    add("--html", metavar="OUT", help="path of the page of --show (look.html beside the checkpoint)")
+    add("--html", type=path_name, metavar="OUT", help="path of the page of --show (look.html beside the checkpoint)")
     add = parser.add_argument_group("export").add_argument
-    add("--export", metavar="DIR", help="export to a new directory for Hugging Face's libraries")
+    add("--export", type=path_name, metavar="DIR", help="export to a new directory for Hugging Face's libraries")
     args = parser.parse_args(argv)
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     asked = [name for name in COMMANDS if name.lstrip("-") in given] or ["talking"]
@@ -198,9 +199,9 @@ def score(model: Spider, state: dict, text, n_loops: int, seq_len: int, batch: i
 
 
 def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: int | None, batch: int | None,
-            precision: str, adapt: bool, device: torch.device, model_class: type[Spider]) -> list[dict]:
-    """Return the figures of each checkpoint, text and number of loops; None stands for the run's own setting."""
-    found, bf16 = [], precision == "bf16" or precision == "auto" and multiplies_bf16(device)
+            precision: str, adapt: bool, device: torch.device, model_class: type[Spider]) -> Iterator[dict]:
+    """Yield the figures of each checkpoint, text and number of loops; None stands for the run's own setting."""
+    bf16 = precision == "bf16" or precision == "auto" and multiplies_bf16(device)
     if device.type == "cpu":
         keep_freed_memory()
     for name in names:
@@ -217,21 +218,19 @@ def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: i
                     raise DataError(f"{file}: no byte to predict")
                 if not math.isfinite(bits):
                     raise FloatingPointError(f"{path}: the loss is not a finite number: its weights are ruined")
-                found.append(dict(checkpoint=str(path), file=file, bytes=count, n_loops=loops, bits_per_byte=bits,
-                                  seq_len=None if adapt else length, precision="bf16" if bf16 else "fp32",
-                                  adapt=adapt))
-    return found
+                yield dict(checkpoint=str(path), file=file, bytes=count, n_loops=loops, bits_per_byte=bits,
+                           seq_len=None if adapt else length, precision="bf16" if bf16 else "fp32", adapt=adapt)
 
 
 def print_table(found: list[dict]):
     """Print bits per byte, a row per checkpoint and text, a column per number of loops."""
     loops = list(dict.fromkeys(entry["n_loops"] for entry in found))
-    rows = {}
+    rows = {}                             # bits per byte by number of loops
     for entry in found:
         row = one_line(entry["checkpoint"]), one_line(entry["file"]), f"{entry['bytes']:,}"
-        rows.setdefault(row, []).append(f"{entry['bits_per_byte']:.4f}")
+        rows.setdefault(row, {})[entry["n_loops"]] = f"{entry['bits_per_byte']:.4f}"
     head = "checkpoint", "file", "bytes", *(f"n_loops={n}" for n in loops)
-    lines = [head, *((*row, *bits) for row, bits in rows.items())]
+    lines = [head, *((*row, *(bits.get(n, "") for n in loops)) for row, bits in rows.items())]
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         say("  ".join(cell.ljust(width) if i < 2 else cell.rjust(width)
@@ -263,10 +262,14 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
             device, n_loops = resolve_device(args.device), args.n_loops and args.n_loops[0]
             if args.eval:
                 with durable(Path(args.json)) if args.json else nullcontext() as out:  # an error comes before the work
-                    texts = {name: open_text(name, args.field) for name in args.eval}
-                    found = measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision, args.adapt,
-                                    device, model_class)
-                    print_table(found)
+                    texts, found = {name: open_text(name, args.field) for name in args.eval}, []
+                    try:
+                        for entry in measure(names, texts, args.n_loops, args.seq_len, args.batch, args.precision,
+                                             args.adapt, device, model_class):
+                            found.append(entry)
+                    finally:              # what was measured before an error, too
+                        if found:
+                            print_table(found)
                     if out:
                         out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
             elif args.show is not None:

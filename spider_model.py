@@ -49,8 +49,8 @@ from tokenizer import EOS_ID, PAD_ID
 # ---------------------------------------------------------------------------------------------------------------------
 # The recurrent core
 
-LayerState = tuple[Tensor | None, Tensor | None]   # of a core layer, [N, ...]: latents, inputs of the convolution
-LayerCaches = tuple[Cache | None, Cache | None]    # the same of earlier decoding steps
+LayerState = tuple[Tensor | None, Tensor | None]   # of a core layer: latents [N, C]; what Engram's convolution reads
+LayerCaches = tuple[Cache | None, Cache | None]    # their caches of earlier decoding steps
 
 
 class RecurrentBlock(nn.Module):
@@ -88,7 +88,7 @@ class RecurrentBlock(nn.Module):
         return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, context_fn=keep_routing)
 
 
-class CoreStats(NamedTuple):              # a tuple, in which FSDP finds tensors with gradients
+class CoreStats(NamedTuple):              # FSDP looks for tensors with gradients in tuples, not in dataclasses
     """The statistics of a pass through the core. Losses are means over layer visits or segments."""
     aux_loss: Tensor                      # f_e * P_e balance loss
     z_loss: Tensor                        # router z-loss
@@ -193,7 +193,7 @@ class RecurrentCore(nn.Module):
         Returns the output of each segment for all segment offsets, [N, offsets * D], and statistics (None in
         decoding)."""
         decoding = run.latents is not None
-        leave = decoding or not z.is_cuda if self.halted_leave is None else self.halted_leave
+        leave = (decoding or not z.is_cuda) if self.halted_leave is None else self.halted_leave
         halting = Halting(run.share, self.config.act_threshold, leave, ends=not decoding)
         e, h, decay, visits = dropped(rms_norm(z), run.dropout, run.noise, 1), None, self.decay(), []
         recalled = [layer.engram and layer.engram.recall(run.last_bytes, run.packing.position, z.dtype)
@@ -214,11 +214,12 @@ class RecurrentCore(nn.Module):
         if decoding:
             return output, None
         aux_loss, z_loss, load = self.balance(visits)
+        # halting.loops is 0 without segments
         means = (loss / (len(self.layers) * halting.loops.clamp_min(1e-9)) for loss in (aux_loss, z_loss))
         ponder = halting.ponder
-        if run.n_loops > 1:               # a gradient on every rank, even if all segments halt at once
+        if run.n_loops > 1:               # A has a gradient on every rank, also where all segments halt at once
             ponder = ponder + 0 * decay.sum()
-        return output, CoreStats(*means, ponder, halting.loops, load.detach())                 # 0 without segments
+        return output, CoreStats(*means, ponder, halting.loops, load.detach())
 
     def _caches(self, run: CorePass, layer: int, loop: int) -> LayerCaches:
         """Return the caches of a layer in a loop; None outside decoding."""
@@ -583,7 +584,7 @@ class Spider(DecodingMixin, nn.Module):
         c, (sequences, length) = self.config, input_ids.shape
         if labels is not None:
             check_ids("labels", labels, sequences, length)
-        n_loops = c.n_loops if n_loops is None else n_loops
+        n_loops = self.loops_of(n_loops)
         ids = input_ids.reshape(-1)
         cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
         if self.compiled:                 # else each number of documents would need another graph
@@ -663,6 +664,13 @@ class Spider(DecodingMixin, nn.Module):
         self.compiled = False
         for layer in (*self.prelude, *self.coda, *([] if self.core is None else self.core.layers)):
             layer.compiled = None
+
+    def loops_of(self, n_loops: int | None) -> int:
+        """Return a number of loops, by default the config's; raise ValueError if it is below 1."""
+        n_loops = self.config.n_loops if n_loops is None else n_loops
+        if n_loops < 1:
+            raise ValueError(f"n_loops must be at least 1, not {n_loops}")
+        return n_loops
 
     def set_backend(self, backend: str):
         """Choose the backend of the experts, one of config.BACKENDS; raise ValueError for any other name."""

@@ -57,8 +57,8 @@ def boundary_loss(b: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tensor:
 # Learned boundaries
 
 GAIN_WEIGHT = 3.0
-TRUST = 30, 60                            # steps
-STRAYS = 0.003                            # per byte
+TRUST = 30, 60                            # steps: until the first the regression counts nothing, after the second fully
+STRAYS = 0.003                            # random boundaries per byte, in training
 LOSS_WEIGHT = 0.001                       # of both squared errors: nothing, in the norm by which gradients are clipped
 MOST_LOSS, MOST_GAIN = 12.0, 3.0          # nats; larger ones count as this
 HIGHEST, BINS, TIE = 8.0, 1 << 16, 64     # scores are counted in BINS, from -HIGHEST to HIGHEST nats; a tie has TIE
@@ -149,7 +149,7 @@ class SurprisePredictor(nn.Module):
         the first-order change of the loss between the two segments, which is the target of the gain's regression."""
         observed, gain = Observed(predicted, ids, self._count(predicted, ids, packing.position)), predicted[:, 1]
 
-        def error(grad: Tensor) -> Tensor:
+        def gain_gradient(grad: Tensor) -> Tensor:  # in place of the loss's, so that the regression alone learns
             if observed.nat_weight is None:            # of a loss that is not the model's
                 return torch.zeros_like(grad)
             gained = (-grad / observed.nat_weight.clamp_min(1e-30)).clamp(-MOST_GAIN, MOST_GAIN)
@@ -157,7 +157,7 @@ class SurprisePredictor(nn.Module):
             return 2 * LOSS_WEIGHT / self.rate * observed.nat_weight * wrong  # of the squared error
         amount = gain - gain.detach()
         if amount.requires_grad:
-            amount.register_hook(error)
+            amount.register_hook(gain_gradient)
         amount = amount.index_select(0, last_boundary(b).clamp_min(0))[:, None].to(unpooled.dtype)
         return torch.addcmul(unpooled, amount, (unpooled - earlier).detach()), observed
 

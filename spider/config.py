@@ -42,7 +42,7 @@ class SpiderConfig:
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     # segments
-    boundaries: str = "flexitokens"       # learned probabilities as published; learned: by predicted surprise; words
+    boundaries: str = "flexitokens"       # flexitokens: sampled, as published; learned: by predicted surprise; words
     boundary_rate: float = 0.19           # learned: boundaries per byte
     boundary_prior: float = 0.3           # flexitokens: initial boundaries per byte
     boundary_loss_weight: float = 1.0
@@ -93,6 +93,7 @@ class SpiderConfig:
                 (self.v_head_dim % 8 == 0, "v_head_dim must be a multiple of 8"),
                 (self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
                 (self.boundaries in BOUNDARIES, f"boundaries must be one of {', '.join(BOUNDARIES)}"),
+                (0 < self.act_threshold <= 1, "act_threshold must be above 0, at most 1"),
                 (0 < self.boundary_prior < 1, "boundary_prior must lie between 0 and 1"),
                 (0 < self.boundary_rate < 1, "boundary_rate must lie between 0 and 1"),
                 (self.n_routed_experts + self.n_shared_experts > 0,

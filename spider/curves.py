@@ -6,6 +6,7 @@ Every chart shows one quantity over the bytes seen: the logged values as a thin 
 one, validation as dots. matplotlib is imported only to draw.
 """
 
+import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -113,6 +114,8 @@ def write_curves(directory: Path, signal: int | None):
 def main(argv: list[str]) -> int:
     """Draw the curves of several runs in one picture. Exit status: 0, or 2 with one line on stderr."""
     def command():
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError('matplotlib is not installed: pip install -e ".[plot]"')
         runs = {label: read_metrics(Path(directory) / "metrics.jsonl")
                 for label, _, directory in (run.partition("=") for run in argv[1:])}
         if not runs or not all(runs.values()):

@@ -43,13 +43,18 @@ def faults_of(path: str) -> Iterator[None]:
 
 
 def open_input(path: str, scratch: Path) -> IO[bytes]:
-    """Open a file, or standard input (-). Of that and of compressed files an unnamed copy in the directory `scratch` is
-    opened, since a text is cut by its length. Raise DataError for a compressed file that is damaged or cut off."""
-    if path != "-" and not path.lower().endswith(COMPRESSED):
+    """Open a file, or standard input (-). Of that, of pipes and of compressed files an unnamed copy in the directory
+    `scratch` is opened, since a text is cut by its length. Raise DataError for a compressed file that is damaged or cut
+    off."""
+    compressed = path.lower().endswith(COMPRESSED)
+    if Path(path).is_file() and not compressed:
         return open(path, "rb", MIB)
     copy = tempfile.TemporaryFile(buffering=MIB, dir=scratch)
     if path == "-":
         shutil.copyfileobj(sys.stdin.buffer, copy, MIB)
+    elif not compressed:
+        with open(path, "rb") as pipe:
+            shutil.copyfileobj(pipe, copy, MIB)
     else:
         import fsspec                     # which torch needs too
         from fsspec.compression import available_compressions

@@ -82,14 +82,17 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float | N
 
 
 def forbid_repeats(logits: Tensor, written: Tensor, size: int) -> Tensor:
-    """Rule out what would repeat any `size` ids of written [rows, n] int64, as transformers' no_repeat_ngram_size does:
-    logits [rows, vocab_size]."""
+    """Rule out ids that would write a sequence of `size` ids of written [rows, n] int64 again, as transformers'
+    no_repeat_ngram_size does: logits [rows, vocab_size]."""
     if written.shape[1] < size:
         return logits
-    grams = written.unfold(1, size, 1)                                                       # [rows, grams, size]
-    newest = written[:, None, written.shape[1] - size + 1:]
-    row, gram = (grams[:, :, :-1] == newest).all(2).nonzero(as_tuple=True)
-    return logits.index_put((row, grams[row, gram, -1]), logits.new_tensor(-math.inf))
+    if size == 1:
+        return logits.scatter(1, written, -math.inf)
+    # Only sequences whose last id but one is the newest id: comparing all would take longer than a step.
+    row, gram = (written[:, size - 2:-1] == written[:, -1:]).nonzero(as_tuple=True)
+    grams = written.unfold(1, size, 1)[row, gram]                                            # [found, size]
+    same = (grams[:, :-1] == written[row, written.shape[1] - size + 1:]).all(1)
+    return logits.index_put((row[same], grams[same, -1]), logits.new_tensor(-math.inf))
 
 
 class DecodingMixin:
@@ -98,7 +101,7 @@ class DecodingMixin:
     def decoding_state(self, rows: int = 1, n_loops: int | None = None) -> DecodingState:
         """Make the state of `rows` empty rows; n_loops defaults to the config's."""
         c, weight = self.config, self.embed_tokens
-        n_loops, latent = c.n_loops if n_loops is None else n_loops, c.kv_lora_rank + c.qk_rope_head_dim
+        n_loops, latent = self.loops_of(n_loops), c.kv_lora_rank + c.qk_rope_head_dim
         held, summed = (weight.new_zeros(0, dtype=dtype) for dtype in (self.compute_dtype, self.wide_dtype))
         count = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         null = held.new_zeros(c.hidden_size) if self.core is None else self.null_rows().detach().to(held.dtype)
@@ -171,7 +174,7 @@ def _read(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
     """Feed bytes [rows, n], of one document in each row."""
     c, (rows, n) = model.config, input_ids.shape
     known = torch.cat((state.last_bytes, input_ids), dim=1)
-    starts = document_starts(known[:, -n - 1:])[:, 1]
+    starts = document_starts(known[:, -n - 1:])[:, 1]  # whether the first byte starts one, as the byte before decides
     if starts.any():
         state.start_documents(starts, None if model.core is None else model.null_rows())
         known = torch.cat((state.last_bytes, input_ids), dim=1)

@@ -174,7 +174,7 @@ class Unsharded:
         loss.backward()
 
     def all_reduce_step(self, params: list[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum a step's numbers (float64) over ranks; return the norm of all gradients, and the sums."""
+        """Sum a step's numbers (float64) over ranks; return the norm of the gradients of `params`, and the sums."""
         norms = torch._foreach_norm([p.grad for p in params if p.grad is not None])
         return torch.linalg.vector_norm(torch.stack(norms)), numbers
 

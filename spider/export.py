@@ -24,7 +24,7 @@ from spider.common import ROOT, CheckpointError, sync
 from spider.config import SpiderConfig
 from spider.checkpoint import PREFIX, is_export, safetensors
 from spider.run import read_lines
-from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 ADAPTER = "modeling_spider"
 PROJECT = "spider", "spider_model", "tile_moe", "tokenizer"  # packages and modules that it may import
@@ -86,7 +86,7 @@ def texts_of(path: Path, state: dict) -> dict[str, str]:
             n_loops=state.get("n_loops", config.n_loops), spider=asdict(config), training=facts)),
         "generation_config.json": as_json(dict(
             ids, do_sample=True, temperature=0.8, top_k=0,
-            suppress_tokens=[PAD_ID, BOS_ID, *range(EOS_ID + 1, VOCAB_SIZE)])),
+            suppress_tokens=[PAD_ID, BOS_ID, *range(EOS_ID + 1, config.vocab_size)])),
         "tokenizer_config.json": as_json(dict(
             tokenizer_class="SpiderTokenizer", auto_map=dict(AutoTokenizer=[f"{ADAPTER}.SpiderTokenizer", None]),
             errors="replace", padding_side="left")),

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from spider.checkpoint import best_checkpoint, check_weights, is_export, load_checkpoint, load_newest
 from spider.common import CheckpointError, ProgressBar, UsageError, one_line
 from spider.config import SpiderConfig
-from spider.decode import DecodingState
+from spider.decode import PIECE, DecodingState
 from spider.machine import multiplies_bf16
 from spider.memory import EngramTable
 from spider.optim import RowwiseAdagrad, load_optimizer_state
@@ -114,7 +114,9 @@ class Sampler:
     def read(self, state: DecodingState, ids: list[int]) -> Tensor:
         """Feed ids to a state with one row; return the logits of the next byte, [1, vocab_size]."""
         with self.model.cast_weights_once():
-            return self.model.step(torch.tensor([ids], device=self.model.embed_tokens.device), state)[:, -1]
+            for piece in torch.tensor([ids], device=self.model.embed_tokens.device).split(PIECE, dim=1):
+                logits = self.model.step(piece, state)[:, -1]
+            return logits
 
     def write(self, logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
         """Yield the next bytes of all rows, one column at a time."""
@@ -169,7 +171,7 @@ def converse(sampler: Sampler, state: DecodingState):
     with suppress(ImportError):
         import readline  # noqa: F401     # lines can be edited then
     sys.stdin.reconfigure(errors="surrogateescape")
-    unread = None                         # ids of the last turn that the state has not read
+    unread = None                         # ids that the state has not read; None before the first turn
     while (typed := ask()) is not None:
         typed = os.fsencode(typed)
         if unread is None:
@@ -188,7 +190,7 @@ def converse(sampler: Sampler, state: DecodingState):
                     return
         with interrupts_that_wait() as asked:
             print_bytes(turn(), sampler.raw)
-        ended = len(written) < sampler.bytes and not asked
+        ended = not written or len(written) < sampler.bytes and not asked
         unread = [EOS_ID, BOS_ID] if ended else written[-1:]
 
 

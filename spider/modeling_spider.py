@@ -54,6 +54,7 @@ class SpiderCache:
 
     def __init__(self, state: DecodingState):
         self.state, self.seen = state, 0  # bytes fed per row, including padding
+        self.right_padded = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -119,6 +120,11 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def enable_input_require_grads(self):
         """Do nothing: only reentrant checkpointing, which this model does not use, needs inputs with gradients."""
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_, **__):
+        """Accept the present size alone, which fine-tuning scripts ask for; raise ValueError for any other."""
+        if new_num_tokens not in (None, self.spider.config.vocab_size):
+            raise ValueError("the vocabulary of bytes is fixed")
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
@@ -155,8 +161,9 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
         Without a cache this is the full pass: `loss` is the training loss (in evaluation mode without the core's own
         prediction), `nats_per_byte` the cross-entropy alone. With use_cache, which does not allow labels, a SpiderCache
-        is created or continued; the logits are the same. others: what other models take, such as inputs_embeds, as
-        None or False. Raise ValueError for any other value, and for a mask with holes."""
+        is created or continued; the logits are the same. The mask of a continued cache is not read. others: what other
+        models take, such as inputs_embeds, as None or False. Raise ValueError for any other value, and for a mask with
+        holes."""
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"{name} is not available in Spider")
@@ -176,6 +183,10 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError("labels: the loss needs a full pass, without cache and use_cache")
             if cache is None:
                 cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
+            if cache.right_padded:
+                raise ValueError("attention_mask: to continue a text, pad on the left (padding_side='left')")
+            if not cache.seen:
+                cache.right_padded = bool((kept.any(1) & ~kept[:, -1]).any())
             output = SpiderCausalLMOutput(None, self.spider.step(input_ids, cache.state), cache)
             cache.seen += input_ids.shape[1]
         else:
@@ -189,8 +200,8 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[T
     """Return which bytes are not padding, bool [B, T], and input_ids [B, T] in which padding does not affect them.
     attention_mask [B, T], 0 or 1. Padding is where the mask is 0, and PAD at the ends of rows.
 
-    Left padding becomes a document of its own, PAD ... EOS, after which the text starts another one. Causal layers
-    never see right padding."""
+    Left padding becomes a document of its own, PAD ... EOS, after which the text starts another one; a row without any
+    text ends with BOS, as an empty prompt does. Causal layers never see right padding."""
     if attention_mask is not None and (attention_mask.shape != input_ids.shape or (
             F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0).sum(1).gt(1).any()):
         raise ValueError("attention_mask must have the shape of input_ids, with contiguous ones in each row")
@@ -198,7 +209,9 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[T
     real = (input_ids != PAD_ID).int()
     in_front, behind = real.cumsum(1) == 0, real.flip(1).cumsum(1).flip(1) == 0
     ends = in_front & ~F.pad(in_front[:, 1:], (0, 1))
-    return ~(in_front | behind), input_ids.masked_fill(ends, EOS_ID)
+    text = input_ids.masked_fill(ends, EOS_ID)
+    text[:, -1] = text[:, -1].where(real.any(1), BOS_ID)
+    return ~(in_front | behind), text
 
 
 SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"} | {
@@ -233,8 +246,9 @@ class SpiderTokenizer(PreTrainedTokenizer):
         text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)     # surrogates that stand for no byte
         return [chr(byte) for byte in text.encode("utf-8", "surrogateescape")]
 
-    def _convert_token_to_id(self, token: str) -> int:
-        return SPECIAL_IDS[token] if token in SPECIAL_IDS else ord(token)
+    def _convert_token_to_id(self, token: str) -> int | None:
+        is_byte = len(token) == 1 and ord(token) < 256
+        return ord(token) if is_byte else SPECIAL_IDS.get(token)
 
     def _convert_id_to_token(self, index: int) -> str:
         return SPECIAL[index] if index in SPECIAL else bytes([index]).decode("latin-1")

@@ -270,7 +270,7 @@ class Cache:
     of a document in slot p % slots. A loop's rows also count for later loops, until those put their own.
 
     before [documents]: rows of each document in earlier steps. window: rows that a row attends to, including itself; 0:
-    all. There are twice as many slots as needed, so that rows are seldom moved.
+    all. There are twice as many slots as needed, so that rows are seldom moved; a single row's window has just its own.
     """
 
     def __init__(self, held: Tensor, packing: Packing, before: Tensor, window: int = 0):
@@ -281,7 +281,8 @@ class Cache:
         exact = one and need == window     # exactly one slot per visible row
         if held.shape[3] != need if exact else not need <= held.shape[3] <= max(16, 4 * need):
             slot = torch.arange(need if exact else 2 * need, device=held.device)
-            kept = before[:, None] - 1 - (before[:, None] - 1 - slot) % len(slot)            # the row for each slot
+            # the newest row p < before of each slot, p % slots == slot
+            kept = before[:, None] - 1 - (before[:, None] - 1 - slot) % len(slot)
             held = held[:, :, torch.arange(len(before), device=held.device)[:, None], kept % held.shape[3]]
         self.held, self.packing, self.layer, self.loop = held, packing, 0, 0
         self.slot = packing.position % held.shape[3]                                         # [N]

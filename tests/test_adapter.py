@@ -65,24 +65,27 @@ def test_what_is_drawn_has_the_models_probabilities_and_is_never_an_id_that_no_t
 
 
 def test_rows_of_a_padded_batch_are_as_each_alone(model):
-    rows = [[BOS_ID, *b"abc def"], [*b"no begin"], [*b"x"], [BOS_ID, *b"the longest of the four"]]
+    rows = [[BOS_ID, *b"abc def"], [*b"no begin"], [*b"x"], [BOS_ID, *b"the longest of the four"], []]
     longest = max(map(len, rows))
     for side in ("left", "right"):
-        ids, mask = torch.full((4, longest), 7), torch.zeros(4, longest, dtype=torch.int64)
+        ids, mask = torch.full((5, longest), 7), torch.zeros(5, longest, dtype=torch.int64)
         spans = [slice(longest - len(row), None) if side == "left" else slice(len(row)) for row in rows]
         for i, (row, span) in enumerate(zip(rows, spans)):
             ids[i, span], mask[i, span] = torch.tensor(row), 1
         together = model(ids, attention_mask=mask).logits
         stepwise = model(ids, attention_mask=mask, use_cache=True).logits
-        for i, (row, span) in enumerate(zip(rows, spans)):
+        for i, (row, span) in enumerate(zip(rows[:4], spans)):
             alone = model(torch.tensor([row])).logits[0]
             torch.testing.assert_close(together[i, span], alone)
             torch.testing.assert_close(stepwise[i, span], alone)
         if side == "left":
             written = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)[:, longest:]
             for i, row in enumerate(rows):
-                expected = continuation(model, row, 10)
+                expected = continuation(model, row or [BOS_ID], 10)
                 assert written[i, :len(expected)].tolist() == expected
+        else:
+            with pytest.raises(ValueError, match="pad on the left"):
+                model.generate(ids, attention_mask=mask, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("row", ([BOS_ID, *b"abc def gh"], [*b"no begin"], [*b"two", EOS_ID, BOS_ID, *b"ab", EOS_ID]))
@@ -109,6 +112,15 @@ def test_padding_changes_no_part_of_the_loss_whatever_the_mask_and_labels_say_of
 def test_a_mask_that_is_no_padding_is_refused(model, row):
     with pytest.raises(ValueError, match="attention_mask must have the shape of input_ids"):
         model(text(1, 4), attention_mask=torch.tensor([row]))
+
+
+def test_the_vocabulary_keeps_its_size_and_loops_begin_at_one(model):
+    model.resize_token_embeddings(272)
+    with pytest.raises(ValueError, match="vocabulary"):
+        model.resize_token_embeddings(300)
+    for how in (dict(), dict(use_cache=True)):
+        with pytest.raises(ValueError, match="n_loops must be at least 1"):
+            model(text(1, 4), n_loops=0, **how)
 
 
 def test_a_kept_cache_continues_and_several_texts_continue_from_one(model):

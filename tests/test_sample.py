@@ -222,6 +222,14 @@ def test_checkpoints_texts_and_loops_stand_side_by_side_in_a_table(trained, tmp_
             round(entry["bits_per_byte"], 4) for entry in found[2 * i:2 * i + 2]]
 
 
+def test_checkpoints_of_other_numbers_of_loops_have_columns_of_their_own(capsys):
+    entry = dict(checkpoint="a", file="f", bytes=9, n_loops=1, bits_per_byte=2.0)
+    sample.print_table([entry, entry | dict(checkpoint="b", n_loops=3, bits_per_byte=4.0)])
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert first.index("2.0000") + 6 == head.index("n_loops=1") + 9
+    assert second.index("4.0000") + 6 == head.index("n_loops=3") + 9
+
+
 def test_what_cannot_be_measured_is_one_line(trained, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "no.jsonl").write_text('{"a": 1}\n')
