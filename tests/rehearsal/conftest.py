@@ -23,18 +23,11 @@ import torch
 COMPILER = os.environ.get("CXX", "g++")
 
 
-class Unavailable(pytest.Module):
-    """A module of tests that is skipped before it imports Triton."""
-
-    def collect(self):
-        pytest.skip("needs a CUDA build of torch, and g++ or the C++ compiler named in CXX; see "
-                    "tests/rehearsal/conftest.py", allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(module_path, parent):
+def pytest_pycollect_makemodule():
+    """Skip all modules of tests before they import Triton."""
     if torch.version.cuda is None or shutil.which(COMPILER) is None:
-        return Unavailable.from_parent(parent, path=module_path)
-    return None
+        pytest.skip("needs a CUDA build of torch, and g++ or the C++ compiler named in CXX; see "
+                    "tests/rehearsal/conftest.py")
 
 
 @pytest.hookimpl(tryfirst=True)

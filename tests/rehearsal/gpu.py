@@ -1,28 +1,27 @@
 """An absent GPU: Spider's models and steps on torch's fake tensors, which have a device, a shape and strides, but no
-memory. Inside `stand_in` torch reports a GPU; inside `fake_tensors`, within that, every tensor is fake. Inside
-`generating`, around `fake_tensors`, Inductor makes the code that it makes for the card."""
+memory. After `stand_in` torch reports a GPU; inside `fake_tensors` every tensor is fake; after `generating` Inductor
+makes the code that it makes for the card. A test has a process of its own (conftest.py), so nothing is undone."""
 
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import triton
 from torch import fx, nn
 from torch._dynamo.device_interface import CudaInterface
-from torch._functorch import config as autograd_config
-from torch._inductor import config
-from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+from torch._inductor import compile_fx, config
+from torch._inductor.fx_passes import joint_graph
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
 from torch._inductor.virtualized import V
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
+import tile_moe
 import train
 from data import Batch
-from spider import packing
 from spider.distributed import World
 from spider.optim import Optimizers
 from spider_model import Spider
@@ -39,48 +38,35 @@ MODELS = {"1b": "n_prelude_layers=1,n_coda_layers=1,n_recurrent_layers=2,engram_
 LOOPS = {"1b": 2, "base": 1, "original": 2}
 
 
-@contextmanager
+def always(answer):
+    """Make a function that answers the same to any arguments."""
+    return lambda *_, **__: answer
+
+
 def stand_in(architecture: int = 90):
     """Make torch report one GPU of an architecture."""
     train.logger.remove()
     torch.set_float32_matmul_precision("high")
     major, minor = divmod(architecture, 10)
     properties = SimpleNamespace(
-        name=f"sm_{architecture}", major=major, minor=minor, multi_processor_count=PROCESSORS[architecture],
-        total_memory=150 << 30, warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-        shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536, L2_cache_size=60 << 20)
+        name=f"sm_{architecture}", major=major, multi_processor_count=PROCESSORS[architecture], total_memory=150 << 30,
+        warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536)
     answers = dict(
         is_available=True, get_device_capability=(major, minor), is_bf16_supported=True, device_count=1,
         get_device_name=properties.name, current_device=0, get_device_properties=properties, set_device=None,
         is_current_stream_capturing=False, get_rng_state=torch.zeros(16, dtype=torch.uint8), set_rng_state=None,
-        synchronize=None, _exchange_device=0, _maybe_exchange_device=0, exchange_device=0, maybe_exchange_device=0,
-        _lazy_init=None, get_raw_stream=0)
-    of_driver = dict(get_current_target=GPUTarget("cuda", architecture, 32), get_active_torch_device=DEVICE,
-                     get_device_interface=torch.cuda)                 # that compiling asks for
-    triton.runtime.driver.set_active(SimpleNamespace(**{name: always(of_driver[name]) for name in of_driver}))
-    with ExitStack() as stack:
-        for owner, name in product((torch.cuda, CudaInterface), answers):
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, staticmethod(always(answers[name]))))
-        stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", always(None)))
-        stack.enter_context(mock.patch("tile_moe.find_obstacle", always(None)))               # it reads values
-        # Constants of the host are not copied to the device.
-        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
-        yield
+        _exchange_device=0, _maybe_exchange_device=0, _lazy_init=None)
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, always(answer))
+    CudaInterface.get_device_properties, CudaInterface.is_bf16_supported = always(properties), always(True)
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=always(GPUTarget("cuda", architecture, 32))))
+    tile_moe.find_obstacle = always(None)                             # it reads values
+    fake_tensor.init_gpu_context = always(None)
+    FakeTensorMode.avoid_device_init = True                           # constants of the host are not copied to the device
 
 
-def always(answer):
-    """Make a function that answers the same to any arguments."""
-    return lambda *_, **__: answer
-
-
-@contextmanager
-def fake_tensors():
-    """Make all tensors fake."""
-    packing.rotary_frequencies.cache_clear()                          # fake tensors belong to one mode
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-    packing.rotary_frequencies.cache_clear()
+def fake_tensors() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def settle(model: str, *flags: str) -> Plan:
@@ -124,10 +110,8 @@ def step(plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int):
 def exported(spider: Spider) -> nn.Module:
     """Wrap a model like an export does."""
     from spider import modeling_spider as adapter
-    spider.float = lambda: spider         # it is in fp32; fake parameters cannot be replaced
-    config = adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)
-    with mock.patch.object(adapter, "Spider", lambda config: spider):
-        return adapter.SpiderForCausalLM(config).eval()
+    adapter.Spider = spider.float = always(spider)                    # in fp32; fake parameters cannot be replaced
+    return adapter.SpiderForCausalLM(adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)).eval()
 
 
 class Graph:
@@ -161,10 +145,10 @@ class OnHost(TorchDispatchMode):
         return func(*args, **kwargs | (dict(device="cpu") if "device" in kwargs else {}))
 
 
-@contextmanager
-def generating():
-    """Yield the list of all graphs made inside; inside `gpu.stand_in`, around `gpu.fake_tensors`."""
-    graphs, fold = [], UniformValueConstantFolder._deduce_value
+def generating() -> list[Graph]:
+    """Let Inductor make code for the card; return the list of all graphs from now on."""
+    graphs, folder = [], joint_graph.UniformValueConstantFolder
+    fold = folder._deduce_value
 
     def keep(lowering):
         graphs.append(Graph(lowering))
@@ -173,12 +157,8 @@ def generating():
     def fold_on_host(self, node):
         with OnHost():                    # constants that Inductor folds are real tensors
             return fold(self, node)
-    with (mock.patch("torch._inductor.graph.GraphLowering.compile_to_module", keep),
-          mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu", always(None)),
-          mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", always([])),      # their addresses
-          mock.patch("torch._inductor.fx_passes.joint_graph.lazy_init", always(None)),       # patterns of real tensors
-          mock.patch.object(UniformValueConstantFolder, "_deduce_value", fold_on_host),
-          mock.patch("torch.manual_seed", always(None)),
-          config.patch(fx_graph_cache=False, compile_threads=1, use_static_cuda_launcher=False),
-          autograd_config.patch(enable_autograd_cache=False)):
-        yield graphs
+    GraphLowering.compile_to_module, folder._deduce_value = keep, fold_on_host
+    joint_graph.lazy_init = triton_helpers.set_driver_to_gpu = always(None)                  # patterns of real tensors
+    compile_fx.get_input_idxs_to_check = always([])                   # their addresses
+    config.use_static_cuda_launcher, torch.compiler.config.force_disable_caches = False, True
+    return graphs

@@ -7,16 +7,16 @@ are. The code's choice of experts is used in all, and checked by itself, since r
 import copy
 import math
 import re
-from unittest import mock
 
 import interpreting  # noqa: F401  mends Triton's interpreter
 import pytest
 import torch
 import triton.language as tl
 from rehearsal import gpu
-from rehearsal.gpu import Graph, OnHost, generating
+from rehearsal.gpu import Graph, OnHost
 from rehearsal.refusals import Watch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_helpers
@@ -111,19 +111,12 @@ class Own(OnHost):
         return super().__torch_dispatch__(REFERENCES.get(str(func), func), types, *self.widened((args, kwargs)))
 
 
-class Library:
-    """Functions of CUDA's libdevice, as the interpreter has them."""
-
-    def __getattr__(self, name):
-        return getattr(tl, name)
-
-
 class Kernel:
     """A generated Triton kernel, launched like by Inductor, with small blocks so that several of them are at work."""
 
     def __init__(self, name: str, source: str, device_str: str):
         module = PyCodeCache.load(re.sub(r"@triton_heuristics\..*?\n\)\n(?=@triton\.jit)", "", source, flags=re.S))
-        module.libdevice = module.tl_math = Library()
+        module.libdevice = module.tl_math = tl.math
         self.function = getattr(module, name)
 
     def run(self, *args, stream=None):
@@ -137,12 +130,13 @@ class Kernel:
 
 
 def run_generated(source: str, args: list) -> list:
-    """Run the code that was generated for a graph, inside `gpu.stand_in` and `generating`."""
+    """Run the code that was generated for a graph."""
     triton_helpers.max2 = lambda x, dim: tl.max(x, dim)               # the interpreter calls its own for every number
+    AsyncCompile.triton = Kernel
+    guards._empty_strided_cuda = guards._empty_strided_cpu
+    torch._C._cuda_getCurrentRawStream = gpu.always(0)
     module = {}
-    with (Own(), mock.patch.object(AsyncCompile, "triton", staticmethod(Kernel)),
-          mock.patch("torch._C._dynamo.guards._empty_strided_cuda", torch._C._dynamo.guards._empty_strided_cpu),
-          mock.patch("torch._C._cuda_getCurrentRawStream", gpu.always(0))):
+    with Own():
         exec(compile(source, "<generated>", "exec"), module)
         return list(module["call"](list(args)))
 
@@ -218,18 +212,18 @@ def faults_of(graph: Graph, source: str, args: list, runs: int) -> tuple[list[st
 @pytest.mark.parametrize("precision", ("bf16", "fp8"))
 def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_found(precision):
     torch.manual_seed(0)
-    known, found = {}, []
-    with gpu.stand_in(), generating() as graphs:
-        plan = gpu.settle("1b", f"--set={gpu.MODELS['1b']},{SMALL}", "--seq_len=32", "--micro_batch=2",
-                          f"--precision={precision}")
-        with gpu.fake_tensors(), Watch(24):
-            gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
-        for i, graph in enumerate(graphs):                            # each forward one before its backward one
-            args = inputs_of(graph, known if graph.backward else {})
-            faults, results = faults_of(graph, graph.source, args, RUNS)
-            found += faults
-            known = {str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)}
-            for fault, (pattern, replacement, count) in PLANTED.items() if i == LATER_LOOP else ():
-                source, places = re.subn(pattern, replacement, graph.source, count)
-                assert places and faults_of(graph, source, args, RUNS)[0], fault
+    gpu.stand_in()
+    plan = gpu.settle("1b", f"--set={gpu.MODELS['1b']},{SMALL}", "--seq_len=32", "--micro_batch=2",
+                      f"--precision={precision}")
+    graphs, known, found = gpu.generating(), {}, []
+    with gpu.fake_tensors(), Watch(24):
+        gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
+    for i, graph in enumerate(graphs):    # each forward one before its backward one
+        args = inputs_of(graph, known if graph.backward else {})
+        faults, results = faults_of(graph, graph.source, args, RUNS)
+        found += faults
+        known = {str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)}
+        for fault, (pattern, replacement, count) in PLANTED.items() if i == LATER_LOOP else ():
+            source, places = re.subn(pattern, replacement, graph.source, count)
+            assert places and faults_of(graph, source, args, RUNS)[0], fault
     assert len(graphs) == 10 and not found, found
