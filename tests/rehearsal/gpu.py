@@ -31,11 +31,9 @@ DEVICE = torch.device("cuda")
 WORLD = World({})
 WORLD.device, WORLD.all = DEVICE, bool
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 188}  # A100, RTX 4090, H100, B200, RTX 6000
-# Presets with their own widths, and one layer of each kind.
-MODELS = {"1b": "n_prelude_layers=1,n_coda_layers=1,n_recurrent_layers=2,engram_layers=1",
-          "base": "n_prelude_layers=1,n_coda_layers=1",
-          "original": "n_prelude_layers=1,n_coda_layers=1,n_recurrent_layers=2,engram_layers=1"}
-LOOPS = {"1b": 2, "base": 1, "original": 2}
+# Presets with their own widths, one layer of each kind, and loops.
+LAYERS = "n_prelude_layers=1,n_coda_layers=1,n_recurrent_layers=2,engram_layers=1"
+MODELS = {"1b": (LAYERS, 2), "base": ("n_prelude_layers=1,n_coda_layers=1", 1), "original": (LAYERS, 2)}
 
 
 def always(answer):
@@ -62,7 +60,7 @@ def stand_in(architecture: int = 90):
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=always(GPUTarget("cuda", architecture, 32))))
     tile_moe.find_obstacle = always(None)                             # it reads values
     fake_tensor.init_gpu_context = always(None)
-    FakeTensorMode.avoid_device_init = True                           # constants of the host are not copied to the device
+    FakeTensorMode.avoid_device_init = True                           # else constants of the host are copied there
 
 
 def fake_tensors() -> FakeTensorMode:
@@ -71,16 +69,17 @@ def fake_tensors() -> FakeTensorMode:
 
 def settle(model: str, *flags: str) -> Plan:
     """Settle the plan of a step of a model of MODELS, which train.py's flags may change."""
-    small = [f"--model={model}", f"--set={MODELS[model]}", f"--n_loops={LOOPS[model]}", "--seq_len=256",
-             "--micro_batch=16", "--compile=off", "--recompute=core", "--moe_backend=grouped"]
+    layers, n_loops = MODELS[model]
+    small = [f"--model={model}", f"--set={layers}", f"--n_loops={n_loops}", "--seq_len=256", "--micro_batch=16",
+             "--compile=off", "--recompute=core", "--moe_backend=grouped"]
     return train.settle(train.parse_args([*small, *flags], environ={}), WORLD)
 
 
 def absent(config) -> Spider:
-    """Make a model on the GPU; its weights are never initialized."""
-    with torch.device("cuda"):
+    """Make a model on the GPU."""
+    with DEVICE:
         model = Spider(config)
-    model.to_empty = model.init_weights = always(None)
+    model.to_empty = model.float = always(model)                      # fake parameters cannot be replaced
     return model
 
 
@@ -110,7 +109,7 @@ def step(plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int):
 def exported(spider: Spider) -> nn.Module:
     """Wrap a model like an export does."""
     from spider import modeling_spider as adapter
-    adapter.Spider = spider.float = always(spider)                    # in fp32; fake parameters cannot be replaced
+    adapter.Spider = always(spider)
     return adapter.SpiderForCausalLM(adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)).eval()
 
 

@@ -49,8 +49,10 @@ def test_the_libraries_of_the_torch_in_use_have_the_messages_of_the_table():
 
 @pytest.mark.parametrize("model, precision, architecture, backend", STEPS + TILE)
 def test_no_kernel_refuses_a_step_an_evaluation_decoding_or_an_export(model, precision, architecture, backend):
-    if backend == "tile":
-        compile_tile_kernels(architecture)
+    if backend == "tile":                 # compile each kernel of TileKernels that is called, and do not run it
+        os.environ |= dict(TILELANG_TARGET=f"cuda -arch=sm_{architecture}", TILELANG_DISABLE_CACHE="1")
+        tilelang = pytest.importorskip("tilelang", reason="needs TileKernels: see conftest.py")
+        tilelang.JITKernel.__call__ = gpu.always(None)
     gpu.stand_in(architecture)
     plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2", f"--moe_backend={backend}")
     with gpu.fake_tensors(), Watch(700) as watch:
@@ -61,31 +63,20 @@ def test_no_kernel_refuses_a_step_an_evaluation_decoding_or_an_export(model, pre
         assert len(watch.waits) == plan.grad_accum + 1, watch.waits
         weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum         # of both products of each visit of a core layer
         assert watch.count["grouped_weight_grad"] == (weight_grads if backend == "auto" else 0)
-        evaluate_decode_and_export(spider, watch)
+        ids, watch.number = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE), 4
+        train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
+        spider.eval()
+        with torch.no_grad(), spider.cast_weights_once():
+            for rows in (1, 3):
+                state = spider.decoding_state(rows, n_loops=2)
+                for length, watch.truth in ((8, False), (1, False), (1, True)):              # whether a segment ends
+                    logits = spider.step(ids[:rows, :length], state)[:, -1]
+                draw(logits, 0, None, None, None)
+                draw(logits, 0.8, 50, 0.9, None)
+        export, watch.truth = gpu.exported(spider), False
+        export(ids, attention_mask=torch.ones_like(ids), labels=ids)
+        export(ids[:, :8], use_cache=True)
     assert not watch.refused, pformat(watch.refused, width=200)
-
-
-def compile_tile_kernels(architecture: int):
-    """Compile each kernel of TileKernels that is called, and do not run it."""
-    os.environ |= dict(TILELANG_TARGET=f"cuda -arch=sm_{architecture}", TILELANG_DISABLE_CACHE="1")
-    tilelang = pytest.importorskip("tilelang", reason="needs TileKernels: see conftest.py")
-    tilelang.JITKernel.__call__ = gpu.always(None)
-
-
-def evaluate_decode_and_export(spider, watch: Watch):
-    ids, watch.number = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE), 4
-    train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
-    spider.eval()
-    with torch.no_grad(), spider.cast_weights_once():
-        for rows in (1, 3):
-            state = spider.decoding_state(rows, n_loops=2)
-            for length, watch.truth in ((8, False), (1, False), (1, True)):                  # whether a segment ends
-                logits = spider.step(ids[:rows, :length], state)[:, -1]
-            draw(logits, 0, None, None, None)
-            draw(logits, 0.8, 50, 0.9, None)
-    export, watch.truth = gpu.exported(spider), False
-    export(ids, attention_mask=torch.ones_like(ids), labels=ids)
-    export(ids[:, :8], use_cache=True)
 
 
 @pytest.mark.parametrize("model, precision, architecture, backend", STEPS)

@@ -79,10 +79,8 @@ def grouped_mm(a, b, offs, *_, **__):
     return torch._grouped_mm(a, b, offs)
 
 
-REFERENCES = {"torch_attn._varlen_attn.default": varlen_attn,
-              "torch_attn._varlen_attn_backward.default": varlen_attn_backward,
-              "aten._grouped_mm.default": grouped_mm, "aten._scaled_mm.default": scaled_mm,
-              "aten._scaled_mm.out": scaled_mm, "aten.mm.dtype": mm, "aten.mm.dtype_out": mm}
+REFERENCES = {"_varlen_attn": varlen_attn, "_varlen_attn_backward": varlen_attn_backward, "mm": mm,
+              "_scaled_mm": scaled_mm, "_grouped_mm": grouped_mm}
 
 
 class Own(OnHost):
@@ -94,8 +92,9 @@ class Own(OnHost):
         self.order, self.wide, self.scores = order, wide, None
 
     def run(self, graph: Graph, args: list) -> list:
+        args = self.widened(copy.deepcopy(args))
         with self:
-            return torch.fx.Interpreter(graph.module).run(*self.widened(args))
+            return torch.fx.Interpreter(graph.module).run(*args)
 
     def widened(self, tree):
         def widen(value):
@@ -108,7 +107,8 @@ class Own(OnHost):
         if str(func) == "aten.sort.stable" and self.order is not None and args[0].is_floating_point():
             self.scores = args[0]
             return args[0].gather(1, self.order), self.order
-        return super().__torch_dispatch__(REFERENCES.get(str(func), func), types, *self.widened((args, kwargs)))
+        reference = REFERENCES.get(func._schema.name.split("::")[1], func)
+        return super().__torch_dispatch__(reference, types, *self.widened((args, kwargs)))
 
 
 class Kernel:
@@ -135,10 +135,10 @@ def run_generated(source: str, args: list) -> list:
     AsyncCompile.triton = Kernel
     guards._empty_strided_cuda = guards._empty_strided_cpu
     torch._C._cuda_getCurrentRawStream = gpu.always(0)
-    module = {}
+    module, args = {}, copy.deepcopy(args)
     with Own():
         exec(compile(source, "<generated>", "exec"), module)
-        return list(module["call"](list(args)))
+        return list(module["call"](args))
 
 
 def number_of(n) -> int:
@@ -191,12 +191,12 @@ def distance(results: list, exact: list) -> list[float]:
 def faults_of(graph: Graph, source: str, args: list, runs: int) -> tuple[list[str], list]:
     """Run a graph's code; return what is wrong with its results, and the results. Rounding is what the graph's own
     operations are off at most in so many `runs`, the later ones on nudged inputs."""
-    results, faults = run_generated(source, copy.deepcopy(args)), []
+    results, faults = run_generated(source, args), []
     order = next((result for node, result in zip(graph.outputs, results)
                   if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", "")))), None)
     wide, own = Own(order, wide=True), Own(order, wide=False)
-    exact = wide.run(graph, copy.deepcopy(args))
-    rounding = [distance(own.run(graph, copy.deepcopy(args)), exact)]
+    exact = wide.run(graph, args)
+    rounding = [distance(own.run(graph, args), exact)]
     if order is not None:
         tie = 4 * (own.scores - wide.scores).abs().max()
         chosen = wide.scores.gather(1, order)
@@ -213,8 +213,8 @@ def faults_of(graph: Graph, source: str, args: list, runs: int) -> tuple[list[st
 def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_found(precision):
     torch.manual_seed(0)
     gpu.stand_in()
-    plan = gpu.settle("1b", f"--set={gpu.MODELS['1b']},{SMALL}", "--seq_len=32", "--micro_batch=2",
-                      f"--precision={precision}")
+    plan = gpu.settle("1b", f"--precision={precision}", f"--set={gpu.LAYERS},{SMALL}", "--seq_len=32",
+                      "--micro_batch=2")
     graphs, known, found = gpu.generating(), {}, []
     with gpu.fake_tensors(), Watch(24):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
