@@ -10,6 +10,5 @@ struct AbsentCUDA : CUDAHooksInterface {
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
 };
-using at::CUDAHooksRegistry;
 C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", ::c10::REGISTRY_PREFERRED, AbsentCUDA)
 }

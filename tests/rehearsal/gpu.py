@@ -1,5 +1,5 @@
 """An absent GPU: Spider's models and steps on torch's fake tensors, which have a device, a shape and strides, but no
-memory. After `stand_in` torch reports a GPU; inside `fake_tensors` every tensor is fake; after `generating` Inductor
+memory. After `stand_in` torch reports a GPU; inside `FakeTensorMode` every tensor is fake; after `generating` Inductor
 makes the code that it makes for the card. A test has a process of its own (conftest.py), so nothing is undone."""
 
 from dataclasses import replace
@@ -45,15 +45,15 @@ def stand_in(architecture: int = 90):
     """Make torch report one GPU of an architecture."""
     train.logger.remove()
     torch.set_float32_matmul_precision("high")
-    major, minor = divmod(architecture, 10)
     properties = SimpleNamespace(
-        name=f"sm_{architecture}", major=major, multi_processor_count=PROCESSORS[architecture], total_memory=150 << 30,
-        warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536)
+        name=f"sm_{architecture}", major=architecture // 10, multi_processor_count=PROCESSORS[architecture],
+        total_memory=150 << 30, warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+        regs_per_multiprocessor=65536)
     answers = dict(
-        is_available=True, get_device_capability=(major, minor), is_bf16_supported=True, device_count=1,
-        get_device_name=properties.name, current_device=0, get_device_properties=properties, set_device=None,
-        is_current_stream_capturing=False, get_rng_state=torch.zeros(16, dtype=torch.uint8), set_rng_state=None,
-        _exchange_device=0, _maybe_exchange_device=0, _lazy_init=None)
+        is_available=True, device_count=1, current_device=0, get_device_name=properties.name, is_bf16_supported=True,
+        get_device_properties=properties, get_device_capability=divmod(architecture, 10), set_device=None,
+        _exchange_device=0, _maybe_exchange_device=0, _lazy_init=None, is_current_stream_capturing=False,
+        get_rng_state=torch.zeros(16, dtype=torch.uint8), set_rng_state=None)
     for name, answer in answers.items():
         setattr(torch.cuda, name, always(answer))
     CudaInterface.get_device_properties, CudaInterface.is_bf16_supported = always(properties), always(True)
@@ -61,10 +61,6 @@ def stand_in(architecture: int = 90):
     tile_moe.find_obstacle = always(None)                             # it reads values
     fake_tensor.init_gpu_context = always(None)
     FakeTensorMode.avoid_device_init = True                           # else constants of the host are copied there
-
-
-def fake_tensors() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def settle(model: str, *flags: str) -> Plan:
@@ -75,16 +71,13 @@ def settle(model: str, *flags: str) -> Plan:
     return train.settle(train.parse_args([*small, *flags], environ={}), WORLD)
 
 
-def absent(config) -> Spider:
-    """Make a model on the GPU."""
-    with DEVICE:
-        model = Spider(config)
-    model.to_empty = model.float = always(model)                      # fake parameters cannot be replaced
-    return model
-
-
 def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
     """Build a plan's model and optimizers like train.py."""
+    def absent(config) -> Spider:
+        with DEVICE:
+            model = Spider(config)
+        model.to_empty = model.float = always(model)                  # fake parameters cannot be replaced
+        return model
     model = train.build_model(replace(plan, model_class=absent), WORLD)
     optimizers = train.optimizers_of(plan, model)
     optimizers.set_lr(plan.lr, 1.0)
@@ -104,13 +97,6 @@ def step(plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int):
     """Run an optimizer step with this number of documents in each micro-step."""
     batches = [batch_of(plan, documents)] * plan.grad_accum
     train.step_alone(model, optimizers, batches, plan.n_loops, grad_clip=0.5)        # the norm is read as 1
-
-
-def exported(spider: Spider) -> nn.Module:
-    """Wrap a model like an export does."""
-    from spider import modeling_spider as adapter
-    adapter.Spider = always(spider)
-    return adapter.SpiderForCausalLM(adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)).eval()
 
 
 class Graph:
@@ -157,7 +143,8 @@ def generating() -> list[Graph]:
         with OnHost():                    # constants that Inductor folds are real tensors
             return fold(self, node)
     GraphLowering.compile_to_module, folder._deduce_value = keep, fold_on_host
-    joint_graph.lazy_init = triton_helpers.set_driver_to_gpu = always(None)                  # patterns of real tensors
+    joint_graph.lazy_init = always(None)  # patterns of real tensors
+    triton_helpers.set_driver_to_gpu = always(None)
     compile_fx.get_input_idxs_to_check = always([])                   # their addresses
     config.use_static_cuda_launcher, torch.compiler.config.force_disable_caches = False, True
     return graphs

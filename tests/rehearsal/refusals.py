@@ -152,14 +152,6 @@ def place() -> str:
     return lines[-1] if lines else stack
 
 
-def copies_between_devices(operation: str, args, kwargs) -> bool:
-    """Tell whether an operation copies between host and GPU so that the host waits."""
-    devices = {t.device.type for t in tensors((args, kwargs))}
-    if kwargs.get("device") is not None:
-        devices.add(torch.device(kwargs["device"]).type)
-    return operation in COPIES and len(devices) > 1 and not (kwargs.get("non_blocking") or args[2:] == (True,))
-
-
 class Watch(TorchDispatchMode):
     """Record what a GPU would refuse, {(operation, line of Spider, reason): operands}, the lines at which the host
     waits, and how often each operation runs. number, truth: what the host reads."""
@@ -181,13 +173,16 @@ class Watch(TorchDispatchMode):
         for reason in refusals_of(func, operation, args, kwargs):
             operands = ", ".join(f"{list(t.shape)} {t.dtype} {t.device}" for t in tensors((args, kwargs)))
             self.refused.setdefault((operation, place(), reason), operands)
-        if operation in WAITS or copies_between_devices(operation, args, kwargs):
+        if operation in READS:
+            out = {torch.bool: self.truth, int32: self.number, int64: self.number}.get(args[0].dtype, 1.0)
+        elif operation == "nonzero":
+            out = args[0].new_empty((self.number, args[0].dim()), dtype=int64)
+        else:
+            out = func(*args, **kwargs)
+        copies = operation in COPIES and len({t.device.type for t in tensors((args, out))}) > 1
+        if operation in WAITS or copies and not (kwargs.get("non_blocking") or args[2:] == (True,)):
             storage = args[0].untyped_storage()                       # one wait for all numbers of a tensor
             if self.read is None or storage._cdata != self.read._cdata:
                 self.waits.append(place())
             self.read = storage
-        if operation in READS:
-            return {torch.bool: self.truth, int32: self.number, int64: self.number}.get(args[0].dtype, 1.0)
-        if operation == "nonzero":
-            return args[0].new_empty((self.number, args[0].dim()), dtype=int64)
-        return func(*args, **kwargs)
+        return out

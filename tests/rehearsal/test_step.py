@@ -13,6 +13,7 @@ from cubins import spills
 from rehearsal import gpu
 from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
 from torch._inductor.codecache import PyCodeCache
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from spider.decode import draw
@@ -30,7 +31,7 @@ CUBINS = [("bf16", architecture) for architecture in (80, 89, 90, 100, 120)] + [
 
 def test_each_row_of_the_table_catches_its_example():
     gpu.stand_in()
-    with gpu.fake_tensors():
+    with FakeTensorMode():
         for row in REFUSALS:
             with Watch() as watch:
                 row.example()
@@ -55,7 +56,7 @@ def test_no_kernel_refuses_a_step_an_evaluation_decoding_or_an_export(model, pre
         tilelang.JITKernel.__call__ = gpu.always(None)
     gpu.stand_in(architecture)
     plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2", f"--moe_backend={backend}")
-    with gpu.fake_tensors(), Watch(700) as watch:
+    with FakeTensorMode(), Watch(700) as watch:
         spider, optimizers = gpu.build(plan)
         spider.dropout = 0.1
         watch.waits.clear()               # of the initialization
@@ -73,7 +74,9 @@ def test_no_kernel_refuses_a_step_an_evaluation_decoding_or_an_export(model, pre
                     logits = spider.step(ids[:rows, :length], state)[:, -1]
                 draw(logits, 0, None, None, None)
                 draw(logits, 0.8, 50, 0.9, None)
-        export, watch.truth = gpu.exported(spider), False
+        from spider import modeling_spider as adapter                 # imports transformers
+        adapter.Spider, watch.truth = gpu.always(spider), False
+        export = adapter.SpiderForCausalLM(adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)).eval()
         export(ids, attention_mask=torch.ones_like(ids), labels=ids)
         export(ids[:, :8], use_cache=True)
     assert not watch.refused, pformat(watch.refused, width=200)
@@ -85,7 +88,7 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
     gpu.stand_in(architecture)
     plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2", f"--moe_backend={backend}")
     graphs, made = gpu.generating(), []
-    with gpu.fake_tensors(), Watch() as watch:
+    with FakeTensorMode(), Watch() as watch:
         spider, optimizers = gpu.build(plan, compiled=True)
         for documents, watch.number in SIZES:
             watch.waits.clear()
@@ -103,7 +106,7 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
 def test_every_generated_kernel_compiles_to_a_cubin_in_each_configuration(precision, architecture):
     gpu.stand_in(architecture)
     plan, graphs, made = gpu.settle("1b", f"--precision={precision}"), gpu.generating(), []
-    with gpu.fake_tensors(), Watch(800):
+    with FakeTensorMode(), Watch(800):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=16)
     for source, name in {source: name for graph in graphs for name, source in KERNEL.findall(graph.source)}.items():
         kernel = getattr(PyCodeCache.load(source), name)

@@ -20,6 +20,7 @@ from torch._C._dynamo import guards
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_helpers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 pytestmark = pytest.mark.rehearsal
@@ -91,10 +92,14 @@ class Own(OnHost):
         super().__init__()
         self.order, self.wide, self.scores = order, wide, None
 
-    def run(self, graph: Graph, args: list) -> list:
-        args = self.widened(copy.deepcopy(args))
+    def run(self, graph: Graph, args: list, nudge: float = 0.0) -> list:
+        """Run a graph on copies of inputs, with numbers moved by about this share of them."""
+        args = copy.deepcopy(args)
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.dtype in (torch.bfloat16, torch.float32):
+                arg.mul_(1 + nudge * torch.randn(arg.shape))
         with self:
-            return torch.fx.Interpreter(graph.module).run(*args)
+            return torch.fx.Interpreter(graph.module).run(*self.widened(args))
 
     def widened(self, tree):
         def widen(value):
@@ -141,22 +146,18 @@ def run_generated(source: str, args: list) -> list:
         return list(module["call"](args))
 
 
-def number_of(n) -> int:
-    return int(n.node.hint if isinstance(n, torch.SymInt) else n)
-
-
 def inputs_of(graph: Graph, known: dict) -> list:
     """Draw the inputs of a graph, except for those that are known by name: what forward saved for backward."""
     values = {node.name: node.meta["val"] for node in graph.inputs}
-    rows = next(number_of(value.shape[0]) for value in values.values()
+    rows = next(int(value.shape[0]) for value in values.values()
                 if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() == 2)
-    return [known[name] if name in known else draw(value, rows) if isinstance(value, Tensor) else number_of(value)
+    return [known[name] if name in known else draw(value, rows) if isinstance(value, Tensor) else int(value)
             for name, value in values.items()]
 
 
 def draw(like: Tensor, rows: int) -> Tensor:
     """Draw numbers of the kind that a tensor of this dtype and shape holds."""
-    dtype, (shape, stride) = like.dtype, ([*map(number_of, numbers)] for numbers in (like.shape, like.stride()))
+    dtype, (shape, stride) = like.dtype, ([*map(int, numbers)] for numbers in (like.shape, like.stride()))
     size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
     if dtype == torch.int32:              # cu_seqlens of a few documents
         flat = torch.linspace(0, rows, size).round()
@@ -173,24 +174,15 @@ def draw(like: Tensor, rows: int) -> Tensor:
     return flat.to(dtype).as_strided(shape, stride)
 
 
-def nudged(args: list) -> list:
-    """Copy inputs, with numbers moved by the size of bf16's rounding."""
-    args = copy.deepcopy(args)
-    for arg in args:
-        if isinstance(arg, Tensor) and arg.dtype in (torch.bfloat16, torch.float32):
-            arg.mul_(1 + 2 ** -9 * torch.randn(arg.shape))
-    return args
-
-
 def distance(results: list, exact: list) -> list[float]:
     """Return how far each result is off, relative to its size; of what is no tensor, whether it differs."""
     return [float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9)) if isinstance(a, Tensor)
             else float(a != b) for a, b in zip(results, exact)]
 
 
-def faults_of(graph: Graph, source: str, args: list, runs: int) -> tuple[list[str], list]:
+def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
     """Run a graph's code; return what is wrong with its results, and the results. Rounding is what the graph's own
-    operations are off at most in so many `runs`, the later ones on nudged inputs."""
+    operations are off at most in RUNS, all but the first on inputs moved by the size of bf16's rounding."""
     results, faults = run_generated(source, args), []
     order = next((result for node, result in zip(graph.outputs, results)
                   if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", "")))), None)
@@ -202,7 +194,7 @@ def faults_of(graph: Graph, source: str, args: list, runs: int) -> tuple[list[st
         chosen = wide.scores.gather(1, order)
         if (order.sort(1).values != torch.arange(EXPERTS)).any() or (chosen.diff(dim=1) > tie).any():
             faults.append("the experts are not in the order of their scores")
-    rounding += [distance(own.run(graph, nudged(args)), exact) for _ in range(runs - 1)]
+    rounding += [distance(own.run(graph, args, 2 ** -9), exact) for _ in range(RUNS - 1)]
     for i, (off, *others) in enumerate(zip(distance(results, exact), *rounding)):
         if not off <= MARGIN * max(others) + 1e-5:
             faults.append(f"result {i}: off by {off:.2e}, by rounding {max(others):.2e}")
@@ -216,14 +208,14 @@ def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_fou
     plan = gpu.settle("1b", f"--precision={precision}", f"--set={gpu.LAYERS},{SMALL}", "--seq_len=32",
                       "--micro_batch=2")
     graphs, known, found = gpu.generating(), {}, []
-    with gpu.fake_tensors(), Watch(24):
+    with FakeTensorMode(), Watch(24):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
     for i, graph in enumerate(graphs):    # each forward one before its backward one
         args = inputs_of(graph, known if graph.backward else {})
-        faults, results = faults_of(graph, graph.source, args, RUNS)
+        faults, results = faults_of(graph, graph.source, args)
         found += faults
         known = {str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)}
         for fault, (pattern, replacement, count) in PLANTED.items() if i == LATER_LOOP else ():
             source, places = re.subn(pattern, replacement, graph.source, count)
-            assert places and faults_of(graph, source, args, RUNS)[0], fault
+            assert places and faults_of(graph, source, args)[0], fault
     assert len(graphs) == 10 and not found, found
