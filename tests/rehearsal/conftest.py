@@ -39,14 +39,14 @@ def pytest_pyfunc_call(pyfuncitem):
     environment = dict(IN_REHEARSAL="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore",
                        LD_PRELOAD=build_stand_in(Path(pyfuncitem.config.cache.mkdir("rehearsal"))))
     environment |= getattr(pyfuncitem.module, "ENVIRONMENT", {})
-    options = "-qs --no-header --show-capture=no -o addopts= -p no:cacheprovider".split()
+    options = "-qsrs --no-header --show-capture=no -o addopts= -p no:cacheprovider".split()
     done = subprocess.run([sys.executable, "-m", "pytest", pyfuncitem.nodeid, *options], text=True,
                           cwd=pyfuncitem.config.rootpath, env=os.environ | environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         pytest.fail(done.stdout, pytrace=False)
-    if "1 skipped" in done.stdout:
-        pytest.skip(done.stdout)
+    if "SKIPPED" in done.stdout:
+        pytest.skip(done.stdout[done.stdout.index("SKIPPED"):])
     print(done.stdout)                    # figures, which pytest -rP shows
     return True
 
