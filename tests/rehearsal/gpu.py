@@ -146,5 +146,5 @@ def generating() -> list[Graph]:
     joint_graph.lazy_init = always(None)  # patterns of real tensors
     triton_helpers.set_driver_to_gpu = always(None)
     compile_fx.get_input_idxs_to_check = always([])                   # their addresses
-    config.use_static_cuda_launcher, torch.compiler.config.force_disable_caches = False, True
+    config.compile_threads, config.use_static_cuda_launcher, torch.compiler.config.force_disable_caches = 1, False, True
     return graphs
