@@ -4,14 +4,11 @@
 namespace at {
 struct AbsentCUDA : CUDAHooksInterface {
   AbsentCUDA(CUDAHooksArgs) {}
-  void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
 };
-using at::CUDAHooksRegistry;
 C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", ::c10::REGISTRY_PREFERRED, AbsentCUDA)
 }

@@ -23,18 +23,11 @@ import torch
 COMPILER = os.environ.get("CXX", "g++")
 
 
-class Unavailable(pytest.Module):
-    """A module of tests that is skipped before it imports Triton."""
-
-    def collect(self):
-        pytest.skip("needs a CUDA build of torch, and g++ or the C++ compiler named in CXX; see "
-                    "tests/rehearsal/conftest.py", allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(module_path, parent):
+def pytest_pycollect_makemodule():
+    """Skip all modules of tests before they import Triton."""
     if torch.version.cuda is None or shutil.which(COMPILER) is None:
-        return Unavailable.from_parent(parent, path=module_path)
-    return None
+        pytest.skip("needs a CUDA build of torch, and g++ or the C++ compiler named in CXX; see "
+                    "tests/rehearsal/conftest.py")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,12 +39,14 @@ def pytest_pyfunc_call(pyfuncitem):
     environment = dict(IN_REHEARSAL="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore",
                        LD_PRELOAD=build_stand_in(Path(pyfuncitem.config.cache.mkdir("rehearsal"))))
     environment |= getattr(pyfuncitem.module, "ENVIRONMENT", {})
-    options = "-qs --no-header --show-capture=no -o addopts= -p no:cacheprovider".split()
+    options = "-qsrs --no-header --show-capture=no -o addopts= -p no:cacheprovider".split()
     done = subprocess.run([sys.executable, "-m", "pytest", pyfuncitem.nodeid, *options], text=True,
                           cwd=pyfuncitem.config.rootpath, env=os.environ | environment,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         pytest.fail(done.stdout, pytrace=False)
+    if "SKIPPED" in done.stdout:
+        pytest.skip(done.stdout[done.stdout.index("SKIPPED"):])
     print(done.stdout)                    # figures, which pytest -rP shows
     return True
 

@@ -20,22 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parents[2]
-# Kernels that take a host tensor without dimensions as a number, one at most; and copies between the devices.
+# Operations, without the _ of those in place. Kernels that take a host tensor without dimensions as a number, one at
+# most; copies between the devices; what only moves elements, of any dtype.
 TAKE_A_NUMBER = {*"add sub mul div remainder floor_divide pow maximum minimum eq ne lt le gt ge bitwise_and bitwise_or "
                  "bitwise_xor logical_and logical_or where addcmul lerp masked_fill fill index_put".split()}
-COPIES = {"copy_", "_to_copy", "index", "index_put_"}
-# Operations whose result the host must know, so that it waits for the GPU.
+COPIES = {"copy", "_to_copy", "index", "index_put"}
+MOVES = {"clone", "cat"}
+# Those whose result the host must know, so that it waits for the GPU.
 READS = {"_local_scalar_dense", "item", "is_nonzero"}
 WAITS = {*READS, "nonzero", "masked_select", "equal", "_unique2", "bincount", "multinomial", "repeat_interleave"}
 
 
 def tensors(tree) -> list[Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-
-
-def on_host(a: SimpleNamespace) -> list[Tensor]:
-    """Return the tensors on the host among operands, of which others are on the GPU."""
-    return [t for t in tensors(vars(a)) if not t.is_cuda]
 
 
 def mixed(*operands: Tensor) -> bool:
@@ -57,38 +54,28 @@ def attend(q: Tensor | None = None, v: Tensor | None = None, cu_dtype=int32) -> 
     return varlen_attn(q, q, v, cu, cu, 32, 32)
 
 
-def adamw(grad: Tensor):
-    p = torch.nn.Parameter(torch.empty_like(grad, memory_format=torch.contiguous_format))
-    p.grad = grad
-    torch.optim.AdamW([p], fused=True).step()
-
-
 class Refusal(NamedTuple):
-    operations: str                       # names without the _ of those in place, or "*" for all
-    says: str                             # a part of the kernel's message, as in torch's libraries; "": it has no check
+    operations: str                       # "*": all
+    says: str                             # a part of the kernel's message, as in torch's libraries, or UNCHECKED
     when: Callable                        # of the arguments by name
     example: Callable                     # that fake tensors pass
 
 
 UNCHECKED = "the kernel reads 16 bytes at once, from any address"
-SAME = "expected mat1 and mat2 to have the same dtype, but got: "
 REFUSALS = [Refusal(*row) for row in (
     # Devices: PointwiseOpsKernel.cu, TensorIterator.cpp, Generator.h below aten/src/ATen
-    ("addcmul", "CPU Scalar support for self argument is not supported", lambda a: not a.self.is_cuda,
-     lambda: torch.addcmul(of(float32, device="cpu"), of(float32, 4), of(float32, 4))),
-    ("addcmul", "CPU Scalar support for tensor1 argument is not supported", lambda a: not a.tensor1.is_cuda,
+    ("addcmul", "CPU Scalar support for ", lambda a: not (a.self.is_cuda and a.tensor1.is_cuda),
      lambda: torch.addcmul(of(float32, 4), of(float32, device="cpu"), of(float32, 4))),
     ("*", "Trying to pass too many CPU scalars to non-CPU kernel!",
-     lambda a: a.operation.strip("_") in TAKE_A_NUMBER and len(on_host(a)) > 1,
+     lambda a: a.operation in TAKE_A_NUMBER and len(a.on_host) > 1,
      lambda: torch.where(of(torch.bool, 4), of(float32, device="cpu"), of(float32, device="cpu"))),
     ("*", "Expected all tensors to be on the same device, but found at least two devices",
-     lambda a: a.operation.strip("_") not in TAKE_A_NUMBER and a.operation not in COPIES and on_host(a),
+     lambda a: a.operation not in TAKE_A_NUMBER and a.operation not in COPIES and a.on_host,
      lambda: torch.addcdiv(of(float32, 4), of(float32, 4), of(float32, device="cpu"))),
     ("*", "' device type for generator but found '", lambda a: str(getattr(a.generator, "device", "")) == "cpu",
      lambda: torch.multinomial(of(float32, 4), 1, generator=torch.Generator())),
     # Products: Blas.cpp, GroupedMMUtils.h
-    ("mm bmm", SAME, lambda a: mixed(a.self, a.mat2), lambda: of(float32, 4, 4) @ of(bfloat16, 4, 4)),
-    ("addmm", SAME, lambda a: mixed(a.self, a.mat1, a.mat2),
+    ("mm bmm addmm", "expected mat1 and mat2 to have the same dtype, but got: ", lambda a: mixed(*a.operands),
      lambda: torch.addmm(of(float32, 4), of(bfloat16, 4, 4), of(bfloat16, 4, 4))),
     ("_grouped_mm _scaled_grouped_mm", "expected data_ptr to be aligned to 16 bytes",
      lambda a: misaligned(a.self) or misaligned(a.mat2),
@@ -109,13 +96,11 @@ REFUSALS = [Refusal(*row) for row in (
     ("_varlen_attn", " must have shape (",
      lambda a: len({a.query.shape[1:], a.key.shape[1:], a.value.shape[1:]}) > 1 or len(a.key) != len(a.value),
      lambda: attend(v=of(bfloat16, 32, 2, 8))),
-    ("_varlen_attn", "", lambda a: any(misaligned(t, *t.stride()[:2]) for t in (a.query, a.key, a.value)),
+    ("_varlen_attn", UNCHECKED, lambda a: any(misaligned(t, *t.stride()[:2]) for t in (a.query, a.key, a.value)),
      lambda: attend(v=of(bfloat16, 32, 2, 20)[:, :, :16])),
     # Rows by index: TensorAdvancedIndexing.cpp, Loss.cu
-    ("index_add", "self and source expected to have the same dtype", lambda a: mixed(a.self, a.source),
+    ("index_add index_copy", "self and source expected to have the same dtype", lambda a: mixed(a.self, a.source),
      lambda: of(float32, 4).index_add(0, of(int64, 4), of(bfloat16, 4))),
-    ("index_copy", "index_copy_(): self and source expected to have the same dtype", lambda a: mixed(a.self, a.source),
-     lambda: of(float32, 4).index_copy(0, of(int64, 4), of(bfloat16, 4))),
     ("index_copy", "index_copy_(): Expected a long tensor for index", lambda a: a.index.dtype != int64,
      lambda: of(float32, 4).index_copy(0, of(int32, 4), of(float32, 4))),
     ("index_put", "Index put requires the source and destination dtypes match", lambda a: mixed(a.self, a.values),
@@ -123,9 +108,11 @@ REFUSALS = [Refusal(*row) for row in (
     ("nll_loss_forward", "expected scalar type ", lambda a: a.target.dtype not in (int64, torch.uint8),
      lambda: F.cross_entropy(of(float32, 4, 4), of(int32, 4))),
     # Optimizers: FusedAdamWKernel.cu
-    ("_fused_adamw_", "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
+    ("_fused_adamw", "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
      lambda a: any(p.stride() != grad.stride() or mixed(p, grad) for p, grad in zip(a.self, a.grads)),
-     lambda: adamw(of(float32, 8, 4).t())))]
+     lambda: torch._fused_adamw_(
+         [of(float32, 8, 4)], [of(float32, 4, 8).t()], *[[of(float32, 8, 4)]] * 2, [], [of(float32)], lr=1, beta1=0,
+         beta2=0, weight_decay=0, eps=0, amsgrad=False, maximize=False)))]
 
 
 @cache
@@ -133,26 +120,9 @@ def dtypes_of_kernels() -> dict[str, set[torch.dtype]]:
     """Return the dtypes that the CUDA kernel of each operation has, by its name."""
     with unset_fake_temporarily():
         from torch.testing._internal.common_methods_invocations import op_db
-    found = {}
+    found = {name: {torch.bool} for name in ("cumsum", "cumprod", "sum")}                    # in int64
     for op in op_db:
         found.setdefault(op.aten_name, set()).update(op.supported_dtypes("cuda"))
-    for name in ("cumsum", "cumprod", "sum"):                         # of bool in int64
-        found[name].add(torch.bool)
-    return found
-
-
-def refusals_of(func, args, kwargs) -> list[str]:
-    """Return why the kernel of an operation would refuse these arguments."""
-    name = func._schema.name.split("::")[1]
-    names = {"*", name, name.removesuffix("_")}
-    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
-    given = SimpleNamespace(**{"generator": None} | named, operation=name)
-    if not any(t.is_cuda for t in tensors(named)):
-        return []
-    found = [row.says or UNCHECKED for row in REFUSALS if names & {*row.operations.split()} and row.when(given)]
-    dtype, known = tensors(named)[0].dtype, dtypes_of_kernels().get(name.strip("_"))
-    if known and dtype not in known and not is_copy_or_view(func):
-        found.append(f"not implemented for {dtype}")
     return found
 
 
@@ -160,9 +130,19 @@ def is_view(func) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
-def is_copy_or_view(func) -> bool:
-    """Tell whether an operation only moves elements, which it does in any dtype."""
-    return is_view(func) or func._schema.name in ("aten::clone", "aten::contiguous", "aten::cat")
+def refusals_of(func, operation: str, args, kwargs) -> list[str]:
+    """Return why the kernel of an operation would refuse these arguments."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    operands = tensors(named)
+    on_host = [t for t in operands if not t.is_cuda]
+    if len(on_host) == len(operands):
+        return []
+    given = SimpleNamespace(**{"generator": None} | named, operation=operation, operands=operands, on_host=on_host)
+    found = [row.says for row in REFUSALS if {"*", operation} & {*row.operations.split()} and row.when(given)]
+    known = dtypes_of_kernels().get(operation.strip("_"), ())
+    if known and operands[0].dtype not in known and not is_view(func) and operation not in MOVES:
+        found.append(f"not implemented for {operands[0].dtype}")
+    return found
 
 
 def place() -> str:
@@ -172,21 +152,12 @@ def place() -> str:
     return lines[-1] if lines else stack
 
 
-def copies_between_devices(name: str, args, kwargs) -> bool:
-    """Tell whether an operation copies between host and GPU so that the host waits."""
-    devices = {t.device.type for t in tensors((args, kwargs))}
-    if kwargs.get("device") is not None:
-        devices.add(torch.device(kwargs["device"]).type)
-    return name in COPIES and len(devices) > 1 and not (kwargs.get("non_blocking") or args[2:] == (True,))
-
-
 class Watch(TorchDispatchMode):
     """Record what a GPU would refuse, {(operation, line of Spider, reason): operands}, the lines at which the host
     waits, and how often each operation runs. number, truth: what the host reads."""
 
     def __init__(self, number: int = 0):
         super().__init__()
-        dtypes_of_kernels()
         self.number, self.truth, self.read = number, False, None
         self.refused, self.waits, self.count = {}, [], Counter()
 
@@ -197,21 +168,21 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented         # an FP8 tensor of torchao: its inner operations come here again
-        kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
-        self.count[name] += 1
-        for reason in refusals_of(func, args, kwargs):
+        kwargs, operation = kwargs or {}, func._schema.name.split("::")[1].removesuffix("_")
+        self.count[operation] += 1
+        for reason in refusals_of(func, operation, args, kwargs):
             operands = ", ".join(f"{list(t.shape)} {t.dtype} {t.device}" for t in tensors((args, kwargs)))
-            self.refused.setdefault((name, place(), reason), operands)
-        if name in WAITS or copies_between_devices(name, args, kwargs):
-            self.wait(args[0])
-        if name in READS:
-            return {torch.bool: self.truth, int32: self.number, int64: self.number}.get(args[0].dtype, 1.0)
-        if name == "nonzero":
-            return args[0].new_empty((self.number, args[0].dim()), dtype=int64)
-        return func(*args, **kwargs)
-
-    def wait(self, t: Tensor):
-        """Count a wait, but a single one for all numbers of a tensor."""
-        if t.untyped_storage()._cdata != (self.read and self.read._cdata):
-            self.waits.append(place())
-        self.read = t.untyped_storage()
+            self.refused.setdefault((operation, place(), reason), operands)
+        if operation in READS:
+            out = {torch.bool: self.truth, int32: self.number, int64: self.number}.get(args[0].dtype, 1.0)
+        elif operation == "nonzero":
+            out = args[0].new_empty((self.number, args[0].dim()), dtype=int64)
+        else:
+            out = func(*args, **kwargs)
+        copies = operation in COPIES and len({t.device.type for t in tensors((args, out))}) > 1
+        if operation in WAITS or copies and not (kwargs.get("non_blocking") or args[2:] == (True,)):
+            storage = args[0].untyped_storage()                       # one wait for all numbers of a tensor
+            if self.read is None or storage._cdata != self.read._cdata:
+                self.waits.append(place())
+            self.read = storage
+        return out

@@ -2,6 +2,7 @@
 waits for it once a micro-step and once a step; graphs serve all sizes; kernels compile to machine code."""
 
 import mmap
+import os
 import re
 from pathlib import Path
 from pprint import pformat
@@ -12,6 +13,7 @@ from cubins import spills
 from rehearsal import gpu
 from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
 from torch._inductor.codecache import PyCodeCache
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from spider.decode import draw
@@ -28,81 +30,71 @@ CUBINS = [("bf16", architecture) for architecture in (80, 89, 90, 100, 120)] + [
 
 
 def test_each_row_of_the_table_catches_its_example():
-    with gpu.stand_in(), gpu.fake_tensors():
+    gpu.stand_in()
+    with FakeTensorMode():
         for row in REFUSALS:
             with Watch() as watch:
                 row.example()
-            assert (row.says or UNCHECKED) in {reason for _, _, reason in watch.refused}, row
+            assert row.says in {reason for _, _, reason in watch.refused}, row
         with Watch() as watch:
             of(torch.int64, 4, 4) @ of(torch.int64, 4, 4)
-        assert "not implemented for torch.int64" in str(watch.refused)
+    assert "not implemented for torch.int64" in str(watch.refused)
 
 
 def test_the_libraries_of_the_torch_in_use_have_the_messages_of_the_table():
-    libraries = []
-    for name in ("libtorch_cuda.so", "libtorch_cpu.so"):
-        with (Path(torch.__file__).parent / "lib" / name).open("rb") as file:
-            libraries.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    absent = [row.says for row in REFUSALS if all(library.find(row.says.encode()) < 0 for library in libraries)]
-    assert not absent, absent
+    libraries = [mmap.mmap(os.open(Path(torch.__file__).parent / "lib" / name, os.O_RDONLY), 0, prot=mmap.PROT_READ)
+                 for name in ("libtorch_cuda.so", "libtorch_cpu.so")]
+    messages = {row.says for row in REFUSALS} - {UNCHECKED}
+    assert not [says for says in messages if all(library.find(says.encode()) < 0 for library in libraries)]
 
 
 @pytest.mark.parametrize("model, precision, architecture, backend", STEPS + TILE)
-def test_no_kernel_refuses_a_step_an_evaluation_decoding_or_an_export(
-        model, precision, architecture, backend, monkeypatch):
-    if backend == "tile":
-        compile_tile_kernels(architecture, monkeypatch)
-    with gpu.stand_in(architecture):
-        plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2", f"--moe_backend={backend}")
-        with gpu.fake_tensors(), Watch(700) as watch:
-            spider, optimizers = gpu.build(plan)
-            spider.dropout = 0.1
-            watch.waits.clear()           # of the initialization
-            gpu.step(plan, spider, optimizers, documents=20)
-            assert len(watch.waits) == plan.grad_accum + 1, watch.waits
-            weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum     # of both products of each visit of a core layer
-            assert watch.count["grouped_weight_grad"] == (weight_grads if backend == "auto" else 0)
-            evaluate_decode_and_export(spider, watch)
+def test_no_kernel_refuses_a_step_an_evaluation_decoding_or_an_export(model, precision, architecture, backend):
+    if backend == "tile":                 # compile each kernel of TileKernels that is called, and do not run it
+        os.environ |= dict(TILELANG_TARGET=f"cuda -arch=sm_{architecture}", TILELANG_DISABLE_CACHE="1")
+        tilelang = pytest.importorskip("tilelang", reason="needs TileKernels: see conftest.py")
+        tilelang.JITKernel.__call__ = gpu.always(None)
+    gpu.stand_in(architecture)
+    plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2", f"--moe_backend={backend}")
+    with FakeTensorMode(), Watch(700) as watch:
+        spider, optimizers = gpu.build(plan)
+        spider.dropout = 0.1
+        watch.waits.clear()               # of the initialization
+        gpu.step(plan, spider, optimizers, documents=20)
+        assert len(watch.waits) == plan.grad_accum + 1, watch.waits
+        weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum         # of both products of each visit of a core layer
+        assert watch.count["grouped_weight_grad"] == (weight_grads if backend == "auto" else 0)
+        ids, watch.number = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE), 4
+        train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
+        spider.eval()
+        with torch.no_grad(), spider.cast_weights_once():
+            for rows in (1, 3):
+                state = spider.decoding_state(rows, n_loops=2)
+                for length, watch.truth in ((8, False), (1, False), (1, True)):              # whether a segment ends
+                    logits = spider.step(ids[:rows, :length], state)[:, -1]
+                draw(logits, 0, None, None, None)
+                draw(logits, 0.8, 50, 0.9, None)
+        from spider import modeling_spider as adapter                 # imports transformers
+        adapter.Spider, watch.truth = gpu.always(spider), False
+        export = adapter.SpiderForCausalLM(adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)).eval()
+        export(ids, attention_mask=torch.ones_like(ids), labels=ids)
+        export(ids[:, :8], use_cache=True)
     assert not watch.refused, pformat(watch.refused, width=200)
-
-
-def compile_tile_kernels(architecture: int, monkeypatch):
-    """Compile each kernel of TileKernels that is called, and do not run it."""
-    monkeypatch.setenv("TILELANG_TARGET", f"cuda -arch=sm_{architecture}")
-    monkeypatch.setenv("TILELANG_DISABLE_CACHE", "1")
-    tilelang = pytest.importorskip("tilelang", reason="needs TileKernels: see conftest.py")
-    monkeypatch.setattr(tilelang.JITKernel, "__call__", gpu.always(None))
-
-
-def evaluate_decode_and_export(spider, watch: Watch):
-    ids, watch.number = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE), 4
-    train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
-    spider.eval()
-    with torch.no_grad(), spider.cast_weights_once():
-        for rows in (1, 3):
-            state = spider.decoding_state(rows, n_loops=2)
-            for length, watch.truth in ((8, False), (1, False), (1, True)):                  # whether a segment ends
-                logits = spider.step(ids[:rows, :length], state)[:, -1]
-            draw(logits, 0, None, None, None)
-            draw(logits, 0.8, 50, 0.9, None)
-    export, watch.truth = gpu.exported(spider), False
-    export(ids, attention_mask=torch.ones_like(ids), labels=ids)
-    export(ids[:, :8], use_cache=True)
 
 
 @pytest.mark.parametrize("model, precision, architecture, backend", STEPS)
 def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_documents(
         model, precision, architecture, backend):
-    with gpu.stand_in(architecture), gpu.generating() as graphs:
-        plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2", f"--moe_backend={backend}")
-        with gpu.fake_tensors(), Watch() as watch:
-            spider, optimizers = gpu.build(plan, compiled=True)
-            made = []
-            for documents, watch.number in SIZES:
-                watch.waits.clear()
-                gpu.step(plan, spider, optimizers, documents)
-                made.append(len(graphs))
-                assert len(watch.waits) == plan.grad_accum + 1, watch.waits
+    gpu.stand_in(architecture)
+    plan = gpu.settle(model, f"--precision={precision}", "--grad_accum=2", f"--moe_backend={backend}")
+    graphs, made = gpu.generating(), []
+    with FakeTensorMode(), Watch() as watch:
+        spider, optimizers = gpu.build(plan, compiled=True)
+        for documents, watch.number in SIZES:
+            watch.waits.clear()
+            gpu.step(plan, spider, optimizers, documents)
+            made.append(len(graphs))
+            assert len(watch.waits) == plan.grad_accum + 1, watch.waits
     assert not watch.refused, pformat(watch.refused, width=200)
     assert made[0] > 0 and made == made[:1] * len(SIZES)
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -112,17 +104,15 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
 @pytest.mark.slow
 @pytest.mark.parametrize("precision, architecture", CUBINS)
 def test_every_generated_kernel_compiles_to_a_cubin_in_each_configuration(precision, architecture):
-    with gpu.stand_in(architecture), gpu.generating() as graphs:
-        plan = gpu.settle("1b", f"--precision={precision}")
-        with gpu.fake_tensors(), Watch(800):
-            gpu.step(plan, *gpu.build(plan, compiled=True), documents=16)
-        kernels = {source: name for graph in graphs for name, source in KERNEL.findall(graph.source)}
-        made = []
-        for source, name in kernels.items():
-            kernel = getattr(PyCodeCache.load(source), name)
-            kernel.precompile(warm_cache_only=True)
-            made.append([result.kernel for result in kernel.compile_results])
-            assert {one.metadata.target.arch for one in made[-1]} == {architecture}, name
-            assert not all(spills(one) for one in made[-1]), name
+    gpu.stand_in(architecture)
+    plan, graphs, made = gpu.settle("1b", f"--precision={precision}"), gpu.generating(), []
+    with FakeTensorMode(), Watch(800):
+        gpu.step(plan, *gpu.build(plan, compiled=True), documents=16)
+    for source, name in {source: name for graph in graphs for name, source in KERNEL.findall(graph.source)}.items():
+        kernel = getattr(PyCodeCache.load(source), name)
+        kernel.precompile(warm_cache_only=True)
+        made.append([result.kernel for result in kernel.compile_results])
+        assert {one.metadata.target.arch for one in made[-1]} == {architecture}, name
+        assert not all(spills(one) for one in made[-1]), name
     print(f"sm_{architecture}, {precision}: {len(made)} kernels, {sum(map(len, made))} configurations")
     assert len(made) > 50

@@ -7,19 +7,20 @@ are. The code's choice of experts is used in all, and checked by itself, since r
 import copy
 import math
 import re
-from unittest import mock
 
 import interpreting  # noqa: F401  mends Triton's interpreter
 import pytest
 import torch
 import triton.language as tl
 from rehearsal import gpu
-from rehearsal.gpu import Graph, OnHost, generating
+from rehearsal.gpu import Graph, OnHost
 from rehearsal.refusals import Watch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_helpers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 pytestmark = pytest.mark.rehearsal
@@ -79,10 +80,8 @@ def grouped_mm(a, b, offs, *_, **__):
     return torch._grouped_mm(a, b, offs)
 
 
-REFERENCES = {"torch_attn._varlen_attn.default": varlen_attn,
-              "torch_attn._varlen_attn_backward.default": varlen_attn_backward,
-              "aten._grouped_mm.default": grouped_mm, "aten._scaled_mm.default": scaled_mm,
-              "aten._scaled_mm.out": scaled_mm, "aten.mm.dtype": mm, "aten.mm.dtype_out": mm}
+REFERENCES = {"_varlen_attn": varlen_attn, "_varlen_attn_backward": varlen_attn_backward, "mm": mm,
+              "_scaled_mm": scaled_mm, "_grouped_mm": grouped_mm}
 
 
 class Own(OnHost):
@@ -93,7 +92,12 @@ class Own(OnHost):
         super().__init__()
         self.order, self.wide, self.scores = order, wide, None
 
-    def run(self, graph: Graph, args: list) -> list:
+    def run(self, graph: Graph, args: list, nudge: float = 0.0) -> list:
+        """Run a graph on copies of inputs, with numbers moved by about this share of them."""
+        args = copy.deepcopy(args)
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.dtype in (torch.bfloat16, torch.float32):
+                arg.mul_(1 + nudge * torch.randn(arg.shape))
         with self:
             return torch.fx.Interpreter(graph.module).run(*self.widened(args))
 
@@ -108,14 +112,8 @@ class Own(OnHost):
         if str(func) == "aten.sort.stable" and self.order is not None and args[0].is_floating_point():
             self.scores = args[0]
             return args[0].gather(1, self.order), self.order
-        return super().__torch_dispatch__(REFERENCES.get(str(func), func), types, *self.widened((args, kwargs)))
-
-
-class Library:
-    """Functions of CUDA's libdevice, as the interpreter has them."""
-
-    def __getattr__(self, name):
-        return getattr(tl, name)
+        reference = REFERENCES.get(func._schema.name.split("::")[1], func)
+        return super().__torch_dispatch__(reference, types, *self.widened((args, kwargs)))
 
 
 class Kernel:
@@ -123,7 +121,7 @@ class Kernel:
 
     def __init__(self, name: str, source: str, device_str: str):
         module = PyCodeCache.load(re.sub(r"@triton_heuristics\..*?\n\)\n(?=@triton\.jit)", "", source, flags=re.S))
-        module.libdevice = module.tl_math = Library()
+        module.libdevice = module.tl_math = tl.math
         self.function = getattr(module, name)
 
     def run(self, *args, stream=None):
@@ -137,32 +135,29 @@ class Kernel:
 
 
 def run_generated(source: str, args: list) -> list:
-    """Run the code that was generated for a graph, inside `gpu.stand_in` and `generating`."""
+    """Run the code that was generated for a graph."""
     triton_helpers.max2 = lambda x, dim: tl.max(x, dim)               # the interpreter calls its own for every number
-    module = {}
-    with (Own(), mock.patch.object(AsyncCompile, "triton", staticmethod(Kernel)),
-          mock.patch("torch._C._dynamo.guards._empty_strided_cuda", torch._C._dynamo.guards._empty_strided_cpu),
-          mock.patch("torch._C._cuda_getCurrentRawStream", gpu.always(0))):
+    AsyncCompile.triton = Kernel
+    guards._empty_strided_cuda = guards._empty_strided_cpu
+    torch._C._cuda_getCurrentRawStream = gpu.always(0)
+    module, args = {}, copy.deepcopy(args)
+    with Own():
         exec(compile(source, "<generated>", "exec"), module)
-        return list(module["call"](list(args)))
-
-
-def number_of(n) -> int:
-    return int(n.node.hint if isinstance(n, torch.SymInt) else n)
+        return list(module["call"](args))
 
 
 def inputs_of(graph: Graph, known: dict) -> list:
     """Draw the inputs of a graph, except for those that are known by name: what forward saved for backward."""
     values = {node.name: node.meta["val"] for node in graph.inputs}
-    rows = next(number_of(value.shape[0]) for value in values.values()
+    rows = next(int(value.shape[0]) for value in values.values()
                 if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() == 2)
-    return [known[name] if name in known else draw(value, rows) if isinstance(value, Tensor) else number_of(value)
+    return [known[name] if name in known else draw(value, rows) if isinstance(value, Tensor) else int(value)
             for name, value in values.items()]
 
 
 def draw(like: Tensor, rows: int) -> Tensor:
     """Draw numbers of the kind that a tensor of this dtype and shape holds."""
-    dtype, (shape, stride) = like.dtype, ([*map(number_of, numbers)] for numbers in (like.shape, like.stride()))
+    dtype, (shape, stride) = like.dtype, ([*map(int, numbers)] for numbers in (like.shape, like.stride()))
     size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
     if dtype == torch.int32:              # cu_seqlens of a few documents
         flat = torch.linspace(0, rows, size).round()
@@ -179,36 +174,27 @@ def draw(like: Tensor, rows: int) -> Tensor:
     return flat.to(dtype).as_strided(shape, stride)
 
 
-def nudged(args: list) -> list:
-    """Copy inputs, with numbers moved by the size of bf16's rounding."""
-    args = copy.deepcopy(args)
-    for arg in args:
-        if isinstance(arg, Tensor) and arg.dtype in (torch.bfloat16, torch.float32):
-            arg.mul_(1 + 2 ** -9 * torch.randn(arg.shape))
-    return args
-
-
 def distance(results: list, exact: list) -> list[float]:
     """Return how far each result is off, relative to its size; of what is no tensor, whether it differs."""
     return [float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9)) if isinstance(a, Tensor)
             else float(a != b) for a, b in zip(results, exact)]
 
 
-def faults_of(graph: Graph, source: str, args: list, runs: int) -> tuple[list[str], list]:
+def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
     """Run a graph's code; return what is wrong with its results, and the results. Rounding is what the graph's own
-    operations are off at most in so many `runs`, the later ones on nudged inputs."""
-    results, faults = run_generated(source, copy.deepcopy(args)), []
+    operations are off at most in RUNS, all but the first on inputs moved by the size of bf16's rounding."""
+    results, faults = run_generated(source, args), []
     order = next((result for node, result in zip(graph.outputs, results)
                   if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", "")))), None)
     wide, own = Own(order, wide=True), Own(order, wide=False)
-    exact = wide.run(graph, copy.deepcopy(args))
-    rounding = [distance(own.run(graph, copy.deepcopy(args)), exact)]
+    exact = wide.run(graph, args)
+    rounding = [distance(own.run(graph, args), exact)]
     if order is not None:
         tie = 4 * (own.scores - wide.scores).abs().max()
         chosen = wide.scores.gather(1, order)
         if (order.sort(1).values != torch.arange(EXPERTS)).any() or (chosen.diff(dim=1) > tie).any():
             faults.append("the experts are not in the order of their scores")
-    rounding += [distance(own.run(graph, nudged(args)), exact) for _ in range(runs - 1)]
+    rounding += [distance(own.run(graph, args, 2 ** -9), exact) for _ in range(RUNS - 1)]
     for i, (off, *others) in enumerate(zip(distance(results, exact), *rounding)):
         if not off <= MARGIN * max(others) + 1e-5:
             faults.append(f"result {i}: off by {off:.2e}, by rounding {max(others):.2e}")
@@ -218,18 +204,18 @@ def faults_of(graph: Graph, source: str, args: list, runs: int) -> tuple[list[st
 @pytest.mark.parametrize("precision", ("bf16", "fp8"))
 def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_found(precision):
     torch.manual_seed(0)
-    known, found = {}, []
-    with gpu.stand_in(), generating() as graphs:
-        plan = gpu.settle("1b", f"--set={gpu.MODELS['1b']},{SMALL}", "--seq_len=32", "--micro_batch=2",
-                          f"--precision={precision}")
-        with gpu.fake_tensors(), Watch(24):
-            gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
-        for i, graph in enumerate(graphs):                            # each forward one before its backward one
-            args = inputs_of(graph, known if graph.backward else {})
-            faults, results = faults_of(graph, graph.source, args, RUNS)
-            found += faults
-            known = {str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)}
-            for fault, (pattern, replacement, count) in PLANTED.items() if i == LATER_LOOP else ():
-                source, places = re.subn(pattern, replacement, graph.source, count)
-                assert places and faults_of(graph, source, args, RUNS)[0], fault
+    gpu.stand_in()
+    plan = gpu.settle("1b", f"--precision={precision}", f"--set={gpu.LAYERS},{SMALL}", "--seq_len=32",
+                      "--micro_batch=2")
+    graphs, known, found = gpu.generating(), {}, []
+    with FakeTensorMode(), Watch(24):
+        gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
+    for i, graph in enumerate(graphs):    # each forward one before its backward one
+        args = inputs_of(graph, known if graph.backward else {})
+        faults, results = faults_of(graph, graph.source, args)
+        found += faults
+        known = {str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)}
+        for fault, (pattern, replacement, count) in PLANTED.items() if i == LATER_LOOP else ():
+            source, places = re.subn(pattern, replacement, graph.source, count)
+            assert places and faults_of(graph, source, args)[0], fault
     assert len(graphs) == 10 and not found, found
