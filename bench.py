@@ -52,10 +52,9 @@ class Bench:
         self.plan()                       # refuses bad flags
 
     def plan(self, *flags: str) -> train.Plan:
-        flags = [*self.flags, *flags]
-        if "--precision=fp8" not in flags:
-            flags = [flag for flag in flags if flag != "--fp8_experts"]
-        return train.settle(train.parse_args(flags, environ={}), self.world)
+        args = train.parse_args([*self.flags, *flags], environ={})
+        args.fp8_experts = args.fp8_experts and args.precision == "fp8"
+        return train.settle(args, self.world)
 
     def times(self, function, repetitions: int = 9, warm_up: int = 2) -> list[float]:
         """Return the sorted times of calls in ms, each until the device has finished."""

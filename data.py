@@ -593,8 +593,8 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
         for path in (*out.glob("*.bin"), *out.glob(".*.bin.tmp"), out / "metadata.json"):
             path.unlink(missing_ok=True)
     inputs = [found for argument in arguments for found in documents.find(argument)]
-    sizes = [None if kind in ("stdin", "table") or path.lower().endswith(COMPRESSED) else os.path.getsize(path)
-             for path, kind in inputs]    # None: known only when it is read
+    sizes = [os.path.getsize(path) if os.path.isfile(path) and kind != "table"
+             and not path.lower().endswith(COMPRESSED) else None for path, kind in inputs]   # None: not known before
     progress = ProgressBar("prepare", 0 if None in sizes else sum(sizes))
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):

@@ -951,7 +951,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     saved = [one for one in find_checkpoints(directory) if one.step <= progress.step] if world.is_rank0 else []
     writer = CheckpointWriter(directory, saved, plan.keep_last, plan.keep_best, world)
     closing.callback(writer.thread.shutdown)
-    if resumes and path.parent.resolve() == directory.resolve():
+    if resumes and path.parent == directory:
         writer.step = progress.step
     cost = estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
     logger.info(f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; {cost / 1e9:.2g} GFLOP "
@@ -994,9 +994,6 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         if tracker and progress.step >= first_step:
             tracker.log(metrics, step=progress.step)
 
-        if progress.skipped >= plan.max_skipped:
-            raise Diverged(f"{progress.skipped} steps in a row had a non-finite loss or gradient and were not saved: "
-                           f"resume with a lower --lr or more --warmup_steps")
         # Once in a while: save
         out_of_patience = 0 < plan.patience <= progress.unimproved
         ends = last or stop.agreed or out_of_patience
@@ -1005,6 +1002,9 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         if unsaved and (ends or (due and not progress.skipped)):
             writer.save(run_state(plan, model, optimizers, progress, loader.targets.tolist()),
                         metrics_file and metrics_file.sync)
+        if progress.skipped >= plan.max_skipped:
+            raise Diverged(f"the last {progress.skipped} steps had a non-finite loss or gradient and changed no weight: "
+                           f"resume with a lower --lr or more --warmup_steps")
         if ends:
             break
 

@@ -319,7 +319,7 @@ class CheckpointWriter:
         self.writing = self.thread.submit(lambda: None)
         if world.is_rank0:
             for unfinished in directory.glob(".spider-step*.pt.tmp"):
-                unfinished.unlink()
+                unfinished.unlink(missing_ok=True)
 
     def save(self, state: dict, sync_metrics: Callable):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""

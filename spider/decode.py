@@ -89,7 +89,8 @@ def forbid_repeats(logits: Tensor, written: Tensor, size: int) -> Tensor:
     if size == 1:
         return logits.scatter(1, written, -math.inf)
     # Only sequences whose last id but one is the newest id: comparing all would take longer than a step.
-    row, gram = (written[:, size - 2:-1] == written[:, -1:]).nonzero(as_tuple=True)
+    newest = written[:, -1:]
+    row, gram = ((written[:, size - 2:-1] == newest) & (newest != PAD_ID)).nonzero(as_tuple=True)  # PAD: row has ended
     grams = written.unfold(1, size, 1)[row, gram]                                            # [found, size]
     same = (grams[:, :-1] == written[row, written.shape[1] - size + 1:]).all(1)
     return logits.index_put((row[same], grams[same, -1]), logits.new_tensor(-math.inf))

@@ -175,8 +175,10 @@ class Unsharded:
 
     def all_reduce_step(self, params: list[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Sum a step's numbers (float64) over ranks; return the norm of the gradients of `params`, and the sums."""
-        norms = torch._foreach_norm([p.grad for p in params if p.grad is not None])
-        return torch.linalg.vector_norm(torch.stack(norms)), numbers
+        grads = [p.grad for p in params if p.grad is not None]
+        if not grads:                     # all frozen but the tables
+            return numbers.new_zeros((), dtype=torch.float32), numbers
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))), numbers
 
     def all_reduce_tables(self, tables: Iterable[EngramTable]):
         """All-reduce the gradients of Engram tables."""

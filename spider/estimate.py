@@ -230,10 +230,10 @@ def describe_memory(memory: dict[str, float], available: float) -> str:
 def check_memory(memory: dict[str, float], world: World):
     """Raise TooLarge if a local rank's bytes by purpose, without those that depend on the documents, surely exceed the
     memory of a CPU, since the kernel would kill the run without a message."""
-    needed = sum(memory.values()) - memory[PADDING]
+    needed = sum(memory.values()) - memory.get(PADDING, 0)
     if world.device.type == "cpu" and needed > 1.25 * memory_of(world.device, world.local_ranks):
-        raise TooLarge(f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.0f} GB, but this "
-                       f"machine has {memory_of(world.device) / 1e9:.0f} GB: lower it and raise --grad_accum instead, "
+        raise TooLarge(f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.3g} GB, but this "
+                       f"machine has {memory_of(world.device) / 1e9:.3g} GB: lower it and raise --grad_accum instead, "
                        f"or choose a smaller --seq_len or --model")
 
 

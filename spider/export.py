@@ -94,10 +94,10 @@ def texts_of(path: Path, state: dict) -> dict[str, str]:
 
 
 def license_text() -> str:
-    """Return the text of LICENSE, which a wheel has among its metadata."""
-    file = ROOT / "LICENSE"
-    return file.read_text(encoding="utf-8") if file.exists() else metadata.distribution("spider-trainer").read_text(
-        "licenses/LICENSE")
+    """Return the text of LICENSE, which is beside the code in a checkout, and among the metadata of a wheel."""
+    if (ROOT / "pyproject.toml").exists():
+        return (ROOT / "LICENSE").read_text(encoding="utf-8")
+    return metadata.distribution("spider-trainer").read_text("licenses/LICENSE")
 
 
 def facts_of(path: Path, state: dict) -> dict:

@@ -118,10 +118,10 @@ def process_memory(field: str) -> float:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the free bytes of the GPU, or of the machine."""
+    """Return the free bytes of the GPU, or at most those of the machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return proc_bytes("/proc/meminfo", "MemAvailable") or memory_of(device)
+    return min(proc_bytes("/proc/meminfo", "MemAvailable") or math.inf, memory_of(device))
 
 
 def peak_memory(device: torch.device) -> float:

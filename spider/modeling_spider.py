@@ -209,9 +209,10 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[T
     real = (input_ids != PAD_ID).int()
     in_front, behind = real.cumsum(1) == 0, real.flip(1).cumsum(1).flip(1) == 0
     ends = in_front & ~F.pad(in_front[:, 1:], (0, 1))
-    text = input_ids.masked_fill(ends, EOS_ID)
-    text[:, -1] = text[:, -1].where(real.any(1), BOS_ID)
-    return ~(in_front | behind), text
+    kept, text, empty = ~(in_front | behind), input_ids.masked_fill(ends, EOS_ID), ~real.any(1)
+    text[:, -1].masked_fill_(empty, BOS_ID)
+    kept[:, -1] |= empty
+    return kept, text
 
 
 SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"} | {

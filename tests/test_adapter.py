@@ -78,6 +78,7 @@ def test_rows_of_a_padded_batch_are_as_each_alone(model):
             alone = model(torch.tensor([row])).logits[0]
             torch.testing.assert_close(together[i, span], alone)
             torch.testing.assert_close(stepwise[i, span], alone)
+        torch.testing.assert_close(together[4, -1], model(torch.tensor([[BOS_ID]])).logits[0, -1])
         if side == "left":
             written = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)[:, longest:]
             for i, row in enumerate(rows):

@@ -259,3 +259,14 @@ def test_a_state_of_a_parameter_without_dimensions_can_be_loaded():
     scale.grad = torch.ones(())
     optimizer.step()
     load_optimizer_state("adamw", torch.optim.AdamW([scale]), optimizer.state_dict())
+
+
+def test_tables_learn_alone_where_all_else_is_frozen():
+    model = awake(small_config())
+    tables = [module.weight for module in model.modules() if isinstance(module, EngramTable)]
+    model.requires_grad_(False)
+    for weight in tables:
+        weight.requires_grad_(True)
+    before = [weight.clone() for weight in tables]
+    metrics = step_alone(model, Optimizers(model), [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)], 2)
+    assert metrics["grad_norm"] == 0 and not any(map(torch.equal, before, tables))
