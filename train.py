@@ -1003,7 +1003,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
             writer.save(run_state(plan, model, optimizers, progress, loader.targets.tolist()),
                         metrics_file and metrics_file.sync)
         if progress.skipped >= plan.max_skipped:
-            raise Diverged(f"the last {progress.skipped} steps had a non-finite loss or gradient and changed no weight: "
+            raise Diverged(f"the last {progress.skipped} steps had no finite loss or gradient, and changed no weight: "
                            f"resume with a lower --lr or more --warmup_steps")
         if ends:
             break
