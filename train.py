@@ -167,7 +167,7 @@ def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.en
         if name not in flags and environ.get(name.upper()):
             environment |= parser.value(name, environ[name.upper()], f"{name.upper()}={environ[name.upper()]}")
     of_file = common.read_toml(parser, flags["config"]) if "config" in flags else {}
-    given = {}                            # strongest first; what an alternative of a stronger one sets is dropped
+    given = {}                            # of the strongest first; where that has an alternative, a weaker is dropped
     for source in (flags, environment, of_file):
         replaced = {name for names in ALTERNATIVES for name in names if given.keys() & {*names}}
         given = {name: value for name, value in source.items() if name not in replaced} | given
@@ -661,7 +661,7 @@ def update(model: Spider, optimizers: Optimizers, sums: dict[str, Tensor], count
     Waits for the device once, for all numbers, before it changes a weight. If loss or gradient is not finite, no weight
     changes and `skipped` is true.
     """
-    tokens, boundary_counts = counts      # [L, E], [...]
+    tokens, boundary_counts = counts      # [L, E], and what update_boundaries takes
     # Numbers that the host knows are filled in on the device, since a copy from the host would wait.
     known = torch.stack([tokens.new_full((), number, dtype=torch.float64)
                          for number in (sum(batch.n_bytes for batch in batches), *votes)])
