@@ -167,7 +167,7 @@ def draw(like: Tensor, rows: int) -> Tensor:
         flat = torch.rand(size) > 0.3
     elif shape == [EXPERTS]:              # the experts' bias: nothing chooses the last one
         flat = torch.tensor([0.0] * (size - 1) + [-10.0])
-    elif len(shape) > 1 and shape[-1] == 1:                           # reciprocals of norms
+    elif not shape or len(shape) > 1 and shape[-1] == 1:              # scales of FP8; reciprocals of norms
         flat = torch.rand(size) + 0.5
     else:
         flat = torch.randn(size) / math.sqrt(shape[-1] if len(shape) > 1 else 1)
