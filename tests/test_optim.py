@@ -258,7 +258,9 @@ def test_a_state_of_a_parameter_without_dimensions_can_be_loaded():
     optimizer = torch.optim.AdamW([scale])
     scale.grad = torch.ones(())
     optimizer.step()
-    load_optimizer_state("adamw", torch.optim.AdamW([scale]), optimizer.state_dict())
+    other = torch.optim.AdamW([scale])
+    load_optimizer_state("adamw", other, optimizer.state_dict())
+    assert other.state[scale]["exp_avg"] == optimizer.state[scale]["exp_avg"] != 0
 
 
 def test_tables_learn_alone_where_all_else_is_frozen():
