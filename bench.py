@@ -31,7 +31,8 @@ from spider.config import BACKENDS
 from spider.distributed import World
 from tile_moe import moe_forward
 
-# 1b's layers and loops at minimal sizes: a step takes the host's time, for Python, the dispatcher and launches.
+# 1b's layers and loops at minimal sizes: a step takes the host's time, for Python, the dispatcher and launches. The
+# user's own batch and backend are replaced.
 TINY_1B = ("--model=1b", "--seq_len=16", "--micro_batch=2", "--grad_accum=1", "--global_batch=32",
            "--moe_backend=grouped", "--set=hidden_size=32,n_heads=2,q_lora_rank=16,"
            "kv_lora_rank=16,qk_nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=32,intermediate_size=32,engram_dim=16,"

@@ -167,7 +167,7 @@ def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.en
         if name not in flags and environ.get(name.upper()):
             environment |= parser.value(name, environ[name.upper()], f"{name.upper()}={environ[name.upper()]}")
     of_file = common.read_toml(parser, flags["config"]) if "config" in flags else {}
-    given = {}                            # of the strongest first; where that has an alternative, a weaker is dropped
+    given = {}                            # a value is dropped where a stronger source gave one of its alternatives
     for source in (flags, environment, of_file):
         replaced = {name for names in ALTERNATIVES for name in names if given.keys() & {*names}}
         given = {name: value for name, value in source.items() if name not in replaced} | given
@@ -1024,8 +1024,6 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
-    if stop.agreed and progress.step == 0:
-        raise Stopped("stopped before the first step")
     if not writer.holds(progress.step):
         raise CheckpointError(f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older checkpoints "
                               f"are intact: make room; the same command resumes")
