@@ -80,12 +80,10 @@ class SpiderConfig:
             if type(value) not in ((int, float) if kind is float else (kind,)) or (
                     kind is tuple and any(type(number) is not int for number in value)):
                 raise ValueError(f"{f.name} must be of type {'tuple of int' if kind is tuple else kind.__name__}")
-            least = 0 if f.name in MAY_BE_ZERO else 1
-            if kind in (int, float) and not least <= value < math.inf:
-                raise ValueError(f"{f.name} must be at least {least}")
+            low, high = RANGES.get(f.name, (value, value))
+            if not low <= value <= high:
+                raise ValueError(f"{f.name} must be from {low:,} to {high:,}")
         for holds, rule in (
-                (self.vocab_size >= VOCAB_SIZE, f"vocab_size must be at least {VOCAB_SIZE}"),
-                (self.n_loops <= MAX_LOOPS, f"n_loops must be at most {MAX_LOOPS}"),
                 (self.hidden_size % 16 == 0, "hidden_size must be a multiple of 16"),
                 (self.moe_intermediate_size % 16 == 0, "moe_intermediate_size must be a multiple of 16"),
                 (self.qk_nope_head_dim + self.qk_rope_head_dim == self.v_head_dim,
@@ -198,11 +196,49 @@ class SpiderConfig:
         return cls(**PRESETS[name])
 
 
-# Numbers that may be 0; all others are at least 1.
-MAY_BE_ZERO = {"n_prelude_layers", "n_recurrent_layers", "n_coda_layers", "byte_window", "n_routed_experts",
-               "n_shared_experts", "expert_bias_rate", "aux_loss_weight", "z_loss_weight", "boundary_rate",
-               "boundary_prior", "boundary_loss_weight", "boundary_alpha", "boundary_lambda", "boundary_sigma",
-               "lora_rank", "act_threshold", "ponder_weight", "core_loss_weight", "engram_votes"}
+# Of every number. Within the upper bounds no product of sizes overflows, and no model takes minutes to construct.
+WEIGHT = (0, 1_000_000)                   # of a term of the loss
+RANGES = {
+    "vocab_size": (VOCAB_SIZE, 65_536),
+    "hidden_size": (1, 65_536),
+    "n_prelude_layers": (0, 256),
+    "n_recurrent_layers": (0, 256),
+    "n_coda_layers": (0, 256),
+    "n_loops": (1, MAX_LOOPS),
+    "n_heads": (1, 1024),
+    "q_lora_rank": (1, 65_536),
+    "kv_lora_rank": (1, 65_536),
+    "qk_nope_head_dim": (1, 1024),
+    "qk_rope_head_dim": (1, 1024),
+    "v_head_dim": (1, 1024),
+    "rope_theta": (1, 10 ** 12),
+    "byte_window": (0, 1 << 24),
+    "intermediate_size": (1, 1 << 18),
+    "n_routed_experts": (0, 4096),
+    "n_shared_experts": (0, 256),
+    "n_experts_per_tok": (1, 256),
+    "moe_intermediate_size": (1, 1 << 18),
+    "expert_bias_rate": (0, 1),
+    "aux_loss_weight": WEIGHT,
+    "z_loss_weight": WEIGHT,
+    "boundary_rate": (0, 1),
+    "boundary_prior": (0, 1),
+    "boundary_loss_weight": WEIGHT,
+    "boundary_alpha": (0, 1),
+    "boundary_lambda": (0, 1_000_000),
+    "boundary_sigma": (0, 1),
+    "segment_offsets": (1, 256),
+    "lora_rank": (0, 4096),
+    "act_threshold": (0, 1),
+    "ponder_weight": WEIGHT,
+    "core_loss_weight": WEIGHT,
+    "engram_heads": (1, 16),
+    "engram_rows": (1, 1 << 24),
+    "engram_dim": (1, 4096),
+    "engram_byte_rows": (1, 1 << 24),
+    "engram_byte_dim": (1, 4096),
+    "engram_votes": (0, 64),
+}
 
 
 @cache

@@ -9,16 +9,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import gradients, small_config, text
-from spider.config import BOUNDARIES, PRESETS, SpiderConfig
+from spider.config import BOUNDARIES, PRESETS, RANGES, SpiderConfig
 from spider_model import Spider
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(SpiderConfig), ids=lambda field: field.name)
 def test_a_value_out_of_range_or_of_another_type_is_refused_by_the_fields_name(field):
-    wrong = [None, {}] + [-1, math.nan, math.inf, "1", True] * (type(field.default) in (int, float))
+    wrong = [None, {}]
+    if type(field.default) in (int, float):
+        low, high = RANGES[field.name]
+        wrong += [-1, low - 1, high + 1, 10 ** 15, 10 ** 400, math.nan, math.inf, "1", True]
     for value in wrong:
         with pytest.raises(ValueError, match=f"^{field.name} must be "):
             SpiderConfig(**{field.name: value})
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if "layers" in name else name
+                                  for name in RANGES])
+def test_a_model_with_a_number_at_its_upper_bound_is_constructed_or_refused_by_a_rule_that_names_it(name):
+    half = RANGES["v_head_dim"][1] // 2
+    heads = dict(v_head_dim=2 * half, qk_nope_head_dim=half, qk_rope_head_dim=half) if name == "v_head_dim" else {}
+    try:
+        config = small_config(**{name: RANGES[name][1]} | heads)
+    except ValueError as fault:
+        assert name in str(fault) or name == "engram_heads" and "engram_rows" in str(fault)
+    else:
+        with torch.device("meta"):
+            assert all(p.numel() < 1 << 60 for p in Spider(config).parameters())
 
 
 def test_an_unknown_preset_is_refused_with_the_names_of_all():
