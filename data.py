@@ -560,7 +560,7 @@ class ShardWriter:
         while len(ids):
             if self.file is None:
                 self.name = f"{self.split}-{len(self.entries):05d}.bin"
-                self.file = open(temporary(self.out, self.name), "wb", MIB)
+                self.file = open(temporary(self.out, self.name), "xb", MIB)
                 self.digest = hashlib.sha256()
             part, ids = ids[:self.limit - self.ids], ids[self.limit - self.ids:]
             self.file.write(part)
@@ -590,7 +590,8 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
     Shards get their names at the end, after metadata.json, so that nothing of a killed process is taken for data; it is
     deleted by the next one."""
     def clear():
-        for path in (*out.glob("*.bin"), *out.glob(".*.bin.tmp"), out / "metadata.json"):
+        for path in (*out.glob("*.bin"), *out.glob(".*.bin.tmp"), *out.glob(".metadata.json.*.tmp"),
+                     out / "metadata.json"):
             path.unlink(missing_ok=True)
     inputs = [found for argument in arguments for found in documents.find(argument)]
     sizes = [os.path.getsize(path) if os.path.isfile(path) and kind != "table"

@@ -15,7 +15,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -24,12 +23,13 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider import common
-from spider.config import PRESETS, SpiderConfig
-from spider.distributed import ShardedRows, World, host_buffer
+from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
+from spider.distributed import ShardedRows, World, host_buffer, is_plain
 from spider.common import CheckpointError
-from spider.run import RunProgress
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
+WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+MOST_STEPS = 1 << 31                      # of an optimizer: 8-bit AdamW's kernel takes 32 bits
 RENAMED = {"core.place_proj": "core.offset_proj"}       # old and new names of weights
 
 
@@ -90,28 +90,126 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
     return state
 
 
+class Rule(NamedTuple):
+    """What a value of a checkpoint must be."""
+    wanted: str
+    holds: Callable[[object], bool]
+
+
+def whole(low: int, high: int = (1 << 62) - 1) -> Rule:
+    bounds = f"from {low} to {high}" if high < 1 << 61 else f"of at least {low}"
+    return Rule(f"a whole number {bounds}", lambda value: type(value) is int and low <= value <= high)
+
+
+def optional(rule: Rule) -> Rule:
+    return Rule(f"{rule.wanted} or None", lambda value: value is None or rule.holds(value))
+
+
+def list_of(rule: Rule) -> Rule:
+    return Rule(f"a list, each {rule.wanted}", lambda value: type(value) is list and all(map(rule.holds, value)))
+
+
+def dict_of(rule: Rule) -> Rule:
+    def holds(value) -> bool:
+        return isinstance(value, dict) and all(type(name) is str and rule.holds(value[name]) for name in value)
+    return Rule(f"a dict, each value {rule.wanted}", holds)
+
+
+def is_number(value) -> bool:
+    """Return whether a value is an int or float that arithmetic takes, infinity and NaN included."""
+    return type(value) is float or type(value) is int and abs(value) < 1 << 62
+
+
+def is_finite(value) -> bool:
+    return is_number(value) and math.isfinite(value)
+
+
+SWITCH = Rule("true or false", lambda value: type(value) is bool)
+TEXT = Rule("text", lambda value: type(value) is str)
+FINITE = Rule("a finite number", is_finite)
+LOWEST = Rule("a number and not NaN", lambda value: is_number(value) and not math.isnan(value))
+METRIC = Rule("a number", lambda value: is_number(value) or SWITCH.holds(value))
+FLAG = Rule("a number or text", lambda value: is_finite(value) or SWITCH.holds(value) or TEXT.holds(value))
+DICT = Rule("a dict", lambda value: isinstance(value, dict))
+WANDB_RUN = Rule("a dict with the texts name and id", lambda value: dict_of(TEXT).holds(value)
+                 and {"name", "id"} <= value.keys())
+
+# Of the fields of RunProgress and the other keys, any of which may be absent.
+RULES = {
+    "cfg": DICT,
+    "model_state_dict": DICT,
+    "optimizer_state_dict": DICT,
+    "step": whole(0),
+    "bytes_seen": whole(0),
+    "epoch": whole(0),
+    "best_loss": LOWEST,
+    "val_loss": optional(FINITE),
+    "unimproved": whole(0),
+    "metrics": optional(dict_of(optional(METRIC))),
+    "recent": list_of(FINITE),
+    "lowest_peak": LOWEST,
+    "exploded": SWITCH,
+    "skipped": whole(0),
+    "wandb": optional(WANDB_RUN),
+    "n_loops": whole(1, MAX_LOOPS),
+    "recipe": Rule(f"one of {', '.join(PRESETS)}", lambda value: TEXT.holds(value) and value in PRESETS),
+    "targets": list_of(whole(0)),
+    "flags": dict_of(optional(FLAG)),
+    "flags.seq_len": whole(2, 1 << 24),   # these have an effect outside of their run
+    "flags.eval_tokens": whole(1),
+    "flags.target_tokens": whole(1),
+    "flags.data_dir": TEXT,
+}
+
+
 def check_state(path: Path, state, required: set[str]):
-    """Raise CheckpointError unless a state has the required keys, a valid `cfg`, and progress of the right types."""
+    """Raise CheckpointError unless a state has the required keys, a valid `cfg`, tensors whose shapes can be relied on,
+    and values by the RULES."""
     state = state if isinstance(state, dict) else {}
     if missing := required - state.keys():
         raise CheckpointError(f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}")
     try:
+        for key, rule in RULES.items():
+            table, _, name = key.rpartition(".")
+            values = state.get(table, {}) if table else state
+            if name in values and not rule.holds(values[name]):
+                raise ValueError(f"{key} must be {rule.wanted}")
         SpiderConfig.from_saved(state["cfg"])
-        if state.get("recipe", "tiny") not in PRESETS:
-            raise ValueError(f"recipe: {state['recipe']!r} is not one of {', '.join(PRESETS)}")
-        for f in fields(RunProgress):
-            kind, value = type(getattr(RunProgress(), f.name)), state.get(f.name)
-            if value is not None and kind in (int, float) and type(value) not in (int, kind):
-                raise ValueError(f"{f.name} must be of type {kind.__name__}")
-    except (TypeError, ValueError) as fault:
+        for name, weight in state["model_state_dict"].items():
+            check_tensors(weight, f"model_state_dict.{name}", set())
+        check_tensors(state.get("optimizer_state_dict", {}), "optimizer_state_dict", set())
+    except (TypeError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path}: {fault}") from None
 
 
+def check_tensors(value, name: str, seen: set[int]):
+    """Raise ValueError unless each tensor in nested dicts is plain and no other name is one for its memory (but for the
+    tables of 8-bit AdamW, which are only read), and each `step` of an optimizer is a number that a run may reach.
+    seen: addresses of dicts and tensors so far."""
+    key, address = name.rpartition(".")[2], 0
+    if isinstance(value, dict):
+        address = id(value)
+    elif isinstance(value, Tensor):
+        if not is_plain(value) or value.device.type != "cpu":
+            raise ValueError(f"{name} must be a dense, contiguous tensor with a storage of its own")
+        address = value.data_ptr()        # 0 if it is empty
+    if key == "step":
+        steps = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not is_number(steps) or not 0 <= steps < MOST_STEPS:
+            raise ValueError(f"{name} must be a number from 0 to {MOST_STEPS - 1}")
+    if address in seen:
+        raise ValueError(f"{name} shares its memory with another value")
+    if address and key not in ("qmap1", "qmap2"):
+        seen.add(address)
+    for entry_name, entry in value.items() if isinstance(value, dict) else ():
+        check_tensors(entry, f"{name}.{entry_name}", seen)
+
+
 def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
-    """Raise CheckpointError unless weights have the names and shapes of a model with the state's config; floating-point
-    dtypes may differ."""
+    """Raise CheckpointError unless weights have the names and shapes of a model with the state's config; those of
+    WEIGHT_DTYPES may have another of these."""
     def kinds(weights: dict) -> dict:
-        return {name: (tuple(tensor.shape), tensor.dtype.is_floating_point)
+        return {name: (tuple(tensor.shape), tensor.dtype in WEIGHT_DTYPES or tensor.dtype)
                 for name, tensor in weights.items() if isinstance(tensor, Tensor)}
     with reading(path):
         with torch.device("meta"):
@@ -151,6 +249,9 @@ def read_export(path: Path) -> dict:
     directory, file = path, path / "model.safetensors"
     if path.suffix == ".safetensors":
         directory, file = path.parent, path
+    for part in (file, directory / "config.json"):
+        if not part.is_file():            # to open a pipe would wait for ever
+            raise ValueError(f"{part.name} is not a regular file")
     weights = safetensors().torch.load_file(file)
     config = json.loads((directory / "config.json").read_bytes())
     training = config.get("training", {})
@@ -318,8 +419,7 @@ class CheckpointWriter:
         self.thread, self.copy = ThreadPoolExecutor(1), None
         self.writing = self.thread.submit(lambda: None)
         if world.is_rank0:
-            for unfinished in directory.glob(".spider-step*.pt.tmp"):
-                unfinished.unlink(missing_ok=True)
+            common.delete_unfinished(directory, "spider-step*.pt", "metrics.jsonl", "curves.png")
 
     def save(self, state: dict, sync_metrics: Callable):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""

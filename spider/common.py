@@ -10,6 +10,8 @@ import fcntl
 import hashlib
 import math
 import os
+import secrets
+import shlex
 import signal
 import sys
 import time
@@ -162,16 +164,22 @@ def read_toml(parser: Parser, path: str) -> dict:
         import tomli as tomllib
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise UsageError(f"--config: {path}: {fault}") from None
-    values, entries = {}, list(content.items())
+    # By first name: neither -h, --help nor --no-... of a switch
+    actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "config"}
+    values, entries, assigned = {}, list(content.items()), set()
     for name, value in entries:           # grows in the loop
         if isinstance(value, dict):
             entries += value.items()
-        elif f"--{name}" not in parser._option_string_actions or name == "config":
+            continue
+        action = actions.get(f"--{name}")
+        if action is None:
             raise UsageError(f"--config: {path}: unknown flag {name}")
-        else:
-            values |= parser.value(name, value, f"--config: {path}")
+        if action.dest in assigned:
+            raise UsageError(f"--config: {path}: {name} is set twice")
+        assigned.add(action.dest)
+        values |= parser.value(name, value, f"--config: {path}")
     return values
 
 
@@ -199,9 +207,16 @@ def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
     return parse
 
 
+def quoted(path: object) -> str:
+    """Quote a path for a shell command; one that begins with - gets ./ in front."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
 def path_name(text: str) -> str:
-    """Refuse an empty path, which pathlib would turn into the working directory, for `type` of an argument."""
-    if not text:
+    """Refuse an empty path, which pathlib would turn into the working directory, and one with NUL, which no system call
+    takes, for `type` of an argument."""
+    if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return text
 
@@ -287,11 +302,12 @@ def sync(path: Path):
 @contextmanager
 def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     """Write a file atomically: once it is complete and synced it replaces the old one, so that a kill or power loss
-    leaves one of the two; an exception keeps the old one. Yields the temporary file, `.NAME.tmp` beside it."""
+    leaves one of the two; an exception keeps the old one. Yields the temporary file beside it, of a name that nobody
+    can guess and put a link there, and that two processes do not share."""
     if path.exists() and not path.is_file():  # os.replace would replace a device such as /dev/null
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, mode) as file:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with open(temporary, mode.replace("w", "x")) as file:
         try:
             yield file
             file.flush()
@@ -301,3 +317,10 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
             temporary.unlink(missing_ok=True)
             raise
     sync(path.parent)
+
+
+def delete_unfinished(directory: Path, *patterns: str):
+    """Delete the temporary files of `durable` that killed processes left of files with these names."""
+    for pattern in patterns:
+        for unfinished in directory.glob(f".{pattern}*.tmp"):
+            unfinished.unlink(missing_ok=True)

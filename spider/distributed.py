@@ -247,6 +247,14 @@ def host_buffer(shape: tuple[int, ...], like: Tensor, into: Tensor | None) -> Te
     return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
+def is_plain(value) -> bool:
+    """Return whether kernels and collectives can rely on a tensor's shape: it is dense, contiguous and alone in its
+    storage, like each that a run saves."""
+    return (type(value) is Tensor and value.layout == torch.strided and not value.is_nested and not value.is_quantized
+            and not value.is_conj() and not value.is_neg() and value.is_contiguous()
+            and value.untyped_storage().nbytes() == value.nbytes)
+
+
 class Sharded(Unsharded):
     """A sharded model: this rank's rows of its parameters, and the collectives of training."""
 

@@ -7,7 +7,7 @@ of a model, on one rank or on several. Sources: Muon, Jordan et al. 2024, with t
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spider.distributed import SCALE_BLOCK, ShardedParameter, World, sharding_of
+from spider.distributed import SCALE_BLOCK, ShardedParameter, World, is_plain, sharding_of
 from spider.common import CheckpointError, WorldError
 from spider.config import OPTIMIZERS
 from spider.machine import multiplies_bf16, quiet
@@ -158,37 +158,78 @@ class Optimizers:
         """Load the states of all optimizers, but keep this run's settings. Raise CheckpointError if one does not
         fit."""
         if states.keys() != self.by_name.keys():
-            raise CheckpointError(f"the checkpoint has the optimizers {', '.join(states)}, this run "
+            raise CheckpointError(f"the checkpoint has the optimizers {', '.join(map(str, states))}, this run "
                                   f"{', '.join(self.by_name)}: use --optimizer as before, or --reset_steps")
+        for name, optimizer in self.by_name.items():
+            check_optimizer_state(name, optimizer, states[name], self.sharding.params)
         states = self.sharding.own_optimizer_states(self.by_name, states)
         for name, optimizer in self.by_name.items():
-            load_optimizer_state(name, optimizer, states[name])
+            take_state(optimizer, states[name])
 
 
 def load_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: dict):
-    """Load a checkpoint's state of an optimizer, but keep this run's settings. Raise CheckpointError if it does not
-    fit: kernels trust the shapes of a state, and torch does not check them."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """Load a checkpoint's state of an optimizer of Optimizers, by its name there, but keep the settings. Raise
+    CheckpointError if it does not fit."""
+    check_optimizer_state(name, optimizer, state)
+    take_state(optimizer, state)
+
+
+def take_state(optimizer: torch.optim.Optimizer, state: dict):
+    """Load a state that was checked; of its groups of parameters nothing is taken, since they have the settings."""
+    optimizer.load_state_dict(dict(state=state["state"], param_groups=optimizer.state_dict()["param_groups"]))
+
+
+NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter's state
+
+
+def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: dict,
+                          sharded: Sequence[ShardedParameter] = ()):
+    """Raise CheckpointError unless a whole state has the parameters, and for each the tensors, that the optimizer
+    makes: kernels trust names, shapes and dtypes, and torch does not check them."""
+    shapes = {id(param.local): param.shape for param in sharded}
+    params = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     try:
-        optimizer.load_state_dict(state)
-        check_optimizer_state(optimizer)
+        indices, wanted = ([group["params"] for group in groups]
+                           for groups in (state["param_groups"], optimizer.state_dict()["param_groups"]))
+        if indices != wanted:
+            raise ValueError("it has other groups of parameters")
+        for i, tensors in state["state"].items():
+            if i not in params:
+                raise ValueError(f"it has an unknown parameter {i!r}")
+            p = params[i]
+            if name == "adamw8bit":
+                tensors = {key: value for key, value in tensors.items() if key != NESTED} | tensors.get(NESTED, {})
+            shape = shapes.get(id(p), tuple(p.shape))
+            found = {key: kind_of(value) for key, value in tensors.items()}
+            if found and found not in state_layouts(name, p.dtype, shape):
+                listed = ", ".join(f"{key}: {kind}" for key, kind in found.items())
+                raise ValueError(f"for a parameter {list(shape)} it has {listed[:200]}")
     except Exception as fault:            # whatever a foreign state provokes
         raise CheckpointError(f"the checkpoint's state of {name} does not fit this model ({fault}): use --reset_steps "
                               f"to load only the weights") from None
-    for group, settings in zip(optimizer.param_groups, groups):
-        group.update(settings)
 
 
-def check_optimizer_state(optimizer: torch.optim.Optimizer):
-    """Raise ValueError if a state's tensors have other shapes than the optimizer makes."""
-    for p, state in optimizer.state.items():
-        blocks = math.ceil(p.numel() / SCALE_BLOCK)
-        shapes = {"step": (), "sum": tuple(p.shape[:1]), "qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,),
-                  "absmax2": (blocks,)}
-        for key, value in state.items():
-            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-            if shape != shapes.get(key, tuple(p.shape)):
-                raise ValueError(f"{key} {list(shape)} for a parameter {list(p.shape)}")
+def kind_of(value) -> str:
+    """Return dtype and shape of a plain tensor, or the name of another type."""
+    return dtype_and_shape(value.dtype, value.shape) if is_plain(value) else type(value).__name__
+
+
+def dtype_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def state_layouts(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[dict[str, str]]:
+    """Return the states that an optimizer may have of a parameter: what kind_of returns for each value, by key."""
+    whole, scales = dtype_and_shape(dtype, shape), f"float32 [{math.ceil(math.prod(shape) / SCALE_BLOCK)}]"
+    floats, quantized = (dtype_and_shape(kind, shape) for kind in (torch.float32, torch.uint8))
+    tables = dict(qmap1="float32 [256]", qmap2="float32 [256]", absmax1=scales, absmax2=scales)
+    return {
+        "muon": [dict(momentum_buffer=whole)],
+        "adamw": [dict(step="float32 []", exp_avg=whole, exp_avg_sq=whole)],
+        "adamw8bit": [dict(step="int", state1=floats, state2=floats),
+                      dict(step="int", state1=quantized, state2=quantized) | tables],
+        "engram": [dict(sum=dtype_and_shape(dtype, shape[:1]))],
+    }[name]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

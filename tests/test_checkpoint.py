@@ -2,9 +2,12 @@
 
 import copy
 import errno
+import math
 import os
 import random
 import time
+import warnings
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,13 @@ import torch
 from conftest import SMALL, assert_same, assert_same_runs, final_state, make_shards, metrics, refused, run, run_flags
 from jobs import file_limit, forked, until
 from spider import checkpoint
-from spider.checkpoint import (CheckpointWriter, best_checkpoint, check_weights, find_checkpoints, load_checkpoint)
+from spider.checkpoint import (REQUIRED, CheckpointWriter, best_checkpoint, check_state, check_weights,
+                               find_checkpoints, load_checkpoint)
 from spider.common import CheckpointError
+from spider.config import SpiderConfig
 from spider.distributed import World
-from spider.run import Metrics
+from spider.optim import Optimizers
+from spider.run import Metrics, RunProgress
 from spider_model import Spider
 
 OPTIMIZERS = (("adamw", "exp_avg_sq"), ("adamw8bit", "state1"), ("muon", "momentum_buffer"))
@@ -133,7 +139,7 @@ def test_a_checkpoint_that_would_execute_something_is_refused_and_nothing_runs(t
 
 
 @pytest.mark.parametrize("change, complaint", (
-    (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "NoneType"), (dict(cfg={"act": 1}), "act"),
+    (dict(cfg={"dim": 3}), "unexpected keyword"), (dict(cfg=None), "cfg must be"), (dict(cfg={"act": 1}), "act"),
     (dict(cfg={"engram_orders": [3, "4"]}), "engram_orders"), (dict(model_state_dict={}), "weights do not match"),
     (dict(step="3"), "step must be"), (dict(best_loss="x"), "best_loss must be")),
     ids=lambda value: str(value)[:30])
@@ -143,13 +149,230 @@ def test_a_state_that_no_run_saved_is_refused_in_a_line(tmp_path, trained, shard
     assert complaint in refused(argv, capsys) and not list((tmp_path / "new").glob("*.pt"))
 
 
-@pytest.mark.parametrize("damage", (lambda w: w.int(), lambda w: w[:1], lambda w: None, lambda w: w[None]))
+NO_COUNTS = (-1, 1.0, True, "3", None, [1], 1 << 62, 10 ** 400)
+NO_NUMBERS = ("x", True, [1.0], 10 ** 400)
+BAD_VALUES = {
+    "step": NO_COUNTS, "bytes_seen": NO_COUNTS, "epoch": NO_COUNTS, "unimproved": NO_COUNTS, "skipped": NO_COUNTS,
+    "best_loss": (*NO_NUMBERS, None, math.nan), "lowest_peak": (*NO_NUMBERS, None, math.nan),
+    "val_loss": (*NO_NUMBERS, math.nan, math.inf),
+    "metrics": ({"loss": "x"}, {"loss": [1]}, {"loss": torch.ones(())}, {1: 2.0}, {"loss": 10 ** 400}, [], "x", 3),
+    "recent": (["a"], [None], [math.nan], [math.inf], [10 ** 400], [True], {}, "ab", None, 3),
+    "exploded": ("no", 1, None), "wandb": (3, {}, {"name": "a"}, {"name": "a", "id": 3}, "a", []),
+    "n_loops": (0, -1, 4097, 10 ** 9, 2.0, None), "recipe": ("2b", None, [], {}, 3),
+    "targets": ([1.0], ["a"], [-1], [None], 3, {}, None, (1,)),
+    "flags": (3, None, [], {1: 2}, {"lr": math.nan}, {"lr": math.inf}, {"lr": torch.ones(2)}, {"lr": [1]},
+              {"lr": 10 ** 400}, {"seq_len": 1}, {"seq_len": "32"}, {"seq_len": 1 << 25}, {"eval_tokens": 0},
+              {"eval_tokens": 1.5}, {"target_tokens": None}, {"data_dir": 3}),
+    "cfg": ([], 3, {"hidden_size": 1 << 40}, {"n_loops": 10 ** 9}, {1: 2}),
+    "model_state_dict": ([], None, 3), "optimizer_state_dict": ([], None, 3)}
+
+
+@pytest.mark.parametrize("key", BAD_VALUES)
+def test_values_that_no_run_saves_are_refused_by_name(trained, key):
+    for value in BAD_VALUES[key]:
+        with pytest.raises(CheckpointError) as fault:
+            check_state(Path("a.pt"), trained | {key: value}, REQUIRED)
+        line = str(fault.value)
+        assert line.startswith("a.pt: ") and (key in line or key == "cfg") and len(line) < 200, (value, line)
+
+
+def test_every_value_of_a_run_has_a_rule_and_keeps_it(trained):
+    """Also one whose numbers are not finite, as after skipped steps."""
+    assert {field.name for field in fields(RunProgress)} | {"recipe", "flags", "targets"} <= checkpoint.RULES.keys()
+    check_state(Path("a.pt"), trained, REQUIRED)
+    check_state(Path("a.pt"), trained | asdict(RunProgress(metrics=dict(loss=math.nan, skipped=True, lr=None),
+                                                           val_loss=2, recent=[1, 2.0])), REQUIRED)
+
+
+def test_values_nested_without_end_are_refused_in_a_line(tmp_path, trained):
+    endless, deep, wide = {}, {}, {}
+    endless["state"] = endless
+    for _ in range(5000):
+        deep = dict(state=deep)
+    for _ in range(60):
+        wide = dict(a=wide, b=wide)                           # 2 ** 60 values in 60 dicts
+    for states in (endless, deep, wide):
+        with pytest.raises(CheckpointError, match="^a.pt: "):
+            check_state(Path("a.pt"), trained | dict(optimizer_state_dict=states), REQUIRED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors that are not what their shapes say
+
+HOSTILE = dict(
+    stride_0=lambda t: torch.zeros((), dtype=t.dtype).expand(t.shape), transposed=lambda t: torch.stack((t, t), -1).mT,
+    of_a_larger_storage=lambda t: torch.stack((t, t))[0], behind_an_offset=lambda t: torch.stack((t, t))[1],
+    sparse=lambda t: t.to_sparse(), rows=lambda t: t.reshape(-1, 1).to_sparse_csr(),
+    parameter=lambda t: torch.nn.Parameter(t.float()), meta=lambda t: t.to("meta"),
+    nested=lambda t: torch.nested.nested_tensor([t.reshape(-1)] * 2),
+    quantized=lambda t: torch.quantize_per_tensor(t.float(), 1, 0, torch.qint8),
+    conjugate=lambda t: torch.complex(t.float(), t.float()).conj(),
+    negative=lambda t: torch.complex(t.float(), t.float()).conj().imag)
+OTHER_DTYPES = dict(long=lambda t: t.long(), bool=lambda t: t.bool(), complex=lambda t: t.to(torch.complex64),
+                    eight=lambda t: t.to(torch.float8_e5m2))
+OTHER_VALUES = dict(list=lambda t: [1.0], text=lambda t: "3", nothing=lambda t: None, dict=lambda t: {})
+BAD_STEPS = dict(negative=-1.0, nan=math.nan, endless=math.inf, huge=2.0 ** 31)
+
+
+def saved_again(tmp_path, state: dict) -> Path:
+    with warnings.catch_warnings():       # torch's, of layouts in beta
+        warnings.simplefilter("ignore")
+        torch.save(state, tmp_path / "foreign.pt")
+    return tmp_path / "foreign.pt"
+
+
+def holders(state: dict, optimizer: str) -> list[dict]:
+    """The dicts that hold the tensors of an optimizer's state; those of bitsandbytes are nested."""
+    states = state["optimizer_state_dict"][optimizer]["state"].values()
+    return [part for one in states for part in (one, *one.values()) if isinstance(part, dict)]
+
+
+def damaged(state: dict, optimizer: str, damage: dict):
+    """Yield the key and the name of each damage while a tensor of the optimizer's state has it: one tensor of each key,
+    dtype and number of dimensions above 0."""
+    seen = set()
+    for holder in holders(state, optimizer):
+        for key, value in holder.items():
+            if not isinstance(value, torch.Tensor) or not value.ndim or (key, value.ndim, value.dtype) in seen:
+                continue
+            seen.add((key, value.ndim, value.dtype))
+            for name, change in damage.items():
+                holder[key] = change(value)
+                yield key, name
+            holder[key] = value
+    assert seen
+
+
+def fits(model: Spider, optimizer: str, state: dict) -> bool:
+    try:
+        Optimizers(model, optimizer).load_state_dict(state["optimizer_state_dict"])
+    except CheckpointError as fault:
+        assert "does not fit this model" in str(fault) and len(str(fault)) < 400
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state", "ignore:.*prototype stage", "ignore:.*quantize", "ignore:.*complex")
+@pytest.mark.parametrize("optimizer", ("muon", "adamw", "adamw8bit", "engram"))
+def test_optimizer_states_whose_shapes_a_kernel_cannot_rely_on_are_refused(trained_by, optimizer):
+    """Of a tensor with stride 0, the fused kernels would write far beyond its four bytes."""
+    whole = "muon" if optimizer == "engram" else optimizer
+    state = copy.deepcopy(trained_by[whole])
+    model = Spider(SpiderConfig.from_saved(state["cfg"]))
+    for key, name in damaged(state, optimizer, HOSTILE):
+        with pytest.raises(CheckpointError, match=key):
+            check_state(Path("a.pt"), state, REQUIRED)
+        if name != "meta":                # what ranks without the file have
+            assert not fits(model, whole, state), (key, name)
+    for key, name in damaged(state, optimizer, OTHER_DTYPES | OTHER_VALUES):
+        assert not fits(model, whole, state), (key, name)
+    check_state(Path("a.pt"), state, REQUIRED)
+    assert fits(model, whole, state)
+
+
+@pytest.mark.parametrize("damage", (lambda t: torch.zeros(()).expand(t.shape), lambda t: t.to_sparse()))
+def test_a_file_with_such_a_tensor_is_refused_by_name(tmp_path, trained, damage):
+    for holder, key in ((trained["model_state_dict"], "null_segment"), (holders(trained, "adamw")[0], "exp_avg")):
+        whole = holder[key]
+        holder[key] = damage(whole)
+        with pytest.raises(CheckpointError, match=f"foreign.pt.*({key} must be a dense|not defined for sparse)"):
+            load_checkpoint(saved_again(tmp_path, trained))
+        holder[key] = whole
+
+
+@pytest.mark.parametrize("damage", BAD_STEPS)
+def test_steps_of_an_optimizer_that_no_run_reaches_are_refused(trained_by, damage):
+    for optimizer, make in (("adamw", torch.tensor), ("adamw8bit", float)):
+        state = copy.deepcopy(trained_by[optimizer])
+        next(iter(state["optimizer_state_dict"][optimizer]["state"].values()))["step"] = make(BAD_STEPS[damage])
+        with pytest.raises(CheckpointError, match="step must be a number from 0"):
+            check_state(Path("a.pt"), state, REQUIRED)
+
+
+@pytest.mark.parametrize("optimizer, key", (*OPTIMIZERS, ("engram", "sum"), ("adamw", "step"),
+                                            ("adamw8bit", "absmax1")))
+def test_optimizer_states_with_other_keys_or_of_unknown_parameters_are_refused(trained_by, optimizer, key):
+    whole = "muon" if optimizer == "engram" else optimizer
+    model = Spider(SpiderConfig.from_saved(trained_by[whole]["cfg"]))
+
+    def changed(change) -> bool:
+        state = copy.deepcopy(trained_by[whole])
+        change(state["optimizer_state_dict"][optimizer]["state"],
+               next(holder for holder in holders(state, optimizer) if key in holder))
+        return fits(model, whole, state)
+    assert changed(lambda states, held: None) and changed(lambda states, held: states.pop(0))
+    assert not changed(lambda states, held: held.update(other=held.pop(key)))
+    assert not changed(lambda states, held: held.update(more=held[key]))
+    assert not changed(lambda states, held: states.update({999: held}))
+    assert not changed(lambda states, held: states.update(x=held))
+    assert not changed(lambda states, held: states.update({0: [1]}))
+    assert key in ("momentum_buffer", "sum") or not changed(lambda states, held: held.pop(key))  # its only value
+
+
+def test_settings_of_a_checkpoints_optimizer_are_not_taken_and_other_groups_are_refused(trained_by):
+    state = copy.deepcopy(trained_by["adamw"])
+    model = Spider(SpiderConfig.from_saved(state["cfg"]))
+    groups = state["optimizer_state_dict"]["adamw"]["param_groups"]
+    groups[0] |= dict(lr=math.nan, betas="x", fused=False, capturable=True, weight_decay=None, foreign=[1])
+    optimizers = Optimizers(model, "adamw", lr=0.1)
+    wanted = [{name: value for name, value in group.items() if name != "params"}
+              for group in optimizers.by_name["adamw"].param_groups]
+    optimizers.load_state_dict(state["optimizer_state_dict"])
+    assert [{name: value for name, value in group.items() if name != "params"}
+            for group in optimizers.by_name["adamw"].param_groups] == wanted
+    for change in (lambda: groups[0]["params"].pop(), lambda: groups[0].update(params=["a"]), lambda: groups.pop(),
+                   lambda: groups[0].pop("params"), lambda: groups.clear()):
+        change()
+        assert not fits(model, "adamw", state)
+    state["optimizer_state_dict"]["adamw"] = [1]
+    assert not fits(model, "adamw", state)
+
+
+def test_values_that_share_their_memory_are_refused_but_for_tables_that_are_only_read(tmp_path, trained_by):
+    """As bitsandbytes has them, where a program saves its own state."""
+    model = Spider(SpiderConfig.from_saved(trained_by["adamw8bit"]["cfg"]))
+    optimizers = Optimizers(model, "adamw8bit")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizers.by_name["adamw8bit"].step()
+    own = trained_by["adamw8bit"] | dict(optimizer_state_dict=optimizers.state_dict())
+    assert fits(model, "adamw8bit", load_checkpoint(saved_again(tmp_path, own)))
+    state = copy.deepcopy(trained_by["adamw"])
+    states = state["optimizer_state_dict"]["adamw"]["state"]
+    for key, other in (("exp_avg_sq", states[0]["exp_avg"]), ("step", states[1]["step"])):
+        whole, states[0][key] = states[0][key], other
+        with pytest.raises(CheckpointError, match="shares its memory"):
+            load_checkpoint(saved_again(tmp_path, state))
+        states[0][key] = whole
+    states[0] = states[1]
+    with pytest.raises(CheckpointError, match="shares its memory"):
+        load_checkpoint(saved_again(tmp_path, state))
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state", "ignore:.*prototype stage", "ignore:.*quantize", "ignore:.*complex")
+@pytest.mark.parametrize("name", ("lm_head.weight", "engram_input.table.multiplier"))
+def test_weights_that_are_not_what_their_shapes_say_are_refused_by_name(trained, name):
+    def check():
+        check_state(Path("a.pt"), trained, REQUIRED)
+        check_weights(Path("a.pt"), trained, Spider)
+    weights = trained["model_state_dict"]
+    whole = weights[name]
+    for damage, change in (HOSTILE | OTHER_DTYPES | OTHER_VALUES).items():
+        weights[name] = change(whole)
+        if weights[name] is not whole:    # which is of 64 bits
+            with pytest.raises(CheckpointError, match=name):
+                check()
+    for dtype in (torch.float64, torch.float16, torch.bfloat16) if whole.dtype == torch.float32 else ():
+        weights[name] = whole.to(dtype)
+        check()
+
+
+@pytest.mark.parametrize("damage", (lambda w: w.int(), lambda w: w[:1].clone(), lambda w: None, lambda w: w[None]))
 def test_weights_of_another_shape_or_kind_are_refused_by_name(tmp_path, trained, damage):
     weights = trained["model_state_dict"]
     weights["lm_head.weight"] = damage(weights["lm_head.weight"])
-    torch.save(trained, tmp_path / "foreign.pt")
     with pytest.raises(CheckpointError, match="lm_head.weight"):
-        check_weights(Path("foreign.pt"), load_checkpoint(tmp_path / "foreign.pt"), Spider)
+        check_weights(Path("foreign.pt"), load_checkpoint(saved_again(tmp_path, trained)), Spider)
 
 
 @pytest.mark.parametrize("optimizer, key", OPTIMIZERS)
@@ -222,10 +445,13 @@ def test_a_save_waits_for_the_copy_alone_and_holds_the_state_of_its_own_step(tmp
 
 
 def test_what_a_killed_process_left_half_written_is_deleted(tmp_path):
-    (tmp_path / ".spider-step7.pt.tmp").touch()
-    (tmp_path / "spider-step5.pt").touch()
+    for name in ("spider-step7.pt.0a1b.tmp", "spider-step7.pt.tmp", "metrics.jsonl.0a1b.tmp", "curves.png.0a1b.tmp"):
+        (tmp_path / f".{name}").touch()
+    kept = {"spider-step5.pt", ".look.html.0a1b.tmp"}     # another process may be writing the page
+    for name in kept:
+        (tmp_path / name).touch()
     writer_in(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["spider-step5.pt"]
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_the_last_two_checkpoints_that_had_not_exploded_are_kept_beside_the_newest(tmp_path):
@@ -256,7 +482,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_takes_its_name(tmp_path, sh
     directory = run(tmp_path, shards, "--eval_every", "0", steps=2)
     end = order.index("named spider-step2.pt")
     written = max(i for i, event in enumerate(order) if event == "line")
-    assert order[written:end] == ["line", "metrics.jsonl", ".spider-step2.pt.tmp"]
+    assert order[written:end - 1] == ["line", "metrics.jsonl"] and order[end - 1].startswith(".spider-step2.pt.")
     assert order[end + 1] == directory.name
 
 

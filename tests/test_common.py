@@ -2,13 +2,16 @@
 
 import argparse
 import os
+import shlex
+import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from conftest import contents
 from spider import common
-from spider.common import (DataError, Diverged, Parser, UsageError, durable, integer, one_line, printable, real,
+from spider.common import (DataError, Diverged, Parser, UsageError, durable, integer, one_line, printable, quoted, real,
                            run_program)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,6 +76,13 @@ def test_numbers_are_taken_within_their_bounds(parse, good, bad):
             parse(text)
 
 
+@pytest.mark.parametrize("name", ("my dir; touch X", "x$(touch P).gz", "-x", "-a b", "a'b", "plain/name.pt", "a\\b"))
+def test_a_quoted_path_is_one_word_of_a_shell_and_no_flag(name):
+    (word,) = shlex.split(quoted(Path(name)))
+    assert not word.startswith("-") and os.path.normpath(word) == os.path.normpath(name)
+    assert subprocess.run(f"printf %s {quoted(name)}", shell=True, capture_output=True, text=True).stdout == word
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 
@@ -99,6 +109,41 @@ def test_a_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypat
     with pytest.raises(OSError, match="not a regular file") as fault, durable(Path(name)) as file:
         file.write("new")
     assert fault.value.filename == name and sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
+
+
+def test_a_durable_file_writes_through_no_link_and_has_the_permissions_of_any_new_file(tmp_path, monkeypatch):
+    """However long somebody watches the names of temporary files, none of them is written to again."""
+    (tmp_path / "victim").write_text("old")
+    names = []
+    for content in "ab":
+        with durable(tmp_path / "a") as file:
+            names.append(Path(file.name).name)
+            file.write(content)
+        (tmp_path / names[-1]).symlink_to("victim")
+    (tmp_path / ".a.tmp").symlink_to("victim")
+    with durable(tmp_path / "a") as file:
+        file.write("c")
+    (tmp_path / "plain").touch()
+    assert names[0] != names[1] and (tmp_path / "victim").read_text() == "old"
+    assert (tmp_path / "a").read_text() == "c" and not (tmp_path / "a").is_symlink()
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+    monkeypatch.setattr(common.secrets, "token_hex", lambda _: names[0].split(".")[2])  # guessed after all
+    with pytest.raises(FileExistsError), durable(tmp_path / "a") as file:
+        file.write("d")
+    assert (tmp_path / "victim").read_text() == "old" and (tmp_path / "a").read_text() == "c"
+
+
+def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path):
+    for last in "ab":
+        with ExitStack() as first, ExitStack() as second:
+            files = dict(a=first.enter_context(durable(tmp_path / "c")),
+                         b=second.enter_context(durable(tmp_path / "c")))
+            for name, file in files.items():
+                file.write(name * 100_000)
+            for stack in (second, first) if last == "a" else (first, second):
+                stack.close()
+        assert (tmp_path / "c").read_text() == last * 100_000
 
 
 def test_step_seeds_differ_by_seed_step_and_purpose():

@@ -214,7 +214,25 @@ def weights_changed(path: Path, change):
     save_file(weights, path)
 
 
+def pipe(path: Path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 SPOILT = {
+    "nested": lambda d: (d / "config.json").write_text("[" * 100_000),
+    "a pipe for config": lambda d: pipe(d / "config.json"),
+    "a pipe for weights": lambda d: pipe(d / "model.safetensors"),
+    "many loops": lambda d: changed(d / "config.json", lambda c: c.update(n_loops=1 << 40)),
+    "no loops": lambda d: changed(d / "config.json", lambda c: c.update(n_loops=0)),
+    "odd size": lambda d: changed(d / "config.json", lambda c: c["spider"].update(hidden_size=1 << 40)),
+    "a step before 0": lambda d: changed(d / "config.json", lambda c: c["training"].update(step=-1)),
+    "a flag of another type": lambda d: changed(
+        d / "config.json", lambda c: c["training"]["flags"].update(seq_len="32")),
+    "a length beyond bounds": lambda d: changed(
+        d / "config.json", lambda c: c["training"]["flags"].update(eval_tokens=1 << 70)),
+    "a type that no model has": lambda d: weights_changed(
+        d / "model.safetensors", lambda w: w.update({"spider.null_segment": w["spider.null_segment"].bool()})),
     "no JSON": lambda d: (d / "config.json").write_text("no JSON"),
     "a list": lambda d: (d / "config.json").write_text("[]"),
     "another model": lambda d: changed(d / "config.json", lambda c: c.pop("spider")),
