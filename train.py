@@ -197,7 +197,7 @@ import tokenizer
 from data import Batch, Feed, Loader, Source, mock_source, open_data, validation_sets
 from spider import estimate, machine
 from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
-from spider.common import CheckpointError, Diverged, Stopped, say, step_seed
+from spider.common import CheckpointError, Diverged, Stopped, WorldError, say, step_seed
 from spider.curves import write_curves
 from spider.distributed import World, shard_model, sharding_of
 from spider.layers import NEVER_FP8, Linear, takes_fp8
@@ -1035,7 +1035,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     best = f"best validation loss {progress.best_loss:.4f}, " if math.isfinite(progress.best_loss) else ""
     logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{time.perf_counter() - began:.0f} s")
     if plan.model_class is Spider:        # sample.py loads no other
-        logger.info(f"next: python sample.py {directory}; to continue, raise --max_steps or --target_tokens")
+        logger.info(f"next: python sample.py {quoted(directory)}; to continue, raise --max_steps or --target_tokens")
     return 0
 
 
@@ -1051,7 +1051,11 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
 
     Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence, or a dry
     run without enough memory or disk; 128 plus the signal's number if a signal stopped the run."""
-    world = World()
+    try:
+        world = World()
+    except WorldError as fault:
+        common.print_error("train.py", f"error: {fault}")
+        return 2
     with StopSignals(world.ranks) as stop:
         def work() -> int:
             args = parse_args(argv)

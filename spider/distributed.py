@@ -13,8 +13,9 @@ are all-reduced once per step. `sharding_of` returns a model's `Sharded` or `Uns
 
 import math
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,13 +33,27 @@ SCALE_BLOCK = 256                         # elements per scale of 8-bit AdamW
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 
+def rank_of(environ: Mapping[str, str], rank: str, ranks: str) -> tuple[int, int]:
+    """Return a rank and the number of ranks, (0, 1) by default, from variables of these names."""
+    remedy = "start all ranks with torchrun, or unset its variables for a single process"
+    for name in (rank, ranks):
+        if environ.get(name) and not re.fullmatch("[0-9]{1,9}", environ[name]):
+            raise WorldError(f"{name}={environ[name]} is not a whole number: {remedy}")
+    number, count = int(environ.get(rank) or 0), int(environ.get(ranks) or 1)
+    if number >= count or count > 1 and not environ.get(rank):
+        settings = ", ".join(f"{name}={environ[name]}" if environ.get(name) else f"{name} is not set"
+                             for name in (rank, ranks))
+        raise WorldError(f"{settings}: {remedy}")
+    return number, count
+
+
 class World:
     """The ranks of a run, a single process until `join`. Without torchrun collectives do nothing."""
 
-    def __init__(self, environ=os.environ):
-        self.rank, self.ranks, self.local_rank, self.local_ranks = (
-            int(environ.get(name) or default)
-            for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    def __init__(self, environ: Mapping[str, str] = os.environ):
+        """Raise WorldError if torchrun's variables contradict one another."""
+        self.rank, self.ranks = rank_of(environ, "RANK", "WORLD_SIZE")
+        self.local_rank, self.local_ranks = rank_of(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         self.device, self.shards, self.mesh = torch.device("cpu"), 1, None
 
     @property

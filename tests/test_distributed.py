@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import SMALL, assert_same_runs, final_state, make_shards, metrics, run_flags
+from conftest import SMALL, assert_same_runs, final_state, make_shards, metrics, refused, run_flags
 from jobs import (LIMIT, Job, assert_same_losses, full_disk, last_lines, late, nan, out_of_memory, runs_alone,
                   signalled, steps_done, torchrun, until, workers)
 from spider.checkpoint import find_checkpoints
@@ -23,6 +23,26 @@ def test_ranks_that_cannot_be_arranged_are_an_error():
         World({}).join(torch.device("cpu"), 2, 1.0)
     with pytest.raises(WorldError, match="rank 1 of 4 cannot reach the others"):
         World(environ | dict(RANK="1", MASTER_ADDR="127.0.0.1")).join(torch.device("cpu"), 1, 1.0)
+
+
+@pytest.mark.parametrize("environ, words", (
+    (dict(RANK="3"), "RANK=3, WORLD_SIZE is not set"), (dict(RANK="abc"), "RANK=abc is not a whole number"),
+    (dict(RANK="-1", WORLD_SIZE="2"), "RANK=-1"), (dict(RANK="2", WORLD_SIZE="2"), "RANK=2, WORLD_SIZE=2"),
+    (dict(WORLD_SIZE="two"), "WORLD_SIZE=two"), (dict(WORLD_SIZE="2"), "RANK is not set, WORLD_SIZE=2"),
+    (dict(RANK="0", WORLD_SIZE="0"), "WORLD_SIZE=0"), (dict(WORLD_SIZE="9" * 20), "is not a whole number"),
+    (dict(LOCAL_RANK="1"), "LOCAL_WORLD_SIZE is not set"), (dict(LOCAL_WORLD_SIZE="2"), "LOCAL_RANK is not set"),
+    (dict(LOCAL_RANK="2", LOCAL_WORLD_SIZE="2"), "LOCAL_RANK=2")))
+def test_variables_of_ranks_that_contradict_one_another_are_refused_in_a_line(tmp_path, monkeypatch, capsys, environ,
+                                                                            words):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    line = refused(["--mock_data", "--ckpt_dir", tmp_path / "run"], capsys)
+    assert words in line and "torchrun" in line and not list(tmp_path.iterdir())
+
+
+def test_ranks_without_an_address_to_meet_at_are_told_so():
+    with pytest.raises(WorldError, match="MASTER_ADDR expected, but not set.*: start all with torchrun"):
+        World(dict(RANK="0", WORLD_SIZE="2")).join(torch.device("cpu"), 1, 1.0)
 
 
 def test_one_process_has_no_process_group_and_agrees_with_itself():
