@@ -145,7 +145,7 @@ def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
     return 4 * total, state, 4 * sum(len(m.weight) for m in tables)
 
 
-PADDING = "padding of documents (at most)"
+BATCHES, PADDING = "batches", "padding of documents (at most)"
 ONEDNN_CACHE = 1e9                        # bytes: oneDNN caches 1,024 kernels twice, one per size of a product (in Muon
                                           # also per learning rate); includes malloc's fragmentation
 
@@ -185,8 +185,9 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
         gathered += rows_held * (4 * table.weight.shape[1] + 12)
     # with one micro-step, gradients replace activations; with several, they exist before
     gradients = 4 * dense if plan.grad_accum > 1 else max(0.0, 4 * dense - kept)
+    batches = 2 * 2 * 8 * rows * plan.grad_accum  # ids and labels, int64, of this step and the next one (data.Feed)
     memory = {"parameters": 4 * total, "gradients": gradients, "gradients of tables": gathered,
-              "optimizer": state + sums, "cast weights": casts, "activations": kept,
+              "optimizer": state + sums, "cast weights": casts, "activations": kept, BATCHES: batches,
               PADDING: filled}
     if world.ranks > 1:                   # see shard_model; tables and their summed gradients are not sharded
         whole, shards = plan.grad_accum > 1 or world.shards == 1, world.shards
@@ -228,13 +229,21 @@ def describe_memory(memory: dict[str, float], available: float) -> str:
 
 
 def check_memory(memory: dict[str, float], world: World):
-    """Raise TooLarge if a local rank's bytes by purpose, without those that depend on the documents, surely exceed the
-    memory of a CPU, since the kernel would kill the run without a message."""
-    needed = sum(memory.values()) - memory.get(PADDING, 0)
-    if world.device.type == "cpu" and needed > 1.25 * memory_of(world.device, world.local_ranks):
-        raise TooLarge(f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.3g} GB, but this "
-                       f"machine has {memory_of(world.device) / 1e9:.3g} GB: lower it and raise --grad_accum instead, "
-                       f"or choose a smaller --seq_len or --model")
+    """Raise TooLarge if a local rank surely needs more memory than there is: for its batches alone, or on a CPU, where
+    the kernel would kill the run without a message, for all but what depends on the documents."""
+    available = memory_of(world.device, world.local_ranks)
+    needed, limit = memory[BATCHES], available
+    if world.device.type == "cpu":
+        needed, limit = sum(memory.values()) - memory[PADDING], 1.25 * available
+    if needed <= limit:
+        return
+    there = f"but this machine has {available * world.local_ranks / 1e9:.3g} GB"
+    if memory[BATCHES] > needed / 2:
+        raise TooLarge(f"--grad_accum: the batches of a step and the next one take "
+                       f"{memory[BATCHES] * world.local_ranks / 1e9:.3g} GB, {there}: lower it, or --micro_batch or "
+                       f"--seq_len")
+    raise TooLarge(f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.3g} GB, {there}: lower it "
+                   f"and raise --grad_accum instead, or choose a smaller --seq_len or --model")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from conftest import contents, run_flags, settled, text, world_of
-from data import Batch
+from conftest import contents, refused, run_flags, settled, text, world_of
+from data import Batch, Feed, Loader, open_data
 from jobs import command
 from spider import config, estimate, machine
 from spider.common import TooLarge
@@ -191,9 +191,33 @@ def test_where_no_step_is_timed_the_dry_run_gives_a_bound_and_the_reason(tmp_pat
 
 def test_memory_that_only_some_documents_need_refuses_no_run(monkeypatch):
     monkeypatch.setattr(estimate, "memory_of", lambda *_: 100.0)
-    estimate.check_memory({"parameters": 100.0, estimate.PADDING: 900.0}, world_of())
+    memory = {"parameters": 100.0, estimate.BATCHES: 1.0, estimate.PADDING: 900.0}
+    estimate.check_memory(memory, world_of())
     with pytest.raises(TooLarge, match="--micro_batch"):
-        estimate.check_memory({"parameters": 130.0, estimate.PADDING: 0.0}, world_of())
+        estimate.check_memory(memory | {"parameters": 130.0}, world_of())
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_batches_that_no_device_holds_are_refused_and_name_the_accumulation(monkeypatch, device):
+    monkeypatch.setattr(estimate, "memory_of", lambda *_: 100.0)
+    memory = {"parameters": 20.0, estimate.BATCHES: 99.0, estimate.PADDING: 0.0}
+    estimate.check_memory(memory, world_of(device))
+    with pytest.raises(TooLarge, match="--grad_accum: the batches"):
+        estimate.check_memory(memory | {estimate.BATCHES: 150.0}, world_of(device))
+
+
+def test_the_estimate_counts_the_batches_of_a_step_and_of_the_next_one(shards):
+    plan = settled("--model", "tiny", "--seq_len", "32", "--micro_batch", "4", "--grad_accum", "3")
+    feed = Feed(Loader(open_data(str(shards)), 32, 0), plan, 0, torch.device("cpu"), 0, 0)
+    held = [*feed.take(), *feed.take()]
+    assert plan.memory[estimate.BATCHES] == sum(batch.ids.nbytes + batch.labels.nbytes for batch in held)
+
+
+@pytest.mark.parametrize("flag", ("--grad_accum", "--micro_batch", "--global_batch"))
+def test_the_largest_batch_that_a_flag_takes_is_refused_before_anything_is_built(tmp_path, shards, capsys, flag):
+    line = refused(run_flags(shards, tmp_path / "run", flag, str(1 << 61)), capsys)
+    named = "--micro_batch" if flag == "--micro_batch" else "--grad_accum"
+    assert line.startswith(f"train.py: error: {named}: ") and "but this machine has" in line
 
 
 @pytest.mark.parametrize("limit, most", (("5000\n", 5000), ("max\n", math.inf)))
