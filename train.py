@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from spider import common
-from spider.common import UsageError, integer, path_name, real
+from spider.common import UsageError, integer, path_name, quoted, real
 from spider.config import BACKENDS, MAX_LOOPS, OPTIMIZERS, PRESETS, RECOMPUTE, SpiderConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,7 +360,8 @@ def pasteable(name: str, value) -> str:
     """Format a flag as on the command line."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
-    return f"--{name} {shlex.quote(str(value))}"
+    text = str(value)
+    return f"--{name}{'=' if text.startswith('-') else ' '}{shlex.quote(text)}"
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
@@ -871,7 +872,7 @@ def progress_line(metrics: dict, last_step: int, remaining: float, device: torch
 def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     """Describe a skipped step or a loss spike, with the command that prints its batch."""
     what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
-    where = "--mock_data" if plan.mock_data else shlex.quote(plan.data_dir)
+    where = "--mock_data" if plan.mock_data else quoted(plan.data_dir)
     first = progress.bytes_seen // plan.seq_len - plan.sequences
     return (f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len {plan.seq_len} --seed "
             f"{plan.seed} --first {first} --count {plan.sequences}")

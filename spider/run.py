@@ -93,9 +93,9 @@ def read_lines(path: Path) -> Iterator[dict]:
         for line in file:
             try:
                 line = json.loads(line)
-            except ValueError:            # cut short by a kill
+            except (ValueError, RecursionError):  # cut short by a kill, or not ours
                 continue
-            if isinstance(line, dict) and type(line.get("step")) is int:
+            if isinstance(line, dict) and type(line.get("step")) is int and 0 <= line["step"] < 1 << 62:
                 yield {name: value for name, value in line.items()
                        if value is None or isinstance(value, (int, float)) and abs(value) < 1e300}
 

@@ -112,12 +112,13 @@ def test_lines_that_a_full_disk_refuses_are_written_later_in_order(tmp_path):
 
 
 def test_a_resumed_run_repairs_the_lines_of_an_interrupted_or_foreign_writer(tmp_path, shards):
-    """A line cut short by a kill, numbers that are not JSON, steps that are no steps."""
+    """A line cut short by a kill, numbers that are not JSON, steps that are no steps, nesting without end."""
     directory = run(tmp_path, shards, "--eval_every", "0", steps=3)
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     lines[0] = lines[0].replace('"step": 1,', '"step": 1, "a": NaN, "b": Infinity, "c": "fast", "d": 1e999,')
     (directory / "metrics.jsonl").write_text("\n".join(
-        [*lines, '{"step": Infinity}', "7", "\xff", '{"step": 2, "lo']))
+        [*lines, '{"step": Infinity}', "7", "\xff", "[" * 100_000, '{"step": -1}', '{"step": 1%s}' % ("0" * 400),
+         '{"step": 2, "lo']))
     run(tmp_path, shards, "--eval_every", "0", steps=4)
     found = metrics(directory)
     assert [line["step"] for line in found] == [1, 2, 3, 4] and found[0]["loss"] > 1
@@ -154,6 +155,7 @@ def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path
     assert train.command_line(run_flags(shards, directory)) == 2
     lines = [line for part in capsys.readouterr() for line in part.split("\n")]
     assert sum("99:99:99 forged" in line for line in lines) > 3
+    assert any("next: python sample.py '" in line for line in lines)
     assert not any(line.startswith("99:99:99") or not line.isprintable() for line in lines)
 
 

@@ -1,19 +1,23 @@
 """From flags, environment and --config to the plan of a run: precedence, recipes, horizons, bad values."""
 
 import math
+import os
 import random
 import re
+import shlex
 from contextlib import suppress
 from dataclasses import asdict, fields
 
 import pytest
 import torch
 
+import data
 import train
 from conftest import ROOT, final_state, run_flags, settled, world_of
 from spider import estimate, machine
 from spider.common import UsageError
 from spider.config import PRESETS, SpiderConfig
+from spider.run import RunProgress
 from spider_model import Spider
 from train import RECIPES, parse_args
 
@@ -93,7 +97,12 @@ def test_an_alternative_replaces_those_of_less_precedence(tmp_path):
     ("lrr = 1", "unknown flag lrr"), ("[x]\nlrr = 1", "unknown flag lrr"), ("lr = 2000", "--lr"), ("lr = [1]", "--lr"),
     ("lr = true", "--lr"), ("compile = false", "--compile"), ("steps", "toml"), (b"\xff", "toml"),
     ("lr = 1\nlr = 1", "toml"),
-    ('mock_data = "yes"', "--mock_data"), ('config = "a"', "unknown flag config"), (None, "No such file")))
+    ('mock_data = "yes"', "--mock_data"), ('config = "a"', "unknown flag config"), (None, "No such file"),
+    ("help = true", "unknown flag help"), ("no-engram_reset = true", "unknown flag no-engram_reset"),
+    ("lr = 1\n[x]\nlr = 2", "lr is set twice"), ("[x]\nmock_data = true\n[y]\nmock_data = false", "set twice"),
+    ('recompute = "all"\n[x]\nno_gradient_checkpointing = true', "set twice"), ("a = " + "[" * 100_000, "toml"),
+    (b"lr = 1\x00", "toml"), *((f'{name} = "a\\u0000b"', f"--{name}: 'a\\x00b' is not a path")
+                               for name in ("data_dir", "ckpt_dir", "resume"))))
 def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
     file = tmp_path / "a.toml"
     if text is not None:
@@ -103,6 +112,17 @@ def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
     line = str(raised.value)
     assert line.startswith(f"--config: {file}: ") and "\n" not in line
     assert fault in line or fault == "toml"
+
+
+@pytest.mark.parametrize("name", ("my dir; touch X", "x$(touch P)", "-x", "--lr", "a'b"))
+def test_commands_of_the_log_can_be_pasted_whatever_a_directory_is_called(name):
+    assert parsed(*shlex.split(train.pasteable("data_dir", name))).data_dir == name
+    plan = settled("--model", "tiny", f"--data_dir={name}", "--seq_len", "32", "--micro_batch", "4")
+    line = train.odd_step_line(RunProgress(step=3, bytes_seen=3 * 4 * 32), plan)
+    argv = shlex.split(line.partition("its batch: python ")[2])
+    args = data.parse_args(argv[1:])
+    assert argv[0] == "data.py" and os.path.normpath(args.directory) == name
+    assert (args.seq_len, args.first, args.count) == (32, 8, 4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
