@@ -705,7 +705,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--config", "--name", help="configuration of a data set of the hub")
     add("--split", default="train", help="split of a data set of the hub")
     add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")
-    add("--shard_mb", type=real(1e-6), default=256, metavar="MB", help="size of a shard")
+    add("--shard_mb", type=real(1e-6, 1e9), default=256, metavar="MB", help="size of a shard")
     add = commands.add_parser("verify", help="check shards: size and checksum by metadata.json, ids").add_argument
     add("directory", type=path_name, metavar="DIR")
     command = commands.add_parser("show", help="print the sequences that a run reads, by number")

@@ -57,7 +57,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Raise UsageError for a bad value, or a flag that the command would not read."""
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
-    add("checkpoint", nargs="*", default=["checkpoints"], help="a file, an export or a directory")
+    add("checkpoint", nargs="*", type=path_name, default=["checkpoints"], help="a file, an export or a directory")
     add("--best", action="store_true", help="use the checkpoint with the lowest validation loss of a directory")
     add("--n_loops", type=loops, metavar="N,...", help="loops of the core (as trained); several for --eval")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -76,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval", nargs="+", type=path_name, metavar="FILE", help="evaluate on texts or directories of shards")
     add("--json", type=path_name, metavar="OUT", help="also write the results to a file")
     add("--field", default="text", help="JSON field with the text")
-    add("--seq_len", type=integer(2), help="bytes per window (as trained)")
+    add("--seq_len", type=integer(2, 1 << 24), help="bytes per window (as trained)")
     add("--batch", type=integer(1), help="sequences per batch (8,192 bytes); does not change the results")
     add("--precision", default="auto", choices=("auto", "bf16", "fp32"), help="auto: bf16 if the hardware has it")
     add("--adapt", action="store_true", help="let the model learn from each 1,024 bytes after they are scored")

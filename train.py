@@ -42,7 +42,7 @@ def flag_parser() -> argparse.ArgumentParser:
     flag("--ckpt_dir", default="checkpoints", type=path_name, metavar="DIR",
          help="directory for checkpoints and metrics.jsonl; --mock_data adds mock/ to the default")
     flag("--target_tokens", default=10_000_000_000, type=COUNT, metavar="BYTES", help="bytes to train on: the horizon")
-    flag("--minutes", type=real(0, above=True), metavar="N",
+    flag("--minutes", type=real(0, 1e9, above=True), metavar="N",
          help="choose --target_tokens for about this many minutes, by timing a few steps")
     flag("--max_steps", default=0, type=STEPS, metavar="STEPS",
          help="stop after this many optimizer steps; 0: at --target_tokens. Later steps use the minimum learning rate")
@@ -244,7 +244,13 @@ class Plan:
         return math.ceil(self.target_tokens / self.step_bytes)
 
 
+MOST_BYTES = (1 << 62) - 1                # that --target_tokens takes
 MAX_MICRO_BATCH = 1 << 16                 # sequences, where --global_batch chooses
+
+
+def whole_bytes(number: float) -> int:
+    """Return a computed number of bytes as a value that --target_tokens would take."""
+    return max(1, math.ceil(min(number, MOST_BYTES)))
 
 
 def settle(args: SimpleNamespace, world: World, state: dict | None = None, resumes: bool = False,
@@ -297,11 +303,11 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     # Horizon, and the flags that follow from it
     if args.target_flops:
         cost = estimate.flops_per_byte(model, config.bytes_per_segment, flags["n_loops"], flags["seq_len"])
-        flags["target_tokens"] = max(1, math.ceil(args.target_flops / cost))
+        flags["target_tokens"] = whole_bytes(args.target_flops / cost)
     elif args.target_param_data_ratio:
         parameters = sum(model.get_parameter(name).numel() for name, kind in kinds_of(model).items()
                          if kind.component != ENGRAM_TABLES)
-        flags["target_tokens"] = max(1, math.ceil(args.target_param_data_ratio * parameters))
+        flags["target_tokens"] = whole_bytes(args.target_param_data_ratio * parameters)
     steps = flags["target_tokens"] / flags["global_batch"]
     flags |= {name: rule(config, steps) for name, rule in flags.items() if callable(rule)}
     for name in ("keep_best", "patience"):
@@ -792,7 +798,7 @@ def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source],
         evaluations = max(1, total / (plan.eval_every * plan.step_bytes))                    # one at the end
     held_out = min(plan.eval_tokens, sum(len(source.val) for source in sources), int(0.75 * total / evaluations))
     target = total - evaluations * held_out / 3 if plan.eval_every else total
-    return dict(target_tokens=max(plan.step_bytes, int(target)), eval_tokens=max(1, held_out))
+    return dict(target_tokens=max(plan.step_bytes, int(min(target, MOST_BYTES))), eval_tokens=max(1, held_out))
 
 
 def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:

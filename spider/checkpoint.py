@@ -46,8 +46,11 @@ def write_archive(file: BinaryIO, state: dict):
 
 
 def check_sums(path: Path):
-    """Raise ValueError or BadZipFile if an archive does not match its own checksums, which torch.load ignores."""
+    """Raise ValueError or BadZipFile if an archive does not match its own checksums, which torch.load ignores, or if its
+    records have more bytes than the file: a small one could fill the memory."""
     with zipfile.ZipFile(path) as archive:
+        if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:
+            raise ValueError("its records are compressed, or overlap")
         damaged = archive.testzip() or next((info.filename for info in archive.infolist() if info.external_attr), None)
     if damaged is not None:               # torch.load does not read a record with the attribute of a directory
         raise ValueError(f"truncated or altered: {damaged} is damaged")

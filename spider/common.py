@@ -226,6 +226,7 @@ def run_program(main: Callable[[], int | None], prog: str, interrupted: str = ""
     """Run a command and return its exit status: 2 after an expected error, shown as one line on stderr, 1 if that is
     divergence; 130 after Ctrl-C, with the line `interrupted` if given; 0 after a closed stdout; else its own. `silent`:
     errors that another process prints."""
+    open_closed_streams()
     try:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -247,6 +248,17 @@ def run_program(main: Callable[[], int | None], prog: str, interrupted: str = ""
     if line:
         print_error(prog, line)
     return status
+
+
+def open_closed_streams():
+    """Open standard streams that the caller closed, as by `>&-`, on /dev/null: else a file that is opened later takes
+    the place of one, and messages are written into it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
 
 
 def check_flags_early(parse_args: Callable, prog: str):
@@ -307,7 +319,12 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     if path.exists() and not path.is_file():  # os.replace would replace a device such as /dev/null
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with open(temporary, mode.replace("w", "x")) as file:
+    try:
+        file = open(temporary, mode.replace("w", "x"))
+    except OSError as fault:
+        fault.filename = str(path)        # the name that the user knows
+        raise
+    with file:
         try:
             yield file
             file.flush()

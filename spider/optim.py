@@ -205,7 +205,8 @@ def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: di
                 listed = ", ".join(f"{key}: {kind}" for key, kind in found.items())
                 raise ValueError(f"for a parameter {list(shape)} it has {listed[:200]}")
     except Exception as fault:            # whatever a foreign state provokes
-        raise CheckpointError(f"the checkpoint's state of {name} does not fit this model ({fault}): use --reset_steps "
+        reason = str(fault).partition("\n")[0]
+        raise CheckpointError(f"the checkpoint's state of {name} does not fit this model ({reason}): use --reset_steps "
                               f"to load only the weights") from None
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import time
 import warnings
+import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -103,6 +104,22 @@ def test_a_file_with_an_altered_byte_or_a_missing_end_is_refused_or_holds_the_sa
     for length in (0, 1, 30, size // 2, size - 1):
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError):
+            load_checkpoint(path)
+
+
+def test_a_file_whose_records_have_more_bytes_than_it_has_is_refused(tmp_path):
+    path = saved_again(tmp_path, dict(step=1, weight=torch.zeros(100_000)))
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    for compression, copies in ((zipfile.ZIP_DEFLATED, 0), (zipfile.ZIP_STORED, 9)):
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            for name, content in records.items():
+                archive.writestr(name, content)
+            largest = max(archive.filelist, key=lambda info: info.file_size)
+            for number in range(copies):  # other names of the same bytes
+                archive.filelist.append(copy.copy(largest))
+                archive.filelist[-1].filename = f"archive/data/{1000 + number}"
+        with pytest.raises(CheckpointError, match="compressed, or overlap"):
             load_checkpoint(path)
 
 

@@ -4,12 +4,13 @@ import argparse
 import os
 import shlex
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from conftest import contents
+from conftest import ROOT, contents
 from spider import common
 from spider.common import (DataError, Diverged, Parser, UsageError, durable, integer, one_line, printable, quoted, real,
                            run_program)
@@ -38,6 +39,26 @@ def test_an_error_that_nobody_expects_keeps_its_traceback():
     with pytest.raises(RuntimeError, match="a defect"):
         run_program(fail, "x.py")
     assert run_program(lambda: None, "x.py") == 0 and run_program(lambda: 3, "x.py") == 3
+
+
+@pytest.mark.parametrize("closed", (">&-", "2>&-", "<&- >&- 2>&-"))
+def test_no_file_takes_the_place_of_a_stream_that_the_caller_closed(tmp_path, closed):
+    """Else what a program prints would be written into one of its own files."""
+    program = f"""
+import sys
+from spider.common import note, run_program, say
+def work():
+    with open({str(tmp_path / "a")!r}, "w", buffering=1) as file:
+        file.write("own")
+        say("out")
+        note("err")
+        import os
+        os.write(2, b"signal")
+sys.exit(run_program(work, "x.py"))"""
+    done = subprocess.run(f"{sys.executable} -c {shlex.quote(program)} {closed}", shell=True, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "a").read_text() == "own"
+    assert (done.stdout, done.stderr) == ("out\n" * (">&-" not in closed.split()), "err\nsignal" * ("2" not in closed))
 
 
 def test_names_and_data_cannot_control_the_terminal():
@@ -132,6 +153,12 @@ def test_a_durable_file_writes_through_no_link_and_has_the_permissions_of_any_ne
     with pytest.raises(FileExistsError), durable(tmp_path / "a") as file:
         file.write("d")
     assert (tmp_path / "victim").read_text() == "old" and (tmp_path / "a").read_text() == "c"
+
+
+def test_a_durable_file_that_cannot_be_opened_is_named_as_the_user_does(tmp_path):
+    with pytest.raises(FileNotFoundError) as fault, durable(tmp_path / "none" / "a"):
+        pass
+    assert fault.value.filename == str(tmp_path / "none" / "a")
 
 
 def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path):

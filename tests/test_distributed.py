@@ -36,7 +36,7 @@ def test_variables_of_ranks_that_contradict_one_another_are_refused_in_a_line(tm
                                                                             words):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    line = refused(["--mock_data", "--ckpt_dir", tmp_path / "run"], capsys)
+    line = refused(["--mock_data", "--dry_run", "--model", "tiny", "--ckpt_dir", tmp_path / "run"], capsys)
     assert words in line and "torchrun" in line and not list(tmp_path.iterdir())
 
 
@@ -224,6 +224,20 @@ def test_a_full_disk_on_rank_0_stops_nobody_and_at_the_end_is_one_line(tmp_path,
     assert found == statuses and "CHECKPOINT NOT SAVED" in log, log
     assert [one.step for one in find_checkpoints(tmp_path / "run")] == saved
     assert len(last_lines(log)) == (not saved) and ("make room" in log) == (not saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", (lambda one: one.update(exp_avg=torch.zeros(()).expand(one["exp_avg"].shape)),
+                                    lambda one: one.pop("exp_avg_sq"), lambda one: one["step"].fill_(-1)))
+def test_ranks_refuse_a_crafted_optimizer_state_together_in_one_line(tmp_path, shards, processes, damage):
+    """None waits for the others: ranks without the file know only dtypes and shapes of its tensors."""
+    runs_alone(run_flags(shards, tmp_path / "whole", "--optimizer", "adamw", "--eval_every", "0", steps=1))
+    state = final_state(tmp_path / "whole")
+    damage(state["optimizer_state_dict"]["adamw"]["state"][0])
+    torch.save(state, tmp_path / "crafted.pt")
+    argv = run_flags(shards, tmp_path / "run", "--optimizer", "adamw", "--resume", tmp_path / "crafted.pt", steps=2)
+    statuses, log = Job(processes, tmp_path, 2, [*map(str, argv)]).end(60)
+    assert statuses == [2, 2] and len(last_lines(log)) == 1 and "error: " in last_lines(log)[0], log
 
 
 @pytest.mark.slow

@@ -175,6 +175,7 @@ FAULTY = {
     "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: no .py .md file"]),
     "fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "1"], ["--val_fraction", "0.999"]),
     "size": ({"x.txt": b"a"}, ["x.txt", "--shard_mb", "0"], ["--shard_mb", "'0'"]),
+    "endless": ({"x.txt": b"a"}, ["x.txt", "--shard_mb", "1e308"], ["--shard_mb", "'1e308'"]),
     "no input": ({}, [], ["INPUT"]),
     "empty name": ({"x.txt": b"a"}, ["x.txt", "--out", ""], ["--out: '' is not a path"]),
 }

@@ -287,7 +287,8 @@ def test_out_of_memory_is_one_line_with_the_remedy(trained, tmp_path, monkeypatc
     ("--export new --raw", "--raw"), ("--export new --n_loops 2", "--n_loops"),
     ("--prompt a --adapt", "--adapt"), ("--eval a.txt --adapt --seq_len 64", "--seq_len"),
     ("b --prompt a", "several checkpoints"), ("--prompt a --n_loops 1,2", "numbers of loops"),
-    ("--bytes 0", "--bytes"), ("--n_loops 4097", "--n_loops"), ("--temperature nan", "--temperature"),
+    ("--bytes 0", "--bytes"), ("--eval a.txt --seq_len 4e18", "--seq_len"), ("--n_loops 4097", "--n_loops"),
+    ("--temperature nan", "--temperature"),
     ("--top_p 0", "--top_p"), ("--top_k -1", "--top_k")))
 def test_a_bad_value_or_a_flag_that_would_not_be_read_is_refused_and_nothing_is_done(trained, tmp_path, monkeypatch,
                                                                                     capsys, argv, words):

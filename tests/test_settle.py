@@ -153,7 +153,8 @@ def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
 @pytest.mark.parametrize("flag, value", (
     ("seq_len", "1"), ("seq_len", "4e18"), ("micro_batch", "0"), ("lr", "0"), ("lr", "nan"), ("lr", "1e39"),
     ("precision", "fp16"), ("model", "2b"), ("keep_last", "1"), ("min_lr_fraction", "1.5"), ("beta1", "1"),
-    ("seed", "-1"), ("n_loops", "4097"), ("minutes", "0"), ("schedule", ""), ("engram_reset", "yes"), ("data_dir", ""),
+    ("seed", "-1"), ("n_loops", "4097"), ("minutes", "0"), ("minutes", "1e10"), ("schedule", ""),
+    ("engram_reset", "yes"), ("data_dir", ""),
     ("ckpt_dir", ""), ("resume", ""), ("config", "")))  # an empty path would be the working directory
 def test_values_out_of_range_are_refused(flag, value):
     with pytest.raises(UsageError, match=f"--{flag}"):
@@ -274,7 +275,9 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter():
     cost = estimate.flops_per_byte(model, model.config.bytes_per_segment, 1, 64)
     for argv, expected in ((["--target_tokens", "77"], 77),
                            (["--target_param_data_ratio", "2.5"], math.ceil(2.5 * dense)),
-                           (["--target_flops", "1e-320"], 1), (["--target_flops", "1e9"], math.ceil(1e9 / cost))):
+                           (["--target_flops", "1e-320"], 1), (["--target_flops", "1e9"], math.ceil(1e9 / cost)),
+                           (["--target_flops", "1.7e308"], (1 << 62) - 1),
+                           (["--target_param_data_ratio", "1.7e308"], (1 << 62) - 1)):
         assert settled("--model", "tiny", *argv, "--seq_len", "64").target_tokens == expected
 
 
