@@ -46,8 +46,8 @@ def write_archive(file: BinaryIO, state: dict):
 
 
 def check_sums(path: Path):
-    """Raise ValueError or BadZipFile if an archive does not match its own checksums, which torch.load ignores, or if its
-    records have more bytes than the file: a small one could fill the memory."""
+    """Raise ValueError or BadZipFile if an archive does not match its own checksums, which torch.load ignores, or if
+    its records have more bytes than the file: a small one could fill the memory."""
     with zipfile.ZipFile(path) as archive:
         if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:
             raise ValueError("its records are compressed, or overlap")
@@ -179,22 +179,27 @@ def check_state(path: Path, state, required: set[str]):
                 raise ValueError(f"{key} must be {rule.wanted}")
         SpiderConfig.from_saved(state["cfg"])
         for name, weight in state["model_state_dict"].items():
-            check_tensors(weight, f"model_state_dict.{name}", set())
-        check_tensors(state.get("optimizer_state_dict", {}), "optimizer_state_dict", set())
+            check_tensor(weight, f"model_state_dict.{name}")
+        check_optimizers(state.get("optimizer_state_dict", {}), "optimizer_state_dict", set())
     except (TypeError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path}: {fault}") from None
 
 
-def check_tensors(value, name: str, seen: set[int]):
-    """Raise ValueError unless each tensor in nested dicts is plain and no other name is one for its memory (but for the
-    tables of 8-bit AdamW, which are only read), and each `step` of an optimizer is a number that a run may reach.
+def check_tensor(value, name: str):
+    """Raise ValueError for a tensor whose shape cannot be relied on."""
+    if isinstance(value, Tensor) and not (is_plain(value) and value.device.type == "cpu"):
+        raise ValueError(f"{name} must be a dense, contiguous tensor with a storage of its own")
+
+
+def check_optimizers(value, name: str, seen: set[int]):
+    """Raise ValueError unless, in nested dicts of optimizers' states, each tensor is plain and the only one in its
+    memory (but for the tables of 8-bit AdamW, which are only read), and each `step` is a number that a run may reach.
     seen: addresses of dicts and tensors so far."""
+    check_tensor(value, name)
     key, address = name.rpartition(".")[2], 0
     if isinstance(value, dict):
         address = id(value)
     elif isinstance(value, Tensor):
-        if not is_plain(value) or value.device.type != "cpu":
-            raise ValueError(f"{name} must be a dense, contiguous tensor with a storage of its own")
         address = value.data_ptr()        # 0 if it is empty
     if key == "step":
         steps = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -205,12 +210,12 @@ def check_tensors(value, name: str, seen: set[int]):
     if address and key not in ("qmap1", "qmap2"):
         seen.add(address)
     for entry_name, entry in value.items() if isinstance(value, dict) else ():
-        check_tensors(entry, f"{name}.{entry_name}", seen)
+        check_optimizers(entry, f"{name}.{entry_name}", seen)
 
 
 def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
-    """Raise CheckpointError unless weights have the names and shapes of a model with the state's config; those of
-    WEIGHT_DTYPES may have another of these."""
+    """Raise CheckpointError unless weights have the names and shapes of a model with the state's config; floating-point
+    weights may have any of the WEIGHT_DTYPES."""
     def kinds(weights: dict) -> dict:
         return {name: (tuple(tensor.shape), tensor.dtype in WEIGHT_DTYPES or tensor.dtype)
                 for name, tensor in weights.items() if isinstance(tensor, Tensor)}

@@ -105,7 +105,8 @@ def facts_of(path: Path, state: dict) -> dict:
     facts = {name: state[name] for name in ("step", "bytes_seen", "recipe") if name in state}
     facts["flags"] = dict(state["flags"])
     if "data_dir" in facts["flags"]:      # only names: paths are private
-        facts["flags"]["data_dir"] = re.sub("[^,]*/", "", facts["flags"]["data_dir"].rstrip("/"))
+        parts = facts["flags"]["data_dir"].rstrip("/").split(",")
+        facts["flags"]["data_dir"] = ",".join(part.rpartition("/")[2] for part in parts)
     for line in read_lines(path.parent / "metrics.jsonl"):
         if line["step"] <= state["step"] and line.get("val_bpb") is not None:
             facts |= dict(val_bpb=line["val_bpb"], val_bpb_at_step=line["step"])

@@ -277,7 +277,7 @@ class Adaptation:
         CheckpointError if it has none."""
         tables = [module for module in model.modules() if isinstance(module, EngramTable)]
         saved = state.get("optimizer_state_dict", {}).get("engram")
-        if not tables or not saved or not state.get("bytes_seen"):
+        if not tables or not saved or not state.get("bytes_seen") or not state["step"]:
             raise CheckpointError("--adapt needs a model with Engram tables and their optimizer state: use a "
                                   "checkpoint that train.py wrote (an export has no optimizer state)")
         self.model, self.n_loops, self.device = model, n_loops, model.embed_tokens.device

@@ -189,9 +189,8 @@ def check_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: di
     shapes = {id(param.local): param.shape for param in sharded}
     params = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     try:
-        indices, wanted = ([group["params"] for group in groups]
-                           for groups in (state["param_groups"], optimizer.state_dict()["param_groups"]))
-        if indices != wanted:
+        groups = [group["params"] for group in state["param_groups"]]
+        if groups != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
             raise ValueError("it has other groups of parameters")
         for i, tensors in state["state"].items():
             if i not in params:
@@ -221,8 +220,10 @@ def dtype_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 def state_layouts(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[dict[str, str]]:
     """Return the states that an optimizer may have of a parameter: what kind_of returns for each value, by key."""
-    whole, scales = dtype_and_shape(dtype, shape), f"float32 [{math.ceil(math.prod(shape) / SCALE_BLOCK)}]"
-    floats, quantized = (dtype_and_shape(kind, shape) for kind in (torch.float32, torch.uint8))
+    whole = dtype_and_shape(dtype, shape)
+    floats = dtype_and_shape(torch.float32, shape)
+    quantized = dtype_and_shape(torch.uint8, shape)
+    scales = dtype_and_shape(torch.float32, [math.ceil(math.prod(shape) / SCALE_BLOCK)])
     tables = dict(qmap1="float32 [256]", qmap2="float32 [256]", absmax1=scales, absmax2=scales)
     return {
         "muon": [dict(momentum_buffer=whole)],

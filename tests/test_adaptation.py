@@ -123,8 +123,9 @@ def test_ids_that_do_not_count_are_context_alone_and_no_gradient_is_left(checkpo
 
 def test_a_model_without_tables_and_a_checkpoint_without_accumulators_are_refused(checkpoint):
     model = plain_model(checkpoint)
-    with pytest.raises(CheckpointError, match="an export has no optimizer state"):
-        Adaptation(model, checkpoint | dict(optimizer_state_dict={}), 2)
+    for change in (dict(optimizer_state_dict={}), dict(bytes_seen=0), dict(step=0)):
+        with pytest.raises(CheckpointError, match="an export has no optimizer state"):
+            Adaptation(model, checkpoint | change, 2)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, EngramTable):

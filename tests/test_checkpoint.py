@@ -194,11 +194,13 @@ def test_values_that_no_run_saves_are_refused_by_name(trained, key):
 
 
 def test_every_value_of_a_run_has_a_rule_and_keeps_it(trained):
-    """Also one whose numbers are not finite, as after skipped steps."""
+    """Also one whose numbers are not finite, as after skipped steps, and a weight that is called like a count."""
     assert {field.name for field in fields(RunProgress)} | {"recipe", "flags", "targets"} <= checkpoint.RULES.keys()
     check_state(Path("a.pt"), trained, REQUIRED)
     check_state(Path("a.pt"), trained | asdict(RunProgress(metrics=dict(loss=math.nan, skipped=True, lr=None),
                                                            val_loss=2, recent=[1, 2.0])), REQUIRED)
+    trained["model_state_dict"]["clock.step"] = torch.tensor([-1.0, 1.0])
+    check_state(Path("a.pt"), trained, REQUIRED)
 
 
 def test_values_nested_without_end_are_refused_in_a_line(tmp_path, trained):
