@@ -560,7 +560,7 @@ class ShardWriter:
         while len(ids):
             if self.file is None:
                 self.name = f"{self.split}-{len(self.entries):05d}.bin"
-                self.file = open(temporary(self.out, self.name), "xb", MIB)
+                self.file = open(temporary(self.out, self.name), "wb", MIB)
                 self.digest = hashlib.sha256()
             part, ids = ids[:self.limit - self.ids], ids[self.limit - self.ids:]
             self.file.write(part)
