@@ -145,23 +145,36 @@ class Metrics:
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals
 
-STOPS = signal.SIGTERM, signal.SIGINT
+STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+QUITS = signal.SIGTERM, signal.SIGINT     # these end the process at once when they are repeated
 REPEATED = 5.0                            # seconds within which torchrun repeats a signal to its ranks
 
 
 class StopSignals:
-    """Handle SIGTERM and SIGINT: the first one sets `asked`, so that the run stops after the step and saves; a second
-    one ends the process at once, but with several ranks only after the REPEATED seconds. Where `raises` is set, as
-    before the loop begins, the first one raises Stopped.
+    """Handle the signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal) and SIGUSR1 (which
+    Slurm users send before the time limit).
+
+    The first one sets `asked`, so that the run stops after the step and saves. The same one again, of QUITS, ends the
+    process at once, but with several ranks only after the REPEATED seconds. Another one does not: systemd and Slurm
+    send two kinds in a row. Where `raises` is set, as before the loop begins, the first one raises Stopped. SIGHUP and
+    SIGUSR1 stay ignored if they were, as under nohup.
 
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and they `agree`."""
 
     def __init__(self, ranks: int = 1):
-        self.ranks, self.asked, self.asked_at, self.raises = ranks, None, 0.0, True
+        self.ranks = ranks
+        self.asked: signal.Signals | None = None     # the first signal of this process
         self.agreed: signal.Signals | None = None    # the signal that stops all ranks
+        self.received: dict[int, float] = {}         # monotonic time of the first signal of each kind
+        self.raises = True
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self._ask) for number in STOPS}
+        self.before = {}
+        for number in STOPS:
+            handler = signal.getsignal(number)
+            if number in QUITS or handler is not signal.SIG_IGN:
+                self.before[number] = handler
+                signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_):
@@ -176,16 +189,21 @@ class StopSignals:
         self.agreed = next((number for number, count in zip(STOPS, votes) if count), self.agreed)
 
     def _ask(self, number: int, _):
-        if self.asked and self.ranks > 1 and time.monotonic() < self.asked_at + REPEATED:
+        if number in self.received:
+            by_torchrun = self.ranks > 1 and time.monotonic() < self.received[number] + REPEATED
+            if number in QUITS and not by_torchrun:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
-        if self.asked:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.asked, self.asked_at = signal.Signals(number), time.monotonic()
+        self.received[number] = time.monotonic()
+        if self.asked is not None:
+            return
+        self.asked = signal.Signals(number)
         if self.ranks == 1:
             self.agreed = self.asked
+        more = "; repeat to quit at once" if number in QUITS else ""
         with suppress(OSError):           # stderr may be gone; the logger may be busy
-            os.write(2, f"{self.asked.name}: stopping; repeat to quit at once\n".encode())
+            os.write(2, f"{self.asked.name}: stopping{more}\n".encode())
         if self.raises:
             raise Stopped("stopped before the first step")
 

@@ -124,9 +124,9 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(tmp
 
 
 @pytest.mark.parametrize("slow, number", (
-    (None, signal.SIGTERM), ("evaluate", signal.SIGINT), ("log_sample", signal.SIGTERM),
+    (None, signal.SIGTERM), (None, signal.SIGUSR1), ("evaluate", signal.SIGINT), ("log_sample", signal.SIGTERM),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (None, signal.SIGINT), ("evaluate", signal.SIGTERM), ("log_sample", signal.SIGINT)))))
+        (None, signal.SIGINT), (None, signal.SIGHUP), ("evaluate", signal.SIGTERM), ("log_sample", signal.SIGINT)))))
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shards, processes, slow, number):
     """It ends an evaluation or a sample at once."""
     flags = ("--eval_every", "7", *(("--sample_every", "7") if slow == "log_sample" else ()))

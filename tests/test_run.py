@@ -4,6 +4,8 @@ import itertools
 import math
 import os
 import signal
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -157,14 +159,59 @@ def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path
     assert not any(line.startswith("99:99:99") or not line.isprintable() for line in lines)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals
+
+
 def test_one_rank_agrees_to_stop_at_once_and_several_by_their_votes():
     for ranks in (1, 2):
         with StopSignals(ranks) as stop:
             stop.raises = False
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.votes() == [1.0, 0.0] and stop.agreed == (signal.SIGTERM if ranks == 1 else None)
-            stop.agree([0.0, 3.0])
+            assert stop.votes() == [1.0, 0.0, 0.0, 0.0]
+            assert stop.agreed == (signal.SIGTERM if ranks == 1 else None)
+            stop.agree([0.0, 0.0, 0.0, 0.0])
+            assert stop.agreed == (signal.SIGTERM if ranks == 1 else None)
+            stop.agree([0.0, 3.0, 0.0, 0.0])
             assert stop.agreed == signal.SIGINT
+
+
+def receive(ranks: int, numbers: list[int], seconds: float, ignored: tuple[int, ...] = ()):
+    """Receive signals, so many seconds apart, in a process of its own; exit with the one that stops the run."""
+    now = iter(range(100))
+    time.monotonic = lambda: next(now) * seconds
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    with StopSignals(ranks) as stop:
+        stop.raises = False
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    sys.exit(int(stop.asked or 0))
+
+
+TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
+@pytest.mark.parametrize("ranks, numbers, seconds, status", (
+    (1, [HUP], 0, HUP), (1, [USR1], 0, USR1),
+    (1, [TERM, TERM], 0, -TERM), (1, [INT, INT], 9, -INT),
+    (1, [HUP, HUP], 9, HUP), (1, [USR1, USR1], 9, USR1),      # a terminal's end may send SIGHUP twice
+    (1, [TERM, HUP], 9, TERM), (1, [USR1, TERM], 9, USR1),    # as systemd and Slurm send them
+    (1, [USR1, TERM, TERM], 9, -TERM),
+    (2, [TERM, TERM], 4.9, TERM), (2, [TERM, TERM], 5.1, -TERM)), ids=str)
+def test_a_repeated_ctrl_c_or_sigterm_quits_and_no_other_signal_does(processes, ranks, numbers, seconds, status):
+    """With several ranks, not within the five seconds in which torchrun repeats it."""
+    child = processes.Process(target=receive, args=(ranks, numbers, seconds))
+    child.start()
+    child.join()
+    assert child.exitcode == status
+
+
+def test_signals_that_nohup_ignores_stay_ignored(processes):
+    child = processes.Process(target=receive, args=(1, [HUP, USR1], 0, (HUP, USR1)))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
