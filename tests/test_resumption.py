@@ -240,8 +240,24 @@ def test_what_cannot_begin_a_run_is_an_error(tmp_path, shards, capsys):
     (tmp_path / "folder").mkdir()
     for flags, said in ((("--reset_steps",), "--reset_steps needs --resume"),
                         (("--resume", tmp_path / "none.pt"), "none.pt does not exist"),
-                        (("--resume", tmp_path / "folder"), "name a checkpoint in it")):
+                        (("--resume", tmp_path / "folder"), "no usable checkpoint in")):
         assert said in refused(run_flags(shards, tmp_path / "new", *map(str, flags)), capsys)
+
+
+def test_a_directory_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path, shards, capsys):
+    """Also below the new directory, and as the new directory itself, which then resumes."""
+    flags = ("--eval_every", "0", "--ckpt_every", "2")
+    whole = run(tmp_path, shards, *flags, steps=6, ckpt="whole")
+    origin = run(tmp_path, shards, *flags, steps=4, ckpt="new/origin")
+    (origin / "spider-step7.pt").write_bytes(b"damaged")
+    for _ in range(2):
+        other = run(tmp_path, shards, *flags, "--resume", str(origin), steps=6, ckpt="new")
+        assert_same(final_state(other)["model_state_dict"], final_state(whole)["model_state_dict"])
+    said = capsys.readouterr().err
+    assert "its newest good checkpoint is spider-step4.pt" in said and "is where the run in" in said
+    assert final_state(run(tmp_path, shards, *flags, "--resume", str(other), steps=7, ckpt="new"))["step"] == 7
+    tuned = run(tmp_path, shards, *flags, "--resume", str(origin), "--reset_steps", steps=1, ckpt="tuned")
+    assert final_state(tuned)["step"] == 1
 
 
 def test_with_the_default_directory_a_reset_begins_beside_the_run_it_came_from(tmp_path, shards, monkeypatch):
@@ -275,6 +291,16 @@ def test_a_larger_batch_resumes_to_the_same_number_of_bytes_and_logs_the_change(
     state = final_state(run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0))
     assert state["bytes_seen"] == 5 * 64 + 3 * 128 and state["step"] == 8
     assert "micro_batch was 2, is 4" in capsys.readouterr().err
+
+
+def test_other_data_or_another_order_of_it_is_said_to_repeat_and_skip_text(tmp_path, shards, capsys):
+    run(tmp_path, shards, "--eval_every", "0", steps=1)
+    for flags, reorders in ((("--seed", "1"), True), (("--lr", "0.02", "--seed", "1"), False),
+                            (("--data_dir", f"{shards}:1", "--seed", "1"), True)):
+        capsys.readouterr()
+        steps = final_state(tmp_path / "run")["step"] + 1
+        run(tmp_path, shards, "--eval_every", "0", *flags, steps=steps)
+        assert ("is read again" in capsys.readouterr().err) == reorders
 
 
 def test_hyperparameters_are_those_of_this_runs_flags(tmp_path, shards, capsys):
