@@ -401,12 +401,12 @@ def config_of_checkpoint(saved_config: dict, asked: SpiderConfig | None, setting
     saved = SpiderConfig.from_saved(saved_config)
     config = apply_settings(replace(saved, vocab_size=tokenizer.VOCAB_SIZE), settings)
     for other in (config, asked or config):  # what --set makes of it; what --model asks for
-        changes = {f.name: (getattr(saved, f.name), getattr(other, f.name)) for f in fields(other)
-                   if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)}
+        changes = [f"{f.name} is {getattr(saved, f.name)}, not {getattr(other, f.name)}" for f in fields(other)
+                   if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)]
         if changes and shapes(replace(other, n_loops=saved.n_loops), model_class) != shapes(saved, model_class):
-            raise CheckpointError("the checkpoint holds another model: " + "; ".join(
-                f"{name} is {before}, not {now}" for name, (before, now) in changes.items())
-                + ". Leave --model and --set out, or train a new model in another --ckpt_dir")
+            more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
+            raise CheckpointError(f"the checkpoint holds another model: {'; '.join(changes[:3])}{more}. Leave --model and "
+                                  f"--set out, or train a new model in another --ckpt_dir")
     return config
 
 
