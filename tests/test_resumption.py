@@ -11,7 +11,7 @@ import torch
 import train
 from conftest import (SMALL, assert_same, assert_same_runs, contents, final_state, metrics, refused, run, run_flags,
                       run_in_parts)
-from jobs import Job, at_step, sleeps, steps_done, unread, until
+from jobs import Job, at_step, nan, signalled, sleeps, steps_done, unread, until
 from spider import boundaries, optim
 from spider.checkpoint import find_checkpoints
 
@@ -142,6 +142,19 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shard
     assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
 
 
+def test_after_a_signal_neither_the_evaluation_nor_the_sample_of_its_step_is_made(tmp_path, shards, monkeypatch, capsys):
+    """The time until a kill is for saving. The resumed run makes them."""
+    monkeypatch.setattr(train, "accumulate", train.accumulate)
+    signalled(3)
+    flags = ("--sample_every", "4")
+    assert train.command_line(run_flags(shards, tmp_path / "run", *flags)) == 128 + signal.SIGTERM
+    said, state = capsys.readouterr().err, final_state(tmp_path / "run")
+    assert (state["step"], state["val_loss"]) == (4, None) and "evaluating" not in said and "continues" not in said
+    assert "val_bpb" not in metrics(tmp_path / "run")[-1]
+    run(tmp_path, shards, *flags, steps=4)
+    assert final_state(tmp_path / "run")["val_loss"] > 0 and "step 4 continues" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("slow", ("open_data", "load_origin", "warm_up"))
 def test_a_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(tmp_path, shards, processes, slow):
     job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", "--precision", "fp8"),
@@ -191,6 +204,18 @@ def test_lack_of_memory_and_bad_data_end_a_run_with_advice(tmp_path, shards, mon
     line = refused(run_flags(shards, tmp_path / "run", "--ckpt_every", "2", "--eval_every", "0"), capsys)
     assert said in line and (isinstance(fault, train.common.DataError) or "--micro_batch (now 2)" in line)
     assert final_state(tmp_path / "run")["step"] == 2
+
+
+def test_a_skipped_step_is_saved_only_where_the_run_ends(tmp_path, shards, monkeypatch):
+    """Its weights are those of the step before."""
+    monkeypatch.setattr(train, "accumulate", train.accumulate)
+    nan(2)
+    flags = ("--ckpt_every", "1", "--keep_last", "9", "--eval_every", "0")
+    directory = run(tmp_path, shards, *flags, steps=5)
+    assert [one.step for one in find_checkpoints(directory)] == [1, 2, 4, 5]
+    nan(1)
+    run(tmp_path, shards, *flags, steps=7)
+    assert [one.step for one in find_checkpoints(directory)] == [1, 2, 4, 5, 6, 7]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
