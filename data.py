@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import glob
 import hashlib
 import json
 import math
@@ -26,7 +25,7 @@ import re
 import resource
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from spider.common import (DataError, Parser, ProgressBar, durable, integer, locked, note, one_line, path_name,
-                           printable, real, run_program, say, step_seed, sync)
+                           printable, quoted, real, run_program, say, step_seed, sync)
 from spider.datasets_import import (BOM, COMPRESSED, READERS, json_lines, open_input, pieces, rows, text_of,
                                     uncompressed_name)
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -113,20 +112,68 @@ class Stream:
         return torch.from_numpy(input_ids), torch.from_numpy(labels)
 
 
-def files_below(directory: str) -> list[str]:
-    """List the files below a directory, sorted, without hidden names. Links are followed; a file is listed once."""
-    paths = sorted(glob.glob(os.path.join(glob.escape(directory), "**"), recursive=True), reverse=True)
-    return sorted({os.path.realpath(path): path for path in paths if not os.path.isdir(path)}.values())
+def files_below(directory: str, skip: Callable[[OSError], None] | None = None) -> list[str]:
+    """List the files below a directory, sorted, without hidden names. Links are followed; a file is listed once, and a
+    directory is searched once. `skip` gets the error of a directory that cannot be read, which is raised without it."""
+    def stop(fault: OSError):
+        raise fault
+    searched: set[str] = set()
+    found: dict[str, str] = {}            # path as it is listed, by real path
+    for folder, folders, names in os.walk(directory, onerror=skip or stop, followlinks=True):
+        real_folder = os.path.realpath(folder)
+        if real_folder in searched:       # links may form a circle
+            folders.clear()
+            continue
+        searched.add(real_folder)
+        shown = (name for name in folders if not name.startswith("."))
+        folders[:] = sorted(shown, key=lambda name: name + "/")  # in the order of the paths in them
+        for name in names:
+            if not name.startswith("."):
+                path = os.path.join(folder, name)
+                real_path = os.path.realpath(path)
+                found[real_path] = min(path, found.get(real_path, path))
+    return sorted(found.values())
 
 
 def read_metadata(path: str) -> list[dict]:
-    """Return the entries of shards (name, split, ids, sha256) in a metadata.json; none if another program wrote it."""
+    """Return the entries of shards (name, split, ids, sha256) in a metadata.json; none if another program wrote it.
+    Raise DataError if they lack something."""
+    remedy = "delete it if it does not belong to these shards"
+    if not os.path.isfile(path):          # opening a pipe would wait for its writer
+        raise DataError(f"{path}: not a regular file; {remedy}")
     try:
         metadata = json.loads(Path(path).read_bytes())
-    except ValueError as fault:
-        raise DataError(f"{path}: not JSON: {fault}; delete it if it does not belong to these shards") from None
-    ours = isinstance(metadata, dict) and metadata.get("vocab_size") == VOCAB_SIZE
-    return metadata["shards"] if ours else []
+    except (ValueError, RecursionError) as fault:
+        raise DataError(f"{path}: not JSON: {fault}; {remedy}") from None
+    if not isinstance(metadata, dict) or metadata.get("vocab_size") != VOCAB_SIZE:
+        return []
+    entries = metadata.get("shards")
+    if not isinstance(entries, list):
+        raise DataError(f"{path}: has no list of shards; {remedy}")
+    for number, entry in enumerate(entries):
+        if wrong := wrong_field(entry):
+            raise DataError(f"{path}: shard {number} has no valid {wrong}; {remedy}")
+    return entries
+
+
+def wrong_field(entry: object) -> str | None:
+    """Return the first field of a shard's entry in metadata.json that is missing or invalid, None if all are valid."""
+    if not isinstance(entry, dict):
+        return "entry"
+    name = entry.get("name")
+    if not isinstance(name, str) or not name.endswith(".bin") or "\0" in name:
+        return "name"
+    if os.path.isabs(name) or ".." in Path(name).parts:
+        return "name"
+    if entry.get("split") not in ("train", "val"):
+        return "split"
+    ids = entry.get("ids")
+    if type(ids) is not int or not 0 < ids < 1 << 62:
+        return "ids"
+    sha256 = entry.get("sha256")
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        return "sha256"
+    return None
 
 
 def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
@@ -135,11 +182,16 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
     Without an entry, the split is "val" if a file or folder name is like val, val_00, valid or validation-1, else
     "train".
     """
-    names, entries, found = sorted(os.path.relpath(path, directory) for path in files_below(directory)), {}, []
-    for name in names:
-        if os.path.basename(name) == "metadata.json":
-            for entry in read_metadata(os.path.join(directory, name)):
-                entries[os.path.join(os.path.dirname(name), entry["name"])] = entry
+    remedy = f"make shards by `python data.py prepare INPUT --out {quoted(directory)}`"
+    if not os.path.isdir(directory):
+        raise DataError(f"{directory}: no such directory; {remedy}")
+    names = sorted(os.path.relpath(path, directory) for path in files_below(directory))
+    entries, found = {}, []
+    for folder in sorted({os.path.dirname(name) for name in names}):
+        path = os.path.join(directory, folder, "metadata.json")
+        if os.path.lexists(path):
+            for entry in read_metadata(path):
+                entries[os.path.join(folder, entry["name"])] = entry
     if missing := sorted(entries.keys() - set(names)):
         raise DataError(f"{os.path.join(directory, missing[0])}: missing, though metadata.json lists it")
     for name in names:
@@ -148,8 +200,7 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
             split = entries[name]["split"] if name in entries else split
             found.append((os.path.join(directory, name), split, entries.get(name)))
     if not found:
-        lacking = "no .bin file in it" if os.path.isdir(directory) else "no such directory"
-        raise DataError(f"{directory}: {lacking}; make shards by `python data.py prepare INPUT --out {directory}`")
+        raise DataError(f"{directory}: no .bin file in it; {remedy}")
     return found
 
 
