@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+import sample
 from bad_data import complaint, source, stream, write_shard
 from conftest import ROOT, prepare
 from data import BLOCK, Feed, Loader, Shard, Source, Stream, mock_source, open_data, validation_sets
@@ -373,6 +374,10 @@ def test_a_printed_command_has_its_path_quoted(tmp_path, monkeypatch, capsys, na
     line = complaint(capsys, "verify", "./-x" if name == "-x" else name)
     command = re.search("`(.*)`", line)[1]
     assert shlex.split(command)[3:] in (["INPUT", "--out", name], ["INPUT", "--out", "./-x"])
+    with pytest.raises(common.DataError) as fault:
+        sample.read_ids(f"{name}.gz", "text")
+    command = re.search("(python .*), then", str(fault.value))[1]
+    assert shlex.split(command)[3] in (f"{name}.gz", "./-x.gz")
 
 
 def cut_off(path):
