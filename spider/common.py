@@ -256,9 +256,9 @@ def open_closed_streams():
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-    for name in ("stdin", "stdout", "stderr"):
+    for name in ("stdout", "stderr"):     # sys.stdin stays None, which its readers report
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+            setattr(sys, name, open(os.devnull, "w"))
 
 
 def check_flags_early(parse_args: Callable, prog: str):
