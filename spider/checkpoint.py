@@ -197,7 +197,8 @@ def check_optimizers(value, name: str, seen: set[int]):
     memory (but for the tables of 8-bit AdamW, which are only read), and each `step` is a number that a run may reach.
     seen: addresses of dicts and tensors so far."""
     check_tensor(value, name)
-    key, address = name.rpartition(".")[2], 0
+    key = name.rpartition(".")[2]
+    address = 0
     if isinstance(value, dict):
         address = id(value)
     elif isinstance(value, Tensor):

@@ -168,7 +168,9 @@ def read_toml(parser: Parser, path: str) -> dict:
         raise UsageError(f"--config: {path}: {fault}") from None
     # By first name: neither -h, --help nor --no-... of a switch
     actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "config"}
-    values, entries, assigned = {}, list(content.items()), set()
+    values = {}
+    assigned = set()                      # flags by their names in the result
+    entries = list(content.items())
     for name, value in entries:           # grows in the loop
         if isinstance(value, dict):
             entries += value.items()

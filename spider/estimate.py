@@ -232,9 +232,11 @@ def check_memory(memory: dict[str, float], world: World):
     """Raise TooLarge if a local rank surely needs more memory than there is: for its batches alone, or on a CPU, where
     the kernel would kill the run without a message, for all but what depends on the documents."""
     available = memory_of(world.device, world.local_ranks)
-    needed, limit = memory[BATCHES], available
+    needed = memory[BATCHES]
+    limit = available
     if world.device.type == "cpu":
-        needed, limit = sum(memory.values()) - memory[PADDING], 1.25 * available
+        needed = sum(memory.values()) - memory[PADDING]
+        limit = 1.25 * available
     if needed <= limit:
         return
     there = f"but this machine has {available * world.local_ranks / 1e9:.3g} GB"
