@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from spider import common
-from spider.common import UsageError, integer, path_name, real
+from spider.common import UsageError, integer, path_name, quoted, real
 from spider.config import BACKENDS, MAX_LOOPS, OPTIMIZERS, PRESETS, RECOMPUTE, SpiderConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -416,7 +416,8 @@ def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple]:
         return {name: tuple(value.shape) for name, value in model_class(config).state_dict().items()}
 
 
-MAX_EPOCHS = 20                          # of a horizon without a warning
+MAX_EPOCHS = 20                           # of a horizon without a warning
+MUCH_HIGHER = 1.5                         # a learning rate, relative to the last one
 
 
 def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
@@ -435,6 +436,24 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
                         f"run at the minimum learning rate, {plan.lr * plan.min_lr_fraction:.2e}; raise --target_tokens "
                         f"for a schedule over all of them")
     return warnings
+
+
+def rise_warnings(plan: Plan, loader: Loader, progress: RunProgress, horizon: int, in_place: bool) -> list[str]:
+    """Return a warning if a run resumes at a much higher learning rate than it had, as where its horizon was raised after
+    the rate had fallen. in_place: it resumes in its own directory."""
+    last = (progress.metrics or {}).get("lr")
+    factor = lr_factor(progress.step, horizon, plan)
+    if not last or plan.lr * factor < MUCH_HIGHER * last or progress.step <= plan.warmup_steps:
+        return []
+    line = f"the learning rate rises from {last:.2e} to {plan.lr * factor:.2e}"
+    first = progress.bytes_seen // plan.seq_len
+    if loader.epoch(first) > progress.epoch and clears_tables(plan, loader, first):
+        line += ", and the Engram tables are cleared (--engram_reset)"
+    line += f": the loss rises at first, and falls below that of the run so far only towards step {horizon:,}"
+    if in_place:
+        line += (f". Meanwhile --keep_last deletes the present checkpoints: to keep them, resume in a new --ckpt_dir by "
+                 f"--resume {quoted(plan.ckpt_dir)}")
+    return [line]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1013,7 +1032,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     cost = estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
     logger.info(f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; {cost / 1e9:.2g} GFLOP "
                 f"per byte at {plan.config.bytes_per_segment:.2g} bytes per segment; checkpoints in {directory}")
-    for line in horizon_warnings(plan, loader, horizon):
+    for line in (*horizon_warnings(plan, loader, horizon), *rise_warnings(plan, loader, progress, horizon, in_place)):
         logger.warning(line)
     if progress.step < last_step and (plan.precision == "fp8" or plan.compile != "off"):
         warm_up(model, plan, world.device)
@@ -1101,7 +1120,10 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     best = f"best validation loss {progress.best_loss:.4f}, " if math.isfinite(progress.best_loss) else ""
     logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{time.perf_counter() - began:.0f} s")
     if plan.model_class is Spider:        # sample.py loads no other
-        logger.info(f"next: python sample.py {directory}; to continue, raise --max_steps or --target_tokens")
+        logger.info(f"next: python sample.py {quoted(directory)}")
+    logger.info("to continue: raise --max_steps" if progress.step < horizon else
+                f"to train longer: the same flags, but --resume {quoted(directory)}, a new --ckpt_dir and a larger "
+                f"--target_tokens; the rate rises again, and with it the loss at first")
     return 0
 
 

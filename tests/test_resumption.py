@@ -328,6 +328,27 @@ def test_other_data_or_another_order_of_it_is_said_to_repeat_and_skip_text(tmp_p
         assert ("is read again" in capsys.readouterr().err) == reorders
 
 
+def test_a_finished_run_that_is_trained_longer_says_that_its_rate_rises_and_how_to_keep_its_checkpoints(
+        tmp_path, shards, capsys):
+    """The schedule of ten steps ends at a tenth of the rate; in the middle of one of twenty it is near the peak. Sequence
+    20, which is the next one, begins an epoch."""
+    flags = ("--eval_every", "0", "--warmup_steps", "0")
+    directory = run(tmp_path, shards, *flags, "--target_tokens", "640", steps=0)
+    assert f"--resume {directory}, a new --ckpt_dir" in capsys.readouterr().err
+    longer = (*flags, "--target_tokens", "1280", "--engram_reset")
+    run(tmp_path, shards, *longer, "--resume", str(directory), steps=0, ckpt="other")
+    said = capsys.readouterr().err
+    warning, = [line for line in said.splitlines() if "learning rate rises" in line]
+    assert "tables are cleared" in warning and "--keep_last" not in warning
+    run(tmp_path, shards, *longer, "--no-engram_reset", steps=11)
+    said = capsys.readouterr().err
+    warning, = [line for line in said.splitlines() if "learning rate rises" in line]
+    assert "tables are cleared" not in warning and f"--resume {directory}" in warning and "towards step 20" in warning
+    assert "to continue: raise --max_steps" in said
+    run(tmp_path, shards, *longer, "--no-engram_reset", steps=12)
+    assert "learning rate rises" not in capsys.readouterr().err
+
+
 def test_hyperparameters_are_those_of_this_runs_flags(tmp_path, shards, capsys):
     run(tmp_path, shards, "--optimizer", "adamw", steps=1)
     directory = run(tmp_path, shards, "--optimizer", "adamw", "--weight_decay", "0.3", "--beta1", "0.8", steps=2)
