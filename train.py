@@ -1140,7 +1140,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
     Exit status: 0; 2 with one line on stderr for a bad flag, environment, file or machine; 1 for divergence, or a dry
     run without enough memory or disk; 128 plus the signal's number if a signal stopped the run."""
     world = World()
-    with StopSignals(world.ranks) as stop:
+    with StopSignals(world.ranks, world.by_torchrun) as stop:
         def work() -> int:
             args = parse_args(argv)
             advice = f"lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len"

@@ -13,6 +13,7 @@ are all-reduced once per step. `sharding_of` returns a model's `Sharded` or `Uns
 
 import math
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
 from torch.utils._pytree import tree_map_only
 
+from spider import common
 from spider.common import WorldError
 from spider.memory import EngramTable
 
@@ -39,6 +42,7 @@ class World:
         self.rank, self.ranks, self.local_rank, self.local_ranks = (
             int(environ.get(name) or default)
             for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+        self.by_torchrun = "TORCHELASTIC_RUN_ID" in environ
         self.device, self.shards, self.mesh = torch.device("cpu"), 1, None
 
     @property
@@ -64,6 +68,8 @@ class World:
         if self.ranks % shards:
             raise WorldError(f"--shards {shards} does not divide {self.ranks} ranks: use a divisor")
         self.device, self.shards = device, shards
+        if self.by_torchrun:
+            stop_with_parent()
         if self.ranks == 1:
             return
         if device.type == "cuda":
@@ -134,6 +140,14 @@ class World:
         for i in range(0, len(batches), self.ranks):
             own = i + self.rank < len(batches)
             yield batches[i + self.rank if own else 0], int(own)
+
+
+def stop_with_parent():
+    """Have the kernel send SIGTERM to this process when its parent dies (Linux only). For ranks of torchrun: after
+    SIGKILL it could not stop them, and they would train on unseen."""
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)  # at the end of the thread that started this process: torchrun's main one
+    if os.getppid() != common.PARENT:        # it died before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
