@@ -371,8 +371,9 @@ def check_minutes(args: SimpleNamespace, saved_flags: Mapping[str, object]):
     before = saved_flags.get("minutes")
     if before != args.minutes:
         origin = "by --target_tokens" if before is None else f"for --minutes {before:g}"
-        raise UsageError(f"--minutes {args.minutes:g}: this resumes a run of {saved_flags.get('target_tokens', 0):,} bytes "
-                         f"that was started {origin}: leave --minutes out to continue it, or name a new --ckpt_dir")
+        raise UsageError(f"--minutes {args.minutes:g}: this resumes a run of {saved_flags.get('target_tokens', 0):,} "
+                         f"bytes that was started {origin}: leave --minutes out to continue it, or name a new "
+                         f"--ckpt_dir")
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
@@ -405,8 +406,8 @@ def config_of_checkpoint(saved_config: dict, asked: SpiderConfig | None, setting
                    if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)]
         if changes and shapes(replace(other, n_loops=saved.n_loops), model_class) != shapes(saved, model_class):
             more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
-            raise CheckpointError(f"the checkpoint holds another model: {'; '.join(changes[:3])}{more}. Leave --model and "
-                                  f"--set out, or train a new model in another --ckpt_dir")
+            raise CheckpointError(f"the checkpoint holds another model: {'; '.join(changes[:3])}{more}. Leave --model "
+                                  f"and --set out, or train a new model in another --ckpt_dir")
     return config
 
 
@@ -432,15 +433,16 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
                         f"decays over {horizon:,} steps: use --target_tokens {plan.max_steps * plan.step_bytes} for a "
                         f"better loss")
     if plan.max_steps > horizon:
+        least = plan.lr * plan.min_lr_fraction
         warnings.append(f"--max_steps {plan.max_steps:,} is beyond the horizon of {horizon:,} steps: the steps after it "
-                        f"run at the minimum learning rate, {plan.lr * plan.min_lr_fraction:.2e}; raise --target_tokens "
-                        f"for a schedule over all of them")
+                        f"run at the minimum learning rate, {least:.2e}; raise --target_tokens for a schedule over all "
+                        f"of them")
     return warnings
 
 
 def rise_warnings(plan: Plan, loader: Loader, progress: RunProgress, horizon: int, in_place: bool) -> list[str]:
-    """Return a warning if a run resumes at a much higher learning rate than it had, as where its horizon was raised after
-    the rate had fallen. in_place: it resumes in its own directory."""
+    """Return a warning if a run resumes at a much higher learning rate than it had, as where its horizon was raised
+    after the rate had fallen. in_place: it resumes in its own directory."""
     last = (progress.metrics or {}).get("lr")
     factor = lr_factor(progress.step, horizon, plan)
     if not last or plan.lr * factor < MUCH_HIGHER * last or progress.step <= plan.warmup_steps:
@@ -451,8 +453,8 @@ def rise_warnings(plan: Plan, loader: Loader, progress: RunProgress, horizon: in
         line += ", and the Engram tables are cleared (--engram_reset)"
     line += f": the loss rises at first, and falls below that of the run so far only towards step {horizon:,}"
     if in_place:
-        line += (f". Meanwhile --keep_last deletes the present checkpoints: to keep them, resume in a new --ckpt_dir by "
-                 f"--resume {quoted(plan.ckpt_dir)}")
+        line += (f". Meanwhile --keep_last deletes the present checkpoints: to keep them, resume in a new --ckpt_dir "
+                 f"by --resume {quoted(plan.ckpt_dir)}")
     return [line]
 
 
@@ -830,7 +832,7 @@ def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source],
 
 
 def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
-    """Print what a run is and what it costs, the verdict last; return exit status 1 if memory or disk do not suffice."""
+    """Print what a run is and costs, the verdict last; return exit status 1 if memory or disk do not suffice."""
     with torch.device("meta"):
         model = plan.model_class(plan.config)
     estimate.print_tables(plan, model)
@@ -1022,7 +1024,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         tracker = start_wandb(plan.run, plan.flags, progress, closing, in_place)
         profiler = start_profiler(directory, closing) if plan.profile else None
-        closing.callback(lambda: write_curves(directory, stop.asked))
+        closing.callback(lambda: write_curves(directory, stop.agreed or stop.asked))
     # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
     saved = [one for one in find_checkpoints(directory) if one.step <= progress.step] if world.is_rank0 else []
     writer = CheckpointWriter(directory, saved, plan.keep_last, plan.keep_best, world)

@@ -142,7 +142,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shard
     assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
 
 
-def test_after_a_signal_neither_the_evaluation_nor_the_sample_of_its_step_is_made(tmp_path, shards, monkeypatch, capsys):
+def test_after_a_signal_the_step_is_neither_evaluated_nor_sampled(tmp_path, shards, monkeypatch, capsys):
     """The time until a kill is for saving. The resumed run makes them."""
     monkeypatch.setattr(train, "accumulate", train.accumulate)
     signalled(3)
@@ -330,8 +330,8 @@ def test_other_data_or_another_order_of_it_is_said_to_repeat_and_skip_text(tmp_p
 
 def test_a_finished_run_that_is_trained_longer_says_that_its_rate_rises_and_how_to_keep_its_checkpoints(
         tmp_path, shards, capsys):
-    """The schedule of ten steps ends at a tenth of the rate; in the middle of one of twenty it is near the peak. Sequence
-    20, which is the next one, begins an epoch."""
+    """The schedule of ten steps ends at a tenth of the rate; in the middle of one of twenty it is near the peak. The
+    next sequence, 20, begins an epoch."""
     flags = ("--eval_every", "0", "--warmup_steps", "0")
     directory = run(tmp_path, shards, *flags, "--target_tokens", "640", steps=0)
     assert f"--resume {directory}, a new --ckpt_dir" in capsys.readouterr().err
