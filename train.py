@@ -434,9 +434,9 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
                         f"better loss")
     if plan.max_steps > horizon:
         least = plan.lr * plan.min_lr_fraction
-        warnings.append(f"--max_steps {plan.max_steps:,} is beyond the horizon of {horizon:,} steps: the steps after it "
-                        f"run at the minimum learning rate, {least:.2e}; raise --target_tokens for a schedule over all "
-                        f"of them")
+        warnings.append(f"--max_steps {plan.max_steps:,} is beyond the horizon of {horizon:,} steps: the steps after "
+                        f"it run at the minimum learning rate, {least:.2e}; raise --target_tokens for a schedule over "
+                        f"all of them")
     return warnings
 
 
