@@ -86,14 +86,19 @@ def test_text_is_streamed_as_whole_characters(trained, monkeypatch, capsysbinary
 
 
 def test_a_closed_pipe_ends_it_silently_and_a_full_disk_is_a_line(trained):
-    argv = [sys.executable, ROOT / "sample.py", trained / "spider-step3.pt", "--bytes", "100000", "--prompt", "x" * 10]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    argv = [ROOT / "sample.py", trained / "spider-step3.pt", "--bytes", "100000", "--prompt", "x" * 10]
+    process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1) == b"x"
     process.stdout.close()
     assert process.stderr.read() == b"sample.py: starting\n" and process.wait() == 0
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([*argv, "--raw"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2, "sample.py: starting\nsample.py: error: No space left on device\n")
+        done = subprocess.run([sys.executable, "-X", "importtime", *argv, "--raw"], stdout=full, stderr=subprocess.PIPE,
+                              text=True)
+    imports = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    shown = [line for line in done.stderr.splitlines() if line not in imports]
+    assert (done.returncode, shown) == (2, ["sample.py: starting", "sample.py: error: No space left on device"])
+    assert any("spider_model" in line for line in imports)
+    assert not [line for line in imports if "torch._dynamo" in line]      # which takes a second
 
 
 def test_standard_input_is_continued_byte_for_byte_like_a_prompt(trained, tmp_path, capsysbinary):
