@@ -4,6 +4,7 @@
     python sample.py checkpoints/shakespeare --prompt "ROMEO:"  # continue a text with the newest one of a directory
     python sample.py checkpoints/spider-step750.pt --prompt "ROMEO:" --bytes 500 --top_k 40 --samples 3
     head -c 2000 play.txt | python sample.py checkpoints/shakespeare --bytes 200
+    python sample.py checkpoints/shakespeare --prompt "ROMEO:" --no_echo --stop $'\\n\\n'   # one paragraph alone
     python sample.py checkpoints/shakespeare --best --prompt O  # use the checkpoint with the lowest validation loss
     python sample.py checkpoints/shakespeare --show play.txt    # analyze a text: segments, loops, surprise
     python sample.py checkpoints/shakespeare --export DIR       # export for Hugging Face's libraries
@@ -14,8 +15,12 @@ Without --prompt the model continues standard input. In a terminal this is a dia
 that you type, with the whole dialogue as context. An empty line lets it continue its own text; a backslash at the end
 of a line continues the input on the next line. Ctrl-C stops the model, Ctrl-D ends the dialogue.
 
-Output is printed as text, also to files and pipes: control characters as escapes such as \\x1b, invalid UTF-8 as
-U+FFFD. --raw prints the bytes unchanged, and a line break after each sample.
+Output is the prompt and its continuation as text, also to files and pipes: control characters as escapes such as \\x1b,
+invalid UTF-8 as U+FFFD. --no_echo leaves out the prompt. --raw prints the bytes unchanged, and a line break after each
+sample.
+
+--stop ends a sample before a text, which is not printed. In a dialogue the text stays in the context, and the next
+input follows it directly.
 
 --eval prints bits per byte. For a directory of shards it evaluates the validation data like training (val_bpb), in
 which BOS and EOS count. For a file it predicts every byte, the first one of a document from BOS; only bytes count. Each
@@ -42,7 +47,7 @@ from spider.config import MAX_LOOPS
 
 # What a command does, by the flag that asks for it, and the flags that only it reads.
 COMMANDS = {
-    "talking": "prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed raw".split(),
+    "talking": "prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed raw stop no_echo".split(),
     "--eval": "json field seq_len batch precision adapt".split(),
     "--show": ["html"],
     "--export": [],
@@ -51,6 +56,12 @@ COMMANDS = {
 
 def loops(text: str) -> list[int]:
     return [integer(1, MAX_LOOPS)(part) for part in text.split(",")]
+
+
+def stop_text(text: str) -> bytes:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text would end every sample at once")
+    return os.fsencode(text)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -71,6 +82,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "twice, which ends endless repetition; 0: off")
     add("--samples", type=integer(1, 1 << 16), default=1, help="number of samples per prompt")
     add("--seed", type=integer(0), default=0, help="seed of the samples")
+    add("--stop", action="append", type=stop_text, metavar="TEXT", help="end a sample where TEXT would follow, which "
+        "is not printed; may be repeated")
+    add("--no_echo", action="store_true", help="print only the continuation, not the prompt")
     add("--raw", action="store_true", help="print bytes unchanged, including terminal control sequences")
     add = parser.add_argument_group("evaluation").add_argument
     add("--eval", nargs="+", type=path_name, metavar="FILE", help="evaluate on texts or directories of shards")

@@ -142,6 +142,73 @@ def test_samples_are_drawn_together_by_the_seed_and_printed_in_turn(trained, mon
     assert capsys.readouterr().out == "--- 1 of 2\nxa\n--- 2 of 2\nxbcd\n"
 
 
+@pytest.mark.parametrize("content, stops, expected", (
+    ("ab\n\ncd", ["\n\n"], "ab"), ("abcd", ["abcd"], ""), ("xabab", ["aba", "b"], "xa"), ("xabc", ["c", "abc"], "x"),
+    ("aabac", ["aba"], "a"), ("abab", ["abc", "babb"], "abab"), ("é漢x", ["漢"], "é"), ("è", ["é"], "è")), ids=repr)
+def test_a_sample_ends_before_the_first_stop_text(trained, monkeypatch, capsys, content, stops, expected):
+    writes(monkeypatch, content.encode())
+    flags = [part for stop in stops for part in ("--stop", stop)]
+    assert sample.main([str(trained), "--prompt", content, *flags]) == 0
+    assert capsys.readouterr().out == f"{content}{expected}\n"            # a stop text in the prompt ends nothing
+
+
+def test_bytes_that_may_begin_a_stop_text_are_printed_once_that_is_decided(trained, monkeypatch, capsysbinary):
+    seen = []
+    writes(monkeypatch, "a\nb\n\né!".encode() + b"\xc3x", lambda: seen.append(sys.stdout.buffer.getvalue().decode()))
+    assert sample.main([str(trained), "--prompt", "", "--stop", "\n\n\n", "--stop", "é?"]) == 0
+    assert seen == ["", "a", "a", "a\nb", "a\nb", "a\nb", *["a\nb\n\n"] * 2, *["a\nb\n\né!"] * 2]
+    assert capsysbinary.readouterr().out.decode() == "a\nb\n\né!\ufffdx\n"
+
+
+def test_each_sample_ends_at_its_own_stop_text(trained, monkeypatch, capsys):
+    taken = []
+
+    def generate_batch(*args):
+        for column in ([97, 46, 97], [46, 99, 98], [100, 100, None], [101, 46, None], [102, 102, None]):
+            taken.append(column)
+            yield column
+    monkeypatch.setattr(Spider, "generate_batch", generate_batch)
+    assert sample.main([str(trained), "--prompt", "x", "--samples", "3", "--stop", "."]) == 0
+    assert capsys.readouterr().out == "--- 1 of 3\nxa\n--- 2 of 3\nx\n--- 3 of 3\nxab\n"
+    assert len(taken) == 3                                                # until all have ended
+
+
+def test_no_echo_leaves_out_the_prompt_of_each_sample(trained, monkeypatch, capsysbinary):
+    monkeypatch.setattr(Spider, "generate_batch", lambda *args: iter([[97, 98], [97, 98]]))
+    argv = [str(trained), "--prompt", "prompt", "--no_echo"]
+    assert sample.main([*argv, "--samples", "2"]) == 0
+    assert capsysbinary.readouterr().out == b"--- 1 of 2\naa\n--- 2 of 2\nbb\n"
+    writes(monkeypatch, b"\xa9\x1b")
+    assert sample.main([*argv, "--raw"]) == 0
+    assert capsysbinary.readouterr().out == b"\xa9\x1b\n"
+
+
+def test_a_directory_names_the_checkpoint_with_a_lower_loss_than_its_newest(trained, tmp_path, capsys):
+    losses = {1: 1.25, 2: 2.0, 3: 1.5}
+    for step in losses:
+        state = torch.load(trained / f"spider-step{step}.pt")
+        best = min(losses[earlier] for earlier in losses if earlier <= step)
+        torch.save(state | dict(val_loss=losses[step], best_loss=best), tmp_path / f"spider-step{step}.pt")
+
+    def logged(*flags) -> str:
+        assert sample.main([str(tmp_path), "--prompt", "", "--bytes", "1", *flags]) == 0
+        return capsys.readouterr().err
+    line = next(line for line in logged().splitlines() if "--best" in line)
+    assert "spider-step1.pt" in line and "1.2500" in line and "1.5000" in line
+    assert "add --best" not in logged("--best")
+    (tmp_path / "spider-step1.pt").unlink()
+    torch.save(state | dict(val_loss=None, best_loss=2.0), tmp_path / "spider-step3.pt")
+    assert "spider-step2.pt has the lowest validation loss, 2.0000" in logged()
+    torch.save(state | dict(val_loss=1.5, best_loss=1.25), tmp_path / "spider-step3.pt")
+    assert "--best" not in logged()                                       # the best one was deleted
+    (tmp_path / "spider-step2.pt").unlink()
+    torch.save(state | dict(val_loss=None, best_loss=1.25), tmp_path / "spider-step3.pt")
+    assert "--best" not in logged()
+    torch.save(state | dict(val_loss=1.25, best_loss=1.25), tmp_path / "spider-step3.pt")
+    (tmp_path / "spider-step2.pt").write_text("not opened, so no warning")
+    assert "skipped" not in logged()
+
+
 def test_a_terminal_is_a_dialogue_that_ctrl_c_ends_at_its_prompt(trained):
     ours, theirs = pty.openpty()
 
@@ -292,6 +359,7 @@ def test_out_of_memory_is_one_line_with_the_remedy(trained, tmp_path, monkeypatc
     ("--export new --raw", "--raw"), ("--export new --n_loops 2", "--n_loops"),
     ("--prompt a --adapt", "--adapt"), ("--eval a.txt --adapt --seq_len 64", "--seq_len"),
     ("b --prompt a", "several checkpoints"), ("--prompt a --n_loops 1,2", "numbers of loops"),
+    ("--eval a.txt --no_echo", "--no_echo"), ("--stop=", "--stop"),
     ("--bytes 0", "--bytes"), ("--n_loops 4097", "--n_loops"), ("--temperature nan", "--temperature"),
     ("--top_p 0", "--top_p"), ("--top_k -1", "--top_k")))
 def test_a_bad_value_or_a_flag_that_would_not_be_read_is_refused_and_nothing_is_done(trained, tmp_path, monkeypatch,
