@@ -22,10 +22,11 @@ sample.
 --stop ends a sample before a text, which is not printed. In a dialogue the text stays in the context, and the next
 input follows it directly.
 
---eval prints bits per byte. For a directory of shards it evaluates the validation data like training (val_bpb), in
-which BOS and EOS count. For a file it predicts every byte, the first one of a document from BOS; only bytes count. Each
-row of .jsonl is a document, as is each document in a .bin shard; any other file is one. Windows of --seq_len bytes
-advance by half, so each byte has at least half a window of context, or all of its document so far.
+--eval prints bits per byte, and bits per character where these differ. For a directory of shards it evaluates the
+validation data like training (val_bpb), in which BOS and EOS count. For a file it predicts every byte, the first one of
+a document from BOS; only bytes count. Each row of .jsonl is a document, as is each document in a .bin shard; any other
+file is one. Windows of --seq_len bytes advance by half, so each byte has at least half a window of context, or all of
+its document so far.
 """
 
 import argparse
@@ -37,6 +38,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 from spider.common import (DataError, Parser, UsageError, check_flags_early, durable, integer, one_line, path_name,
                            real, run_program, say)
@@ -125,8 +127,8 @@ import torch
 from data import KINDS, Documents, Shard, Stream, map_shard, open_data, validation_sets
 from spider.distributed import World
 from spider.export import write_export
-from spider.inference import (CHUNK, Adaptation, Sampler, best_of, complete, converse, decoder_of, model_of,
-                              read_checkpoint, score_windows, trained_loops)
+from spider.inference import (CHUNK, Adaptation, Sampler, best_of, complete, converse, count_characters, decoder_of,
+                              model_of, read_checkpoint, score_windows, trained_loops)
 from spider.inspect import show
 from spider.machine import keep_freed_memory, memory_advice, multiplies_bf16, resolve_device, start_log
 from spider_model import Spider
@@ -168,6 +170,8 @@ def talk(name: str, n_loops: int | None, prompt: str | None, device: torch.devic
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation
 
+PIECE = 1 << 20                           # ids of a text that are decoded at once, to count characters
+
 
 def open_text(name: str, field: str) -> Stream | list:
     """Open a directory of shards as sources, any other file as a stream of ids."""
@@ -193,23 +197,35 @@ def read_ids(name: str, field: str) -> np.ndarray:
     return np.concatenate([part for text in texts for part in ([BOS_ID], text, [EOS_ID])]).astype(np.uint16)
 
 
-def score(model: Spider, state: dict, text, n_loops: int, seq_len: int, batch: int, adapt: bool) -> tuple[int, float]:
-    """Return the number of predicted bytes and bits per byte, for prepared sources those of the trainer."""
-    prepared = isinstance(text, list)
-    if prepared:
-        eval_tokens = state.get("flags", {}).get("eval_tokens", 1 << 20)
-        sets = validation_sets(text, CHUNK if adapt else seq_len, eval_tokens)
-        counts = {name: int((labels != -100).sum()) for name, (_, labels) in sets.items()}
-    if adapt and prepared:
-        streams = [source.val.slice(0, counts[source.name] + 1) for source in text if source.name in counts]
-        return Adaptation(model, state, n_loops).score(streams, special=True)
+class Score(NamedTuple):
+    """How well a model predicts a text. In prepared sources, BOS and EOS count as bytes and as characters."""
+    bytes: int                            # that were predicted
+    characters: int                       # in these bytes
+    bits_per_byte: float
+
+
+def score(model: Spider, state: dict, text, n_loops: int, seq_len: int, batch: int, adapt: bool) -> Score:
+    """Score a text; prepared sources are evaluated like the trainer's."""
+    if not isinstance(text, list):
+        pieces = (text.read(start, min(start + PIECE, len(text))) for start in range(1, len(text), PIECE))
+        characters = count_characters(pieces, special=False)
+        if adapt:
+            count, bits = Adaptation(model, state, n_loops).score([text], special=False)
+        else:
+            count, bits = score_windows(model, text, seq_len, batch, n_loops)
+        return Score(count, characters, bits)
+    eval_tokens = state.get("flags", {}).get("eval_tokens", 1 << 20)
+    sets = validation_sets(text, CHUNK if adapt else seq_len, eval_tokens)
+    targets = {name: labels[labels != -100].numpy() for name, (_, labels) in sets.items()}
+    characters = sum(count_characters([ids], special=True) for ids in targets.values())
     if adapt:
-        return Adaptation(model, state, n_loops).score([text], special=False)
-    if prepared:
+        streams = [source.val.slice(0, len(targets[source.name]) + 1) for source in text if source.name in targets]
+        count, bits = Adaptation(model, state, n_loops).score(streams, special=True)
+    else:
         world = World({})
         world.device = model.embed_tokens.device
-        return sum(counts.values()), evaluate(model, sets, batch, n_loops, world)["val_bpb"]
-    return score_windows(model, text, seq_len, batch, n_loops)
+        count, bits = sum(map(len, targets.values())), evaluate(model, sets, batch, n_loops, world)["val_bpb"]
+    return Score(count, characters, bits)
 
 
 def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: int | None, batch: int | None,
@@ -227,24 +243,35 @@ def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: i
                 if model is None or adapt:  # each figure is of the checkpoint's weights
                     model = None            # freed before the next one is built
                     model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32, model_class)
-                count, bits = score(model, state, text, loops, length, batch or max(1, EVAL_BYTES // length), adapt)
-                if not count:
+                scored = score(model, state, text, loops, length, batch or max(1, EVAL_BYTES // length), adapt)
+                if not scored.bytes:
                     raise DataError(f"{file}: no byte to predict")
-                if not math.isfinite(bits):
+                if not math.isfinite(scored.bits_per_byte):
                     raise FloatingPointError(f"{path}: the loss is not a finite number: its weights are ruined")
-                yield dict(checkpoint=str(path), file=file, bytes=count, n_loops=loops, bits_per_byte=bits,
+                yield dict(checkpoint=str(path), file=file, n_loops=loops, **scored._asdict(),
+                           bits_per_character=scored.bits_per_byte * scored.bytes / scored.characters,
                            seq_len=None if adapt else length, precision="bf16" if bf16 else "fp32", adapt=adapt)
 
 
 def print_table(found: list[dict]):
-    """Print bits per byte, a row per checkpoint and text, a column per number of loops."""
+    """Print a row per checkpoint and text, a column per number of loops: bits per byte after the number of bytes, and,
+    where these differ, bits per character after the number of characters."""
     loops = list(dict.fromkeys(entry["n_loops"] for entry in found))
-    rows = {}                             # bits per byte by number of loops
+    units = [("bytes", "bits_per_byte")]
+    if any(f"{entry['bits_per_character']:.4f}" != f"{entry['bits_per_byte']:.4f}" for entry in found):
+        units.append(("characters", "bits_per_character"))
+    lines = [["checkpoint", "file"]]
+    for unit, _ in units:
+        lines[0] += [unit, *(f"n_loops={n}" for n in loops)]
+    rows = {}                             # entries by number of loops
     for entry in found:
-        row = one_line(entry["checkpoint"]), one_line(entry["file"]), f"{entry['bytes']:,}"
-        rows.setdefault(row, {})[entry["n_loops"]] = f"{entry['bits_per_byte']:.4f}"
-    head = "checkpoint", "file", "bytes", *(f"n_loops={n}" for n in loops)
-    lines = [head, *((*row, *(bits.get(n, "") for n in loops)) for row, bits in rows.items())]
+        rows.setdefault((entry["checkpoint"], entry["file"]), {})[entry["n_loops"]] = entry
+    for names, by_loops in rows.items():
+        line = [one_line(name) for name in names]
+        for unit, bits in units:
+            line.append(f"{next(iter(by_loops.values()))[unit]:,}")
+            line += [f"{by_loops[n][bits]:.4f}" if n in by_loops else "" for n in loops]
+        lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         say("  ".join(cell.ljust(width) if i < 2 else cell.rjust(width)

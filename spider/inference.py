@@ -3,6 +3,7 @@
 read_checkpoint, best_of, model_of, decoder_of   load a checkpoint, an export, or the newest checkpoint of a directory
 complete, converse, Continuation                 continue a prompt; hold a dialogue in a terminal; end at a stop text
 score_windows                                    bits per byte of a text, by overlapping windows
+count_characters                                 characters of a text, for bits per character
 Adaptation                                       score a text while the model learns from it
 
 A text to score is a stream of ids: len(stream), and stream.read(start, stop) as a numpy array.
@@ -317,6 +318,19 @@ def score_windows(model: nn.Module, stream, seq_len: int, batch: int, n_loops: i
             if progress:
                 progress.add(ids.numel())
     return count, nats / max(1, count) / math.log(2)
+
+
+def count_characters(pieces: Iterable[np.ndarray], special: bool) -> int:
+    """Count the characters of ids, read in pieces: code points of UTF-8, and each byte that is not UTF-8. special:
+    whether ids above 255, such as EOS, count as one each."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    count = 0
+    for ids in pieces:
+        above = ids > 255
+        count += len(decoder.decode(np.where(above, 0, ids).astype(np.uint8).tobytes()))
+        if not special:
+            count -= int(above.sum())
+    return count + len(decoder.decode(b"", final=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

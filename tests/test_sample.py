@@ -17,7 +17,7 @@ import torch
 import sample
 import spider_model
 from conftest import ROOT, contents, final_state, metrics, refused
-from spider.inference import decoder_of, read_checkpoint
+from spider.inference import count_characters, decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -253,8 +253,9 @@ def test_a_prepared_directory_gives_the_figure_that_training_gave(trained, tmp_p
         (found,) = measured(tmp_path, trained, "--eval", trained.parent / "data", *batch)
         exact = 1e-5 if batch else 1e-12
         assert found.pop("bits_per_byte") == pytest.approx(metrics(trained)[-1]["val_bpb"], rel=exact)
+        assert found.pop("bits_per_character") == pytest.approx(metrics(trained)[-1]["val_bpb"], rel=exact)
         assert found == dict(checkpoint=str(trained / "spider-step3.pt"), file=str(trained.parent / "data"), bytes=299,
-                             n_loops=2, seq_len=32, precision=found["precision"], adapt=False)
+                             characters=299, n_loops=2, seq_len=32, precision=found["precision"], adapt=False)
 
 
 def test_bits_are_those_of_the_bytes_alone_the_first_of_each_document_predicted_from_bos(trained, tmp_path):
@@ -294,9 +295,44 @@ def test_checkpoints_texts_and_loops_stand_side_by_side_in_a_table(trained, tmp_
             round(entry["bits_per_byte"], 4) for entry in found[2 * i:2 * i + 2]]
 
 
+@pytest.mark.parametrize("adapt", ((), ("--adapt",)), ids=str)
+def test_bits_per_character_divide_the_same_bits_by_code_points_and_bytes_that_are_not_utf_8(trained, tmp_path, adapt):
+    documents = ("aé漢🕸".encode(), b"\xff\xe6\xbc", "漢".encode()[:1], "漢字".encode())
+    characters = 4 + 3 + 1 + 2
+    data = tmp_path / "data"
+    data.mkdir()
+    ids = np.array([i for text in documents for i in (BOS_ID, *text, EOS_ID)], "<u2")
+    for name in ("train-0.bin", "val-0.bin"):
+        ids.tofile(data / name)
+    file, directory = measured(tmp_path, trained, "--eval", data / "val-0.bin", data, *adapt)
+    bytes = sum(map(len, documents))
+    assert (file["bytes"], file["characters"]) == (bytes, characters)
+    specials = 2 * len(documents) - 1                                     # all but the first BOS are predicted
+    assert (directory["bytes"], directory["characters"]) == (bytes + specials, characters + specials)
+    for found in (file, directory):
+        bits = found["bits_per_byte"] * found["bytes"]
+        assert found["bits_per_character"] * found["characters"] == pytest.approx(bits)
+
+
+def test_characters_are_counted_across_the_pieces_in_which_a_text_is_read():
+    ids = np.frombuffer("aé漢🕸".encode(), np.uint8)
+    for size in range(1, 6):
+        assert count_characters([ids[i:i + size] for i in range(0, len(ids), size)], special=True) == 4
+
+
+def test_bits_per_character_are_columns_of_their_own_where_they_differ_from_bits_per_byte(capsys):
+    entry = dict(checkpoint="a", file="f", bytes=9, characters=9, n_loops=1, bits_per_byte=2.0, bits_per_character=2.0)
+    sample.print_table([entry])
+    assert "characters" not in capsys.readouterr().out
+    sample.print_table([entry, entry | dict(file="g", characters=1_234, bits_per_character=6.0)])
+    head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["checkpoint", "file", "bytes", "n_loops=1", "characters", "n_loops=1"]
+    assert lines == [["a", "f", "9", "2.0000", "9", "2.0000"], ["a", "g", "9", "2.0000", "1,234", "6.0000"]]
+
+
 def test_checkpoints_of_other_numbers_of_loops_have_columns_of_their_own(capsys):
-    entry = dict(checkpoint="a", file="f", bytes=9, n_loops=1, bits_per_byte=2.0)
-    sample.print_table([entry, entry | dict(checkpoint="b", n_loops=3, bits_per_byte=4.0)])
+    entry = dict(checkpoint="a", file="f", bytes=9, n_loops=1, bits_per_byte=2.0, bits_per_character=2.0)
+    sample.print_table([entry, entry | dict(checkpoint="b", n_loops=3, bits_per_byte=4.0, bits_per_character=4.0)])
     head, first, second = capsys.readouterr().out.splitlines()
     assert first.index("2.0000") + 6 == head.index("n_loops=1") + 9
     assert second.index("4.0000") + 6 == head.index("n_loops=3") + 9
