@@ -286,6 +286,77 @@ def test_limits_leave_out_the_first_values_and_smoothing_does_not_shift_a_curve(
     assert all(abs(y - (5.0 - 0.01 * x)) < 0.2 for x, y in found[8:])
 
 
+def lines_of(steps: int, **values) -> list[dict]:
+    """Lines of metrics.jsonl: a loss of 1.25 bits, an evaluation at each even step, and these values."""
+    lines = [dict(step=step, bytes_seen=100_000 * step, epoch=step // 4, loss=1.25 * math.log(2)) | values
+             for step in range(1, steps + 1)]
+    for line in lines[1::2]:
+        line["val_bpb"] = 2 + abs(line["step"] - 6) / 10
+    return lines
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """Draw runs; return the figure, which is not rendered."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
+    def draw(**runs):
+        found = []
+        with monkeypatch.context() as patch:
+            patch.setattr(figure, "savefig", lambda figure, *_, **settings: found.append(figure))
+            draw_curves(tmp_path / "out.png", runs)
+        return found[0]
+    return draw
+
+
+def test_charts_without_data_are_not_drawn_nor_is_a_constant_number_of_loops(drawn):
+    def titles(**runs):
+        return [axes.get_title().partition("\n")[0] for axes in drawn(**runs).axes]
+    constant, varying = lines_of(9, mean_loops=2.0), lines_of(9, lr=0.1)
+    for line in varying:
+        line["mean_loops"] = 1 + 1 / line["step"]
+    sources = lines_of(9, **{"val_bpb/a": 1.5, "val_bpb/b": 2.5})
+    assert titles(a=constant) == ["bits per byte"]
+    assert titles(a=varying) == ["bits per byte", "loops until halting", "learning rate"]
+    assert titles(a=constant, b=lines_of(9, mean_loops=3.0)) == ["bits per byte", "loops until halting"]
+    assert titles(a=sources) == ["bits per byte", curves.BY_SOURCE]
+    assert titles(a=[dict(bytes_seen=1)]) == []
+
+
+def test_charts_mark_epochs_name_the_last_losses_and_have_no_legend_on_the_loss(drawn):
+    lines = lines_of(10, lr=0.125)
+    figure = drawn(run=lines)
+    loss, lr = figure.axes
+    assert loss.get_title().partition("\n")[2] == "training 1.25, validation 2.4 (lowest 2)"
+    assert lr.get_title().partition("\n")[2] == "0.125"
+    assert loss.get_legend() is None and len(figure.legends) == 1
+    for axes in figure.axes:
+        marks = [line.get_xdata()[0] for line in axes.lines if [*line.get_ydata()] == [0, 1]]
+        assert marks == pytest.approx([0.3, 0.7])                         # after steps 3 and 7, in million bytes
+    many = [line | dict(epoch=line["step"]) for line in lines_of(curves.EPOCHS + 2)]
+    assert curves.beginnings(many[:-1]) and not curves.beginnings(many)
+    _, legend = drawn(first=lines, second=lines[:6]).legends
+    assert [text.get_text() for text in legend.texts] == [
+        "first: training 1.25, validation 2.4 (lowest 2)", "second: training 1.25, validation 2"]
+
+
+def test_legend_of_sources_stands_above_their_curves(drawn):
+    axes = drawn(run=lines_of(9, **{f"val_bpb/{name}": 2.5 for name in "abcd"})).axes[-1]
+    assert [text.get_text() for text in axes.get_legend().texts] == [f"{name}: 2.5" for name in "abcd"]
+    low, high = axes.get_ylim()
+    assert (high - 2.5) / (high - low) > 0.6                              # without it, a half
+    assert len({line.get_color() for line in axes.lines if len(line.get_xdata()) == 9}) == 4
+
+
+def test_a_directory_without_a_label_has_its_name_for_one_also_if_that_holds_an_equals_sign(tmp_path, monkeypatch):
+    for name in ("a", "x=y"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    for argument, label, directory in ((".", "a", "."), ("../x=y", "x=y", "../x=y"), ("mine=../a", "mine", "../a"),
+                                       ("mine=../x=y", "mine", "../x=y")):
+        assert curves.labelled(argument) == (label, Path(directory))
+
+
 def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     shards, picture = make_shards(tmp_path / "data"), tmp_path / "run" / "curves.png"
@@ -312,9 +383,15 @@ def test_curves_of_several_runs_are_one_picture_and_what_is_missing_is_a_line(tm
     lines = [dict(step=step, bytes_seen=step, loss=2, val_bpb=1, **{"val_bpb/a": 1, "val_bpb/b": 2}) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out.png"
-    for argv in ([], ["a"], [f"a={tmp_path}", f"b={tmp_path / 'gone'}"]):
+    for argv, said in (([], "usage"), (["a"], "a: there is no metrics.jsonl"),
+                       ([f"a={tmp_path}", f"b={tmp_path / 'gone'}"], f"{tmp_path / 'gone'}: there is no")):
         assert curves.main([str(out), *argv]) == 2 and not out.exists()
-        assert capsys.readouterr().err.startswith("curves.py: error: ")
+        assert capsys.readouterr().err.startswith(f"curves.py: error: {said}")
+    monkeypatch.setattr(curves, "draw_curves", lambda path, runs: drawn.append([*runs]))
+    drawn = []
+    assert curves.main([str(out), str(tmp_path), f"x={tmp_path}", f"x={tmp_path}/."]) == 0
+    assert drawn == [[tmp_path.name, "x", f"x={tmp_path}/."]]             # none replaces another
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
     assert curves.main([str(out), *(f"{label}={tmp_path}" for label in ("$\\frac$", "_", "a\x1b[2J", "漢"))]) == 0
     assert out.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().err == "" and not recwarn.list
     assert curves.main([str(tmp_path), f"a={tmp_path}"]) == 2
