@@ -98,7 +98,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--adapt", action="store_true", help="let the model learn from each 1,024 bytes after they are scored")
     add = parser.add_argument_group("looking inside").add_argument
     add("--show", metavar="FILE|TEXT", help="analyze a text, in the terminal and as an HTML page: a file, - (stdin) or "
-        "the text itself; only its first 4,096 bytes")
+        "the text itself; at most 1 MB of it")
     add("--html", type=path_name, metavar="OUT", help="path of the page of --show (look.html beside the checkpoint)")
     add = parser.add_argument_group("export").add_argument
     add("--export", type=path_name, metavar="DIR", help="export to a new directory for Hugging Face's libraries")
@@ -314,8 +314,8 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
                     if out:
                         out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
             elif args.show is not None:
-                _, state = read_checkpoint(names[0], model_class)
-                show(decoder_of(state, device, model_class), n_loops or trained_loops(state), args.show, Path(names[0]),
+                path, state = read_checkpoint(names[0], model_class)
+                show(decoder_of(state, device, model_class), n_loops or trained_loops(state), args.show, path, state,
                      args.html)
             else:
                 settings = {name: getattr(args, name) for name in COMMANDS["talking"] if name != "prompt"}
