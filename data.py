@@ -1,6 +1,6 @@
 """Prepare text as byte shards, verify and print them, and read them in one global order, the input of training.
 
-    python data.py prepare books.txt web/ --out data       # text, JSON lines, directories of them; - is standard input
+    python data.py prepare books.txt web/ --out data       # text, JSON, directories of them; - is standard input
     python data.py prepare src/ --ext .py,.md --out code   # each file with one of these extensions is a document
     python data.py prepare HuggingFaceFW/fineweb-edu --config sample-10BT --out data  # by Hugging Face `datasets`
     python data.py verify data                             # check sizes, checksums and ids
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import glob
+import errno
 import hashlib
 import json
 import math
@@ -24,9 +24,10 @@ import os
 import random
 import re
 import resource
+import stat
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -37,9 +38,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from spider.common import (DataError, Parser, ProgressBar, durable, integer, locked, note, one_line, path_name,
-                           printable, real, run_program, say, step_seed, sync)
-from spider.datasets_import import (BOM, COMPRESSED, READERS, json_lines, open_input, pieces, rows, text_of,
-                                    uncompressed_name)
+                           printable, quoted, real, run_program, say, step_seed, sync)
+from spider.datasets_import import (BOM, COMPRESSED, TABLES, hub_cells, is_compressed, json_lines, json_records,
+                                    naming, open_input, pieces, table_cells, text_of, uncompressed_name)
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 if TYPE_CHECKING:                         # torch is imported where it is used: it takes seconds, and neither `prepare`
@@ -113,20 +114,68 @@ class Stream:
         return torch.from_numpy(input_ids), torch.from_numpy(labels)
 
 
-def files_below(directory: str) -> list[str]:
-    """List the files below a directory, sorted, without hidden names. Links are followed; a file is listed once."""
-    paths = sorted(glob.glob(os.path.join(glob.escape(directory), "**"), recursive=True), reverse=True)
-    return sorted({os.path.realpath(path): path for path in paths if not os.path.isdir(path)}.values())
+def files_below(directory: str, skip: Callable[[OSError], None] | None = None) -> list[str]:
+    """List the files below a directory, sorted, without hidden names. Links are followed; a file is listed once, and a
+    directory is searched once. `skip` gets the error of a directory that cannot be read, which is raised without it."""
+    def stop(fault: OSError):
+        raise fault
+    searched: set[str] = set()
+    found: dict[str, str] = {}            # path as it is listed, by real path
+    for folder, folders, names in os.walk(directory, onerror=skip or stop, followlinks=True):
+        real_folder = os.path.realpath(folder)
+        if real_folder in searched:       # links may form a circle
+            folders.clear()
+            continue
+        searched.add(real_folder)
+        shown = (name for name in folders if not name.startswith("."))
+        folders[:] = sorted(shown, key=lambda name: name + "/")  # in the order of the paths in them
+        for name in names:
+            if not name.startswith("."):
+                path = os.path.join(folder, name)
+                real_path = os.path.realpath(path)
+                found[real_path] = min(path, found.get(real_path, path))
+    return sorted(found.values())
 
 
 def read_metadata(path: str) -> list[dict]:
-    """Return the entries of shards (name, split, ids, sha256) in a metadata.json; none if another program wrote it."""
+    """Return the entries of shards (name, split, ids, sha256) in a metadata.json; none if another program wrote it.
+    Raise DataError if they lack something."""
+    remedy = "delete it if it does not belong to these shards"
+    if not os.path.isfile(path):          # opening a pipe would wait for its writer
+        raise DataError(f"{path}: not a regular file; {remedy}")
     try:
         metadata = json.loads(Path(path).read_bytes())
-    except ValueError as fault:
-        raise DataError(f"{path}: not JSON: {fault}; delete it if it does not belong to these shards") from None
-    ours = isinstance(metadata, dict) and metadata.get("vocab_size") == VOCAB_SIZE
-    return metadata["shards"] if ours else []
+    except (ValueError, RecursionError) as fault:
+        raise DataError(f"{path}: not JSON: {fault}; {remedy}") from None
+    if not isinstance(metadata, dict) or metadata.get("vocab_size") != VOCAB_SIZE:
+        return []
+    entries = metadata.get("shards")
+    if not isinstance(entries, list):
+        raise DataError(f"{path}: has no list of shards; {remedy}")
+    for number, entry in enumerate(entries):
+        if wrong := wrong_field(entry):
+            raise DataError(f"{path}: shard {number} has no valid {wrong}; {remedy}")
+    return entries
+
+
+def wrong_field(entry: object) -> str | None:
+    """Return the first field of a shard's entry in metadata.json that is missing or invalid, None if all are valid."""
+    if not isinstance(entry, dict):
+        return "entry"
+    name = entry.get("name")
+    if not isinstance(name, str) or not name.endswith(".bin") or "\0" in name:
+        return "name"
+    if os.path.isabs(name) or ".." in Path(name).parts:
+        return "name"
+    if entry.get("split") not in ("train", "val"):
+        return "split"
+    ids = entry.get("ids")
+    if type(ids) is not int or not 0 < ids < 1 << 62:
+        return "ids"
+    sha256 = entry.get("sha256")
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        return "sha256"
+    return None
 
 
 def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
@@ -135,11 +184,16 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
     Without an entry, the split is "val" if a file or folder name is like val, val_00, valid or validation-1, else
     "train".
     """
-    names, entries, found = sorted(os.path.relpath(path, directory) for path in files_below(directory)), {}, []
-    for name in names:
-        if os.path.basename(name) == "metadata.json":
-            for entry in read_metadata(os.path.join(directory, name)):
-                entries[os.path.join(os.path.dirname(name), entry["name"])] = entry
+    remedy = f"make shards by `python data.py prepare INPUT --out {quoted(directory)}`"
+    if not os.path.isdir(directory):
+        raise DataError(f"{directory}: no such directory; {remedy}")
+    names = sorted(os.path.relpath(path, directory) for path in files_below(directory))
+    entries, found = {}, []
+    for folder in sorted({os.path.dirname(name) for name in names}):
+        path = os.path.join(directory, folder, "metadata.json")
+        if os.path.lexists(path):
+            for entry in read_metadata(path):
+                entries[os.path.join(folder, entry["name"])] = entry
     if missing := sorted(entries.keys() - set(names)):
         raise DataError(f"{os.path.join(directory, missing[0])}: missing, though metadata.json lists it")
     for name in names:
@@ -148,8 +202,7 @@ def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
             split = entries[name]["split"] if name in entries else split
             found.append((os.path.join(directory, name), split, entries.get(name)))
     if not found:
-        lacking = "no .bin file in it" if os.path.isdir(directory) else "no such directory"
-        raise DataError(f"{directory}: {lacking}; make shards by `python data.py prepare INPUT --out {directory}`")
+        raise DataError(f"{directory}: no .bin file in it; {remedy}")
     return found
 
 
@@ -452,7 +505,24 @@ class Feed:
 # prepare: inputs become documents, documents become shards
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a data set: owner/name
-KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines"} | dict.fromkeys(READERS, "table")
+KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "json"} | dict.fromkeys(TABLES, "table")
+
+
+class Input(NamedTuple):
+    """A file, standard input (-) or a data set of the hub, and how it is read."""
+    path: str
+    kind: str                             # one of KINDS, or document, stdin, hub
+    named: bool = True                    # on the command line, not found in a directory
+
+    def size(self) -> int | None:
+        """Return the bytes that are read of it; None if they are not known before."""
+        if self.kind in ("table", "hub", "stdin") or is_compressed(self.path):
+            return None
+        try:
+            status = os.stat(self.path)
+        except OSError:                   # such an input is skipped, or its error raised when it is opened
+            return 0
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 @dataclass
@@ -466,17 +536,25 @@ class Documents:
     strict: bool
     skipped: dict[str, list] = dataclasses.field(default_factory=dict)  # count and first place by kind
 
-    def find(self, argument: str) -> list[tuple[str, str]]:
-        """List (path, kind) of the inputs that an argument names; directories are searched in sorted order."""
+    def find(self, argument: str) -> list[Input]:
+        """List the inputs that an argument names; directories are searched in sorted order."""
         if argument == "-":
-            return [("-", "stdin")]
+            return [Input("-", "stdin")]
         if not os.path.exists(argument):
-            if self.endings or Path(argument).suffix in (*KINDS, *COMPRESSED) or not HUB_NAME.fullmatch(argument):
+            is_file = os.path.lexists(argument) or Path(argument).suffix.lower() in (*KINDS, *COMPRESSED)
+            if self.endings or is_file or not HUB_NAME.fullmatch(argument):
                 raise DataError(f"{argument}: no such file or directory")
-            return [(argument, "table")]
-        paths = sorted(map(Path, files_below(argument))) if os.path.isdir(argument) else [Path(argument)]
-        found = [(str(path), kind) for path in paths if (kind := self.kind_of(uncompressed_name(path))) is not None]
-        if not found:
+            return [Input(argument, "hub")]
+        in_directory = os.path.isdir(argument)
+        faults: list[OSError] = []        # of directories
+        paths = sorted(map(Path, files_below(argument, faults.append))) if in_directory else [Path(argument)]
+        for fault in faults:
+            if fault.filename == argument:
+                raise fault
+            self.skip(f"unreadable: {fault.strerror}", fault.filename)
+        kinds = [(str(path), self.kind_of(uncompressed_name(path))) for path in paths]
+        found = [Input(path, kind, named=not in_directory) for path, kind in kinds if kind is not None]
+        if not found and not faults:
             raise DataError(f"{argument}: no {' '.join(self.endings or KINDS)} file; --ext names other text files")
         if len(found) < len(paths):
             note(f"prepare: {argument}: skipped {len(paths) - len(found):,} other files; --ext names those to read as "
@@ -489,48 +567,75 @@ class Documents:
             return "document" if name.endswith(self.endings) else None
         return KINDS.get(Path(name).suffix)
 
-    def read(self, number: int, path: str, kind: str, scratch: Path) -> Iterator[tuple[str, Iterable[bytes]]]:
-        """Yield (split, pieces of the text) for each document of input `number`; `scratch`: see open_input."""
-        if kind == "table":
-            yield from self.texts(number, path, enumerate(rows(path, self.field, self.config, self.split)))
+    def read(self, source: Input, scratch: Path) -> Iterator[tuple[str, Iterable[bytes]]]:
+        """Yield (split, pieces of the text) for each document of an input; `scratch`: see open_input."""
+        path, kind, named = source
+        if kind == "hub":
+            yield from self.texts(path, hub_cells(path, self.field, self.config, self.split))
             return
-        with open_input(path, scratch) as file:
+        if not (named or os.path.isfile(path)):
+            self.skip("missing, a dead link or no regular file", path)
+            return
+        try:
+            file = open_input(path, scratch)
+        except OSError as fault:
+            if named or fault.filename != path:  # the other one is of `scratch`
+                raise
+            self.skip(f"unreadable: {fault.strerror}", path)
+            return
+        with file, naming(path):
             head = file.read(MIB)
             start = len(BOM) if head.startswith(BOM) else 0
             size = file.seek(0, os.SEEK_END) - start
             file.seek(start)
             if kind == "stdin":
-                kind = "lines" if re.match(rb'\s*\{\s*"', head[start:]) else "text"
-                note(f"prepare: -: read as {'JSON lines' if kind == 'lines' else 'text'}, by its first bytes")
+                kind = "text"
+                if found := re.match(rb'\s*(\[?)\s*\{\s*"', head[start:]):
+                    kind = "json" if found[1] else "lines"
+                label = dict(text="text", json="a JSON array", lines="JSON lines")[kind]
+                note(f"prepare: -: read as {label}, by its first bytes")
             if size == 0:
                 self.skip("empty", path)
             elif head.startswith((b"\xff\xfe", b"\xfe\xff")):  # its byte order mark
                 self.skip("UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`", path)
+            elif kind == "table":
+                yield from self.texts(path, table_cells(path, file, self.field))
             elif kind == "lines":
-                yield from self.texts(number, path, json_lines(file))
+                yield from self.texts(path, json_lines(file))
+            elif kind == "json":
+                yield from self.texts(path, json_records(file))
             elif kind == "document":
-                yield self.draw_split(number, 0), pieces(file, size)
+                split = self.draw_split(pieces(file, size, path))
+                file.seek(start)
+                yield split, pieces(file, size, path)
             else:                         # a text: its end is the validation split
                 cut = int(size * (1 - self.val_fraction))
                 for split, count in ("train", cut), ("val", size - cut):
                     if count:
-                        yield split, pieces(file, count)
+                        yield split, pieces(file, count, path)
 
-    def texts(self, number: int, path: str, records: Iterable[tuple[int, bytes | dict]]) -> Iterator:
-        """Yield the documents of JSON lines or rows, each with its start, but for bad ones and blank lines."""
-        for line, (start, record) in enumerate(records, 1):
+    def texts(self, path: str, records: Iterator[object]) -> Iterator[tuple[str, Iterable[bytes]]]:
+        """Yield the documents of an input's records (see text_of), but for bad ones and blank lines."""
+        number = 0
+        while True:
+            number += 1
             try:
-                text = text_of(record, self.field)
+                text = text_of(next(records), self.field)
+            except StopIteration:
+                return
             except ValueError as fault:
-                self.skip(str(fault), f"{path}:{line}")
+                self.skip(str(fault), f"{path}:{number}")
             else:
                 if text is not None:
-                    yield self.draw_split(number, start), [text]
+                    yield self.draw_split([text]), [text]
 
-    def draw_split(self, number: int, start: int) -> str:
-        """Draw the split of the document that begins at `start` (byte offset or row) of input `number`, by a hash."""
-        draw = hashlib.blake2b(b"%d:%d" % (number, start), digest_size=8).digest()
-        return "val" if int.from_bytes(draw, "little") < self.val_fraction * 2 ** 64 else "train"
+    def draw_split(self, text: Iterable[bytes]) -> str:
+        """Draw the split of a document by a hash of its text, so that equal ones never fall into both; a document that
+        validates at one --val_fraction does so at any higher one."""
+        digest = hashlib.blake2b(digest_size=8, person=b"validation")
+        for piece in text:
+            digest.update(piece)
+        return "val" if int.from_bytes(digest.digest(), "little") < self.val_fraction * 2 ** 64 else "train"
 
     def skip(self, kind: str, place: str):
         if self.strict:
@@ -560,7 +665,7 @@ class ShardWriter:
         while len(ids):
             if self.file is None:
                 self.name = f"{self.split}-{len(self.entries):05d}.bin"
-                self.file = open(temporary(self.out, self.name), "wb", MIB)
+                self.file = open(temporary(self.out, self.name), "xb", MIB)  # x: no link of this name is followed
                 self.digest = hashlib.sha256()
             part, ids = ids[:self.limit - self.ids], ids[self.limit - self.ids:]
             self.file.write(part)
@@ -593,8 +698,7 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
         for path in (*out.glob("*.bin"), *out.glob(".*.bin.tmp"), out / "metadata.json"):
             path.unlink(missing_ok=True)
     inputs = [found for argument in arguments for found in documents.find(argument)]
-    sizes = [os.path.getsize(path) if os.path.isfile(path) and kind != "table"
-             and not path.lower().endswith(COMPRESSED) else None for path, kind in inputs]   # None: not known before
+    sizes = [source.size() for source in inputs]
     progress = ProgressBar("prepare", 0 if None in sizes else sum(sizes))
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
@@ -604,24 +708,31 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
             raise DataError(f"{out}: has shards already: use another --out, or delete it")
         clear()
         try:
-            writers = {split: ShardWriter(out, split, limit) for split in ("train", "val")}
-            for number, ((path, kind), end) in enumerate(zip(inputs, accumulate(size or 0 for size in sizes))):
-                for split, document in documents.read(number, path, kind, out):
-                    writers[split].write(document, progress)
-                progress.add(max(0, end - progress.done))     # of JSON lines only the texts were counted
-            for writer in writers.values():
-                writer.finish()
-            totals = summarize(arguments, documents, writers)
-            shards = [entry for writer in writers.values() for entry in writer.entries]
-            with durable(out / "metadata.json") as file:
-                json.dump(dict(
-                    vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=arguments, field=documents.field,
-                    ext=documents.endings, val_fraction=documents.val_fraction,
-                    skipped={kind: count for kind, (count, _) in documents.skipped.items()}, shards=shards),
-                    file, indent=1)
-            for shard in shards:
-                os.replace(temporary(out, shard["name"]), out / shard["name"])
-            sync(out)
+            with naming(out):
+                writers = {split: ShardWriter(out, split, limit) for split in ("train", "val")}
+                for source, end in zip(inputs, accumulate(size or 0 for size in sizes)):
+                    for split, document in documents.read(source, out):
+                        writers[split].write(document, progress)
+                    progress.add(max(0, end - progress.done))     # of JSON lines only the texts were counted
+                for writer in writers.values():
+                    writer.finish()
+                totals = summarize(arguments, documents, writers)
+                shards = [entry for writer in writers.values() for entry in writer.entries]
+                with durable(out / "metadata.json") as file:
+                    json.dump(dict(
+                        vocab_size=VOCAB_SIZE, dtype="uint16", totals=totals, inputs=arguments, field=documents.field,
+                        ext=documents.endings, val_fraction=documents.val_fraction, split_by="blake2b of the text",
+                        skipped={kind: count for kind, (count, _) in documents.skipped.items()}, shards=shards),
+                        file, indent=1)
+                for shard in shards:
+                    os.replace(temporary(out, shard["name"]), out / shard["name"])
+                sync(out)
+        except OSError as fault:
+            clear()
+            if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DataError(f"{fault.filename}: {fault.strerror}: shards take two bytes for each byte of text, and "
+                            "inputs that are compressed or piped a copy; make room, or use another --out") from None
         except BaseException:
             clear()
             raise
@@ -693,14 +804,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="data.py", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="{prepare,verify,show}")
     add = commands.add_parser("prepare", help="make shards from text").add_argument
-    add("inputs", nargs="+", type=path_name, metavar="INPUT", help="text, JSON lines, parquet, csv or arrow file, also "
+    add("inputs", nargs="+", type=path_name, metavar="INPUT", help="text, JSON, parquet, csv or arrow file, also "
         "compressed; directory of them; - (standard input); or OWNER/NAME, a data set of the Hugging Face hub")
     add("--out", dest="directory", required=True, type=path_name, metavar="DIR", help="directory for the shards")
     add("--ext", type=lambda text: tuple("." + ending.lstrip(".") for ending in text.lower().split(",")), default=(),
         metavar=".py,.md", help="read the files with these extensions alone, each as one document")
     add("--field", default="text", metavar="NAME", help="JSON field or column with the text")
     add("--val_fraction", type=real(0, 0.999), default=0.1, metavar="FRACTION",
-        help="fraction for validation, below 1: the end of each text; of documents, those that a hash draws")
+        help="fraction for validation, below 1: the end of a text; of documents, those that a hash of them draws")
     add("--config", "--name", help="configuration of a data set of the hub")
     add("--split", default="train", help="split of a data set of the hub")
     add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")

@@ -24,9 +24,9 @@ input follows it directly.
 
 --eval prints bits per byte, and bits per character where these differ. For a directory of shards it evaluates the
 validation data like training (val_bpb), in which BOS and EOS count. For a file it predicts every byte, the first one of
-a document from BOS; only bytes count. Each row of .jsonl is a document, as is each document in a .bin shard; any other
-file is one. Windows of --seq_len bytes advance by half, so each byte has at least half a window of context, or all of
-its document so far.
+a document from BOS; only bytes count. Each record of .jsonl and .json is a document, as is each document in a .bin
+shard; any other file is one. Windows of --seq_len bytes advance by half, so each byte has at least half a window of
+context, or all of its document so far.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spider.common import (DataError, Parser, UsageError, check_flags_early, durable, integer, one_line, path_name,
-                           real, run_program, say)
+                           quoted, real, run_program, say)
 from spider.config import MAX_LOOPS
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from data import KINDS, Documents, Shard, Stream, map_shard, open_data, validation_sets
+from data import KINDS, Documents, Input, Shard, Stream, map_shard, open_data, validation_sets
 from spider.distributed import World
 from spider.export import write_export
 from spider.inference import (CHUNK, Adaptation, Sampler, best_of, complete, converse, count_characters, decoder_of,
@@ -185,13 +185,13 @@ def open_text(name: str, field: str) -> Stream | list:
 
 
 def read_ids(name: str, field: str) -> np.ndarray:
-    """Return the ids of a text file, or of JSON lines with a document in each."""
+    """Return the ids of a text file, or of JSON with a document in each record."""
     kind = KINDS.get(Path(name).suffix.lower(), "document")
     if kind == "table" or name.lower().endswith((".gz", ".zst")):
-        raise DataError(f"{name}: prepare it first, by python data.py prepare {name} --val_fraction 0 --out DIR, then "
-                        f"--eval DIR/train-00000.bin")
+        raise DataError(f"{name}: prepare it first, by python data.py prepare {quoted(name)} --val_fraction 0 --out "
+                        "DIR, then --eval DIR/train-00000.bin")
     documents = Documents(field, val_fraction=0.0, endings=(), config=None, split="", strict=True)
-    texts = [np.frombuffer(b"".join(text), np.uint8) for _, text in documents.read(0, name, kind, Path())]
+    texts = [np.frombuffer(b"".join(text), np.uint8) for _, text in documents.read(Input(name, kind), Path())]
     if not texts:
         raise DataError(f"{name}: no document in it")
     return np.concatenate([part for text in texts for part in ([BOS_ID], text, [EOS_ID])]).astype(np.uint16)

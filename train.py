@@ -47,7 +47,8 @@ def flag_parser() -> argparse.ArgumentParser:
     flag("--max_steps", default=0, type=STEPS, metavar="STEPS",
          help="stop after this many optimizer steps; 0: at --target_tokens. Later steps use the minimum learning rate")
     flag("--resume", type=path_name, metavar="CHECKPOINT",
-         help="checkpoint to start from if --ckpt_dir is empty; else the newest one in --ckpt_dir is resumed")
+         help="checkpoint to start from if --ckpt_dir is empty, or a run's directory, of which the newest is taken; if "
+         "--ckpt_dir holds a run, that is resumed")
     flag("--reset_steps", action="store_true", help="with --resume: load only the weights, and begin at step 0")
     flag("--dry_run", action="store_true", help="print settings, memory, disk and time of the run, and stop")
     flag("--config", type=path_name, metavar="FILE",
@@ -131,7 +132,8 @@ def flag_parser() -> argparse.ArgumentParser:
     flag("--sample_prompt", metavar="TEXT", help="prompt of the samples; default: held-out text, if the run evaluates")
 
     flag = parser.add_argument_group("logs").add_argument
-    flag("--log_every", default=1, type=COUNT, metavar="STEPS", help="optimizer steps between lines of the log")
+    flag("--log_every", type=COUNT, metavar="STEPS",
+         help="optimizer steps between lines of the log; default: about a hundred lines a run, and one a minute")
     flag("--run", metavar="NAME", help="log to wandb under this name (WANDB_MODE=offline works)")
     flag("--profile", action="store_true", help="write a profiler trace of steps 3 to 5 to --ckpt_dir")
     return parser
@@ -203,7 +205,7 @@ from spider.distributed import World, shard_model, sharding_of
 from spider.layers import NEVER_FP8, Linear, takes_fp8
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Optimizers, kinds_of
-from spider.run import Metrics, RunProgress, StopSignals, start_profiler, start_wandb
+from spider.run import Metrics, RunProgress, StepEvents, StopSignals, start_profiler, start_wandb
 from spider_model import Spider, SpiderOutput
 from tile_moe import KERNELS, MoE, multiplies_at_once, resolve_backend
 
@@ -263,6 +265,7 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
         recipe = state.get("recipe") or ("1b" if device.type == "cuda" else "tiny")
     flags |= {name: value for name, value in RECIPES[recipe].items() if name not in given}
     if resumes and args.minutes:          # --minutes chose these when the run started
+        check_minutes(args, saved_flags)
         chosen = {"target_tokens", "eval_tokens"} & saved_flags.keys() - given
         flags |= {name: saved_flags[name] for name in chosen}
 
@@ -363,6 +366,15 @@ def pasteable(name: str, value) -> str:
     return f"--{name} {shlex.quote(str(value))}"
 
 
+def check_minutes(args: SimpleNamespace, saved_flags: Mapping[str, object]):
+    """Raise UsageError if --minutes is another than that by which the run to resume was started."""
+    before = saved_flags.get("minutes")
+    if before != args.minutes:
+        origin = "by --target_tokens" if before is None else f"for --minutes {before:g}"
+        raise UsageError(f"--minutes {args.minutes:g}: this resumes a run of {saved_flags.get('target_tokens', 0):,} bytes "
+                         f"that was started {origin}: leave --minutes out to continue it, or name a new --ckpt_dir")
+
+
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
     """Raise UsageError if --fp8_experts is given but not supported."""
     if asked and not config.has_experts:
@@ -389,12 +401,12 @@ def config_of_checkpoint(saved_config: dict, asked: SpiderConfig | None, setting
     saved = SpiderConfig.from_saved(saved_config)
     config = apply_settings(replace(saved, vocab_size=tokenizer.VOCAB_SIZE), settings)
     for other in (config, asked or config):  # what --set makes of it; what --model asks for
-        changes = {f.name: (getattr(saved, f.name), getattr(other, f.name)) for f in fields(other)
-                   if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)}
+        changes = [f"{f.name} is {getattr(saved, f.name)}, not {getattr(other, f.name)}" for f in fields(other)
+                   if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)]
         if changes and shapes(replace(other, n_loops=saved.n_loops), model_class) != shapes(saved, model_class):
-            raise CheckpointError("the checkpoint holds another model: " + "; ".join(
-                f"{name} is {before}, not {now}" for name, (before, now) in changes.items())
-                + ". Leave --model and --set out, or train a new model in another --ckpt_dir")
+            more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
+            raise CheckpointError(f"the checkpoint holds another model: {'; '.join(changes[:3])}{more}. Leave --model and "
+                                  f"--set out, or train a new model in another --ckpt_dir")
     return config
 
 
@@ -418,6 +430,10 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
         warnings.append(f"--max_steps {plan.max_steps:,} ends the run at {factor:.0%} of the peak learning rate, which "
                         f"decays over {horizon:,} steps: use --target_tokens {plan.max_steps * plan.step_bytes} for a "
                         f"better loss")
+    if plan.max_steps > horizon:
+        warnings.append(f"--max_steps {plan.max_steps:,} is beyond the horizon of {horizon:,} steps: the steps after it "
+                        f"run at the minimum learning rate, {plan.lr * plan.min_lr_fraction:.2e}; raise --target_tokens "
+                        f"for a schedule over all of them")
     return warnings
 
 
@@ -594,8 +610,8 @@ class Run:
     costs: dict = field(default_factory=dict)  # FLOPs per byte, by bytes per segment and loops
 
 
-def train_step(run: Run) -> bool:
-    """Run one optimizer step and record its metrics in `run.progress`; return whether its loss is a spike."""
+def train_step(run: Run) -> StepEvents:
+    """Run one optimizer step and record its metrics in `run.progress`; return what the log says of it."""
     plan, model, progress, world, start = run.plan, run.model, run.progress, run.world, time.perf_counter()
     first = progress.bytes_seen // plan.seq_len
     epoch = run.loader.epoch(first)
@@ -621,7 +637,7 @@ def train_step(run: Run) -> bool:
     mfu = rate * run.costs[key] / (machine.product_rate(world.device) * world.ranks)
     numbers |= dict(lr=plan.lr * factor, tok_per_sec=rate, bf16_mfu=mfu, memory=machine.peak_memory(world.device),
                     time=time.time())
-    return progress.record(numbers, (first + plan.sequences) * plan.seq_len, epoch)
+    return progress.record(numbers, (first + plan.sequences) * plan.seq_len, epoch, clears)
 
 
 def accumulate(model: Spider, batches: list[Batch], n_loops: int,
@@ -795,25 +811,34 @@ def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source],
 
 
 def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
-    """Print the cost of a run, the verdict first; return exit status 1 if memory or disk do not suffice."""
+    """Print what a run is and what it costs, the verdict last; return exit status 1 if memory or disk do not suffice."""
     with torch.device("meta"):
         model = plan.model_class(plan.config)
-    enough = estimate.print_verdict(plan, machine.memory_of(world.device, world.local_ranks))
-    peak = machine.product_rate(world.device) * world.ranks * (2 if plan.precision == "fp8" else 1)
-    bound = peak / estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
-    at_least, rate, origin = estimate.expected_rate(plan, world, bound, lambda: time_steps(plan, world, sources))
-    steps = plan.max_steps or plan.horizon
-    duration = estimate.describe_duration(steps * plan.step_bytes / rate)
-    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {at_least}{duration} at {rate:,.0f} bytes/s ({origin})")
-    for source in sources:
-        say(f"data: {source}")
-    warnings = horizon_warnings(plan, Loader(sources, plan.seq_len, plan.seed), plan.horizon)
-    for line in (*(f"warning: {line}" for line in warnings), *plan.remarks):
-        say(line)
     estimate.print_tables(plan, model)
     if plan.precision == "fp8":
         print(describe_fp8(model, plan.fp8_experts))
-    return 0 if enough else 1
+    for source in sources:
+        say(f"data: {source}")
+    for line in plan.remarks:
+        say(line)
+    for line in horizon_warnings(plan, Loader(sources, plan.seq_len, plan.seed), plan.horizon):
+        say(f"warning: {line}")
+    lacking = estimate.print_memory_and_disk(plan, machine.memory_of(world.device, world.local_ranks))
+
+    peak = machine.product_rate(world.device) * world.ranks * (2 if plan.precision == "fp8" else 1)
+    bound = peak / estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
+    steps = plan.max_steps or plan.horizon
+    n_bytes = steps * plan.step_bytes
+    obstacle = estimate.obstacle_to_timing(plan, world, bound)
+    if obstacle is None:
+        rate = time_steps(plan, world, sources)
+        duration = f"{estimate.describe_duration(n_bytes / rate)} at {rate:,.0f} bytes/s, as timed"
+    else:
+        duration = (f"at least {estimate.describe_duration(n_bytes / bound)}: matrix products alone allow "
+                    f"{bound:,.0f} bytes/s (no step was timed: {obstacle})")
+    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
+    say(f"verdict: NOT ENOUGH {' and '.join(lacking)}" if lacking else "verdict: enough memory and disk")
+    return 1 if lacking else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -824,7 +849,9 @@ LOGGED_IF_CHANGED = (
     "seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
     "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
     "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
+LOG_LINES, LOG_SECONDS = 100, 60.0        # without --log_every: about so many lines, and one at least every so often
 EVALUATED = {"data_dir", "mock_data", "seq_len", "eval_tokens", "targets"}  # these decide which bytes are evaluated
+ORDER = {"data_dir", "mock_data", "seq_len", "seed", "targets"}             # and these which sequences a step reads
 
 
 def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
@@ -845,6 +872,9 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
     if changed:
         logger.warning("settings differ from the run so far: "
                        + "; ".join(f"{name} was {before[name]}, is {now[name]}" for name in changed))
+        if not ORDER.isdisjoint(changed):
+            logger.warning("they change which text a step reads: until each source begins its next epoch, some of its "
+                           "text is read again, and some is skipped")
         progress.forget_losses(evaluations=not EVALUATED.isdisjoint(changed))
         # With more data the position may be in an earlier epoch; tables are cleared when an epoch exceeds this one.
         progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // plan.seq_len))
@@ -855,17 +885,42 @@ def run_state(plan: Plan, model: Spider, optimizers: Optimizers, progress: RunPr
     """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the keys."""
     return dict(model_state_dict=sharding_of(model).model_state(model), optimizer_state_dict=optimizers.state_dict(),
                 cfg=asdict(model.config), recipe=plan.recipe, targets=targets,
-                flags={name: plan.flags[name] for name in LOGGED_IF_CHANGED}, **asdict(progress))
+                flags={name: plan.flags[name] for name in (*LOGGED_IF_CHANGED, "minutes")}, **asdict(progress))
 
 
-def progress_line(metrics: dict, last_step: int, remaining: float, device: torch.device) -> str:
+def columns_of(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
+    """Return the columns of a step's line in the log: a format of its metrics, and its meaning."""
+    columns = [
+        ("loss {loss:.4f}", "loss (cross-entropy in nats per byte)"),
+        ("bpb {bpb:.4f}", "bpb (the same in bits per byte)"),
+        ("lr {lr:.2e}", "lr (learning rate)"),
+        ("norm {grad_norm:.3f}", "norm (of the gradient, before clipping)"),
+        ("{tok_per_sec:,.0f} bytes/s", "bytes/s (of this step)"),
+    ]
+    if device.type == "cuda":
+        columns.append(("MFU {bf16_mfu:.1%}", "MFU (model FLOPs relative to the measured bf16 peak)"))
+    if plan.config.n_recurrent_layers:
+        columns.append(("{bytes_per_segment:.2f} bytes/segment", "bytes/segment (mean length)"))
+        if plan.random_loops or (plan.n_loops > 1 and plan.config.act):
+            columns.append(("{mean_loops:.2f} loops", "loops (until a segment halts, mean)"))
+    if plan.config.has_experts:
+        columns.append(("balance {expert_balance:.2f}", "balance (load of the busiest expert, 1 is even)"))
+    return [*columns, ("{memory:.2f} GB", "GB (peak memory so far)"), ("ETA {eta}", "ETA (time left)")]
+
+
+def progress_line(columns: list[tuple[str, str]], metrics: dict, last_step: int, remaining: float) -> str:
     """Format a step's metrics for the log; `remaining` in seconds."""
-    mfu, bpb = f"MFU {metrics['bf16_mfu']:.1%} | " if device.type == "cuda" else "", metrics["loss"] / math.log(2)
-    return (f"step {metrics['step']}/{last_step} | loss {metrics['loss']:.4f} | bpb {bpb:.4f} | "
-            f"lr {metrics['lr']:.2e} | norm {metrics['grad_norm']:.3f} | {metrics['tok_per_sec']:,.0f} bytes/s | {mfu}"
-            f"{metrics['bytes_per_segment']:.2f} bytes/segment | {metrics['mean_loops']:.2f} loops | "
-            f"balance {metrics['expert_balance']:.2f} | {metrics['memory']:.2f} GB | "
-            f"ETA {estimate.describe_duration(remaining)}")
+    values = metrics | dict(bpb=metrics["loss"] / math.log(2), eta=estimate.describe_duration(remaining))
+    cells = [cell.format(**values) for cell, _ in columns]
+    return " | ".join((f"step {metrics['step']}/{last_step}", *cells))
+
+
+def epoch_line(progress: RunProgress, cleared: bool) -> str:
+    """Describe the beginning of an epoch, and what it changes."""
+    line = f"step {progress.step} begins epoch {progress.epoch} (from 0)"
+    if cleared:
+        line += ": the Engram tables are empty again (--engram_reset), so the next losses are higher"
+    return line
 
 
 def odd_step_line(progress: RunProgress, plan: Plan) -> str:
@@ -940,18 +995,20 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     # Loop state
     horizon = progress.step + math.ceil(max(0, plan.target_tokens - progress.bytes_seen) / plan.step_bytes)
     last_step, first_step = plan.max_steps or horizon, progress.step + 1
+    log_every = plan.log_every or math.ceil(last_step / LOG_LINES)
+    in_place = resumes and path.parent == directory
     metrics_file = tracker = profiler = None
     if world.is_rank0:
         first_line = progress.step if progress.metrics else progress.step + 1
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
-        tracker = start_wandb(plan.run, plan.flags, progress, closing)
+        tracker = start_wandb(plan.run, plan.flags, progress, closing, in_place)
         profiler = start_profiler(directory, closing) if plan.profile else None
         closing.callback(lambda: write_curves(directory, stop.asked))
     # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
     saved = [one for one in find_checkpoints(directory) if one.step <= progress.step] if world.is_rank0 else []
     writer = CheckpointWriter(directory, saved, plan.keep_last, plan.keep_best, world)
     closing.callback(writer.thread.shutdown)
-    if resumes and path.parent == directory:
+    if in_place:
         writer.step = progress.step
     cost = estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
     logger.info(f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; {cost / 1e9:.2g} GFLOP "
@@ -964,7 +1021,11 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     run = Run(plan, model, optimizers, loader, feed, progress, world, stop, horizon)
     # As after the last step, so that a checkpoint saved before the next one has the same bits.
     optimizers.set_lr(plan.lr, lr_factor(max(0, progress.step - 1), horizon, plan))
-    began, paused = time.perf_counter(), 0.0
+    columns = columns_of(plan, world.device)
+    if progress.step < last_step:
+        logger.info(f"columns of a step: {', '.join(meaning for _, meaning in columns)}")
+    began = logged = time.perf_counter()
+    paused = 0.0
     stop.raises = False
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -1009,15 +1070,20 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
             break
 
         # -------------------------------------------------------------------------------------------------------------
-        spike = train_step(run)
+        events = train_step(run)
         # -------------------------------------------------------------------------------------------------------------
 
         # Once in a while: a line of the log
-        if progress.step % plan.log_every == 0 or progress.step in (first_step, last_step):
-            pace = (time.perf_counter() - began - paused) / (progress.step - first_step + 1)
-            logger.info(progress_line(progress.metrics, last_step, (last_step - progress.step) * pace, world.device))
-        # Once in a while: a skipped step or a loss spike
-        if progress.skipped or spike:
+        now = time.perf_counter()
+        overdue = plan.log_every is None and now - logged > LOG_SECONDS
+        if overdue or progress.step % log_every == 0 or progress.step in (first_step, last_step):
+            logged = now
+            pace = (now - began - paused) / (progress.step - first_step + 1)
+            logger.info(progress_line(columns, progress.metrics, last_step, (last_step - progress.step) * pace))
+        # Once in a while: an epoch begins; a step is skipped, or its loss is a spike
+        if events.begins_epoch:
+            logger.info(epoch_line(progress, events.cleared))
+        if progress.skipped or events.spike:
             logger.warning(odd_step_line(progress, plan))
         if profiler:
             profiler.step()

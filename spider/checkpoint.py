@@ -192,28 +192,35 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.stem.removeprefix("spider-step")))
 
 
+def load_of_directory(path: Path, mapped: bool = False) -> dict | None:
+    """Load a checkpoint of a run's directory, see load_checkpoint; if it is damaged, or has the name of another step,
+    log a warning and return None."""
+    try:
+        state = load_checkpoint(path, mapped)
+        if path != checkpoint_path(path.parent, state["step"]):
+            raise CheckpointError(f"{path} is renamed: it holds step {state['step']}")
+    except CheckpointError as fault:
+        logger.warning(f"skipped: {fault}")
+        return None
+    return state
+
+
 def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
-    """List a directory's checkpoints, oldest first; those that cannot be read are skipped with a warning."""
+    """List a directory's checkpoints, oldest first, without reading their tensors; see load_of_directory."""
     saved = []
     for path in checkpoint_paths(directory):
-        try:
-            state = load_checkpoint(path, mapped=True)
-            if path != checkpoint_path(directory, state["step"]):
-                raise CheckpointError(f"{path} is renamed: it holds step {state['step']}")
+        state = load_of_directory(path, mapped=True)
+        if state is not None:
             saved.append(saved_checkpoint(path, state))
-        except CheckpointError as fault:
-            logger.warning(f"skipped: {fault}")
     return saved
 
 
 def load_newest(directory: Path) -> tuple[Path, dict] | None:
-    """Load the newest intact checkpoint of a directory; return its path and state, or None if there is none. Damaged
-    ones are skipped with a warning."""
+    """Load the newest good checkpoint of a directory, see load_of_directory; return its path and state, or None."""
     for path in reversed(checkpoint_paths(directory)):
-        try:
-            return path, load_checkpoint(path)
-        except CheckpointError as fault:
-            logger.warning(f"skipped: {fault}")
+        state = load_of_directory(path)
+        if state is not None:
+            return path, state
     return None
 
 
@@ -227,6 +234,18 @@ def best_checkpoint(directory: Path) -> SavedCheckpoint:
     return best
 
 
+def load_named(resume: Path) -> tuple[Path, dict]:
+    """Load what --resume names: a checkpoint, an export, or the newest good checkpoint of a run's directory; return its
+    path and state. Raise CheckpointError if that is not possible."""
+    if not resume.is_dir() or is_export(resume):
+        return resume, load_checkpoint(resume)
+    found = load_newest(resume)
+    if found is None:
+        raise CheckpointError(f"--resume: there is no usable checkpoint in {resume}")
+    logger.info(f"--resume {resume}: its newest good checkpoint is {found[0].name}")
+    return found
+
+
 def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_class: type[nn.Module]
                 ) -> tuple[Path | None, dict | None, bool]:
     """Load the checkpoint that a run begins with; return its path, its state, and whether the run resumes from it, or
@@ -236,7 +255,8 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_cl
     an empty directory begins, so that repeating a command, as torchrun and Slurm do, continues the run. Raise
     CheckpointError for a request to go back or start over inside a directory, or a checkpoint that cannot be used."""
     found = load_newest(directory)
-    own = resume is not None and Path(resume).resolve().parent == directory.resolve()
+    named = None if resume is None else Path(resume).resolve()
+    own = named is not None and directory.resolve() == (named if named.is_dir() else named.parent)
     if found is None:
         if checkpoint_paths(directory) and not own:
             raise CheckpointError(f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good one, "
@@ -245,19 +265,17 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_cl
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
         if resume is None:
             return None, None, False
-        if Path(resume).is_dir() and not is_export(Path(resume)):
-            raise CheckpointError(f"--resume: {resume} is not a checkpoint, but a directory: name a checkpoint in it")
-        state = load_checkpoint(Path(resume))
-        check_weights(Path(resume), state, model_class)
+        path, state = load_named(Path(resume))
+        check_weights(path, state, model_class)
         if not reset_steps and "optimizer_state_dict" not in state:
-            raise CheckpointError(f"--resume: {resume} has no optimizer state: add --reset_steps to start a new run "
-                                  f"from its weights")
-        return Path(resume), state, not reset_steps
+            raise CheckpointError(f"--resume: {path} has no optimizer state: add --reset_steps to start a new run from "
+                                  f"its weights")
+        return path, state, not reset_steps
     path, state = found
     if reset_steps and (own or resume is None):
         raise CheckpointError(f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
                               f"checkpoint by --resume")
-    if own and Path(resume).resolve() != path.resolve():
+    if own and named not in (path.resolve(), directory.resolve()):
         raise CheckpointError(f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go back, "
                               f"name a new --ckpt_dir")
     if resume is not None and not own:
@@ -356,5 +374,13 @@ class CheckpointWriter:
         kept = retained([*others, saved_checkpoint(path, state)], self.keep_last, self.keep_best)
         for one in others:
             if one not in kept:
-                one.path.unlink(missing_ok=True)
+                delete(one.path)
         self.saved = kept
+
+
+def delete(path: Path):
+    """Delete an old checkpoint; where that is not possible, log it, since training can go on."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as fault:              # immutable, of another owner, a file system's fault
+        logger.warning(f"{path} is no longer needed, but cannot be deleted: {fault.strerror}")

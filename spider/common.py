@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -197,6 +198,12 @@ def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
         bounds = f"{'above' if above else 'of at least'} {low:g}" + (f", at most {high:g}" if high < math.inf else "")
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
     return parse
+
+
+def quoted(path: object) -> str:
+    """Quote a path for a shell command; one that begins with - gets ./ in front."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def path_name(text: str) -> str:

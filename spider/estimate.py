@@ -243,21 +243,17 @@ def check_memory(memory: dict[str, float], world: World):
 TOO_LONG = 30.0                           # seconds: a step that takes longer even at the peak rate is not timed
 
 
-def expected_rate(plan, world: World, bound: float, time_steps: Callable) -> tuple[str, float, str]:
-    """Return the expected bytes/s of a run as (qualifier, rate, origin): by `time_steps`, or where that would take long
-    `bound`, the upper bound from matrix products alone; the qualifier of the duration is then "at least"."""
-    obstacle = None
+def obstacle_to_timing(plan, world: World, bound: float) -> str | None:
+    """Return why the dry run times no step, or None. bound: bytes/s that matrix products alone allow."""
     if world.ranks > 1:
-        obstacle = "there are several ranks"
-    elif plan.compile != "off":
-        obstacle = "compiling the layers takes minutes"
-    elif sum(plan.memory.values()) > free_memory(world.device):
-        obstacle = "there is too little memory"
-    elif plan.step_bytes > TOO_LONG * bound:
-        obstacle = "a step takes too long"
-    if obstacle:
-        return "at least ", bound, f"at most, by matrix products; no step was timed, because {obstacle}"
-    return "", time_steps(), "timed steps of this size"
+        return "there are several ranks"
+    if plan.compile != "off":
+        return "compiling the layers takes minutes"
+    if sum(plan.memory.values()) > free_memory(world.device):
+        return "there is too little memory"
+    if plan.step_bytes > TOO_LONG * bound:
+        return "a step takes too long"
+    return None
 
 
 def describe_duration(seconds: float) -> str:
@@ -268,29 +264,28 @@ def describe_duration(seconds: float) -> str:
             return f"{count:,.0f} {unit}" if count >= 10 else f"{count:.1f} {unit}"
 
 
-def print_verdict(plan, available: float) -> bool:
-    """Print whether `available` bytes of memory and the disk suffice, with the estimates, and return it."""
+def print_memory_and_disk(plan, available: float) -> list[str]:
+    """Print the estimates of memory and disk; return which of the two do not suffice. available: bytes of memory."""
     directory, keep = Path(plan.ckpt_dir), plan.keep_last + plan.keep_best
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     kept = min(keep, len(checkpoint_paths(directory)))
+    print(describe_memory(plan.memory, available))
+    print(f"disk: {free / 1e9:.1f} GB free for {keep + 1} checkpoints of {plan.checkpoint_size / 1e9:.2f} GB, {kept} "
+          f"of which exist", flush=True)
     lacking = []
     if sum(plan.memory.values()) > available:
         lacking.append("memory")
     if (keep + 1 - kept) * plan.checkpoint_size > free:
         lacking.append("disk")
-    print(f"NOT ENOUGH {' and '.join(lacking)}" if lacking else "enough memory and disk")
-    print(describe_memory(plan.memory, available))
-    print(f"disk: {free / 1e9:.1f} GB free for {keep + 1} checkpoints of {plan.checkpoint_size / 1e9:.2f} GB, {kept} "
-          f"of which exist", flush=True)
-    return not lacking
+    return lacking
 
 
 def print_tables(plan, model: nn.Module):
     """Print parameters by component, FLOPs per byte, configuration and flags; the model may be on the meta device."""
     table = parameter_table(model)
     total, active = (sum(column) for column in zip(*table.values()))
-    print(f"\n{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
+    print(f"{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
     for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
         print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")

@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from loguru import logger
 
@@ -23,6 +24,13 @@ from tokenizer import VOCAB_SIZE
 
 RECENT = 64                               # losses that a new one is judged by
 SPIKE_AFTER = 20                          # of them, before any is called a spike
+
+
+class StepEvents(NamedTuple):
+    """What the log says of a step beside its metrics."""
+    spike: bool = False                   # its loss is one
+    begins_epoch: bool = False
+    cleared: bool = False                 # the Engram tables were cleared after it
 
 
 @dataclass
@@ -43,13 +51,22 @@ class RunProgress:
     wandb: dict | None = None             # name and id of the wandb run
     n_loops: int = 1                      # loops in training; may be more than the model was built for
 
-    def record(self, numbers: dict, bytes_seen: int, epoch: int) -> bool:
-        """Record a completed step; return whether its loss is a spike."""
-        self.step, self.bytes_seen, self.val_loss = self.step + 1, bytes_seen, None
+    def record(self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False) -> "StepEvents":
+        """Record a completed step; return what the log says of it. cleared: the Engram tables, after the step."""
+        self.step += 1
+        self.bytes_seen = bytes_seen
+        self.val_loss = None
         self.metrics = dict(step=self.step, bytes_seen=bytes_seen, epoch=epoch, **numbers)
-        self.skipped = self.skipped + 1 if numbers["skipped"] else 0
-        self.epoch = self.epoch if self.skipped else epoch
-        return not self.skipped and self.watch(numbers["loss"])
+        if numbers["skipped"]:
+            self.skipped += 1
+            return StepEvents()
+        self.skipped = 0
+        begins = epoch > self.epoch
+        self.epoch = epoch
+        spike = self.watch(numbers["loss"])
+        if cleared and not self.exploded:  # empty tables raise the next losses
+            self.forget_recent()
+        return StepEvents(spike, begins, cleared)
 
     def record_evaluation(self, loss: float, counts: bool):
         """Record a validation loss; `counts` for --patience: one of the regular evaluations."""
@@ -63,9 +80,16 @@ class RunProgress:
         """Return whether the last step was evaluated, with the lowest loss so far."""
         return self.val_loss is not None and self.val_loss == self.best_loss
 
+    def forget_recent(self):
+        """Judge the next training losses afresh, since recent ones are not comparable with them."""
+        self.recent = []
+        self.lowest_peak = math.inf
+        self.exploded = False
+
     def forget_losses(self, evaluations: bool):
         """Forget recent losses, since other flags or data change the loss; and `evaluations`, of other data."""
-        self.recent, self.lowest_peak, self.unimproved, self.exploded = [], math.inf, 0, False
+        self.forget_recent()
+        self.unimproved = 0
         if evaluations:
             self.best_loss, self.val_loss = math.inf, None
 
@@ -145,23 +169,36 @@ class Metrics:
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals
 
-STOPS = signal.SIGTERM, signal.SIGINT
+STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+QUITS = signal.SIGTERM, signal.SIGINT     # these end the process at once when they are repeated
 REPEATED = 5.0                            # seconds within which torchrun repeats a signal to its ranks
 
 
 class StopSignals:
-    """Handle SIGTERM and SIGINT: the first one sets `asked`, so that the run stops after the step and saves; a second
-    one ends the process at once, but with several ranks only after the REPEATED seconds. Where `raises` is set, as
-    before the loop begins, the first one raises Stopped.
+    """Handle the signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal) and SIGUSR1 (which
+    Slurm users send before the time limit).
+
+    The first one sets `asked`, so that the run stops after the step and saves. The same one again, of QUITS, ends the
+    process at once, but with several ranks only after the REPEATED seconds. Another one does not: systemd and Slurm
+    send two kinds in a row. Where `raises` is set, as before the loop begins, the first one raises Stopped. SIGHUP and
+    SIGUSR1 stay ignored if they were, as under nohup.
 
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and they `agree`."""
 
     def __init__(self, ranks: int = 1):
-        self.ranks, self.asked, self.asked_at, self.raises = ranks, None, 0.0, True
+        self.ranks = ranks
+        self.asked: signal.Signals | None = None     # the first signal of this process
         self.agreed: signal.Signals | None = None    # the signal that stops all ranks
+        self.received: dict[int, float] = {}         # monotonic time of the first signal of each kind
+        self.raises = True
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self._ask) for number in STOPS}
+        self.before = {}
+        for number in STOPS:
+            handler = signal.getsignal(number)
+            if number in QUITS or handler is not signal.SIG_IGN:
+                self.before[number] = handler
+                signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_):
@@ -176,16 +213,21 @@ class StopSignals:
         self.agreed = next((number for number, count in zip(STOPS, votes) if count), self.agreed)
 
     def _ask(self, number: int, _):
-        if self.asked and self.ranks > 1 and time.monotonic() < self.asked_at + REPEATED:
+        if number in self.received:
+            by_torchrun = self.ranks > 1 and time.monotonic() < self.received[number] + REPEATED
+            if number in QUITS and not by_torchrun:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
-        if self.asked:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.asked, self.asked_at = signal.Signals(number), time.monotonic()
+        self.received[number] = time.monotonic()
+        if self.asked is not None:
+            return
+        self.asked = signal.Signals(number)
         if self.ranks == 1:
             self.agreed = self.asked
+        more = "; repeat to quit at once" if number in QUITS else ""
         with suppress(OSError):           # stderr may be gone; the logger may be busy
-            os.write(2, f"{self.asked.name}: stopping; repeat to quit at once\n".encode())
+            os.write(2, f"{self.asked.name}: stopping{more}\n".encode())
         if self.raises:
             raise Stopped("stopped before the first step")
 
@@ -194,19 +236,49 @@ class StopSignals:
 # wandb and the profiler
 
 
-def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunProgress, closing: ExitStack):
-    """Start the wandb run of --run, or return None; resume the run of that name that the checkpoint recorded."""
+class Tracker:
+    """The wandb run of --run. If wandb fails after its start, that is logged once, and the run goes on without it."""
+
+    def __init__(self, wandb_run):
+        self.wandb_run = wandb_run        # None once it failed
+
+    def log(self, metrics: Mapping, step: int):
+        """Log a step's metrics."""
+        self._try(lambda wandb_run: wandb_run.log(dict(metrics), step=step))
+
+    def finish(self):
+        """End the wandb run."""
+        self._try(lambda wandb_run: wandb_run.finish())
+
+    def _try(self, work: Callable):
+        if self.wandb_run is None:
+            return
+        try:
+            work(self.wandb_run)
+        except Exception as fault:        # its service died, the disk is full, ...
+            self.wandb_run = None
+            logger.error(f"wandb failed: {type(fault).__name__}: {fault}; this run logs to metrics.jsonl alone")
+
+
+def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunProgress, closing: ExitStack,
+                in_place: bool) -> Tracker | None:
+    """Start the wandb run of --run, or return None. in_place: the run resumes in its own directory, and so does the
+    wandb run of that name that its checkpoint recorded; else a new one begins."""
+    if not in_place:
+        progress.wandb = None
     if not name:
         return None
-    before = progress.wandb if progress.wandb and progress.wandb["name"] == name else {}
+    recorded = progress.wandb or {}
+    run_id = recorded.get("id") if recorded.get("name") == name else None
     try:
         import wandb
-        run = wandb.init(project="spider", name=name, id=before.get("id"), resume="allow", config=dict(settings))
+        wandb_run = wandb.init(project="spider", name=name, id=run_id, resume="allow", config=dict(settings))
     except Exception as fault:            # installation, settings, network or service
         raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
-    progress.wandb = dict(name=name, id=run.id)
-    closing.callback(run.finish)
-    return run
+    progress.wandb = dict(name=name, id=wandb_run.id)
+    tracker = Tracker(wandb_run)
+    closing.callback(tracker.finish)
+    return tracker
 
 
 def start_profiler(directory: Path, closing: ExitStack):

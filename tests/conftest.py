@@ -197,7 +197,7 @@ def run_flags(shards, directory, *flags, steps=6) -> list[str]:
     """The command line of a run of a small model."""
     return ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", str(steps),
             "--ckpt_every", "100", "--ckpt_dir", str(directory), "--set", SMALL, "--n_loops", "2", "--lr", "0.01",
-            "--eval_every", "4", "--device", "cpu", *flags]
+            "--eval_every", "4", "--log_every", "1", "--device", "cpu", *flags]
 
 
 def run(tmp_path, shards, *flags, steps=6, ckpt="run"):

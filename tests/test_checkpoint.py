@@ -13,9 +13,11 @@ import torch
 from conftest import SMALL, assert_same, assert_same_runs, final_state, make_shards, metrics, refused, run, run_flags
 from jobs import file_limit, forked, until
 from spider import checkpoint
-from spider.checkpoint import (CheckpointWriter, best_checkpoint, check_weights, find_checkpoints, load_checkpoint)
+from spider.checkpoint import (CheckpointWriter, best_checkpoint, check_weights, find_checkpoints, load_checkpoint,
+                               load_newest)
 from spider.common import CheckpointError
 from spider.distributed import World
+from spider.machine import start_log
 from spider.run import Metrics
 from spider_model import Spider
 
@@ -228,6 +230,21 @@ def test_what_a_killed_process_left_half_written_is_deleted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["spider-step5.pt"]
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_line_and_later_saves_succeed(tmp_path, capsys):
+    """A directory stands for it, since root may delete any file."""
+    start_log()
+    writer = writer_in(tmp_path)
+    save(writer, 1)
+    assert writer.holds(1)
+    (tmp_path / "spider-step1.pt").unlink()
+    (tmp_path / "spider-step1.pt").mkdir()
+    for step in (2, 3, 4, 5):
+        save(writer, step)
+        assert writer.holds(step)
+    assert capsys.readouterr().err.count("cannot be deleted") == 1
+    assert steps_in_names(tmp_path) == [1, 4, 5]
+
+
 def test_the_last_two_checkpoints_that_had_not_exploded_are_kept_beside_the_newest(tmp_path):
     writer, kept = writer_in(tmp_path), []
     for step, exploded in enumerate((False, False, True, True, True, False, False), 1):
@@ -318,3 +335,14 @@ def test_a_copy_under_another_step_is_not_taken_for_a_checkpoint_of_that_step(tm
     (directory / "spider-step1.pt").write_bytes((directory / "spider-step2.pt").read_bytes())
     (directory / "spider-step2-mine.pt").write_bytes((directory / "spider-step2.pt").read_bytes())
     assert steps_in(directory) == [2]
+
+
+def test_a_checkpoint_renamed_to_a_later_step_is_not_the_newest(tmp_path, shards, capsys):
+    """Else every restart would go back to it."""
+    directory = run(tmp_path, shards, "--eval_every", "0", "--ckpt_every", "2", steps=4)
+    (directory / "spider-step9.pt").write_bytes((directory / "spider-step2.pt").read_bytes())
+    assert steps_in(directory) == [2, 4] and load_newest(directory)[0] == directory / "spider-step4.pt"
+    run(tmp_path, shards, "--eval_every", "0", "--ckpt_every", "2", steps=5)
+    said = capsys.readouterr().err
+    assert "spider-step9.pt is renamed: it holds step 2" in said and "spider-step4.pt (step 4)" in said
+    assert steps_in_names(directory)[-2:] == [5, 9]

@@ -2,11 +2,15 @@
 
 import hashlib
 import json
+import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import zlib
 from operator import mul
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+import sample
 from bad_data import complaint, source, stream, write_shard
 from conftest import ROOT, prepare
 from data import BLOCK, Feed, Loader, Shard, Source, Stream, mock_source, open_data, validation_sets
@@ -229,7 +234,7 @@ def test_shards_of_others_load_from_nested_and_linked_folders_once_in_order_of_t
 
 
 def described(path, *entries):
-    shards = [dict(dict(split="train", sha256=""), **entry) for entry in entries]
+    shards = [dict(dict(split="train", sha256=64 * "0"), **entry) for entry in entries]
     (path / "metadata.json").write_text(json.dumps(dict(vocab_size=VOCAB_SIZE, shards=shards)))
 
 
@@ -272,6 +277,107 @@ def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_unchanged_and_o
     read = found.train.read(0, len(found.train)).astype(int).tolist()
     assert ids[0].tolist() == read[:-1] and set(read) == {*SENTINELS, 65}
     assert labels[0].tolist() == [-100 if i == PAD_ID else i for i in read[1:]]
+
+
+ENTRY = dict(name="t.bin", split="train", ids=2, sha256=64 * "0")
+BAD_ENTRIES = [("entry", entry) for entry in (None, 5, "t.bin", [], [ENTRY])] + [
+    (field, {**ENTRY, field: value}) for field, values in dict(
+        name=(None, 5, ["t.bin"], "", "t.txt", "/t.bin", "../t.bin", "a/../t.bin", "t\0.bin"),
+        split=(None, True, "valid", "x", ["train"]),
+        ids=(None, True, -2, 0, 2.0, "2", [2], 10 ** 4299),
+        sha256=(None, 5, "", "0" * 63, "0" * 63 + "\n", "Z" * 64)).items() for value in values] + [
+    (field, {key: value for key, value in ENTRY.items() if key != field}) for field in ENTRY]
+
+
+@pytest.mark.parametrize("field, entry", BAD_ENTRIES, ids=[str(entry)[:60] for _, entry in BAD_ENTRIES])
+def test_a_bad_entry_of_metadata_is_one_line_that_names_it(tmp_path, capsys, field, entry):
+    write_shard(tmp_path / "t.bin", [1, 2])
+    metadata = dict(vocab_size=VOCAB_SIZE, shards=[dict(ENTRY), entry])
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    for command in ("verify", "show"):
+        line = complaint(capsys, command, tmp_path)
+        assert f"{tmp_path}/metadata.json: shard 1 has no valid {field}; delete it" in line
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "\xff", '{"vocab_size": %s}' % ("1" * 5000)])
+def test_metadata_that_are_not_json_are_one_line(tmp_path, capsys, text):
+    write_shard(tmp_path / "t.bin", [1, 2])
+    (tmp_path / "metadata.json").write_text(text, encoding="latin-1")
+    assert f"{tmp_path}/metadata.json: not JSON" in complaint(capsys, "verify", tmp_path)
+
+
+@pytest.mark.parametrize("shards", ["", ', "shards": null', ', "shards": {}', ', "shards": "t.bin"'])
+def test_metadata_of_ours_without_a_list_of_shards_are_one_line(tmp_path, capsys, shards):
+    write_shard(tmp_path / "t.bin", [1, 2])
+    (tmp_path / "metadata.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}{shards}}}')
+    assert f"{tmp_path}/metadata.json: has no list of shards" in complaint(capsys, "verify", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["null", "5", '"x"', "[]", "{}", '{"vocab_size": 9, "shards": 5}', '{"shards": [5]}'])
+def test_metadata_of_another_program_count_as_none(tmp_path, capsys, text):
+    write_shard(tmp_path / "t.bin", [1, 2])
+    (tmp_path / "metadata.json").write_text(text)
+    assert data.main(["verify", str(tmp_path)]) == 0
+    assert "1 of them are not in a metadata.json" in capsys.readouterr().out
+
+
+def socket_at(path):
+    socket.socket(socket.AF_UNIX).bind(str(path))
+
+
+SPECIAL = {"directory": lambda path: path.mkdir(), "pipe": os.mkfifo, "socket": socket_at,
+           "dead link": lambda path: path.symlink_to("nowhere"), "loop": lambda path: path.symlink_to(path),
+           "device": lambda path: path.symlink_to("/dev/zero")}
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
+def test_what_is_no_file_in_place_of_metadata_or_a_shard_is_one_line_and_is_not_waited_for(
+        tmp_path, monkeypatch, capsys, make):
+    monkeypatch.chdir(tmp_path)                               # the path of a socket has at most 107 bytes
+    write_shard(Path("m", "u.bin"), [1, 2])
+    make(Path("m", "metadata.json"))
+    for command in ("verify", "show"):
+        assert "m/metadata.json: not a regular file" in complaint(capsys, command, "m")
+    Path("t").mkdir()
+    make(Path("t", "t.bin"))
+    line = complaint(capsys, "show", "t")
+    assert "t/t.bin: " in line or make is SPECIAL["directory"] and "t: no .bin file in it" in line
+    assert data.main(["verify", "t"]) == 2
+
+
+def test_directories_that_are_linked_into_one_another_are_searched_once(tmp_path):
+    """Searched by every path, two links are 2^40 of them."""
+    write_shard(tmp_path / "a" / "x.bin", [1, 2])
+    write_shard(tmp_path / "b.bin", [3, 4])
+    for name in ("a/1", "a/2", "a/z", "0"):
+        (tmp_path / name).symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    assert data.files_below(str(tmp_path)) == [f"{tmp_path}/0/x.bin", f"{tmp_path}/b.bin"]
+    (tmp_path / "0.bin").symlink_to(tmp_path / "a" / "x.bin")  # of several paths to a file the first is listed
+    assert data.files_below(str(tmp_path)) == [f"{tmp_path}/0.bin", f"{tmp_path}/b.bin"]
+
+
+def test_a_directory_that_cannot_be_read_is_an_error_and_not_left_out(tmp_path, monkeypatch, capsys):
+    write_shard(tmp_path / "a" / "x.bin", [1, 2])
+    write_shard(tmp_path / "b" / "x.bin", [1, 2])
+    def scandir(path, real=os.scandir):
+        if path == f"{tmp_path}/b":
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+    monkeypatch.setattr(os, "scandir", scandir)               # root may read everything
+    assert f"{tmp_path}/b: Permission denied" in complaint(capsys, "verify", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a dir; touch X", "x$(touch P)", "-x", "it's"])
+def test_a_printed_command_has_its_path_quoted(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    line = complaint(capsys, "verify", "./-x" if name == "-x" else name)
+    command = re.search("`(.*)`", line)[1]
+    assert shlex.split(command)[3:] in (["INPUT", "--out", name], ["INPUT", "--out", "./-x"])
+    with pytest.raises(common.DataError) as fault:
+        sample.read_ids(f"{name}.gz", "text")
+    command = re.search("(python .*), then", str(fault.value))[1]
+    assert shlex.split(command)[3] in (f"{name}.gz", "./-x.gz")
 
 
 def cut_off(path):

@@ -1,4 +1,4 @@
-"""README and docs name only what exists: links, anchors, paths, modules, flags."""
+"""README, CONTRIBUTING and docs name only what exists: links, anchors, paths, modules, flags."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, settled
 from spider.config import SpiderConfig
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ENTRIES = {"train": "command_line", "sample": "main", "data": "main", "bench": "main"}
 FORMER = re.compile(r"commit|earlier|not kept|then\)")  # a command of an older commit stands in a line that says so
 

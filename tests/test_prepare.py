@@ -1,5 +1,7 @@
 """data.py prepare: inputs and their documents, bad records, splits, kills; its command line."""
 
+import errno
+import gzip
 import io
 import json
 import os
@@ -7,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,7 +38,7 @@ def test_a_text_is_split_by_bytes_as_everyone_splits_tinyshakespeare(tmp_path):
     assert len(found.train) == 1_003_856 and len(found.val) == 111_542
 
 
-def test_json_lines_become_documents_of_which_a_hash_of_input_and_offset_chooses_some_to_validate(tmp_path):
+def test_json_lines_become_documents_of_which_a_hash_of_the_text_chooses_some_to_validate(tmp_path):
     texts = [f"document {i} \u00fc\u4e2d\U0001f600 " + "y" * (i % 50) for i in range(400)]
     for name in ("a.jsonl", "b.ndjson"):
         (tmp_path / name).write_text("".join(f"\n{json.dumps(dict(body=text))}\r\n" for text in texts))
@@ -50,8 +53,37 @@ def test_json_lines_become_documents_of_which_a_hash_of_input_and_offset_chooses
         assert (totals["train"]["documents"], totals["val"]["documents"]) == (len(train), len(val))
         chosen.append(val)
     assert chosen[0] == chosen[1] == [text for text in texts if text in set(chosen[0])]      # in their order
-    assert chosen[2][:len(chosen[0])] == chosen[0] and chosen[2][len(chosen[0]):] != chosen[0]
-    assert chosen[0][:2] == [texts[2], texts[7]]              # the hash is that of every version
+    assert chosen[2] == chosen[0] + chosen[1]
+    assert chosen[0][:2] == texts[:2]             # the hash is that of every version
+
+
+def validation_texts(out: Path, *argv) -> set[bytes]:
+    """Prepare inputs; return the texts that validate, of which none may be trained on."""
+    assert prepare(*argv, "--out", out) == 0
+    train, val = (set(documents(out, split)) for split in ("train", "val"))
+    assert not train & val
+    return val
+
+
+def test_a_text_falls_into_the_same_split_from_any_input_at_any_place(tmp_path, monkeypatch):
+    """Each twice in JSON lines, in reverse, and in files of --ext, whose hash is computed in several pieces."""
+    monkeypatch.setattr(datasets_import, "MIB", 50)
+    texts = [f"text {i} " + "y" * (40 * i % 999) for i in range(60)]
+    lines = [json.dumps(dict(text=text)) + "\n" for text in ["", *texts]]
+    (tmp_path / "twice.jsonl").write_text("".join(lines + lines))
+    (tmp_path / "reverse.jsonl").write_text("".join(reversed(lines)))
+    (tmp_path / "files").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "files" / f"{i * 7 % 60}.md").write_bytes(data.BOM * (i % 2) + text.encode())
+    chosen = {}
+    for fraction in ("0", "0.2", "0.5"):
+        argv = "--val_fraction", fraction
+        twice = validation_texts(tmp_path / f"twice{fraction}", tmp_path / "twice.jsonl", *argv)
+        assert validation_texts(tmp_path / f"reverse{fraction}", tmp_path / "reverse.jsonl", *argv) == twice
+        files = validation_texts(tmp_path / f"files{fraction}", tmp_path / "files", "--ext", ".md", *argv)
+        assert files == twice - {b""}
+        chosen[fraction] = twice
+    assert chosen["0"] == set() and chosen["0.2"] < chosen["0.5"] and 5 < len(chosen["0.2"]) < 20
 
 
 @pytest.fixture
@@ -107,6 +139,7 @@ def test_with_ext_every_file_is_a_document_of_which_a_hash_chooses_some_to_valid
 
 @pytest.mark.parametrize("raw, kind, train, val", [
     (b"0123456789" * 3, "text", [b"012345678901234"], [b"567890123456789"]),
+    (b'[\n {"text": "one"}, {"text": "two"}]', "a JSON array", [b"one", b"two"], []),
     (b'\n{ "text": "one"}\n{"text": "two"}\n', "JSON lines", [b"one", b"two"], [])])
 def test_standard_input_is_prepared_like_a_file_of_the_kind_that_it_begins_like(
         tmp_path, monkeypatch, capsys, raw, kind, train, val):
@@ -130,7 +163,8 @@ def test_text_that_spells_sentinels_holds_bytes_alone_and_loses_only_its_byte_or
 BAD_LINES = {b"null": "without a text in 'text'", b'["text"]': "without a text", b'{"text": null}': "without a text",
              b'{"body": "x"}': "without a text", b'{"text": 5}': "without a text",
              b'{"text": "fi': "not JSON", b"[" * 100_000: "not JSON", b'{"text": "\xff"}': "not JSON in UTF-8",
-             b'{"text": "ab\\ud800"}': "with a lone surrogate", b'{"text": "' + b"x" * 150_000 + b'"}': "longer than"}
+             b'{"text": "ab\\ud800"}': "with a lone surrogate", b"5": "without a text",
+             b'{"text": "' + b"x" * 150_000 + b'"}': "longer than"}
 
 
 @pytest.mark.parametrize("bad, kind", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES])
@@ -165,12 +199,117 @@ def test_an_empty_split_is_a_refusal_or_a_warning_with_the_remedy(tmp_path, caps
     assert "nothing to train on" in line and "lower --val_fraction" in line
 
 
+JSON = {
+    "array": b' [{"text": "one"},\n\n{"id": 1, "text": "two"}]\n',
+    "array of texts": b'["one", "two"]',
+    "with a byte order mark": data.BOM + b'[{"text": "one"}, {"text": "two"}]',
+    "objects over several lines": b'{\n"text": "one"\n}\n{\n"text":\n"two"}\n',
+    "lines": b'\n{"text": "one"}\n{"text": "two"}',
+    "lines with a bad one": b'{"text": "one"}\n{"text": \n{"text": "two"}',
+    "bad elements": b'[{"text": "one"}, null, 5, {"text": null}, {"text": "\xff"}, {"text": "\\ud800"}, "two"]',
+}
+
+
+@pytest.mark.parametrize("raw", JSON.values(), ids=JSON)
+def test_a_json_file_is_read_as_what_it_holds(tmp_path, monkeypatch, raw):
+    (tmp_path / "in.json").write_bytes(raw)
+    argv = tmp_path / "in.json", "--val_fraction", "0", "--out"
+    for size in (1 << 20, 3):                                 # bytes at a time
+        monkeypatch.setattr(datasets_import, "MIB", size)
+        assert prepare(*argv, tmp_path / f"o{size}") == 0
+        assert documents(tmp_path / f"o{size}", "train") == [b"one", b"two"]
+    assert prepare(*argv, tmp_path / "documents", "--ext", ".json") == 0
+    assert documents(tmp_path / "documents", "train") == [raw.removeprefix(data.BOM)]
+
+
+def test_texts_of_a_json_array_are_not_changed(tmp_path):
+    """Dates, numbers, and texts beside numbers and objects in the same field."""
+    texts = ["2020-01-01", "0017", "12.0", "null", "NA", "", "x", '"', "\n\u4e2d"]
+    (tmp_path / "in.json").write_text(json.dumps([dict(text=text) for text in texts] + [dict(text=5), dict(text={})]))
+    assert prepare(tmp_path / "in.json", "--val_fraction", "0", "--out", tmp_path / "o") == 0
+    assert documents(tmp_path / "o", "train") == [text.encode() for text in texts]
+    assert metadata(tmp_path / "o")["skipped"] == {"without a text in 'text' (--field)": 2}
+
+
+@pytest.mark.parametrize("end", [b"", b"]]", b", ] x", b'{"text": ', b"{'text': 1}]", b'{"text": "' + b"x" * 3000,
+                                 b"\xff", b"[" * 100_000])
+def test_a_json_array_with_a_bad_end_is_read_up_to_there_and_the_rest_counted(tmp_path, monkeypatch, capsys, end):
+    monkeypatch.setattr(datasets_import, "LINE_LIMIT", 2000)
+    monkeypatch.setattr(datasets_import, "MIB", 1000)
+    (tmp_path / "a.json").write_bytes(b'[{"text": "one"}, {"text": "two"}' + end)
+    assert prepare(tmp_path / "a.json", "--val_fraction", "0", "--out", tmp_path / "o") == 0
+    assert documents(tmp_path / "o", "train") == [b"one", b"two"]
+    assert "skipped 1 not JSON, or longer than 2,000 bytes" in (err := capsys.readouterr().err) and "a.json:3)" in err
+    assert "a.json:3: not JSON" in complaint(
+        capsys, "prepare", tmp_path / "a.json", "--strict", "--out", tmp_path / "strict")
+
+
+BAD_FILES = {                             # in the order in which they are met; a word of why
+    "denied": "Permission denied", "dead.txt": "dead link", "dead.txt.gz": "dead link",
+    "denied.json": "Permission denied", "loop.jsonl": "dead link", "pipe.csv": "no regular file"}
+
+
+def test_what_cannot_be_read_in_a_directory_is_skipped_counted_and_named(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "in"
+    (folder / "denied").mkdir(parents=True)
+    (folder / "denied.json").write_text("[]")
+    (folder / "dead.txt").symlink_to(folder / "nowhere")
+    (folder / "dead.txt.gz").symlink_to(folder / "gone")
+    (folder / "good.txt").write_text("text")
+    (folder / "loop.jsonl").symlink_to(folder / "loop.jsonl")
+    os.mkfifo(folder / "pipe.csv")
+
+    def denying(real):
+        def call(path, *args):
+            if Path(path).stem == "denied":
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path, *args)
+        return call
+    monkeypatch.setattr(datasets_import, "open", denying(open), raising=False)    # root may read everything
+    monkeypatch.setattr(os, "scandir", denying(os.scandir))
+    assert prepare(folder, "--val_fraction", "0", "--out", tmp_path / "all") == 0
+    assert documents(tmp_path / "all", "train") == [b"text"]
+    assert sum(metadata(tmp_path / "all")["skipped"].values()) == len(BAD_FILES)
+    assert f"(first: {folder}/dead.txt)" in capsys.readouterr().err
+    for name, reason in BAD_FILES.items():
+        path = folder / name
+        line = complaint(capsys, "prepare", folder, "--strict", "--out", tmp_path / "strict")
+        assert f"error: {path}: " in line and reason in line
+        if name != "pipe.csv":                                # named, a pipe is read
+            line = complaint(capsys, "prepare", path, folder / "good.txt", "--out", tmp_path / "named")
+            assert f"error: {path}: " in line and ("Permission" in reason) == ("Permission" in line)
+        if name == "denied":
+            assert f"nothing to train on: 1 unreadable: {reason} (first: {path})" in complaint(
+                capsys, "prepare", folder, "--ext", ".md", "--out", tmp_path / "none")
+        path.rmdir() if name == "denied" else path.unlink()
+    assert prepare(folder, "--strict", "--out", tmp_path / "strict") == 0
+
+
+def test_a_dead_link_that_is_named_like_a_data_set_is_not_looked_up_at_the_hub(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("owner").mkdir()
+    Path("owner", "set").symlink_to("nowhere")
+    assert "owner/set: no such file or directory" in complaint(capsys, "prepare", "owner/set", "--out", "o")
+
+
+def test_a_pipe_that_is_named_is_read(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with ThreadPoolExecutor() as thread:
+        thread.submit((tmp_path / "a.txt").write_bytes, b"0123456789")
+        assert prepare(tmp_path / "a.txt", "--val_fraction", "0.5", "--out", tmp_path / "o") == 0
+    assert documents(tmp_path / "o", "train") == [b"01234"] and documents(tmp_path / "o", "val") == [b"56789"]
+
+
 FAULTY = {
     "no field": ({"x.jsonl": LINE}, ["x.jsonl", "--field", "body"], ["x.jsonl: nothing to train on", "'body'", "--fi"]),
     "only blank": ({"x.jsonl": b"\n \n"}, ["x.jsonl"], ["x.jsonl: nothing to train on: no document"]),
     "empty": ({"x.txt": b""}, ["x.txt"], ["1 empty (first: x.txt)"]),
+    "empty table": ({"x.csv": b""}, ["x.csv"], ["1 empty (first: x.csv)"]),
+    "empty array": ({"x.json": b"[ ]"}, ["x.json"], ["x.json: nothing to train on: no document"]),
+    "other JSON": ({"x.json": b'{"a": [\n1]}'}, ["x.json"], ["1 without a text in 'text' (--field) (first: x.json:1)"]),
     "missing": ({}, ["x.txt"], ["x.txt: no such file"]),
-    "other kind": ({"x.odt": b"a"}, ["x.odt"], ["x.odt: no .txt .jsonl .ndjson .parquet .csv .arrow file; --ext"]),
+    "missing JSON": ({}, ["d/x.json"], ["d/x.json: no such file"]),
+    "other kind": ({"x.odt": b"a"}, ["x.odt"], ["x.odt: no .txt .jsonl .ndjson .json .parquet .csv .arrow", "--ext"]),
     "nothing in it": ({"d/x.odt": b"a"}, ["d"], ["d: no .txt .jsonl"]),
     "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: no .py .md file"]),
     "fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "1"], ["--val_fraction", "0.999"]),
@@ -233,15 +372,64 @@ def test_shards_that_are_there_already_are_neither_mixed_with_others_nor_replace
         assert {path: path.read_bytes() for path in out.rglob("*.*")} == before
 
 
-def test_a_full_disk_is_one_line_that_names_the_shard_and_leaves_nothing(mixed, tmp_path, monkeypatch, capsys):
-    def replace(source, target, real=os.replace):
-        if Path(target).name == "train-00002.bin":
-            raise OSError(28, "No space left on device", str(target))
-        real(source, target)
-    monkeypatch.setattr(os, "replace", replace)
+@pytest.mark.parametrize("call, place", [("fsync", "{out}"), ("replace", "{out}/metadata.json")])
+def test_a_full_disk_is_one_line_with_a_path_and_a_remedy_and_leaves_nothing(
+        mixed, tmp_path, monkeypatch, capsys, call, place):
+    def fail(*paths):
+        raise OSError(errno.ENOSPC, "No space left on device", *map(str, paths[1:]))
+    monkeypatch.setattr(os, call, fail)                       # as the system does, os.fsync names no file
     line = complaint(capsys, "prepare", mixed, "--shard_mb", "0.02", "--out", tmp_path / "o")
-    assert line == f"data.py: error: {tmp_path}/o/train-00002.bin: No space left on device"
-    assert os.listdir(tmp_path / "o") == []
+    assert line.startswith(f"data.py: error: {place.format(out=tmp_path / 'o')}: No space left on device: ")
+    assert "another --out" in line and os.listdir(tmp_path / "o") == []
+
+
+LIMITED = """
+import resource, sys, data
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+sys.exit(data.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "-"])
+def test_an_error_of_writing_names_the_directory_and_one_of_reading_the_input(tmp_path, name):
+    text = random.Random(0).randbytes(200_000)
+    (tmp_path / "a.txt").write_bytes(text)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text))
+    def error(code: str, argument: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code, "prepare", argument, "--out", tmp_path / "o"], cwd=ROOT,
+                              stdin=open(tmp_path / "a.txt"), capture_output=True, text=True)
+        assert done.returncode == 2 and os.listdir(tmp_path / "o") == []
+        return done.stderr.splitlines()[-1]
+    argument = "-" if name == "-" else str(tmp_path / name)
+    assert error(LIMITED, argument) == f"data.py: error: {tmp_path}/o: File too large"
+    if name == "a.txt":                                       # a file whose bytes cannot be read
+        (tmp_path / "b.txt").symlink_to("/proc/self/mem")
+        line = error("import sys, data; sys.exit(data.main(sys.argv[1:]))", str(tmp_path / "b.txt"))
+        assert line == f"data.py: error: {tmp_path}/b.txt: Input/output error"
+    if name == "-":
+        line = error("import sys, data; sys.stdin = None; sys.exit(data.main(sys.argv[1:]))", "-")
+        assert line == "data.py: error: -: standard input is closed"
+
+
+def test_a_link_of_the_name_of_a_temporary_shard_is_not_followed(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "victim").write_text("precious")
+    out = tmp_path / "o"
+    out.mkdir()
+    (out / ".train-00000.bin.tmp").symlink_to(tmp_path / "victim")
+    assert prepare(tmp_path / "a.txt", "--out", out) == 0     # there before
+    (out / ".train-00000.bin.tmp").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):                      # or made later
+        data.ShardWriter(out, "train", 100).write([b"text"], common.ProgressBar("prepare"))
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_directory_for_shards_may_be_a_link(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "o").symlink_to("far")
+    assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 0
+    assert documents(tmp_path / "far", "train") == [b"a tex"]
 
 
 def test_two_that_prepare_into_one_directory_do_not_meet(tmp_path, capsys):
@@ -255,9 +443,13 @@ def test_prepare_takes_little_memory_and_no_torch(tmp_path):
     with open(tmp_path / "b.jsonl", "wb") as file:
         file.write(LINE + b'{"text": "')
         file.truncate(200_000_000)                            # a line of zeros that take no room on the disk
+    with open(tmp_path / "c.json", "wb") as file:
+        file.write(b'[{"text": "')
+        file.truncate(200_000_000)
     code = "import sys, data; status = data.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
     done, peak = measured(code, "prepare", tmp_path, "--out", tmp_path / "o")
     assert done.returncode == 0 and f"1 longer than 33,554,432 bytes (first: {tmp_path}/b.jsonl:2)" in done.stderr
+    assert f"there on (first: {tmp_path}/c.json:1)" in done.stderr
     assert peak < 160_000                                     # kB: the limit of a line, twice, and Python
 
 

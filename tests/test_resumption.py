@@ -11,7 +11,7 @@ import torch
 import train
 from conftest import (SMALL, assert_same, assert_same_runs, contents, final_state, metrics, refused, run, run_flags,
                       run_in_parts)
-from jobs import Job, at_step, sleeps, steps_done, unread, until
+from jobs import Job, at_step, nan, signalled, sleeps, steps_done, unread, until
 from spider import boundaries, optim
 from spider.checkpoint import find_checkpoints
 
@@ -124,9 +124,9 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(tmp
 
 
 @pytest.mark.parametrize("slow, number", (
-    (None, signal.SIGTERM), ("evaluate", signal.SIGINT), ("log_sample", signal.SIGTERM),
+    (None, signal.SIGTERM), (None, signal.SIGUSR1), ("evaluate", signal.SIGINT), ("log_sample", signal.SIGTERM),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (None, signal.SIGINT), ("evaluate", signal.SIGTERM), ("log_sample", signal.SIGINT)))))
+        (None, signal.SIGINT), (None, signal.SIGHUP), ("evaluate", signal.SIGTERM), ("log_sample", signal.SIGINT)))))
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shards, processes, slow, number):
     """It ends an evaluation or a sample at once."""
     flags = ("--eval_every", "7", *(("--sample_every", "7") if slow == "log_sample" else ()))
@@ -140,6 +140,19 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shard
     assert step == 7 if slow else step >= 5
     parts = run(tmp_path, shards, *flags, steps=step + 2, ckpt="stopped")
     assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
+
+
+def test_after_a_signal_neither_the_evaluation_nor_the_sample_of_its_step_is_made(tmp_path, shards, monkeypatch, capsys):
+    """The time until a kill is for saving. The resumed run makes them."""
+    monkeypatch.setattr(train, "accumulate", train.accumulate)
+    signalled(3)
+    flags = ("--sample_every", "4")
+    assert train.command_line(run_flags(shards, tmp_path / "run", *flags)) == 128 + signal.SIGTERM
+    said, state = capsys.readouterr().err, final_state(tmp_path / "run")
+    assert (state["step"], state["val_loss"]) == (4, None) and "evaluating" not in said and "continues" not in said
+    assert "val_bpb" not in metrics(tmp_path / "run")[-1]
+    run(tmp_path, shards, *flags, steps=4)
+    assert final_state(tmp_path / "run")["val_loss"] > 0 and "step 4 continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("slow", ("open_data", "load_origin", "warm_up"))
@@ -193,6 +206,18 @@ def test_lack_of_memory_and_bad_data_end_a_run_with_advice(tmp_path, shards, mon
     assert final_state(tmp_path / "run")["step"] == 2
 
 
+def test_a_skipped_step_is_saved_only_where_the_run_ends(tmp_path, shards, monkeypatch):
+    """Its weights are those of the step before."""
+    monkeypatch.setattr(train, "accumulate", train.accumulate)
+    nan(2)
+    flags = ("--ckpt_every", "1", "--keep_last", "9", "--eval_every", "0")
+    directory = run(tmp_path, shards, *flags, steps=5)
+    assert [one.step for one in find_checkpoints(directory)] == [1, 2, 4, 5]
+    nan(1)
+    run(tmp_path, shards, *flags, steps=7)
+    assert [one.step for one in find_checkpoints(directory)] == [1, 2, 4, 5, 6, 7]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The rule: where a directory holds checkpoints, their run resumes
 
@@ -240,8 +265,24 @@ def test_what_cannot_begin_a_run_is_an_error(tmp_path, shards, capsys):
     (tmp_path / "folder").mkdir()
     for flags, said in ((("--reset_steps",), "--reset_steps needs --resume"),
                         (("--resume", tmp_path / "none.pt"), "none.pt does not exist"),
-                        (("--resume", tmp_path / "folder"), "name a checkpoint in it")):
+                        (("--resume", tmp_path / "folder"), "no usable checkpoint in")):
         assert said in refused(run_flags(shards, tmp_path / "new", *map(str, flags)), capsys)
+
+
+def test_a_directory_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path, shards, capsys):
+    """Also below the new directory, and as the new directory itself, which then resumes."""
+    flags = ("--eval_every", "0", "--ckpt_every", "2")
+    whole = run(tmp_path, shards, *flags, steps=6, ckpt="whole")
+    origin = run(tmp_path, shards, *flags, steps=4, ckpt="new/origin")
+    (origin / "spider-step7.pt").write_bytes(b"damaged")
+    for _ in range(2):
+        other = run(tmp_path, shards, *flags, "--resume", str(origin), steps=6, ckpt="new")
+        assert_same(final_state(other)["model_state_dict"], final_state(whole)["model_state_dict"])
+    said = capsys.readouterr().err
+    assert "its newest good checkpoint is spider-step4.pt" in said and "is where the run in" in said
+    assert final_state(run(tmp_path, shards, *flags, "--resume", str(other), steps=7, ckpt="new"))["step"] == 7
+    tuned = run(tmp_path, shards, *flags, "--resume", str(origin), "--reset_steps", steps=1, ckpt="tuned")
+    assert final_state(tuned)["step"] == 1
 
 
 def test_with_the_default_directory_a_reset_begins_beside_the_run_it_came_from(tmp_path, shards, monkeypatch):
@@ -275,6 +316,16 @@ def test_a_larger_batch_resumes_to_the_same_number_of_bytes_and_logs_the_change(
     state = final_state(run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0))
     assert state["bytes_seen"] == 5 * 64 + 3 * 128 and state["step"] == 8
     assert "micro_batch was 2, is 4" in capsys.readouterr().err
+
+
+def test_other_data_or_another_order_of_it_is_said_to_repeat_and_skip_text(tmp_path, shards, capsys):
+    run(tmp_path, shards, "--eval_every", "0", steps=1)
+    for flags, reorders in ((("--seed", "1"), True), (("--lr", "0.02", "--seed", "1"), False),
+                            (("--data_dir", f"{shards}:1", "--seed", "1"), True)):
+        capsys.readouterr()
+        steps = final_state(tmp_path / "run")["step"] + 1
+        run(tmp_path, shards, "--eval_every", "0", *flags, steps=steps)
+        assert ("is read again" in capsys.readouterr().err) == reorders
 
 
 def test_hyperparameters_are_those_of_this_runs_flags(tmp_path, shards, capsys):

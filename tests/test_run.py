@@ -4,15 +4,19 @@ import itertools
 import math
 import os
 import signal
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import train
-from conftest import final_state, metrics, refused, run, run_flags
-from jobs import forked
+from conftest import SMALL, final_state, metrics, refused, run, run_flags
+from jobs import Job, forked
+from spider import machine
 from spider.checkpoint import best_checkpoint
-from spider.run import Metrics, RunProgress, StopSignals
+from spider.run import Metrics, RunProgress, StepEvents, StopSignals, Tracker
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Spikes and explosions
@@ -41,13 +45,49 @@ def test_a_run_that_explodes_is_marked_and_says_so_when_it_resumes(tmp_path, sha
         numbers = update(*args, **options)
         return numbers | dict(loss=numbers["loss"] + 6.0 * (next(steps) > 30))
     monkeypatch.setattr(train, "update", exploding)
-    directory = run(tmp_path, shards, "--seed", "3", "--eval_every", "0", steps=36)
+    flags = ("--seed", "3", "--eval_every", "0", "--no-engram_reset")
+    directory = run(tmp_path, shards, *flags, steps=36)
     assert final_state(directory)["exploded"]
     first = next(line for line in capsys.readouterr().err.splitlines() if "is a spike" in line)
     assert "step 31 " in first
     assert first.endswith(f"data.py show {shards} --seq_len 32 --seed 3 --first 60 --count 2")
-    run(tmp_path, shards, "--seed", "3", "--eval_every", "0", steps=36)
+    run(tmp_path, shards, *flags, steps=36)
     assert "the loss had exploded by then" in capsys.readouterr().err
+
+
+def test_losses_after_the_tables_were_cleared_are_judged_afresh():
+    """Empty tables raise the loss far above the recent ones. An explosion before stays one."""
+    def record(loss, cleared=False):
+        return progress.record(dict(loss=loss, skipped=False), 0, 0, cleared)
+    progress = RunProgress()
+    for loss in [1.0] * 30:
+        assert not record(loss).spike
+    assert record(1.0, cleared=True).cleared
+    assert not any(record(loss).spike or progress.exploded for loss in [3.6] * 5 + [2.0] * 20)
+    assert record(5.0).spike and not progress.exploded
+    for loss in [5.0] * 30:
+        record(loss)
+    assert not progress.exploded          # since then the lowest peak is 3.6
+    for loss in [7.0] * 4:
+        record(loss, cleared=True)
+    assert progress.exploded and progress.lowest_peak < 7
+
+
+def test_a_skipped_step_begins_no_epoch_and_clears_nothing():
+    progress = RunProgress()
+    assert progress.record(dict(loss=math.nan, skipped=True), 64, 1, True) == StepEvents()
+    assert (progress.step, progress.epoch, progress.skipped) == (1, 0, 1)
+    events = progress.record(dict(loss=1.0, skipped=False), 128, 1, True)
+    assert events == StepEvents(spike=False, begins_epoch=True, cleared=True)
+    assert (progress.epoch, progress.skipped) == (1, 0)
+
+
+def test_the_log_names_each_epoch_that_begins_and_whether_the_tables_were_cleared(tmp_path, shards, capsys):
+    """Sequences 20 and 40 begin one, in steps 11 and 21; of the third less than half is read."""
+    run(tmp_path, shards, "--engram_reset", "--target_tokens", "1500", "--eval_every", "0", steps=24)
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines() if "begins epoch" in line]
+    assert [line.partition(" (")[0] for line in lines] == ["step 11 begins epoch 1", "step 21 begins epoch 2"]
+    assert ["Engram tables are empty" in line for line in lines] == [True, False]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,6 +186,31 @@ def test_the_log_has_the_lines_of_log_every_and_metrics_every_step(tmp_path, sha
     assert any(f"next: python sample.py {directory}" in line for line in lines)
 
 
+def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(tmp_path, shards, monkeypatch, capsys):
+    def steps_logged(steps):
+        argv = run_flags(shards, tmp_path / "run", "--eval_every", "0", steps=steps)
+        place = argv.index("--log_every")
+        assert train.command_line(argv[:place] + argv[place + 2:]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        return [int(line.partition("step ")[2].partition("/")[0]) for line in lines if "| loss " in line]
+    assert steps_logged(6) == [1, 2, 3, 4, 5, 6]
+    assert steps_logged(120) == [7, *range(8, 121, 2)]
+    monkeypatch.setattr(train, "LOG_SECONDS", 0.0)
+    assert steps_logged(123) == [121, 122, 123]
+
+
+def test_the_log_says_once_what_its_columns_mean_and_has_those_that_vary(tmp_path, shards, capsys):
+    for flags, varies in ((("--n_loops", "2"), True), (("--n_loops", "1"), False),
+                          (("--n_loops", "1", "--random_loops"), True), (("--set", f"{SMALL},act=false"), False)):
+        run(tmp_path, shards, *flags, "--eval_every", "0", steps=2, ckpt="".join(flags)[:40])
+        lines = capsys.readouterr().err.splitlines()
+        meanings, = [line for line in lines if "columns of a step" in line]
+        assert ("loops (" in meanings) == varies and "balance (" in meanings
+        for line in (line for line in lines if "| loss " in line):
+            assert (" loops |" in line) == varies and " balance " in line
+            assert line.count(" | ") == meanings.count(" (")
+
+
 def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path, shards, capsys):
     name = "a\x1b[2J\r\n99:99:99 forged \u202e\udcff"
     directory = run(tmp_path, shards, "--sample_every", "9", ckpt=name, steps=2)
@@ -157,14 +222,59 @@ def test_every_line_of_a_run_is_printable_whatever_its_files_are_called(tmp_path
     assert not any(line.startswith("99:99:99") or not line.isprintable() for line in lines)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals
+
+
 def test_one_rank_agrees_to_stop_at_once_and_several_by_their_votes():
     for ranks in (1, 2):
         with StopSignals(ranks) as stop:
             stop.raises = False
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.votes() == [1.0, 0.0] and stop.agreed == (signal.SIGTERM if ranks == 1 else None)
-            stop.agree([0.0, 3.0])
+            assert stop.votes() == [1.0, 0.0, 0.0, 0.0]
+            assert stop.agreed == (signal.SIGTERM if ranks == 1 else None)
+            stop.agree([0.0, 0.0, 0.0, 0.0])
+            assert stop.agreed == (signal.SIGTERM if ranks == 1 else None)
+            stop.agree([0.0, 3.0, 0.0, 0.0])
             assert stop.agreed == signal.SIGINT
+
+
+def receive(ranks: int, numbers: list[int], seconds: float, ignored: tuple[int, ...] = ()):
+    """Receive signals, so many seconds apart, in a process of its own; exit with the one that stops the run."""
+    now = iter(range(100))
+    time.monotonic = lambda: next(now) * seconds
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    with StopSignals(ranks) as stop:
+        stop.raises = False
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    sys.exit(int(stop.asked or 0))
+
+
+TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
+@pytest.mark.parametrize("ranks, numbers, seconds, status", (
+    (1, [HUP], 0, HUP), (1, [USR1], 0, USR1),
+    (1, [TERM, TERM], 0, -TERM), (1, [INT, INT], 9, -INT),
+    (1, [HUP, HUP], 9, HUP), (1, [USR1, USR1], 9, USR1),      # a terminal's end may send SIGHUP twice
+    (1, [TERM, HUP], 9, TERM), (1, [USR1, TERM], 9, USR1),    # as systemd and Slurm send them
+    (1, [USR1, TERM, TERM], 9, -TERM),
+    (2, [TERM, TERM], 4.9, TERM), (2, [TERM, TERM], 5.1, -TERM)), ids=str)
+def test_a_repeated_ctrl_c_or_sigterm_quits_and_no_other_signal_does(processes, ranks, numbers, seconds, status):
+    """With several ranks, not within the five seconds in which torchrun repeats it."""
+    child = processes.Process(target=receive, args=(ranks, numbers, seconds))
+    child.start()
+    child.join()
+    assert child.exitcode == status
+
+
+def test_signals_that_nohup_ignores_stay_ignored(processes):
+    child = processes.Process(target=receive, args=(1, [HUP, USR1], 0, (HUP, USR1)))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,6 +290,75 @@ def test_wandb_is_used_only_with_a_run_name_works_offline_and_resumes_its_run(tm
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"), key=os.path.getmtime)
     first, again = (path.name.rpartition("-")[2] for path in runs)
     assert first == again
+
+
+class FakeWandb:
+    """Stands for the module, and for its runs."""
+
+    def __init__(self):
+        self.ids, self.calls = [], []
+
+    def init(self, id, **_):
+        self.ids.append(id)
+        self.id = id or f"new{len(self.ids)}"
+        return self
+
+    def log(self, metrics, step):
+        self.calls.append(step)
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+def test_going_back_in_another_directory_begins_a_new_wandb_run(tmp_path, shards, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    flags = ("--run", "a", "--eval_every", "0")
+    first = run(tmp_path, shards, *flags, steps=2)
+    run(tmp_path, shards, *flags, steps=3)                    # resumes: the same
+    back = ("--resume", str(first / "spider-step2.pt"))
+    run(tmp_path, shards, *back, "--eval_every", "0", steps=3, ckpt="other")
+    run(tmp_path, shards, *flags, *back, steps=4, ckpt="other")
+    run(tmp_path, shards, *flags, *back, steps=5, ckpt="other")
+    run(tmp_path, shards, "--run", "b", "--eval_every", "0", steps=6, ckpt="other")
+    assert fake.ids == [None, "new1", None, "new3", None]
+
+
+def test_a_failure_of_wandb_is_a_line_and_the_run_goes_on_without_it(tmp_path, shards, monkeypatch, capsys):
+    fake = FakeWandb()
+
+    def log(metrics, step):
+        if step == 3:
+            raise BrokenPipeError("the service is gone")
+        fake.calls.append(step)
+    fake.log = log
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    directory = run(tmp_path, shards, "--run", "a", "--eval_every", "0", steps=6)
+    assert fake.calls == [1, 2] and len(metrics(directory)) == 6 and final_state(directory)["step"] == 6
+    assert capsys.readouterr().err.count("the service is gone") == 1
+
+
+def test_wandb_that_fails_at_the_end_fails_no_run(capsys):
+    fake = FakeWandb()
+    fake.finish = lambda: (_ for _ in ()).throw(RuntimeError("no network"))
+    machine.start_log()
+    Tracker(fake).finish()
+    assert "no network" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_death_of_wandbs_service(tmp_path, shards, processes):
+    """kill -9, as the kernel does where memory is short."""
+    argv = run_flags(shards, tmp_path / "run", "--eval_every", "0", "--run", "smoke", "--ckpt_every", "5", steps=400)
+    job = Job(processes, tmp_path, 1, argv, WANDB_MODE="offline", WANDB__SERVICE_WAIT="300")
+    job.wait_for("step 4/")
+    children = Path(f"/proc/{job.ranks[0].pid}/task/{job.ranks[0].pid}/children").read_text().split()
+    assert children
+    for pid in children:
+        os.kill(int(pid), signal.SIGKILL)
+    (status,), log = job.end()
+    assert status == 0 and log.count("wandb failed") == 1, log
+    assert final_state(tmp_path / "run")["step"] == len(metrics(tmp_path / "run")) == 400
 
 
 def test_the_profiler_leaves_a_trace(tmp_path, shards, processes):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from conftest import ROOT, final_state, run_flags, settled, world_of
+from conftest import ROOT, final_state, refused, run_flags, settled, world_of
 from spider import estimate, machine
 from spider.common import UsageError
 from spider.config import PRESETS, SpiderConfig
@@ -273,14 +273,28 @@ def test_minutes_are_a_horizon_from_the_measured_rate_that_a_resume_keeps(tmp_pa
     assert state["step"] == math.ceil(horizon / 64) and state["flags"]["target_tokens"] == horizon
 
 
+def test_other_minutes_than_those_of_the_run_are_refused(tmp_path, shards, monkeypatch, capsys):
+    """They chose its horizon: a run of other flags, or of other minutes, would go on unasked."""
+    argv = run_flags(shards, tmp_path / "run", "--eval_every", "0", steps=1)
+    assert train.command_line(argv) == 0
+    assert "started by --target_tokens" in refused([*argv, "--minutes", "0.03"], capsys)
+    argv = run_flags(shards, tmp_path / "timed", "--eval_every", "0", "--minutes", "0.03", steps=1)
+    assert train.command_line(argv) == 0
+    assert "started for --minutes 0.03" in refused([*argv, "--minutes", "0.05"], capsys)
+    assert train.command_line([*argv, "--max_steps", "2"]) == 0
+    assert final_state(tmp_path / "timed")["step"] == 2
+
+
 @pytest.mark.parametrize("dry", (True, False))
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
     for flags, steps, warned in (
             (("--target_tokens", "20000", "--warmup_steps", "0"), 2, ("is 31 epochs", "--max_steps 2 ends the run")),
+            (("--target_tokens", "64", "--min_lr_fraction", "0.2"), 3, ("beyond the horizon of 1 steps", "rate, 2.00e-03")),
             (("--target_tokens", "128"), 2, ())):
         directory = tmp_path / f"run{steps}{len(warned)}"
         argv = run_flags(shards, directory, "--eval_every", "0", *flags, *["--dry_run"] * dry, steps=steps)
         assert train.command_line(argv) == 0
         said = "".join(capsys.readouterr())
         assert all(words in said for words in warned)
-        assert ("use --target_tokens" in said or "use at most" in said) == bool(warned)
+        assert ("use --target_tokens" in said or "use at most" in said or "raise --target_tokens for" in said) == bool(
+            warned)
