@@ -294,7 +294,7 @@ def hash_of(text: str) -> str:
 
 def run_facts(path: Path, state: dict, model: nn.Module) -> list[str]:
     """Summarize a model and its training run, given its checkpoint and content. Paths are left out."""
-    facts = facts_of(path, state)
+    facts = facts_of(path, dict(flags={}) | state)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
     lines = [f"{facts['recipe']}, {size}" if "recipe" in facts else size, f"step {facts.get('step', 0):,}"]
     if "bytes_seen" in facts:
@@ -383,7 +383,7 @@ def show(model: nn.Module, n_loops: int, argument: str, checkpoint: Path, state:
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print("".join(in_terminal(shown, colour)), flush=True)
     run = run_facts(directory / checkpoint.name, state, model)
-    content = write_page(shown, f"{checkpoint.name} reads {name}", model, run)
+    content = write_page(shown, f"{checkpoint.absolute().name} reads {name}", model, run)
     try:
         with durable(out, "wb") as file:
             file.write(content.encode())

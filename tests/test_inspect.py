@@ -43,7 +43,7 @@ def text_of(length: int) -> bytes:
 def show(model, text: bytes, tmp_path, capsys) -> tuple[str, str]:
     """Return what show prints and the page that it writes."""
     (tmp_path / "text").write_bytes(text)
-    inspect.show(model, 3, str(tmp_path / "text"), tmp_path, dict(step=3, flags={}), None)
+    inspect.show(model, 3, str(tmp_path / "text"), tmp_path, dict(step=3), None)
     return capsys.readouterr().out, (tmp_path / "look.html").read_text()
 
 
@@ -283,6 +283,13 @@ def test_a_page_holds_what_it_shows_as_text_and_loads_nothing(tmp_path, capsys):
     assert policy.startswith(f"default-src 'none'; script-src '{inspect.hash_of(script)}'; style-src 'sha256-")
     assert script in content
     assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval|Function", script)
+
+
+def test_the_page_names_a_checkpoint_that_is_the_working_directory(tmp_path, monkeypatch, capsys):
+    (tmp_path / "exported").mkdir()
+    monkeypatch.chdir(tmp_path / "exported")                              # as an export may be
+    inspect.show(model_of(), 1, "abc", Path("."), dict(step=3), None)
+    assert Page(Path("look.html").read_text()).within["title"] == "exported reads a text"
 
 
 def dom_of(page: Path) -> str:
