@@ -4,6 +4,7 @@
     python sample.py checkpoints/shakespeare --prompt "ROMEO:"  # continue a text with the newest one of a directory
     python sample.py checkpoints/spider-step750.pt --prompt "ROMEO:" --bytes 500 --top_k 40 --samples 3
     head -c 2000 play.txt | python sample.py checkpoints/shakespeare --bytes 200
+    python sample.py checkpoints/shakespeare --prompt "ROMEO:" --no_echo --stop $'\\n\\n'   # one paragraph alone
     python sample.py checkpoints/shakespeare --best --prompt O  # use the checkpoint with the lowest validation loss
     python sample.py checkpoints/shakespeare --show play.txt    # analyze a text: segments, loops, surprise
     python sample.py checkpoints/shakespeare --export DIR       # export for Hugging Face's libraries
@@ -14,13 +15,18 @@ Without --prompt the model continues standard input. In a terminal this is a dia
 that you type, with the whole dialogue as context. An empty line lets it continue its own text; a backslash at the end
 of a line continues the input on the next line. Ctrl-C stops the model, Ctrl-D ends the dialogue.
 
-Output is printed as text, also to files and pipes: control characters as escapes such as \\x1b, invalid UTF-8 as
-U+FFFD. --raw prints the bytes unchanged, and a line break after each sample.
+Output is the prompt and its continuation as text, also to files and pipes: control characters as escapes such as \\x1b,
+invalid UTF-8 as U+FFFD. --no_echo leaves out the prompt. --raw prints the bytes unchanged, and a line break after each
+sample.
 
---eval prints bits per byte. For a directory of shards it evaluates the validation data like training (val_bpb), in
-which BOS and EOS count. For a file it predicts every byte, the first one of a document from BOS; only bytes count. Each
-record of .jsonl and .json is a document, as is each document in a .bin shard; any other file is one. Windows of
---seq_len bytes advance by half, so each byte has at least half a window of context, or all of its document so far.
+--stop ends a sample before a text, which is not printed. In a dialogue the text stays in the context, and the next
+input follows it directly.
+
+--eval prints bits per byte, and bits per character where these differ. For a directory of shards it evaluates the
+validation data like training (val_bpb), in which BOS and EOS count. For a file it predicts every byte, the first one of
+a document from BOS; only bytes count. Each record of .jsonl and .json is a document, as is each document in a .bin
+shard; any other file is one. Windows of --seq_len bytes advance by half, so each byte has at least half a window of
+context, or all of its document so far.
 """
 
 import argparse
@@ -32,6 +38,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 from spider.common import (DataError, Parser, UsageError, check_flags_early, durable, integer, one_line, path_name,
                            quoted, real, run_program, say)
@@ -42,7 +49,7 @@ from spider.config import MAX_LOOPS
 
 # What a command does, by the flag that asks for it, and the flags that only it reads.
 COMMANDS = {
-    "talking": "prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed raw".split(),
+    "talking": "prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed raw stop no_echo".split(),
     "--eval": "json field seq_len batch precision adapt".split(),
     "--show": ["html"],
     "--export": [],
@@ -51,6 +58,12 @@ COMMANDS = {
 
 def loops(text: str) -> list[int]:
     return [integer(1, MAX_LOOPS)(part) for part in text.split(",")]
+
+
+def stop_text(text: str) -> bytes:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text would end every sample at once")
+    return os.fsencode(text)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -71,6 +84,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "twice, which ends endless repetition; 0: off")
     add("--samples", type=integer(1, 1 << 16), default=1, help="number of samples per prompt")
     add("--seed", type=integer(0), default=0, help="seed of the samples")
+    add("--stop", action="append", type=stop_text, metavar="TEXT", help="end a sample where TEXT would follow, which "
+        "is not printed; may be repeated")
+    add("--no_echo", action="store_true", help="print only the continuation, not the prompt")
     add("--raw", action="store_true", help="print bytes unchanged, including terminal control sequences")
     add = parser.add_argument_group("evaluation").add_argument
     add("--eval", nargs="+", type=path_name, metavar="FILE", help="evaluate on texts or directories of shards")
@@ -82,7 +98,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--adapt", action="store_true", help="let the model learn from each 1,024 bytes after they are scored")
     add = parser.add_argument_group("looking inside").add_argument
     add("--show", metavar="FILE|TEXT", help="analyze a text, in the terminal and as an HTML page: a file, - (stdin) or "
-        "the text itself; only its first 4,096 bytes")
+        "the text itself; at most 1 MB of it")
     add("--html", type=path_name, metavar="OUT", help="path of the page of --show (look.html beside the checkpoint)")
     add = parser.add_argument_group("export").add_argument
     add("--export", type=path_name, metavar="DIR", help="export to a new directory for Hugging Face's libraries")
@@ -111,8 +127,8 @@ import torch
 from data import KINDS, Documents, Input, Shard, Stream, map_shard, open_data, validation_sets
 from spider.distributed import World
 from spider.export import write_export
-from spider.inference import (CHUNK, Adaptation, Sampler, best_of, complete, converse, decoder_of, model_of,
-                              read_checkpoint, score_windows, trained_loops)
+from spider.inference import (CHUNK, Adaptation, Sampler, best_of, complete, converse, count_characters, decoder_of,
+                              model_of, read_checkpoint, score_windows, trained_loops)
 from spider.inspect import show
 from spider.machine import keep_freed_memory, memory_advice, multiplies_bf16, resolve_device, start_log
 from spider_model import Spider
@@ -154,6 +170,8 @@ def talk(name: str, n_loops: int | None, prompt: str | None, device: torch.devic
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation
 
+PIECE = 1 << 20                           # ids of a text that are decoded at once, to count characters
+
 
 def open_text(name: str, field: str) -> Stream | list:
     """Open a directory of shards as sources, any other file as a stream of ids."""
@@ -179,23 +197,35 @@ def read_ids(name: str, field: str) -> np.ndarray:
     return np.concatenate([part for text in texts for part in ([BOS_ID], text, [EOS_ID])]).astype(np.uint16)
 
 
-def score(model: Spider, state: dict, text, n_loops: int, seq_len: int, batch: int, adapt: bool) -> tuple[int, float]:
-    """Return the number of predicted bytes and bits per byte, for prepared sources those of the trainer."""
-    prepared = isinstance(text, list)
-    if prepared:
-        eval_tokens = state.get("flags", {}).get("eval_tokens", 1 << 20)
-        sets = validation_sets(text, CHUNK if adapt else seq_len, eval_tokens)
-        counts = {name: int((labels != -100).sum()) for name, (_, labels) in sets.items()}
-    if adapt and prepared:
-        streams = [source.val.slice(0, counts[source.name] + 1) for source in text if source.name in counts]
-        return Adaptation(model, state, n_loops).score(streams, special=True)
+class Score(NamedTuple):
+    """How well a model predicts a text. In prepared sources, BOS and EOS count as bytes and as characters."""
+    bytes: int                            # that were predicted
+    characters: int                       # in these bytes
+    bits_per_byte: float
+
+
+def score(model: Spider, state: dict, text, n_loops: int, seq_len: int, batch: int, adapt: bool) -> Score:
+    """Score a text; prepared sources are evaluated like the trainer's."""
+    if not isinstance(text, list):
+        pieces = (text.read(start, min(start + PIECE, len(text))) for start in range(1, len(text), PIECE))
+        characters = count_characters(pieces, special=False)
+        if adapt:
+            count, bits = Adaptation(model, state, n_loops).score([text], special=False)
+        else:
+            count, bits = score_windows(model, text, seq_len, batch, n_loops)
+        return Score(count, characters, bits)
+    eval_tokens = state.get("flags", {}).get("eval_tokens", 1 << 20)
+    sets = validation_sets(text, CHUNK if adapt else seq_len, eval_tokens)
+    targets = {name: labels[labels != -100].numpy() for name, (_, labels) in sets.items()}
+    characters = sum(count_characters([ids], special=True) for ids in targets.values())
     if adapt:
-        return Adaptation(model, state, n_loops).score([text], special=False)
-    if prepared:
+        streams = [source.val.slice(0, len(targets[source.name]) + 1) for source in text if source.name in targets]
+        count, bits = Adaptation(model, state, n_loops).score(streams, special=True)
+    else:
         world = World({})
         world.device = model.embed_tokens.device
-        return sum(counts.values()), evaluate(model, sets, batch, n_loops, world)["val_bpb"]
-    return score_windows(model, text, seq_len, batch, n_loops)
+        count, bits = sum(map(len, targets.values())), evaluate(model, sets, batch, n_loops, world)["val_bpb"]
+    return Score(count, characters, bits)
 
 
 def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: int | None, batch: int | None,
@@ -213,24 +243,35 @@ def measure(names: list[str], texts: dict, n_loops: list[int] | None, seq_len: i
                 if model is None or adapt:  # each figure is of the checkpoint's weights
                     model = None            # freed before the next one is built
                     model = model_of(state, device, torch.bfloat16 if bf16 else torch.float32, model_class)
-                count, bits = score(model, state, text, loops, length, batch or max(1, EVAL_BYTES // length), adapt)
-                if not count:
+                scored = score(model, state, text, loops, length, batch or max(1, EVAL_BYTES // length), adapt)
+                if not scored.bytes:
                     raise DataError(f"{file}: no byte to predict")
-                if not math.isfinite(bits):
+                if not math.isfinite(scored.bits_per_byte):
                     raise FloatingPointError(f"{path}: the loss is not a finite number: its weights are ruined")
-                yield dict(checkpoint=str(path), file=file, bytes=count, n_loops=loops, bits_per_byte=bits,
+                yield dict(checkpoint=str(path), file=file, n_loops=loops, **scored._asdict(),
+                           bits_per_character=scored.bits_per_byte * scored.bytes / scored.characters,
                            seq_len=None if adapt else length, precision="bf16" if bf16 else "fp32", adapt=adapt)
 
 
 def print_table(found: list[dict]):
-    """Print bits per byte, a row per checkpoint and text, a column per number of loops."""
+    """Print a row per checkpoint and text, a column per number of loops: bits per byte after the number of bytes, and,
+    where these differ, bits per character after the number of characters."""
     loops = list(dict.fromkeys(entry["n_loops"] for entry in found))
-    rows = {}                             # bits per byte by number of loops
+    units = [("bytes", "bits_per_byte")]
+    if any(f"{entry['bits_per_character']:.4f}" != f"{entry['bits_per_byte']:.4f}" for entry in found):
+        units.append(("characters", "bits_per_character"))
+    lines = [["checkpoint", "file"]]
+    for unit, _ in units:
+        lines[0] += [unit, *(f"n_loops={n}" for n in loops)]
+    rows = {}                             # entries by number of loops
     for entry in found:
-        row = one_line(entry["checkpoint"]), one_line(entry["file"]), f"{entry['bytes']:,}"
-        rows.setdefault(row, {})[entry["n_loops"]] = f"{entry['bits_per_byte']:.4f}"
-    head = "checkpoint", "file", "bytes", *(f"n_loops={n}" for n in loops)
-    lines = [head, *((*row, *(bits.get(n, "") for n in loops)) for row, bits in rows.items())]
+        rows.setdefault((entry["checkpoint"], entry["file"]), {})[entry["n_loops"]] = entry
+    for names, by_loops in rows.items():
+        line = [one_line(name) for name in names]
+        for unit, bits in units:
+            line.append(f"{next(iter(by_loops.values()))[unit]:,}")
+            line += [f"{by_loops[n][bits]:.4f}" if n in by_loops else "" for n in loops]
+        lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         say("  ".join(cell.ljust(width) if i < 2 else cell.rjust(width)
@@ -273,8 +314,8 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
                     if out:
                         out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
             elif args.show is not None:
-                _, state = read_checkpoint(names[0], model_class)
-                show(decoder_of(state, device, model_class), n_loops or trained_loops(state), args.show, Path(names[0]),
+                path, state = read_checkpoint(names[0], model_class)
+                show(decoder_of(state, device, model_class), n_loops or trained_loops(state), args.show, path, state,
                      args.html)
             else:
                 settings = {name: getattr(args, name) for name in COMMANDS["talking"] if name != "prompt"}

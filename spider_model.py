@@ -466,7 +466,8 @@ class Spider(DecodingMixin, nn.Module):
         self.engram_output = OutputEngram(c) if byte_memory else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
         torch.set_rng_state(random_state)
-        self.init_weights()
+        if not self.embed_tokens.is_meta:        # where no tensor has values, and some operations import torch._dynamo
+            self.init_weights()
 
     @property
     def wide_dtype(self) -> torch.dtype:

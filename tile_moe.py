@@ -350,7 +350,11 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
     """Multiply rows [P, D], sorted by expert, by their experts' weights [E, D, F]; expert_end [E] int32 -> [P, F].
 
     Rows after the last expert's, and their gradients, are uninitialized: nothing may sum over them."""
-    product = {torch.bfloat16: F.grouped_mm, torch.float64: _multiply_in_turn}.get(rows.dtype, _uncompiled_grouped_mm)
+    product = F.grouped_mm
+    if rows.dtype == torch.float64:
+        product = _multiply_in_turn
+    elif rows.dtype != torch.bfloat16 and torch.compiler.is_compiling():
+        from spider.uncompiled import grouped_mm as product
     return product(rows, weights, offs=expert_end)
 
 
@@ -358,9 +362,6 @@ def _multiply_in_turn(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     """Compute grouped_mm in float64, which torch does not support, by a loop; for exact references."""
     *groups, tail = rows.tensor_split(offs.tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, weights)] + [tail @ torch.zeros_like(weights[0])])
-
-
-_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)  # torch.compile supports it only in bf16
 
 
 def fp8_grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:

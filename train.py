@@ -378,8 +378,9 @@ def check_minutes(args: SimpleNamespace, saved_flags: Mapping[str, object]):
     before = saved_flags.get("minutes")
     if before != args.minutes:
         origin = "by --target_tokens" if before is None else f"for --minutes {before:g}"
-        raise UsageError(f"--minutes {args.minutes:g}: this resumes a run of {saved_flags.get('target_tokens', 0):,} bytes "
-                         f"that was started {origin}: leave --minutes out to continue it, or name a new --ckpt_dir")
+        raise UsageError(f"--minutes {args.minutes:g}: this resumes a run of {saved_flags.get('target_tokens', 0):,} "
+                         f"bytes that was started {origin}: leave --minutes out to continue it, or name a new "
+                         f"--ckpt_dir")
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
@@ -412,8 +413,8 @@ def config_of_checkpoint(saved_config: dict, asked: SpiderConfig | None, setting
                    if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)]
         if changes and shapes(replace(other, n_loops=saved.n_loops), model_class) != shapes(saved, model_class):
             more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
-            raise CheckpointError(f"the checkpoint holds another model: {'; '.join(changes[:3])}{more}. Leave --model and "
-                                  f"--set out, or train a new model in another --ckpt_dir")
+            raise CheckpointError(f"the checkpoint holds another model: {'; '.join(changes[:3])}{more}. Leave --model "
+                                  f"and --set out, or train a new model in another --ckpt_dir")
     return config
 
 
@@ -423,7 +424,8 @@ def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple]:
         return {name: tuple(value.shape) for name, value in model_class(config).state_dict().items()}
 
 
-MAX_EPOCHS = 20                          # of a horizon without a warning
+MAX_EPOCHS = 20                           # of a horizon without a warning
+MUCH_HIGHER = 1.5                         # a learning rate, relative to the last one
 
 
 def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
@@ -438,10 +440,29 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
                         f"decays over {horizon:,} steps: use --target_tokens {plan.max_steps * plan.step_bytes} for a "
                         f"better loss")
     if plan.max_steps > horizon:
-        warnings.append(f"--max_steps {plan.max_steps:,} is beyond the horizon of {horizon:,} steps: the steps after it "
-                        f"run at the minimum learning rate, {plan.lr * plan.min_lr_fraction:.2e}; raise --target_tokens "
-                        f"for a schedule over all of them")
+        least = plan.lr * plan.min_lr_fraction
+        warnings.append(f"--max_steps {plan.max_steps:,} is beyond the horizon of {horizon:,} steps: the steps after "
+                        f"it run at the minimum learning rate, {least:.2e}; raise --target_tokens for a schedule over "
+                        f"all of them")
     return warnings
+
+
+def rise_warnings(plan: Plan, loader: Loader, progress: RunProgress, horizon: int, in_place: bool) -> list[str]:
+    """Return a warning if a run resumes at a much higher learning rate than it had, as where its horizon was raised
+    after the rate had fallen. in_place: it resumes in its own directory."""
+    last = (progress.metrics or {}).get("lr")
+    factor = lr_factor(progress.step, horizon, plan)
+    if not last or plan.lr * factor < MUCH_HIGHER * last or progress.step <= plan.warmup_steps:
+        return []
+    line = f"the learning rate rises from {last:.2e} to {plan.lr * factor:.2e}"
+    first = progress.bytes_seen // plan.seq_len
+    if loader.epoch(first) > progress.epoch and clears_tables(plan, loader, first):
+        line += ", and the Engram tables are cleared (--engram_reset)"
+    line += f": the loss rises at first, and falls below that of the run so far only towards step {horizon:,}"
+    if in_place:
+        line += (f". Meanwhile --keep_last deletes the present checkpoints: to keep them, resume in a new --ckpt_dir "
+                 f"by --resume {quoted(plan.ckpt_dir)}")
+    return [line]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -818,7 +839,7 @@ def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source],
 
 
 def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
-    """Print what a run is and what it costs, the verdict last; return exit status 1 if memory or disk do not suffice."""
+    """Print what a run is and costs, the verdict last; return exit status 1 if memory or disk do not suffice."""
     with torch.device("meta"):
         model = plan.model_class(plan.config)
     estimate.print_tables(plan, model)
@@ -1010,7 +1031,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
         tracker = start_wandb(plan.run, plan.flags, progress, closing, in_place)
         profiler = start_profiler(directory, closing) if plan.profile else None
-        closing.callback(lambda: write_curves(directory, stop.asked))
+        closing.callback(lambda: write_curves(directory, stop.agreed or stop.asked))
     # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
     saved = [one for one in find_checkpoints(directory) if one.step <= progress.step] if world.is_rank0 else []
     writer = CheckpointWriter(directory, saved, plan.keep_last, plan.keep_best, world)
@@ -1020,7 +1041,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     cost = estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
     logger.info(f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; {cost / 1e9:.2g} GFLOP "
                 f"per byte at {plan.config.bytes_per_segment:.2g} bytes per segment; checkpoints in {directory}")
-    for line in horizon_warnings(plan, loader, horizon):
+    for line in (*horizon_warnings(plan, loader, horizon), *rise_warnings(plan, loader, progress, horizon, in_place)):
         logger.warning(line)
     if progress.step < last_step and (plan.precision == "fp8" or plan.compile != "off"):
         warm_up(model, plan, world.device)
@@ -1108,7 +1129,10 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     best = f"best validation loss {progress.best_loss:.4f}, " if math.isfinite(progress.best_loss) else ""
     logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{time.perf_counter() - began:.0f} s")
     if plan.model_class is Spider:        # sample.py loads no other
-        logger.info(f"next: python sample.py {quoted(directory)}; to continue, raise --max_steps or --target_tokens")
+        logger.info(f"next: python sample.py {quoted(directory)}")
+    logger.info("to continue: raise --max_steps" if progress.step < horizon else
+                f"to train longer: the same flags, but --resume {quoted(directory)}, a new --ckpt_dir and a larger "
+                f"--target_tokens; the rate rises again, and with it the loss at first")
     return 0
 
 
@@ -1129,7 +1153,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
     except WorldError as fault:
         common.print_error("train.py", f"error: {fault}")
         return 2
-    with StopSignals(world.ranks) as stop:
+    with StopSignals(world.ranks, world.by_torchrun) as stop:
         def work() -> int:
             args = parse_args(argv)
             advice = f"lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len"

@@ -24,6 +24,7 @@ from typing import IO
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 ROOT = Path(__file__).resolve().parents[1]
+PARENT = os.getppid()                     # the process that started this one, noted before the slow import of torch
 
 
 # ---------------------------------------------------------------------------------------------------------------------

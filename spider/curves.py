@@ -1,13 +1,16 @@
 """Draw the curves of runs from their metrics.jsonl: `draw_curves`, `write_curves`; `charts_of` is what they draw.
 
-    python -m spider.curves OUT.png "default=checkpoints" "three loops=checkpoints-3"
+    python -m spider.curves OUT.png checkpoints/a checkpoints/b
+    python -m spider.curves OUT.png "default=checkpoints/a" "three loops=checkpoints/b"
 
 Every chart shows one quantity over the bytes seen: the logged values as a thin line, their moving average as a thick
-one, validation as dots. matplotlib is imported only to draw.
+one, validation as dots; vertical lines are the beginnings of epochs. Only charts with data are drawn. matplotlib is
+imported only to draw.
 """
 
 import importlib.util
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -32,9 +35,15 @@ CHARTS = (
     ("load of the busiest expert (1 is even)", "expert_balance", 1, None),
     ("bytes per second", "tok_per_sec", 1, None),
 )
+BITS, LOOPS = CHARTS[0][0], CHARTS[2][0]
 BY_SOURCE = "validation by source, bits per byte"
 SOURCE = "val_bpb/"                       # prefix of its keys
-STYLES = dict(raw=dict(lw=0.7, alpha=0.35), line=dict(lw=1.4), dot=dict(marker="o", ms=4, ls=""))
+STYLES = dict(raw=dict(lw=0.7, alpha=0.35), line=dict(lw=1.4), dot=dict(marker="o", ms=4, ls=""),
+              epoch=dict(lw=0.8, ls=":"))
+GREY = "0.4"
+PANELS = 4                                # at most, side by side
+PANEL = 3.6, 3.1                          # inches
+EPOCHS = 30                               # the beginnings of more are not marked
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -43,8 +52,12 @@ def read_metrics(path: Path) -> list[dict]:
             for line in read_lines(path) if line.get("bytes_seen")]
 
 
-def charts_of(lines: list[dict]) -> dict[str, list[tuple[str, str, Points]]]:
-    """Return the curves of a run by title of their chart: style, label, points. Those without points are left out."""
+Curve = tuple[str, str, Points]           # style, label, points
+
+
+def charts_of(lines: list[dict]) -> dict[str, list[Curve]]:
+    """Return the curves of a run by title of their chart; curves without points are left out, and charts without
+    curves."""
     charts = {}
     for title, name, factor, val in CHARTS:
         raw = curve(lines, name, factor)
@@ -52,7 +65,35 @@ def charts_of(lines: list[dict]) -> dict[str, list[tuple[str, str, Points]]]:
                          ("line", "training", smoothed(raw))]
     sources = dict.fromkeys(name for line in lines for name in line if name.startswith(SOURCE))
     charts[BY_SOURCE] = [("line", one_line(name.removeprefix(SOURCE)), curve(lines, name)) for name in sources]
-    return {title: [entry for entry in curves if entry[2]] for title, curves in charts.items()}
+    charts = {title: [entry for entry in curves if entry[2]] for title, curves in charts.items()}
+    return {title: curves for title, curves in charts.items() if curves}
+
+
+def panels(runs: list[dict[str, list[Curve]]]) -> list[str]:
+    """Return the titles of the charts that are drawn: those that any run has, but loops only if they vary."""
+    titles = [title for title in (*(title for title, *_ in CHARTS), BY_SOURCE) if any(title in run for run in runs)]
+    loops = [value for run in runs for _, _, points in run.get(LOOPS, ()) for _, value in points]
+    if loops and max(loops) - min(loops) < 0.005:
+        titles.remove(LOOPS)
+    return titles
+
+
+def beginnings(lines: list[dict]) -> list[float]:
+    """Return after how many million bytes each epoch but the first begins; nothing for more than EPOCHS of them."""
+    found = [before["bytes_seen"] / 1e6 for before, line in zip(lines, lines[1:])
+             if line.get("epoch", 0) > before.get("epoch", 0)]
+    return found if len(found) <= EPOCHS else []
+
+
+def final_numbers(title: str, curves: list[Curve]) -> str:
+    """Format the last values of a run's chart; of a loss also the lowest one of validation, if that is not the last."""
+    values = {label: [value for _, value in points] for _, label, points in curves if label}
+    if [*values] == ["training"]:
+        return f"{values['training'][-1]:.4g}"
+    parts = [f"{label} {values[label][-1]:.4g}" for label in ("training", "validation") if label in values]
+    if title == BITS and "validation" in values and min(values["validation"]) < values["validation"][-1]:
+        parts[-1] += f" (lowest {min(values['validation']):.4g})"
+    return ", ".join(parts)
 
 
 def curve(lines: list[dict], name: str | None, factor: float = 1) -> Points:
@@ -81,21 +122,81 @@ def span(curves: list[Points]) -> tuple[float, float]:
 def draw_curves(out: Path, runs: dict[str, list[dict]]):
     """Draw lines of metrics.jsonl by label into a PNG, a color per run; raise ImportError without matplotlib."""
     from matplotlib.figure import Figure
-    figure, runs = Figure(figsize=(14, 6.4)), {run: charts_of(lines) for run, lines in runs.items()}
-    figure.subplots_adjust(0.04, 0.08, 0.99, 0.94, wspace=0.2, hspace=0.34)  # automatic layouts double the time
-    for axes, title in zip(figure.subplots(2, 4).flat, [*(title for title, *_ in CHARTS), BY_SOURCE]):
-        for number, (run, charts) in enumerate(runs.items()):
-            for i, (style, label, points) in enumerate(charts[title]):
-                color = number + i if title == BY_SOURCE else number
-                name = one_line(f"{run} {label}").replace("$", r"\$")  # which matplotlib would interpret
-                axes.plot(*np.transpose(points), color=f"C{color}", label=label and name, **STYLES[style])
-        if curves := [points for charts in runs.values() for _, _, points in charts[title]]:
-            axes.set_ylim(*span(curves))
-        axes.set(title=title, xlabel="million bytes")
-        if title in (CHARTS[0][0], BY_SOURCE):
-            axes.legend()
+    charts = {run: charts_of(lines) for run, lines in runs.items()}
+    epochs = {run: beginnings(lines) for run, lines in runs.items()}
+    titles = panels([*charts.values()])
+    columns = max(1, min(PANELS, math.ceil(len(titles) / 2)))
+    rows = max(1, math.ceil(len(titles) / columns))
+    head = 0.75 if len(runs) == 1 else 0.55 + 0.25 * len(runs)    # inches above the panels, for the legends
+    width, height = PANEL[0] * columns, PANEL[1] * rows + head
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(left=0.6 / width, right=1 - 0.15 / width, bottom=0.5 / height, top=1 - head / height,
+                           wspace=0.24, hspace=0.36)              # automatic layouts double the time
+    for number, title in enumerate(titles, 1):
+        axes = figure.add_subplot(rows, columns, number, xlabel="million bytes")
+        if title == BY_SOURCE:
+            draw_sources(axes, charts)
+        else:
+            draw_chart(axes, title, charts)
+        for color, starts in enumerate(epochs.values()):
+            for start in starts:
+                axes.axvline(start, color=GREY if len(runs) == 1 else f"C{color}", zorder=0, **STYLES["epoch"])
+    draw_legends(figure, charts, any(epochs.values()))
     with durable(out, "wb") as file:
         figure.savefig(file, dpi=90, format="png")
+
+
+def draw_chart(axes, title: str, charts: dict[str, dict[str, list[Curve]]]):
+    """Draw the curves of all runs that have a chart; of a single run its title has the last values."""
+    drawn = []
+    for color, found in enumerate(charts.values()):
+        for style, _, points in found.get(title, ()):
+            plot(axes, points, style, color)
+            drawn.append(points)
+    axes.set_ylim(*span(drawn))
+    [*_, found] = charts.values()
+    heading = f"{title}\n{final_numbers(title, found[title])}" if len(charts) == 1 else title
+    axes.set_title(heading, fontsize="medium")
+
+
+def draw_sources(axes, charts: dict[str, dict[str, list[Curve]]]):
+    """Draw the validation of each source, a color per source and run, with a legend above the curves."""
+    drawn = []
+    for run, found in charts.items():
+        for style, source, points in found.get(BY_SOURCE, ()):
+            label = f"{source}: {points[-1][1]:.4g}"
+            plot(axes, points, style, len(drawn), label if len(charts) == 1 else f"{run} {label}")
+            drawn.append(points)
+    low, high = span(drawn)
+    axes.set_ylim(low, high + (high - low) * 0.09 * len(drawn))
+    axes.legend(loc="upper right", fontsize="small")
+    axes.set_title(BY_SOURCE, fontsize="medium")
+
+
+def plot(axes, points: Points, style: str, color: int, label: str = ""):
+    shape = STYLES[style] if len(points) > 1 else STYLES["dot"]   # a line of one point is invisible
+    axes.plot(*np.transpose(points), color=f"C{color}", label=plain(label), **shape)
+
+
+def draw_legends(figure, charts: dict[str, dict[str, list[Curve]]], has_epochs: bool):
+    """Draw the legends above all charts: of styles, and of several runs their colors and last losses."""
+    from matplotlib.lines import Line2D
+
+    def key(label: str, color: str, **shape) -> Line2D:
+        return Line2D([], [], color=color, label=label, **shape)
+    styles = [key("training", GREY, **STYLES["line"]), key("validation", GREY, **STYLES["dot"])]
+    if has_epochs:
+        styles.append(key("an epoch begins", GREY, **STYLES["epoch"]))
+    figure.legend(handles=styles, loc="upper left", ncols=len(styles), frameon=False)
+    if len(charts) > 1:
+        runs = [key(plain(f"{run}: {final_numbers(BITS, found.get(BITS, []))}"), f"C{color}", lw=3)
+                for color, (run, found) in enumerate(charts.items())]
+        figure.legend(handles=runs, loc="upper right", frameon=False)
+
+
+def plain(text: str) -> str:
+    """Escape control characters, and the $ that matplotlib would interpret."""
+    return one_line(text).strip().replace("$", r"\$")
 
 
 def write_curves(directory: Path, signal: int | None):
@@ -111,15 +212,28 @@ def write_curves(directory: Path, signal: int | None):
         logger.warning(f"could not draw curves.png: {fault}")
 
 
+def labelled(argument: str) -> tuple[str, Path]:
+    """Split LABEL=DIR. A directory without a label has its name for one, also if there is a = in its name."""
+    label, equals, directory = argument.partition("=")
+    if os.path.isdir(argument) or not equals:
+        return Path(argument).resolve().name, Path(argument)
+    return label, Path(directory)
+
+
 def main(argv: list[str]) -> int:
     """Draw the curves of several runs in one picture. Exit status: 0, or 2 with one line on stderr."""
     def command():
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError('matplotlib is not installed: pip install -e ".[plot]"')
-        runs = {label: read_metrics(Path(directory) / "metrics.jsonl")
-                for label, _, directory in (run.partition("=") for run in argv[1:])}
-        if not runs or not all(runs.values()):
-            raise UsageError("usage: python -m spider.curves OUT.png LABEL=DIR ..., with a metrics.jsonl in each DIR")
+        if len(argv) < 2:
+            raise UsageError("usage: python -m spider.curves OUT.png [LABEL=]DIR ...")
+        runs = {}
+        for argument in argv[1:]:
+            label, directory = labelled(argument)
+            lines = read_metrics(directory / "metrics.jsonl")
+            if not lines:
+                raise UsageError(f"{directory}: there is no metrics.jsonl with steps in it")
+            runs[argument if label in runs else label] = lines
         with quiet():                     # warnings of characters that the font lacks
             draw_curves(Path(argv[0]), runs)
     return run_program(command, "curves.py")

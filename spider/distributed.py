@@ -14,6 +14,7 @@ are all-reduced once per step. `sharding_of` returns a model's `Sharded` or `Uns
 import math
 import os
 import re
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
 from torch.utils._pytree import tree_map_only
 
+from spider import common
 from spider.common import WorldError
 from spider.memory import EngramTable
 
@@ -54,6 +57,7 @@ class World:
         """Raise WorldError if torchrun's variables contradict one another."""
         self.rank, self.ranks = rank_of(environ, "RANK", "WORLD_SIZE")
         self.local_rank, self.local_ranks = rank_of(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        self.by_torchrun = "TORCHELASTIC_RUN_ID" in environ
         self.device, self.shards, self.mesh = torch.device("cpu"), 1, None
 
     @property
@@ -79,6 +83,8 @@ class World:
         if self.ranks % shards:
             raise WorldError(f"--shards {shards} does not divide {self.ranks} ranks: use a divisor")
         self.device, self.shards = device, shards
+        if self.by_torchrun:
+            stop_with_parent()
         if self.ranks == 1:
             return
         if device.type == "cuda":
@@ -149,6 +155,14 @@ class World:
         for i in range(0, len(batches), self.ranks):
             own = i + self.rank < len(batches)
             yield batches[i + self.rank if own else 0], int(own)
+
+
+def stop_with_parent():
+    """Have the kernel send SIGTERM to this process when its parent dies (Linux only). For ranks of torchrun: after
+    SIGKILL it could not stop them, and they would train on unseen."""
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)  # at the end of the thread that started this process: torchrun's main one
+    if os.getppid() != common.PARENT:        # it died before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Run a trained model: load it, continue texts, hold a dialogue, score texts, and adapt to what it reads.
 
 read_checkpoint, best_of, model_of, decoder_of   load a checkpoint, an export, or the newest checkpoint of a directory
-complete, converse                               continue a prompt; hold a dialogue in a terminal
+complete, converse, Continuation                 continue a prompt; hold a dialogue in a terminal; end at a stop text
 score_windows                                    bits per byte of a text, by overlapping windows
+count_characters                                 characters of a text, for bits per character
 Adaptation                                       score a text while the model learns from it
 
 A text to score is a stream of ids: len(stream), and stream.read(start, stop) as a numpy array.
@@ -13,7 +14,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor, nn
 
-from spider.checkpoint import best_checkpoint, check_weights, is_export, load_checkpoint, load_newest
+from spider.checkpoint import (best_checkpoint, check_weights, find_checkpoints, is_export, load_checkpoint,
+                               load_newest, lowest_loss)
 from spider.common import CheckpointError, ProgressBar, UsageError, one_line
 from spider.config import SpiderConfig
 from spider.decode import PIECE, DecodingState
@@ -53,8 +55,21 @@ def read_checkpoint(name: str, model_class: type[nn.Module]) -> tuple[Path, dict
         if found is None:
             raise UsageError(f"{name}: there is no usable checkpoint: name another, or train first")
         logger.info(f"{found[0]}: the newest checkpoint in {name}, step {found[1]['step']}")
+        mention_best(path, found[1])
     check_weights(*found, model_class)
     return found
+
+
+def mention_best(directory: Path, newest: dict):
+    """Log which checkpoint of a directory has a lower validation loss than the newest one, given its content."""
+    loss = newest.get("val_loss")
+    if newest.get("best_loss", math.inf) in (loss, math.inf):
+        return                            # the newest is the best, or none was evaluated: no other file is opened
+    best = lowest_loss(find_checkpoints(directory))
+    if best is not None and best.step != newest["step"]:
+        own = "its own was not evaluated" if loss is None else f"its own is {loss:.4f}"
+        logger.info(f"{best.path.name} has the lowest validation loss, {best.val_loss:.4f} nats per byte ({own}): to "
+                    f"use it, add --best")
 
 
 def best_of(name: str) -> str:
@@ -107,6 +122,8 @@ class Sampler:
     samples: int
     seed: int
     raw: bool
+    stop: Sequence[bytes] | None = None
+    no_echo: bool = False
 
     def __post_init__(self):
         self.generator = torch.Generator(self.model.embed_tokens.device).manual_seed(self.seed)
@@ -144,54 +161,100 @@ def print_bytes(pieces: Iterable[bytes], raw: bool):
         print(decoder.decode(b"", final=True), flush=True)
 
 
+class Continuation:
+    """The bytes that a row writes, up to the first stop text. Its last bytes are held back while they may begin one."""
+
+    def __init__(self, stop: Sequence[bytes] | None):
+        self.stop = stop or ()
+        self.text = bytearray()           # without the stop text
+        self.released = 0                 # bytes of it
+        self.stopped = False              # by a stop text
+        self.ended = False                # by a stop text or EOS
+
+    def add(self, byte: int | None) -> bytes:
+        """Add the row's next byte, or None after its EOS; return the bytes that come before any stop text for sure."""
+        if byte is None or self.ended:
+            self.ended = True
+            return self.rest()
+        self.text.append(byte)
+        found = [stop for stop in self.stop if self.text.endswith(stop)]
+        if found:
+            del self.text[-max(map(len, found)):]
+            self.stopped = self.ended = True
+        return self._release(len(self.text) - self._may_begin_a_stop())
+
+    def rest(self) -> bytes:
+        """Return the bytes that were held back."""
+        return self._release(len(self.text))
+
+    def _may_begin_a_stop(self) -> int:
+        """Return how many of the last bytes begin a stop text."""
+        longest = max(map(len, self.stop), default=1) - 1
+        tail = b"" if self.ended else bytes(self.text[max(0, len(self.text) - longest):])
+        for start in range(len(tail)):
+            if any(stop.startswith(tail[start:]) for stop in self.stop):
+                return len(tail) - start
+        return 0
+
+    def _release(self, stop: int) -> bytes:
+        piece = bytes(self.text[self.released:stop])
+        self.released = stop
+        return piece
+
+
 def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
     """Print samples that continue a prompt, generated as a batch: the first while it is generated, then the others."""
     count = sampler.samples
-    texts = [bytearray() for _ in range(count)]
+    rows = [Continuation(sampler.stop) for _ in range(count)]
     logits = sampler.read(state, beginning(prompt)).expand(count, -1)
     state = state if count == 1 else state.copy([0] * count)
+    echo = b"" if sampler.no_echo else prompt
 
     def first() -> Iterator[bytes]:
-        yield prompt
+        yield echo
         for column in sampler.write(logits, state):
-            for text, byte in zip(texts, column):
-                if byte is not None:
-                    text.append(byte)
-            if column[0] is not None:
-                yield bytes(column[:1])
-    for number, text in enumerate(texts, 1):
+            pieces = [row.add(byte) for row, byte in zip(rows, column)]
+            yield pieces[0]
+            if all(row.ended for row in rows):
+                return
+        yield rows[0].rest()
+    for number, row in enumerate(rows, 1):
         if count > 1:
             print(f"--- {number} of {count}", flush=True)
-        print_bytes(first() if number == 1 else [prompt, bytes(text)], sampler.raw)
+        print_bytes(first() if number == 1 else [echo, bytes(row.text)], sampler.raw)
 
 
 def converse(sampler: Sampler, state: DecodingState):
     """Hold a dialogue: input from the terminal and the model's output form one text. Input starts a new line, or a new
-    document after the model's EOS. Ctrl-C stops the model."""
+    document after the model's EOS; after a stop text, which stays in the context, it follows directly. Ctrl-C stops the
+    model."""
     with suppress(ImportError):
         import readline  # noqa: F401     # lines can be edited then
     sys.stdin.reconfigure(errors="surrogateescape")
     unread = None                         # ids that the state has not read; None before the first turn
+    starts_line = False                   # whether the next input does, unless it is empty
     while (typed := ask()) is not None:
         typed = os.fsencode(typed)
         if unread is None:
             ids = beginning(typed)
-        elif typed and unread not in ([EOS_ID, BOS_ID], [ord("\n")]):
+        elif typed and starts_line:
             ids = [*unread, ord("\n"), *typed]
         else:
             ids = [*unread, *typed]
-        logits, written = sampler.read(state, ids), []
+        logits, written, row = sampler.read(state, ids), [], Continuation(sampler.stop)
 
         def turn() -> Iterator[bytes]:
             for byte, in sampler.write(logits, state):
                 written.append(byte)
-                yield bytes([byte])
-                if asked:
-                    return
+                yield row.add(byte)
+                if asked or row.ended:
+                    break
+            yield row.rest()
         with interrupts_that_wait() as asked:
             print_bytes(turn(), sampler.raw)
-        ended = not written or len(written) < sampler.bytes and not asked
+        ended = not written or len(written) < sampler.bytes and not asked and not row.stopped
         unread = [EOS_ID, BOS_ID] if ended else written[-1:]
+        starts_line = not (ended or row.stopped or written[-1] == ord("\n"))
 
 
 def ask() -> str | None:
@@ -255,6 +318,19 @@ def score_windows(model: nn.Module, stream, seq_len: int, batch: int, n_loops: i
             if progress:
                 progress.add(ids.numel())
     return count, nats / max(1, count) / math.log(2)
+
+
+def count_characters(pieces: Iterable[np.ndarray], special: bool) -> int:
+    """Count the characters of ids, read in pieces: code points of UTF-8, and each byte that is not UTF-8. special:
+    whether ids above 255, such as EOS, count as one each."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    count = 0
+    for ids in pieces:
+        above = ids > 255
+        count += len(decoder.decode(np.where(above, 0, ids).astype(np.uint8).tobytes()))
+        if not special:
+            count -= int(above.sum())
+    return count + len(decoder.decode(b"", final=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

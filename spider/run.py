@@ -179,14 +179,15 @@ class StopSignals:
     Slurm users send before the time limit).
 
     The first one sets `asked`, so that the run stops after the step and saves. The same one again, of QUITS, ends the
-    process at once, but with several ranks only after the REPEATED seconds. Another one does not: systemd and Slurm
-    send two kinds in a row. Where `raises` is set, as before the loop begins, the first one raises Stopped. SIGHUP and
-    SIGUSR1 stay ignored if they were, as under nohup.
+    process at once; but within the REPEATED seconds a rank ignores it, as torchrun's copy of a signal that was sent to
+    both. Another one does not: systemd and Slurm send two kinds in a row. Where `raises` is set, as before the loop
+    begins, the first one raises Stopped. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
 
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and they `agree`."""
 
-    def __init__(self, ranks: int = 1):
+    def __init__(self, ranks: int = 1, by_torchrun: bool = False):
         self.ranks = ranks
+        self.repeats = ranks > 1 or by_torchrun      # whether torchrun may copy a signal
         self.asked: signal.Signals | None = None     # the first signal of this process
         self.agreed: signal.Signals | None = None    # the signal that stops all ranks
         self.received: dict[int, float] = {}         # monotonic time of the first signal of each kind
@@ -214,8 +215,8 @@ class StopSignals:
 
     def _ask(self, number: int, _):
         if number in self.received:
-            by_torchrun = self.ranks > 1 and time.monotonic() < self.received[number] + REPEATED
-            if number in QUITS and not by_torchrun:
+            is_copy = self.repeats and time.monotonic() < self.received[number] + REPEATED
+            if number in QUITS and not is_copy:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return

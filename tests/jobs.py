@@ -14,7 +14,7 @@ import pytest
 
 import train
 from conftest import ROOT, do_nothing_slow, metrics
-from spider import checkpoint, optim
+from spider import checkpoint, common, optim
 from train import command_line
 
 LIMIT = 240                               # seconds in which processes must have ended, on a busy machine
@@ -48,6 +48,19 @@ def out_of_memory(step):
 
 def signalled(step):
     at_step(step, before=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def signalled_twice(step):
+    """As a rank of torchrun, if a signal is sent to both."""
+    def signal_twice(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    at_step(step, before=signal_twice)
+
+
+def child_of_torchrun(_):
+    """The parent, here the server that forks jobs, is the one that started this process."""
+    common.PARENT = os.getppid()
 
 
 def sleeps(name):

@@ -19,6 +19,7 @@ from spider.machine import resolve_compile, resolve_precision
 from spider.optim import Optimizers
 from spider.packing import Packing
 from spider_model import Spider
+from tile_moe import grouped_product
 from train import step_alone
 
 CPU = torch.device("cpu")
@@ -155,6 +156,19 @@ def test_a_core_whose_graph_would_break_stays_uncompiled_for_a_reason():
     assert model.core.layers[0].compiled is None and model.prelude[0].compiled is not None
     model.set_backend("grouped")
     assert model.compile_layers(backend="eager") is None and model.core.layers[0].compiled is not None
+
+
+def test_experts_in_fp32_run_uncompiled_inside_a_compiled_function():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ends, results = torch.tensor([5, 8], dtype=torch.int32), []
+    for function in (grouped_product, torch.compile(grouped_product, backend="aot_eager")):
+        rows, weights = (torch.linspace(-1, 1, shape.numel()).view(shape).requires_grad_()
+                         for shape in (torch.Size((8, 16)), torch.Size((2, 16, 16))))
+        product = function(rows, weights, ends)
+        results.append((product, *torch.autograd.grad(product.square().sum(), (rows, weights))))
+    assert all(map(torch.equal, *results))
+    assert torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.fixture

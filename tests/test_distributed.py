@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from conftest import SMALL, assert_same_runs, final_state, make_shards, metrics, refused, run_flags
-from jobs import (LIMIT, Job, assert_same_losses, full_disk, last_lines, late, nan, out_of_memory, runs_alone,
-                  signalled, steps_done, torchrun, until, workers)
+from jobs import (LIMIT, Job, assert_same_losses, child_of_torchrun, full_disk, last_lines, late, nan, out_of_memory,
+                  runs_alone, signalled, signalled_twice, steps_done, torchrun, until, workers)
 from spider.checkpoint import find_checkpoints
 from spider.common import WorldError
 from spider.distributed import World
@@ -200,18 +200,60 @@ def test_a_signal_to_one_all_or_torchrun_saves_every_step_that_was_done(tmp_path
     until(lambda: not workers(directory), 60)
 
 
+def test_the_only_rank_of_torchrun_saves_though_a_signal_to_both_reaches_it_twice(tmp_path, shards, processes):
+    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", steps=100), TORCHELASTIC_RUN_ID="x",
+              faults=[(child_of_torchrun, 0, None), (signalled_twice, 0, 4)])
+    statuses, log = job.end()
+    assert statuses == [143], log
+    assert final_state(tmp_path / "run")["step"] == 5
+
+
+def test_a_rank_whose_torchrun_died_while_it_imported_torch_stops_before_the_first_step(tmp_path, shards, processes):
+    job = Job(processes, tmp_path, 1, run_flags(shards, tmp_path / "run", steps=100), TORCHELASTIC_RUN_ID="x")
+    statuses, log = job.end()
+    assert statuses == [143] and "stopped before the first step" in log, log
+
+
+FLAGS_OF_KILLED = ("--ckpt_every", "5", "--shards", "2", "--eval_every", "40")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Data, and a run of 60 steps on it under torchrun."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    shards, run = make_shards(directory / "data"), directory / "run"
+    job = torchrun(run_flags(shards, run, *FLAGS_OF_KILLED, steps=60))
+    _, log = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0, log
+    return shards, run
+
+
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_worker_and_the_run_ends_like_an_uninterrupted_one(tmp_path, shards):
-    flags = ("--ckpt_every", "5", "--shards", "2", "--eval_every", "50")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    job = torchrun(run_flags(shards, killed, *flags, steps=150), "--max-restarts", "1")
+def test_torchrun_restarts_a_killed_worker_and_the_run_ends_like_an_uninterrupted_one(tmp_path, uninterrupted):
+    (shards, whole), killed = uninterrupted, tmp_path / "killed"
+    job = torchrun(run_flags(shards, killed, *FLAGS_OF_KILLED, steps=60), "--max-restarts", "1")
     until(lambda: (killed / "spider-step5.pt").exists())
     os.kill(workers(killed)[1], signal.SIGKILL)
     _, log = job.communicate(timeout=LIMIT)
     assert job.returncode == 0 and "resuming from" in log, log
-    job = torchrun(run_flags(shards, whole, *flags, steps=150))
-    job.communicate(timeout=LIMIT)
-    assert [line["step"] for line in metrics(killed)] == list(range(1, 151))
+    assert [line["step"] for line in metrics(killed)] == list(range(1, 61))
+    assert_same_runs(whole, killed)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_torchrun_save_and_stop_and_the_run_ends_like_an_uninterrupted_one(tmp_path, uninterrupted):
+    (shards, whole), killed = uninterrupted, tmp_path / "killed"
+    argv = run_flags(shards, killed, *FLAGS_OF_KILLED, steps=60)
+    job = torchrun(argv)
+    until(lambda: steps_done(killed) >= 7)
+    job.kill()
+    _, log = job.communicate(timeout=LIMIT)         # until no rank is left that could write
+    until(lambda: not workers(killed), 60)
+    assert log.count("SIGTERM: stopped after step") == 1, log
+    assert 7 <= final_state(killed)["step"] == len(metrics(killed)) < 60
+    job = torchrun(argv)
+    _, log = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0 and "resuming from" in log, log
     assert_same_runs(whole, killed)
 
 

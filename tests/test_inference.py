@@ -17,7 +17,7 @@ from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
 
-def written_by(monkeypatch, capsysbinary, model, turns: list[str]) -> list[bytes]:
+def written_by(monkeypatch, capsysbinary, model, turns: list[str], stop=None) -> list[bytes]:
     """Return what a model writes in each turn of a dialogue, greedily and up to 9 bytes."""
     lines, written = iter(turns), []
 
@@ -29,7 +29,7 @@ def written_by(monkeypatch, capsysbinary, model, turns: list[str]) -> list[bytes
     monkeypatch.setattr(builtins, "input", ask)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     sampler = Sampler(model, bytes=9, temperature=0, top_k=None, top_p=None, no_repeat_ngram_size=0, samples=1, seed=0,
-                      raw=True)
+                      raw=True, stop=stop)
     converse(sampler, model.decoding_state())
     return written[1:]
 
@@ -61,6 +61,19 @@ def test_ctrl_c_ends_a_turn_and_what_was_written_until_then_stays_in_context(mon
     assert first == bytes(model.generate([BOS_ID, *b"ab"], 4, temperature=0))
     assert second == bytes(model.generate([BOS_ID, *b"ab", *first, *b"\ncd"], 4, temperature=0))
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+@pytest.mark.parametrize("typed", ("c", ""))
+def test_input_after_a_stop_text_follows_it_directly_and_an_empty_one_continues(monkeypatch, capsysbinary, typed):
+    model = awake(small_config(), seed=1).eval()
+    answer = bytes(model.generate([BOS_ID, *b"ab"], 9, temperature=0))
+    stop = answer[3:5]
+    assert stop not in answer[:4] and not stop.endswith(b"\n")
+    first, second = written_by(monkeypatch, capsysbinary, model, ["ab", typed], [stop])
+    text = b"ab" + first + stop + typed.encode()
+    assert first == answer[:3]
+    assert written_by(monkeypatch, capsysbinary, model, ["ab"], [answer[-2:] + b"!"]) == [answer]
+    assert second == bytes(model.generate([BOS_ID, *text], 9, temperature=0)).partition(stop)[0]
 
 
 def test_after_the_end_of_a_document_a_dialogue_begins_another(monkeypatch, capsysbinary):

@@ -142,7 +142,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, shard
     assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
 
 
-def test_after_a_signal_neither_the_evaluation_nor_the_sample_of_its_step_is_made(tmp_path, shards, monkeypatch, capsys):
+def test_after_a_signal_the_step_is_neither_evaluated_nor_sampled(tmp_path, shards, monkeypatch, capsys):
     """The time until a kill is for saving. The resumed run makes them."""
     monkeypatch.setattr(train, "accumulate", train.accumulate)
     signalled(3)
@@ -326,6 +326,27 @@ def test_other_data_or_another_order_of_it_is_said_to_repeat_and_skip_text(tmp_p
         steps = final_state(tmp_path / "run")["step"] + 1
         run(tmp_path, shards, "--eval_every", "0", *flags, steps=steps)
         assert ("is read again" in capsys.readouterr().err) == reorders
+
+
+def test_a_finished_run_that_is_trained_longer_says_that_its_rate_rises_and_how_to_keep_its_checkpoints(
+        tmp_path, shards, capsys):
+    """The schedule of ten steps ends at a tenth of the rate; in the middle of one of twenty it is near the peak. The
+    next sequence, 20, begins an epoch."""
+    flags = ("--eval_every", "0", "--warmup_steps", "0")
+    directory = run(tmp_path, shards, *flags, "--target_tokens", "640", steps=0)
+    assert f"--resume {directory}, a new --ckpt_dir" in capsys.readouterr().err
+    longer = (*flags, "--target_tokens", "1280", "--engram_reset")
+    run(tmp_path, shards, *longer, "--resume", str(directory), steps=0, ckpt="other")
+    said = capsys.readouterr().err
+    warning, = [line for line in said.splitlines() if "learning rate rises" in line]
+    assert "tables are cleared" in warning and "--keep_last" not in warning
+    run(tmp_path, shards, *longer, "--no-engram_reset", steps=11)
+    said = capsys.readouterr().err
+    warning, = [line for line in said.splitlines() if "learning rate rises" in line]
+    assert "tables are cleared" not in warning and f"--resume {directory}" in warning and "towards step 20" in warning
+    assert "to continue: raise --max_steps" in said
+    run(tmp_path, shards, *longer, "--no-engram_reset", steps=12)
+    assert "learning rate rises" not in capsys.readouterr().err
 
 
 def test_hyperparameters_are_those_of_this_runs_flags(tmp_path, shards, capsys):

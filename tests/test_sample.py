@@ -17,7 +17,7 @@ import torch
 import sample
 import spider_model
 from conftest import ROOT, contents, final_state, metrics, refused
-from spider.inference import decoder_of, read_checkpoint
+from spider.inference import count_characters, decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -86,14 +86,19 @@ def test_text_is_streamed_as_whole_characters(trained, monkeypatch, capsysbinary
 
 
 def test_a_closed_pipe_ends_it_silently_and_a_full_disk_is_a_line(trained):
-    argv = [sys.executable, ROOT / "sample.py", trained / "spider-step3.pt", "--bytes", "100000", "--prompt", "x" * 10]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    argv = [ROOT / "sample.py", trained / "spider-step3.pt", "--bytes", "100000", "--prompt", "x" * 10]
+    process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1) == b"x"
     process.stdout.close()
     assert process.stderr.read() == b"sample.py: starting\n" and process.wait() == 0
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([*argv, "--raw"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2, "sample.py: starting\nsample.py: error: No space left on device\n")
+        done = subprocess.run([sys.executable, "-X", "importtime", *argv, "--raw"], stdout=full, stderr=subprocess.PIPE,
+                              text=True)
+    imports = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    shown = [line for line in done.stderr.splitlines() if line not in imports]
+    assert (done.returncode, shown) == (2, ["sample.py: starting", "sample.py: error: No space left on device"])
+    assert any("spider_model" in line for line in imports)
+    assert not [line for line in imports if "torch._dynamo" in line]      # which takes a second
 
 
 def test_standard_input_is_continued_byte_for_byte_like_a_prompt(trained, tmp_path, capsysbinary):
@@ -135,6 +140,73 @@ def test_samples_are_drawn_together_by_the_seed_and_printed_in_turn(trained, mon
     assert sample.main([str(trained), "--prompt", "x", "--samples", "2"]) == 0
     assert sizes == [64]                                                  # no endless repetition by default
     assert capsys.readouterr().out == "--- 1 of 2\nxa\n--- 2 of 2\nxbcd\n"
+
+
+@pytest.mark.parametrize("content, stops, expected", (
+    ("ab\n\ncd", ["\n\n"], "ab"), ("abcd", ["abcd"], ""), ("xabab", ["aba", "b"], "xa"), ("xabc", ["c", "abc"], "x"),
+    ("aabac", ["aba"], "a"), ("abab", ["abc", "babb"], "abab"), ("é漢x", ["漢"], "é"), ("è", ["é"], "è")), ids=repr)
+def test_a_sample_ends_before_the_first_stop_text(trained, monkeypatch, capsys, content, stops, expected):
+    writes(monkeypatch, content.encode())
+    flags = [part for stop in stops for part in ("--stop", stop)]
+    assert sample.main([str(trained), "--prompt", content, *flags]) == 0
+    assert capsys.readouterr().out == f"{content}{expected}\n"            # a stop text in the prompt ends nothing
+
+
+def test_bytes_that_may_begin_a_stop_text_are_printed_once_that_is_decided(trained, monkeypatch, capsysbinary):
+    seen = []
+    writes(monkeypatch, "a\nb\n\né!".encode() + b"\xc3x", lambda: seen.append(sys.stdout.buffer.getvalue().decode()))
+    assert sample.main([str(trained), "--prompt", "", "--stop", "\n\n\n", "--stop", "é?"]) == 0
+    assert seen == ["", "a", "a", "a\nb", "a\nb", "a\nb", *["a\nb\n\n"] * 2, *["a\nb\n\né!"] * 2]
+    assert capsysbinary.readouterr().out.decode() == "a\nb\n\né!\ufffdx\n"
+
+
+def test_each_sample_ends_at_its_own_stop_text(trained, monkeypatch, capsys):
+    taken = []
+
+    def generate_batch(*args):
+        for column in ([97, 46, 97], [46, 99, 98], [100, 100, None], [101, 46, None], [102, 102, None]):
+            taken.append(column)
+            yield column
+    monkeypatch.setattr(Spider, "generate_batch", generate_batch)
+    assert sample.main([str(trained), "--prompt", "x", "--samples", "3", "--stop", "."]) == 0
+    assert capsys.readouterr().out == "--- 1 of 3\nxa\n--- 2 of 3\nx\n--- 3 of 3\nxab\n"
+    assert len(taken) == 3                                                # until all have ended
+
+
+def test_no_echo_leaves_out_the_prompt_of_each_sample(trained, monkeypatch, capsysbinary):
+    monkeypatch.setattr(Spider, "generate_batch", lambda *args: iter([[97, 98], [97, 98]]))
+    argv = [str(trained), "--prompt", "prompt", "--no_echo"]
+    assert sample.main([*argv, "--samples", "2"]) == 0
+    assert capsysbinary.readouterr().out == b"--- 1 of 2\naa\n--- 2 of 2\nbb\n"
+    writes(monkeypatch, b"\xa9\x1b")
+    assert sample.main([*argv, "--raw"]) == 0
+    assert capsysbinary.readouterr().out == b"\xa9\x1b\n"
+
+
+def test_a_directory_names_the_checkpoint_with_a_lower_loss_than_its_newest(trained, tmp_path, capsys):
+    losses = {1: 1.25, 2: 2.0, 3: 1.5}
+    for step in losses:
+        state = torch.load(trained / f"spider-step{step}.pt")
+        best = min(losses[earlier] for earlier in losses if earlier <= step)
+        torch.save(state | dict(val_loss=losses[step], best_loss=best), tmp_path / f"spider-step{step}.pt")
+
+    def logged(*flags) -> str:
+        assert sample.main([str(tmp_path), "--prompt", "", "--bytes", "1", *flags]) == 0
+        return capsys.readouterr().err
+    line = next(line for line in logged().splitlines() if "--best" in line)
+    assert "spider-step1.pt" in line and "1.2500" in line and "1.5000" in line
+    assert "add --best" not in logged("--best")
+    (tmp_path / "spider-step1.pt").unlink()
+    torch.save(state | dict(val_loss=None, best_loss=2.0), tmp_path / "spider-step3.pt")
+    assert "spider-step2.pt has the lowest validation loss, 2.0000" in logged()
+    torch.save(state | dict(val_loss=1.5, best_loss=1.25), tmp_path / "spider-step3.pt")
+    assert "--best" not in logged()                                       # the best one was deleted
+    (tmp_path / "spider-step2.pt").unlink()
+    torch.save(state | dict(val_loss=None, best_loss=1.25), tmp_path / "spider-step3.pt")
+    assert "--best" not in logged()
+    torch.save(state | dict(val_loss=1.25, best_loss=1.25), tmp_path / "spider-step3.pt")
+    (tmp_path / "spider-step2.pt").write_text("not opened, so no warning")
+    assert "skipped" not in logged()
 
 
 def test_a_terminal_is_a_dialogue_that_ctrl_c_ends_at_its_prompt(trained):
@@ -181,8 +253,9 @@ def test_a_prepared_directory_gives_the_figure_that_training_gave(trained, tmp_p
         (found,) = measured(tmp_path, trained, "--eval", trained.parent / "data", *batch)
         exact = 1e-5 if batch else 1e-12
         assert found.pop("bits_per_byte") == pytest.approx(metrics(trained)[-1]["val_bpb"], rel=exact)
+        assert found.pop("bits_per_character") == pytest.approx(metrics(trained)[-1]["val_bpb"], rel=exact)
         assert found == dict(checkpoint=str(trained / "spider-step3.pt"), file=str(trained.parent / "data"), bytes=299,
-                             n_loops=2, seq_len=32, precision=found["precision"], adapt=False)
+                             characters=299, n_loops=2, seq_len=32, precision=found["precision"], adapt=False)
 
 
 def test_bits_are_those_of_the_bytes_alone_the_first_of_each_document_predicted_from_bos(trained, tmp_path):
@@ -222,9 +295,44 @@ def test_checkpoints_texts_and_loops_stand_side_by_side_in_a_table(trained, tmp_
             round(entry["bits_per_byte"], 4) for entry in found[2 * i:2 * i + 2]]
 
 
+@pytest.mark.parametrize("adapt", ((), ("--adapt",)), ids=str)
+def test_bits_per_character_divide_the_same_bits_by_code_points_and_bytes_that_are_not_utf_8(trained, tmp_path, adapt):
+    documents = ("aé漢🕸".encode(), b"\xff\xe6\xbc", "漢".encode()[:1], "漢字".encode())
+    characters = 4 + 3 + 1 + 2
+    data = tmp_path / "data"
+    data.mkdir()
+    ids = np.array([i for text in documents for i in (BOS_ID, *text, EOS_ID)], "<u2")
+    for name in ("train-0.bin", "val-0.bin"):
+        ids.tofile(data / name)
+    file, directory = measured(tmp_path, trained, "--eval", data / "val-0.bin", data, *adapt)
+    bytes = sum(map(len, documents))
+    assert (file["bytes"], file["characters"]) == (bytes, characters)
+    specials = 2 * len(documents) - 1                                     # all but the first BOS are predicted
+    assert (directory["bytes"], directory["characters"]) == (bytes + specials, characters + specials)
+    for found in (file, directory):
+        bits = found["bits_per_byte"] * found["bytes"]
+        assert found["bits_per_character"] * found["characters"] == pytest.approx(bits)
+
+
+def test_characters_are_counted_across_the_pieces_in_which_a_text_is_read():
+    ids = np.frombuffer("aé漢🕸".encode(), np.uint8)
+    for size in range(1, 6):
+        assert count_characters([ids[i:i + size] for i in range(0, len(ids), size)], special=True) == 4
+
+
+def test_bits_per_character_are_columns_of_their_own_where_they_differ_from_bits_per_byte(capsys):
+    entry = dict(checkpoint="a", file="f", bytes=9, characters=9, n_loops=1, bits_per_byte=2.0, bits_per_character=2.0)
+    sample.print_table([entry])
+    assert "characters" not in capsys.readouterr().out
+    sample.print_table([entry, entry | dict(file="g", characters=1_234, bits_per_character=6.0)])
+    head, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["checkpoint", "file", "bytes", "n_loops=1", "characters", "n_loops=1"]
+    assert lines == [["a", "f", "9", "2.0000", "9", "2.0000"], ["a", "g", "9", "2.0000", "1,234", "6.0000"]]
+
+
 def test_checkpoints_of_other_numbers_of_loops_have_columns_of_their_own(capsys):
-    entry = dict(checkpoint="a", file="f", bytes=9, n_loops=1, bits_per_byte=2.0)
-    sample.print_table([entry, entry | dict(checkpoint="b", n_loops=3, bits_per_byte=4.0)])
+    entry = dict(checkpoint="a", file="f", bytes=9, n_loops=1, bits_per_byte=2.0, bits_per_character=2.0)
+    sample.print_table([entry, entry | dict(checkpoint="b", n_loops=3, bits_per_byte=4.0, bits_per_character=4.0)])
     head, first, second = capsys.readouterr().out.splitlines()
     assert first.index("2.0000") + 6 == head.index("n_loops=1") + 9
     assert second.index("4.0000") + 6 == head.index("n_loops=3") + 9
@@ -287,6 +395,7 @@ def test_out_of_memory_is_one_line_with_the_remedy(trained, tmp_path, monkeypatc
     ("--export new --raw", "--raw"), ("--export new --n_loops 2", "--n_loops"),
     ("--prompt a --adapt", "--adapt"), ("--eval a.txt --adapt --seq_len 64", "--seq_len"),
     ("b --prompt a", "several checkpoints"), ("--prompt a --n_loops 1,2", "numbers of loops"),
+    ("--eval a.txt --no_echo", "--no_echo"), ("--stop=", "--stop"),
     ("--bytes 0", "--bytes"), ("--eval a.txt --seq_len 4e18", "--seq_len"), ("--n_loops 4097", "--n_loops"),
     ("--temperature nan", "--temperature"),
     ("--top_p 0", "--top_p"), ("--top_k -1", "--top_k")))

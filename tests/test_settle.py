@@ -312,7 +312,7 @@ def test_other_minutes_than_those_of_the_run_are_refused(tmp_path, shards, monke
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
     for flags, steps, warned in (
             (("--target_tokens", "20000", "--warmup_steps", "0"), 2, ("is 31 epochs", "--max_steps 2 ends the run")),
-            (("--target_tokens", "64", "--min_lr_fraction", "0.2"), 3, ("beyond the horizon of 1 steps", "rate, 2.00e-03")),
+            (("--target_tokens", "64", "--min_lr_fraction", "0.2"), 3, ("the horizon of 1 steps", "rate, 2.00e-03")),
             (("--target_tokens", "128"), 2, ())):
         directory = tmp_path / f"run{steps}{len(warned)}"
         argv = run_flags(shards, directory, "--eval_every", "0", *flags, *["--dry_run"] * dry, steps=steps)
