@@ -343,4 +343,7 @@ def delete_unfinished(directory: Path, *patterns: str):
     """Delete the temporary files of `durable` that killed processes left of files with these names."""
     for pattern in patterns:
         for unfinished in directory.glob(f".{pattern}*.tmp"):
-            unfinished.unlink(missing_ok=True)
+            try:
+                unfinished.unlink(missing_ok=True)
+            except OSError as fault:      # immutable, of another owner: it only takes space
+                note(f"{unfinished}, which a killed process left, cannot be deleted: {fault.strerror}")

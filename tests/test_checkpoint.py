@@ -468,14 +468,18 @@ def test_a_save_waits_for_the_copy_alone_and_holds_the_state_of_its_own_step(tmp
     assert [torch.load(tmp_path / f"spider-step{n}.pt")["weight"][0].item() for n in (5, 6)] == [5, 6]
 
 
-def test_what_a_killed_process_left_half_written_is_deleted(tmp_path):
+def test_what_a_killed_process_left_half_written_is_deleted_where_possible(tmp_path, capsys):
+    """A directory stands for a file that cannot be deleted."""
     for name in ("spider-step7.pt.0a1b.tmp", "spider-step7.pt.tmp", "metrics.jsonl.0a1b.tmp", "curves.png.0a1b.tmp"):
         (tmp_path / f".{name}").touch()
     kept = {"spider-step5.pt", ".look.html.0a1b.tmp"}     # another process may be writing the page
     for name in kept:
         (tmp_path / name).touch()
+    kept.add(".spider-step6.pt.0a1b.tmp")
+    (tmp_path / ".spider-step6.pt.0a1b.tmp").mkdir()
     writer_in(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == kept
+    assert capsys.readouterr().err.count("cannot be deleted") == 1
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_line_and_later_saves_succeed(tmp_path, capsys):
