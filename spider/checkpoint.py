@@ -145,13 +145,28 @@ def is_export(path: Path) -> bool:
     return path.suffix == ".safetensors" or (path / "config.json").exists()
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of an export: one, or those that an index lists, as save_pretrained writes them for
+    large models. Raise ValueError if the index names a file elsewhere."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        return [whole]
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index.name} names {name!r}, which is not a safetensors file beside it")
+    return [directory / name for name in names]
+
+
 def read_export(path: Path) -> dict:
-    """Read an export, a directory or its only safetensors file, as the state of a checkpoint: weights, cfg, n_loops,
-    step, recipe, and the flags of evaluation."""
-    directory, file = path, path / "model.safetensors"
+    """Read an export, a directory or one safetensors file with all weights, as the state of a checkpoint: weights, cfg,
+    n_loops, step, recipe, and the flags of evaluation."""
+    directory, files = path, weight_files(path)
     if path.suffix == ".safetensors":
-        directory, file = path.parent, path
-    weights = safetensors().torch.load_file(file)
+        directory, files = path.parent, [path]
+    weights = {}
+    for file in files:
+        weights |= safetensors().torch.load_file(file)
     config = json.loads((directory / "config.json").read_bytes())
     training = config.get("training", {})
     flags = training.get("flags", {})
