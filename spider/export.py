@@ -184,8 +184,9 @@ inputs = tokenizer(["ROMEO:", "To be, or"], return_tensors="pt", padding=True)
 print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=200), skip_special_tokens=True))
 ```
 
-`n_loops=` of `generate` and of the model runs more or fewer loops than in training. `loss` is the training loss,
-`nats_per_byte` the cross-entropy alone. `dtype=torch.bfloat16` sets the dtype of products; parameters stay fp32.
+`n_loops=` of `generate` and of the model runs more or fewer loops than in training. `loss` is the cross-entropy in nats
+per byte, and in training mode the loss to minimize. `dtype=torch.bfloat16` sets the dtype of products; parameters stay
+fp32.
 To fine-tune all of it, run the project's `python train.py --resume DIR --reset_steps --data_dir ...`.
 '''
 
