@@ -23,12 +23,12 @@ import math
 import os
 import random
 import re
-import resource
 import stat
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -254,8 +254,10 @@ def open_data(spec: str) -> list[Source]:
 
 def open_source(directory: str, weight: float) -> Source:
     """Map a directory's shards; without a validation shard, hold out the last 1% of the ids."""
-    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
+    with suppress(ImportError):           # Windows has no such limit
+        import resource
+        low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
     shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
     train, val = (Stream(shard for its_split, shard in shards if its_split == split) for split in ("train", "val"))
     if not len(train):

@@ -83,8 +83,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
         if is_export(path):
             state, required = read_export(path), {"model_state_dict", "cfg"}
         else:
-            if not path.is_file():        # to open a pipe would wait for ever
-                raise ValueError("it is not a regular file")
+            check_regular(path)
             if not mapped:
                 check_sums(path)
             state, required = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped), REQUIRED
@@ -253,16 +252,38 @@ def is_export(path: Path) -> bool:
     return path.suffix == ".safetensors" or (path / "config.json").exists()
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of an export: one, or those that an index lists, as save_pretrained writes them for
+    large models. Raise ValueError if the index names a file elsewhere."""
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        return [whole]
+    check_regular(index)
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index.name} names {name!r}, which is not a safetensors file beside it")
+    return [directory / name for name in names]
+
+
+def check_regular(path: Path):
+    """Raise ValueError for anything but a regular file: to open a pipe would wait for ever."""
+    if not path.is_file():
+        raise ValueError(f"{path.name} is not a regular file")
+
+
 def read_export(path: Path) -> dict:
-    """Read an export, a directory or its only safetensors file, as the state of a checkpoint: weights, cfg, n_loops,
-    step, recipe, and the flags of evaluation."""
-    directory, file = path, path / "model.safetensors"
+    """Read an export, a directory or one safetensors file with all weights, as the state of a checkpoint: weights, cfg,
+    n_loops, step, recipe, and the flags of evaluation."""
     if path.suffix == ".safetensors":
-        directory, file = path.parent, path
-    for part in (file, directory / "config.json"):
-        if not part.is_file():            # to open a pipe would wait for ever
-            raise ValueError(f"{part.name} is not a regular file")
-    weights = safetensors().torch.load_file(file)
+        directory, files = path.parent, [path]
+    else:
+        directory, files = path, weight_files(path)
+    for part in (*files, directory / "config.json"):
+        check_regular(part)
+    weights = {}
+    for file in files:
+        weights |= safetensors().torch.load_file(file)
     config = json.loads((directory / "config.json").read_bytes())
     training = config.get("training", {})
     flags = training.get("flags", {})

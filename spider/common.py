@@ -6,7 +6,6 @@ has its control characters escaped.
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import math
 import os
@@ -289,20 +288,27 @@ def step_seed(seed: int, step: int, purpose: str) -> int:
 # Files
 
 @contextmanager
-def locked(directory: Path):
-    """Lock a directory against other processes, or raise UsageError; the lock ends with the process."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def locked(directory: Path, file: Path | None = None):
+    """Lock a directory against other processes, or raise UsageError; the lock ends with the process. It is that of a
+    file, by default `.lock` in the directory, which is deleted in the end."""
+    import filelock                       # not at the top: exports have this module, and lock nothing
+    file = directory / ".lock" if file is None else file
+    lock = filelock.FileLock(file, fallback_to_soft=False)  # a soft lock would outlive a killed process
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UsageError(f"{directory}: another process is using it: wait for it, or use another directory") from None
-    except OSError as fault:              # some network file systems
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise UsageError(f"{directory}: another process is using it: wait for it, or use another directory (if there "
+                         f"is none, as after the failure of another machine, delete {file})") from None
+    except OSError as fault:
+        if fault.filename is not None:    # of opening the file, not of locking it
+            raise
         note(f"{directory} cannot be locked ({fault.strerror}): make sure that nothing else uses it")
     try:
         yield
     finally:
-        os.close(descriptor)
+        with suppress(OSError):
+            file.unlink()                 # before the release, lest it be another process's
+        lock.release()
 
 
 def sync(path: Path):

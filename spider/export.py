@@ -13,27 +13,34 @@ import json
 import math
 import os
 import re
+import shutil
+import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 from loguru import logger
 
-from spider.common import ROOT, CheckpointError, sync
+from spider.common import ROOT, CheckpointError, locked, sync
 from spider.config import SpiderConfig
 from spider.checkpoint import PREFIX, is_export, safetensors
 from spider.run import read_lines
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 ADAPTER = "modeling_spider"
+UNFINISHED = ".unfinished-export"         # ends the names of temporary directories
 PROJECT = "spider", "spider_model", "tile_moe", "tokenizer"  # packages and modules that it may import
 
 
 def write_export(path: Path, state: dict, directory: str):
     """Write the model of a checkpoint, given its path and content, atomically to a new or empty directory.
 
-    Raise CheckpointError if the directory is not empty or cannot be written."""
+    It is written to a hidden directory beside it, and renamed. What a killed export to this name left there is deleted;
+    one that still runs is not disturbed. Raise CheckpointError if the directory is not empty or cannot be written, and
+    UsageError if another process exports to it."""
     if "flags" not in state or is_export(path):
         raise CheckpointError(f"{path}: --export needs a checkpoint of a training run")
     if state.get("exploded"):
@@ -44,8 +51,8 @@ def write_export(path: Path, state: dict, directory: str):
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise CheckpointError(f"--export: {directory} exists and is not an empty directory: use another name")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-            new = Path(temporary) / "export"
+        with unfinished_directory(target) as temporary:
+            new = temporary / "export"
             new.mkdir()
             for name, text in texts.items():
                 (new / name).write_text(text, encoding="utf-8")
@@ -62,6 +69,39 @@ def write_export(path: Path, state: dict, directory: str):
         reason = getattr(fault, "strerror", None) or fault
         raise CheckpointError(f"--export: {directory} cannot be written: {reason}") from None
     logger.info(f"exported step {state['step']} of {path} to {directory}: {size:,} bytes; see its README.md for usage")
+
+
+@contextmanager
+def unfinished_directory(target: Path) -> Iterator[Path]:
+    """Make a temporary directory beside an export's, and delete it in the end, also after SIGTERM and SIGHUP; delete
+    those of killed exports to the same name."""
+    unfinished = re.compile(rf"[.]{re.escape(target.name)}[.]\w{{8}}{re.escape(UNFINISHED)}")
+    with exit_on_signals(), locked(target, target.with_name(f".{target.name}.lock")):
+        for entry in os.scandir(target.parent):
+            if unfinished.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+        with tempfile.TemporaryDirectory(UNFINISHED, f".{target.name}.", target.parent) as temporary:
+            yield Path(temporary)
+
+
+@contextmanager
+def exit_on_signals():
+    """Raise SystemExit at the first SIGTERM or SIGHUP inside, so that temporary files are deleted. Ignored ones, as
+    under nohup, stay ignored, as are later ones."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+
+    def stop(number: int, _):
+        for other in heeded:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+    for number in heeded:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
 
 
 def as_json(value) -> str:
@@ -145,8 +185,9 @@ inputs = tokenizer(["ROMEO:", "To be, or"], return_tensors="pt", padding=True)
 print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=200), skip_special_tokens=True))
 ```
 
-`n_loops=` of `generate` and of the model runs more or fewer loops than in training. `loss` is the training loss,
-`nats_per_byte` the cross-entropy alone. `dtype=torch.bfloat16` sets the dtype of products; parameters stay fp32.
+`n_loops=` of `generate` and of the model runs more or fewer loops than in training. `loss` is the cross-entropy in nats
+per byte, and in training mode the loss to minimize. `dtype=torch.bfloat16` sets the dtype of products; parameters stay
+fp32.
 To fine-tune all of it, run the project's `python train.py --resume DIR --reset_steps --data_dir ...`.
 '''
 

@@ -16,6 +16,7 @@ from torch import Tensor
 level = logging.root.manager.disable
 logging.disable(logging.WARNING)          # transformers imports torchao, which warns of each kernel that it cannot load
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils.versions import require_version
 
@@ -35,6 +36,7 @@ class SpiderHFConfig(PreTrainedConfig):
     """config.json: `spider` has the fields of SpiderConfig, `n_loops` the loops in training, `training` the facts of
     the model card; the other fields are for other libraries."""
     model_type = "spider"
+    keys_to_ignore_at_inference = ["cache", "nats_per_byte"]  # so compute_metrics receives logits alone
 
     def __init__(self, spider: dict | None = None, n_loops: int | None = None, **others):
         config = SpiderConfig.from_saved(spider or {})                                       # validates every field
@@ -53,24 +55,26 @@ class SpiderCache:
     is_linear = (False,)                  # per layer, whether it is linear attention
 
     def __init__(self, state: DecodingState):
-        self.state, self.seen = state, 0  # bytes fed per row, including padding
+        self.state = state
+        self.ids = state.position.new_empty(len(state.position), 0)  # [B, bytes so far], including padding
         self.right_padded = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.seen
+        return self.ids.shape[1]
 
     def reorder_cache(self, beam_idx: Tensor):
         """Continue row i from row beam_idx[i]."""
         self.state = self.state.copy(beam_idx.tolist())
+        self.ids = self.ids.index_select(0, beam_idx)
 
 
 @dataclass
 class SpiderCausalLMOutput(ModelOutput):
     """The output of SpiderForCausalLM.forward."""
-    loss: Tensor | None = None
+    loss: Tensor | None = None            # in training mode to minimize, in evaluation mode the cross-entropy
     logits: Tensor | None = None          # [B, T, vocab_size]
     cache: SpiderCache | None = None
-    nats_per_byte: Tensor | None = None
+    nats_per_byte: Tensor | None = None   # the cross-entropy of this pass
 
 
 class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
@@ -84,11 +88,18 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     weight.grad (see docs/guide/your-own-loop.md in the project)."""
     config_class = SpiderHFConfig
     _is_stateful = True
-    accepts_loss_kwargs = False           # of the Trainer: the loss is a mean over the batch
+    accepts_loss_kwargs = True            # of the Trainer: forward takes num_items_in_batch
     supports_gradient_checkpointing = True
 
     def __init__(self, config: SpiderHFConfig):
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("quantization_config is not available in Spider: model.to(torch.bfloat16) halves its size")
+        if config._attn_implementation not in (None, "eager"):
+            raise ValueError(f"attn_implementation={config._attn_implementation!r} is not available in Spider, which "
+                             f"chooses its attention kernels itself: leave it out")
         super().__init__(config)
+        # For other classes, the Trainer's label smoothing does not shift labels, and so trains a copier.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[type(self).__name__] = type(self).__name__
         # transformers casts loaded weights to these dtypes
         self.spider = Spider(SpiderConfig.from_saved(config.spider)).float()
         self.spider.compute_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -134,11 +145,17 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, cache: SpiderCache | None = None,
                                       attention_mask: Tensor | None = None, use_cache: bool | None = None,
-                                      n_loops: int | None = None, **_) -> dict:
-        """Return the inputs of the next step: the part of input_ids [B, T] that is not in the cache."""
-        seen = 0 if cache is None else cache.get_seq_length()
+                                      n_loops: int | None = None, output_attentions: bool | None = None,
+                                      output_hidden_states: bool | None = None, **_) -> dict:
+        """Return the inputs of the next step: the part of input_ids [B, T] that is not in the cache. Raise ValueError
+        if there is none, or the cache is of other ids."""
+        seen = 0
+        if isinstance(cache, SpiderCache):
+            seen = cache.get_seq_length()
+            if input_ids.shape[1] <= seen or not torch.equal(input_ids[:, :seen], cache.ids):
+                raise ValueError("cache: input_ids must continue the ids that it has read; start another text without")
         return dict(input_ids=input_ids[:, seen:], attention_mask=attention_mask, cache=cache, use_cache=use_cache,
-                    n_loops=n_loops)
+                    n_loops=n_loops, output_attentions=output_attentions, output_hidden_states=output_hidden_states)
 
     def generate(self, inputs: Tensor | None = None, **kwargs):
         """Generate as transformers does; an empty prompt, like none, is the beginning of a document."""
@@ -152,31 +169,41 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
                 labels: Tensor | None = None, cache: SpiderCache | None = None, use_cache: bool | None = None,
                 n_loops: int | None = None, return_dict: bool | None = None,
-                **others) -> SpiderCausalLMOutput | tuple:
+                num_items_in_batch: Tensor | int | None = None, **others) -> SpiderCausalLMOutput | tuple:
         """Compute logits and, given labels, the loss; padding affects neither.
 
         input_ids [B, T] int64. attention_mask [B, bytes so far]: 0 only at the ends of rows. labels [B, T]: shifted
         here, as everywhere in transformers, so pass input_ids; labels of -100, PAD and padding are ignored. n_loops:
         defaults to that of training. Padding is where the mask is 0, and PAD at the ends of rows.
 
-        Without a cache this is the full pass: `loss` is the training loss (in evaluation mode without the core's own
-        prediction), `nats_per_byte` the cross-entropy alone. With use_cache, which does not allow labels, a SpiderCache
-        is created or continued; the logits are the same. The mask of a continued cache is not read. others: what other
-        models take, such as inputs_embeds, as None or False. Raise ValueError for any other value, and for a mask with
-        holes."""
+        Without a cache this is the full pass: `loss` is the loss to minimize, a mean over bytes and passes, and in
+        evaluation mode the cross-entropy alone, `nats_per_byte`. num_items_in_batch: of the Trainer, the labels of all
+        passes of an optimizer step; `loss` is then this pass's share of the step's loss, see share_of_step. With
+        use_cache, which does not allow labels, a SpiderCache is created or continued; the logits are the same. The mask
+        of a continued cache is not read. others: what other models take, such as inputs_embeds, as None or False. Raise
+        ValueError for any other value, and for a mask with holes."""
+        for name in ("output_attentions", "output_hidden_states"):
+            others[name] = others.get(name) or getattr(self.config, name, None)
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"{name} is not available in Spider")
         if input_ids is None:
             raise ValueError("input_ids is missing")
-        n_loops, cu_seqlens = self.config.n_loops if n_loops is None else n_loops, None
+        n_loops = self.config.n_loops if n_loops is None else n_loops
         check_ids("input_ids", input_ids)
         if labels is not None:
             check_ids("labels", labels, *input_ids.shape)
-        if cache is None or not cache.seen:
+        if cache is not None and not isinstance(cache, SpiderCache):
+            raise ValueError("cache must be the cache that an earlier call returned; leave it out to start a text")
+        if cache is not None and len(cache.ids) != len(input_ids):
+            raise ValueError(f"cache: it continues {len(cache.ids)} rows, but input_ids has {len(input_ids)}")
+        fed, cu_seqlens, share = input_ids, None, 1.0
+        if cache is None or not cache.get_seq_length():
             kept, input_ids = without_padding(input_ids, attention_mask)
             cu_seqlens = document_cu_seqlens(input_ids)
-            if labels is not None:        # the first byte has no context
+            if labels is not None:
+                share = share_of_step(labels, kept, num_items_in_batch)
+                # the first byte has no context
                 labels = labels.masked_fill(~(kept & F.pad(kept[:, :-1], (1, 0))) | (labels == PAD_ID), -100)
         if use_cache or cache is not None:
             if labels is not None:
@@ -185,14 +212,17 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
                 cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
             if cache.right_padded:
                 raise ValueError("attention_mask: to continue a text, pad on the left (padding_side='left')")
-            if not cache.seen:
+            if not cache.get_seq_length():
                 cache.right_padded = bool((kept.any(1) & ~kept[:, -1]).any())
             output = SpiderCausalLMOutput(None, self.spider.step(input_ids, cache.state), cache)
-            cache.seen += input_ids.shape[1]
+            cache.ids = torch.cat((cache.ids, fed), dim=1)
         else:
             shifted = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
             full = self.spider(input_ids.where(kept, PAD_ID), shifted, n_loops, cu_seqlens=cu_seqlens)
-            output = SpiderCausalLMOutput(full.loss, full.logits, None, full.nats_per_byte)
+            loss = full.loss if self.training else full.nats_per_byte
+            if loss is not None:
+                loss = loss * share
+            output = SpiderCausalLMOutput(loss, full.logits, None, full.nats_per_byte)
         return output.to_tuple() if return_dict is False else output
 
 
@@ -213,6 +243,24 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[T
     text[:, -1].masked_fill_(empty, BOS_ID)
     kept[:, -1] |= empty
     return kept, text
+
+
+def share_of_step(labels: Tensor, kept: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
+    """Return the share of a pass's labels [B, T], not shifted, in num_items_in_batch, those of all passes of an
+    optimizer step; 1 if the Trainer does not give it. kept: see without_padding.
+
+    The Trainer adds up the losses of the passes, so each is weighted by its share. Labels are counted as the Trainer
+    counts them: then the shares add up to 1, the terms that are means over bytes equal those of one large pass, and the
+    other terms (balance, halting, segments), which are means over a pass, are averaged. Raise ValueError where labels
+    of padding would distort the shares."""
+    if num_items_in_batch is None:
+        return 1.0
+    counted = labels[:, 1:] != -100
+    share = counted.sum() / max(1, num_items_in_batch)
+    if (counted & ~kept[:, 1:]).any() and share != 1:
+        raise ValueError("labels: with gradient accumulation, those of padding must be -100, since the Trainer counts "
+                         "all others")
+    return share
 
 
 SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"} | {

@@ -4,14 +4,16 @@ import importlib.metadata
 import json
 import math
 import runpy
+from dataclasses import asdict
 
 import pytest
 import torch
+import transformers
 from exporting import checkpoint, exported, loaded, loaded_tokenizer, model, spider, tokenizer  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import ROOT, text
+from conftest import ROOT, awake, gradients, small_config, text
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, decode, encode
 
 
@@ -27,8 +29,9 @@ def test_logits_and_loss_are_spiders_own_and_labels_are_shifted_inside(model, sp
     labels[0, 5:9] = -100
     shifted = torch.cat((labels[:, 1:], torch.full((2, 1), -100)), dim=1)
     ours, theirs = spider(ids, shifted, 3), model(ids, labels=labels)
-    for name in ("logits", "loss", "nats_per_byte"):
+    for name in ("logits", "nats_per_byte"):
         assert torch.equal(getattr(ours, name), theirs[name]), name
+    assert torch.equal(theirs.loss, theirs.nats_per_byte)
     assert not torch.equal(model(ids, labels=ids).loss, theirs.loss)
     assert model(ids).loss is None and model(ids).cache is None
     assert torch.equal(model(ids, return_dict=False)[0], theirs.logits)
@@ -38,6 +41,14 @@ def test_logits_and_loss_are_spiders_own_and_labels_are_shifted_inside(model, sp
     model.zero_grad()
     with pytest.raises(ValueError, match="labels: the loss needs a full pass"):
         model(ids, labels=ids, use_cache=True)
+
+
+def test_the_loss_of_training_mode_is_spiders_own():
+    model, ids = adapter().train(), text(2, 40)
+    shifted = torch.cat((ids[:, 1:], torch.full((2, 1), -100)), dim=1)
+    ours, theirs = model.spider(ids, shifted), model(ids, labels=ids)
+    assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.nats_per_byte, theirs.nats_per_byte)
+    assert theirs.loss > theirs.nats_per_byte
 
 
 def test_generate_writes_what_spider_writes_and_reads_every_byte_once(model, spider, monkeypatch):
@@ -133,6 +144,11 @@ def test_a_kept_cache_continues_and_several_texts_continue_from_one(model):
     fresh = continuation(model, ids[0].tolist(), 8)
     went_on = model.generate(ids, cache=cache, max_new_tokens=8, do_sample=False)
     assert went_on[0, ids.shape[1]:].tolist() == fresh
+    for other in (first.sequences, ids.repeat(2, 1), went_on + 1, torch.cat((went_on + 1, ids), dim=1)):
+        with pytest.raises(ValueError, match="cache: input_ids must continue the ids that it has read"):
+            model.generate(other, cache=cache, max_new_tokens=2)
+    with pytest.raises(ValueError, match="cache: it continues 1 rows, but input_ids has 2"):
+        model(ids.repeat(2, 1), cache=cache)
 
 
 def test_beam_search_reorders_states(model):
@@ -146,13 +162,36 @@ def test_what_spider_does_not_have_is_refused_by_name(model):
     ids = text(1, 8)
     assert torch.equal(model(ids, inputs_embeds=None, past_key_values=None, output_attentions=False).logits,
                        model(ids).logits)
-    for name, value in dict(inputs_embeds=torch.ones(1, 8, 32), output_hidden_states=True, position_ids=ids).items():
+    for name, value in dict(inputs_embeds=torch.ones(1, 8, 32), output_hidden_states=True, position_ids=ids,
+                            cache=transformers.DynamicCache()).items():
         with pytest.raises(ValueError, match=name):
             model(ids, **{name: value})
+    for name, value in dict(output_hidden_states=True, output_attentions=True,
+                            cache=transformers.DynamicCache()).items():
+        with pytest.raises(ValueError, match=name):
+            model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **{name: value})
     with pytest.raises(ValueError, match="input_ids"):
         model()
     with pytest.raises(ValueError, match="not supported with stateful models"):           # no state takes drafts back
         continuation(model, [BOS_ID, *b"abcabcabc"], prompt_lookup_num_tokens=2)
+
+
+@pytest.mark.parametrize("kind", ("flash_attention_2", "sdpa"))
+def test_other_attention_is_refused_when_a_model_is_loaded(exported, kind):
+    with pytest.raises(ValueError, match=f"attn_implementation='{kind}' is not available in Spider"):
+        loaded(exported, attn_implementation=kind)
+
+
+@pytest.mark.slow
+def test_quantization_is_refused_when_a_model_is_loaded(exported):
+    """It would replace no layer, as Spider's Linears are of another class."""
+    with pytest.raises(ValueError, match="quantization_config is not available in Spider"):
+        loaded(exported, quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))
+
+
+def test_output_that_a_config_asks_for_is_refused(exported):
+    with pytest.raises(ValueError, match="output_hidden_states is not available in Spider"):
+        loaded(exported, output_hidden_states=True)(text(1, 8))
 
 
 def test_an_empty_prompt_is_the_beginning_of_a_document(model, tokenizer):
@@ -190,6 +229,94 @@ def test_a_transformers_that_passes_the_cache_by_another_name_is_refused(monkeyp
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "5.23.0")
     with pytest.raises(ImportError, match="transformers>=5.24 is required"):
         runpy.run_path(str(ROOT / "spider/modeling_spider.py"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The Trainer
+
+def trainer(model, tokenizer, directory, sequences, steps=1, callbacks=(), compute_metrics=None, **settings):
+    """Make a Trainer of sequences of ids, whose labels are the ids, but -100 for padding."""
+    quick = dict(output_dir=str(directory), max_steps=steps, save_strategy="no", report_to="none", use_cpu=True,
+                 disable_tqdm=True)
+    return transformers.Trainer(
+        model=model, train_dataset=[dict(input_ids=ids) for ids in sequences], callbacks=[*callbacks],
+        compute_metrics=compute_metrics, data_collator=transformers.DataCollatorForLanguageModeling(
+            tokenizer, mlm=False), args=transformers.TrainingArguments(**(quick | settings)))
+
+
+def adapter(**changes):
+    """The project's own class, whose weights are awake."""
+    from spider.modeling_spider import SpiderForCausalLM, SpiderHFConfig
+    config = small_config(boundaries="words", **changes)
+    model = SpiderForCausalLM(SpiderHFConfig(spider=asdict(config)))
+    model.spider.load_state_dict(awake(config).state_dict())
+    return model
+
+
+def gradient_of_a_step(model, *rest, **settings) -> tuple[torch.Tensor, float]:
+    """The gradient with which the Trainer steps, tables included, as a single vector; the loss that it logs."""
+    found = []
+
+    class See(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            by_name = {name: grad for name, grad in gradients(model.spider).items() if grad is not None}
+            found.append(torch.cat([by_name[name].flatten() for name in sorted(by_name)]))
+    trained = trainer(model, *rest, callbacks=[See()], learning_rate=0.0, max_grad_norm=0.0, logging_steps=1,
+                      **settings)
+    trained.train()
+    return *found, trained.state.log_history[0]["loss"]
+
+
+@pytest.mark.parametrize("side, rows, near", (("right", 1, 1e-5), ("left", 2, 1e-2)))
+def test_accumulation_over_documents_of_unequal_length_has_the_gradient_of_one_batch(tmp_path, side, rows, near):
+    """Padding on the left makes the Trainer count a byte of each padded row that has no context, and no loss."""
+    from spider.modeling_spider import SpiderTokenizer
+    documents = [text(1, length, seed=length)[0].tolist() for length in (12, 90, 40, 6)]
+    model = adapter(aux_loss_weight=0.0, z_loss_weight=0.0, ponder_weight=0.0)
+    (whole, loss), (accumulated, its_loss) = (
+        gradient_of_a_step(model, SpiderTokenizer(padding_side=side), tmp_path, documents,
+                           per_device_train_batch_size=at_once, gradient_accumulation_steps=len(documents) // at_once)
+        for at_once in (len(documents), rows))
+    assert (accumulated - whole).norm() < near * whole.norm() and its_loss == pytest.approx(loss, rel=near)
+
+
+def test_all_terms_of_the_loss_are_weighted_by_a_passs_share_of_the_labels():
+    model, ids = adapter().train(), text(2, 20)
+    alone = model(ids, labels=ids).loss
+    labels = ids.clone()
+    labels[1, 10:] = -100
+    fewer = model(ids, labels=labels).loss
+    for count in (56, torch.tensor(56)):
+        torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=count).loss, alone * 38 / 56)
+        torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=count).loss, fewer * 28 / 56)
+    assert model(ids, labels=ids * 0 - 100, num_items_in_batch=0).loss.isfinite()
+
+
+def test_labels_of_padding_are_refused_where_they_would_distort_the_mean():
+    model, ids = adapter().train(), text(2, 20)
+    ids[0, 9:] = PAD_ID
+    assert torch.equal(model(ids, labels=ids, num_items_in_batch=38).loss, model(ids, labels=ids).loss)
+    with pytest.raises(ValueError, match="labels: .* those of padding must be -100"):
+        model(ids, labels=ids, num_items_in_batch=76)
+
+
+def test_label_smoothing_trains_no_copier(exported, tokenizer, tmp_path):
+    model, ids = loaded(exported), torch.tensor([[*b"abcdefgh" * 4]])
+    trainer(model, tokenizer, tmp_path, ids.tolist() * 4, steps=10, per_device_train_batch_size=4, learning_rate=0.01,
+            label_smoothing_factor=0.1).train()
+    likeliest = model.eval()(ids).logits.argmax(2)
+    assert (likeliest[:, :-1] == ids[:, 1:]).float().mean() > 0.9
+
+
+def test_an_evaluation_reports_the_cross_entropy_and_hands_logits_alone_to_compute_metrics(exported, tokenizer,
+                                                                                          tmp_path):
+    model, ids, given = loaded(exported), text(3, 20), []
+    found = trainer(model, tokenizer, tmp_path, [], compute_metrics=lambda it: given.append(it) or {}).evaluate(
+        [dict(input_ids=row) for row in ids.tolist()])
+    expected = model(ids, labels=ids)
+    assert found["eval_loss"] == pytest.approx(expected.nats_per_byte.item(), rel=1e-5)
+    torch.testing.assert_close(torch.from_numpy(given[0].predictions), expected.logits.detach())
+    assert given[0].label_ids.tolist() == ids.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """What all scripts share: one line for an expected error, flags, files that are whole or not there."""
 
 import argparse
+import errno
+import fcntl
 import os
 import shlex
 import subprocess
@@ -12,8 +14,8 @@ import pytest
 
 from conftest import ROOT, contents
 from spider import common
-from spider.common import (DataError, Diverged, Parser, UsageError, durable, integer, one_line, printable, quoted, real,
-                           run_program)
+from spider.common import (DataError, Diverged, Parser, UsageError, durable, integer, locked, one_line, printable,
+                           quoted, real, run_program)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors and the terminal
@@ -176,3 +178,47 @@ def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path):
 def test_step_seeds_differ_by_seed_step_and_purpose():
     seeds = {common.step_seed(seed, step, purpose) for seed in range(3) for step in range(9) for purpose in "ab"}
     assert len(seeds) == 54 and max(seeds) < 1 << 62
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Locks
+
+
+def test_a_lock_excludes_others_and_leaves_no_file(tmp_path):
+    for _ in range(2):
+        with locked(tmp_path):
+            assert all(name.startswith(".") for name in os.listdir(tmp_path))
+            with pytest.raises(UsageError, match=f"^{tmp_path}: another process is using it"), locked(tmp_path):
+                pass
+            with locked(tmp_path, tmp_path / ".another"):
+                pass
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL))
+def test_a_file_system_without_locks_is_noted_and_nothing_stays_that_could_block_the_next_run(
+        tmp_path, monkeypatch, capsys, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path):
+        assert "cannot be locked" in capsys.readouterr().err
+        (tmp_path / ".lock").write_bytes(b"")                 # as that of a killed process
+    with locked(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_follows_no_link_and_a_file_that_cannot_be_opened_is_one_line(tmp_path, capsys):
+    (tmp_path / "victim").write_text("x")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / ".lock").symlink_to(tmp_path / "victim")
+    (tmp_path / "blocked" / ".lock").mkdir(parents=True)
+    for name in ("linked", "blocked"):
+        def work(name=name):
+            with locked(tmp_path / name):
+                pass
+        assert run_program(work, "x.py") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"x.py: error: {tmp_path}/{name}")
+    assert (tmp_path / "victim").read_text() == "x"

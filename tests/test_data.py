@@ -458,3 +458,10 @@ def test_show_prints_what_the_loader_gives(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("0: epoch 0, mock, mock data: byte offset ")
     for arguments in ([], ["data", "--mock_data"]):
         complaint(capsys, "show", *arguments)
+
+
+def test_shards_are_read_where_python_has_no_modules_of_unix(shards):
+    code = ("import sys; sys.modules.update(dict.fromkeys(('fcntl', 'grp', 'pwd', 'resource', 'termios'))); "
+            "import data; print(len(data.open_data(sys.argv[1])[0].train))")
+    done = subprocess.run([sys.executable, "-c", code, shards], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "640\n", done.stderr

@@ -4,13 +4,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from exporting import checkpoint, exported, loaded, loaded_tokenizer, model, spider, tokenizer  # noqa: F401
+from exporting import (checkpoint, export_without_end, exported, loaded, loaded_tokenizer, model,  # noqa: F401
+                       spider, tokenizer)
+from jobs import LIMIT, until
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -68,6 +71,42 @@ torch.save(model(**inputs).logits, sys.argv[2])
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 
+def test_no_module_of_an_export_imports_what_windows_lacks():
+    for name, content in MODULES.items():
+        found = re.findall(r"^ *(?:import|from) (fcntl|grp|pwd|resource|termios)\b", content, re.MULTILINE)
+        assert not found, name
+
+
+@pytest.mark.slow
+def test_an_export_writes_where_modules_of_unix_are_missing(exported, spider, tmp_path):
+    script = """
+import os, signal, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel, PreTrainedTokenizer
+MISSING = {"fcntl", "grp", "pwd", "resource", "termios"}
+class Nothing:
+    def find_spec(self, name, *_):
+        if name in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+for name in MISSING:
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Nothing())
+for name in ("SIGHUP", "SIGKILL", "SIGQUIT", "SIGUSR1"):
+    delattr(signal, name)
+for name in ("fork", "geteuid", "getuid", "sysconf", "O_NOFOLLOW"):
+    delattr(os, name)
+sys.platform = "win32"
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+inputs = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)("abc def", return_tensors="pt")
+print(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0].tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", script, exported], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    prompt = list(b"abc def")
+    expected = list(spider.generate(prompt, 9, temperature=0, n_loops=3))
+    assert json.loads(done.stdout.splitlines()[-1])[len(prompt):][:len(expected)] == expected
+
+
 def test_what_is_saved_and_loaded_again_is_the_same_model(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -99,6 +138,28 @@ def test_an_export_is_whole_or_not_there_and_takes_no_files_place(checkpoint, ex
     assert not list((tmp_path / "empty").iterdir())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "full"]
     assert sample.main([str(checkpoint), "--export", str(tmp_path / "empty")]) == 0
+
+
+@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+def test_a_killed_export_leaves_nothing_or_what_the_next_one_deletes(checkpoint, tmp_path, processes, capsys, number):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kept.txt").write_text("x")
+    (tmp_path / ".out.abcdefgh").mkdir()                                 # others' directories and links
+    (tmp_path / ".out.b.abcdefgh.unfinished-export").mkdir()
+    (tmp_path / ".out.abcdefgh.unfinished-export").symlink_to("mine")
+    others = {*os.listdir(tmp_path)}
+    first = processes.Process(target=export_without_end, args=(str(checkpoint), str(tmp_path / "out")),
+                              daemon=True)
+    first.start()
+    until(lambda: [*tmp_path.glob(".out.*/export/model.safetensors")])
+    line = refused([checkpoint, "--export", tmp_path / "out"], capsys, **BY_SAMPLE)
+    assert f"{tmp_path}/out: another process is using it" in line
+    os.kill(first.pid, number)
+    first.join(LIMIT)
+    assert first.exitcode == {signal.SIGKILL: -9, signal.SIGINT: 130}.get(number, 128 + number)
+    assert ({*os.listdir(tmp_path)} == others) == (number != signal.SIGKILL)
+    assert sample.main([str(checkpoint), "--export", str(tmp_path / "out")]) == 0
+    assert {*os.listdir(tmp_path)} == others | {"out"} and (tmp_path / "mine" / "kept.txt").exists()
 
 
 def test_the_model_card_has_the_facts_and_what_others_wrote_as_json_alone(checkpoint, tmp_path):
@@ -200,6 +261,20 @@ def test_nothing_of_an_export_is_executed_or_read_but_config_and_weights(exporte
         (directory / name).write_bytes(b"cposix\nsystem\n(S'touch " + os.fsencode(mark) + b"'\ntR.")
     assert command_line(resuming(tmp_path, directory, "--reset_steps")) == 0 and load_checkpoint(directory)
     assert not mark.exists()
+
+
+def test_weights_in_several_files_are_read_by_their_index(exported, model, tmp_path, capsys):
+    directory = tmp_path / "shards"
+    model.save_pretrained(directory, max_shard_size="200KB")
+    index = directory / "model.safetensors.index.json"
+    assert len([*directory.glob("model-*.safetensors")]) > 2
+    one, many = load_checkpoint(exported)["model_state_dict"], load_checkpoint(directory)["model_state_dict"]
+    assert one.keys() == many.keys() and all(torch.equal(weight, many[name]) for name, weight in one.items())
+    assert command_line(resuming(tmp_path, directory, "--reset_steps", "--max_steps", "1")) == 0
+    for name in ("../shards/model-00001-of-00002.safetensors", str(exported / "model.safetensors"), "config.json", 3):
+        changed(index, lambda content, name=name: content["weight_map"].update({"spider.null_segment": name}))
+        capsys.readouterr()
+        assert "can be read safely" in refused([directory, "--prompt", "a"], capsys, **BY_SAMPLE)
 
 
 def changed(path: Path, change):
