@@ -87,6 +87,14 @@ def test_every_flag_in_a_command_is_one_of_its_script(page):
                 assert re.match(r"--\w+", word)[0] in flags_of(script, command), (script, word)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "results" not in page.parts], ids=lambda page: page.name)
+def test_every_command_that_trains_has_a_directory_of_its_own(page):
+    """In the default one it would resume whatever was trained there before."""
+    for script, rest in commands(page):
+        if script == "train" and "--data_dir" in rest:
+            assert re.search("--(ckpt_dir|mock_data|help|dry_run)", rest), rest
+
+
 def test_every_part_that_the_guide_switches_off_can_be():
     table = (ROOT / "docs/guide/training.md").read_text().split("can be switched off")[1].split("\n\n")[1]
     changes = re.findall(r"`(\w+=[\w+]*)`", table)
