@@ -114,6 +114,7 @@ def runs(tmp_path_factory):
         patch.setattr(optim, "multiplies_bf16", lambda device: False)     # Muon's products in fp32 on any machine
         patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)   # --deterministic sets both
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        patch.setenv("TARGET_TOKENS", "6400")        # so that a run of which --max_steps is ignored fails, and ends
         yield Runs(tmp_path_factory.mktemp("witnesses"))
 
 
@@ -435,22 +436,20 @@ def total_loss(runs):
 
 @witness("weight of a micro-step")
 def micro_steps(runs):
-    """All targets of a step weigh the same in loss and gradient, however few are in a micro-step: PAD is none."""
+    """All targets of a step weigh the same in its loss and gradient, however few are in a micro-step: PAD is none."""
     ids = np.arange(640) % 26 + 97
     ids[np.arange(640) % 100 < 40] = PAD_ID
-    run = runs.bare("--micro_batch 1 --grad_accum 4 --grad_clip 0", steps=1, data=runs.write("padded", ids))
-    passes = run.updates[0].passes
-    counts = [int((one.given["labels"] != -100).sum()) for one in passes]
-    assert len(set(counts)) > 1
-    nats = gradient = 0
-    for one in passes:
-        x, logits = (tensor.double() for tensor in one.called["lm_head"][0])
-        labels = one.given["labels"].flatten()
-        nats += F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-        error = logits.softmax(-1) - F.one_hot(labels.clamp_min(0), 272)
-        gradient += error[labels != -100].T @ x[labels != -100]
-    yield run.lines[0]["loss"], float(nats) / sum(counts)
-    yield run.updates[0].gradient["lm_head.weight"], gradient / sum(counts)
+    run = runs.bare("--micro_batch 1 --grad_accum 4 --grad_clip 0", data=runs.write("padded", ids))
+    for update, line in zip(run.updates, run.lines):
+        labels = torch.cat([one.given["labels"].flatten() for one in update.passes])
+        inputs = torch.cat([one.called["lm_head"][0].x for one in update.passes]).double()
+        logits = torch.cat([one.called["lm_head"][0].y for one in update.passes]).double()
+        target = F.one_hot(labels.clamp_min(0), 272)
+        counted = labels != -100
+        assert len({int((one.given["labels"] != -100).sum()) for one in update.passes}) > 1
+        yield line["loss"], float(F.cross_entropy(logits[counted], labels[counted]))
+        error = (logits.softmax(-1) - target)[counted]
+        yield update.gradient["lm_head.weight"], error.T @ inputs[counted] / len(error)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -473,6 +472,9 @@ def dropout(runs):
                             (called["core.out_proj"][0].x, rate), (called["coda.0"][0].x, rate / 5)):
             rows = x[x.any(dim=1)]        # without those that pad the core's
             yield float((rows == 0).double().mean()), expected, 0.15
+        # What is kept grows by 1 / (1 - rate), from a mean square of 1.
+        output = called["core.out_proj"][0].x
+        yield float(output[output.any(dim=1)].square().mean()), 1 / (1 - rate), 0.15
 
 
 @witness("--engram_reset")
@@ -629,10 +631,10 @@ def epoch_of_grown_data(runs):
 
 @witness("--model")
 def presets(runs):
-    """small has a horizon of 30 million bytes and a window of 64 bytes, original of 10 billion and none."""
-    for name, horizon, window in (("small", 30_000_000, 64), ("original", 10_000_000_000, 0)):
+    """small has a warm-up of a 25th of the 100 steps and a window of 64 bytes, original of 10 steps and none."""
+    for name, steps, window in (("small", 4, 64), ("original", 10, 0)):
         state = runs.bare(f"--model {name} --dropout 0", steps=1).saved(1)
-        yield (state["flags"]["target_tokens"], state["cfg"]["byte_window"]), (horizon, window)
+        yield (state["flags"]["warmup_steps"], state["cfg"]["byte_window"]), (steps, window)
 
 
 @witness("--set")
