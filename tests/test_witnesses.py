@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from conftest import SMALL, awake, documents, make_shards, small_config, text, world_of
-from recording import Recording, Update, recorded
+from conftest import SMALL, awake, make_shards, small_config, text, world_of
+from recording import Pass, Recording, Update, recorded
 from spider import optim
 from spider.config import SpiderConfig
 from spider_model import Spider
@@ -289,7 +289,7 @@ def optimizers(runs):
         yield update.state[name][key].element_size(), size
 
 
-LEARNED = "boundaries=learned,boundary_rate=0.25,core_loss_weight=0.5"
+LEARNED = "boundaries=learned,boundary_rate=0.25"
 
 
 @witness("relative rate of learned boundaries")
@@ -356,8 +356,8 @@ def log_partition(runs):
 @witness("expert_bias_rate")
 def selection_bias(runs):
     """A step moves the bias, 0 at first, by expert_bias_rate * sign(mean load - load). The load is that of all loops
-    and micro-steps."""
-    run = runs.awake(LOSSES, steps=1)
+    and micro-steps; with 16 experts its signs are not those of a part."""
+    run = runs.awake(LOSSES, dict(n_routed_experts=16), steps=1)
     load = sum(chosen(scores) for one in outputs(run, ROUTER) for scores in one)
     yield run.saved(1)["model_state_dict"]["core.layers.0.moe.expert_bias"], 0.05 * (load.mean() - load).sign()
 
@@ -409,11 +409,26 @@ def rate_of_boundaries(runs):
     yield run.lines[0]["bytes_per_segment"], 1 / 0.25, 0.1
 
 
+def padded(runs: Runs) -> str:
+    """Make data of which two fifths are PAD, in runs of 40 bytes, so that windows have unlike numbers of targets."""
+    place = np.arange(640)
+    return runs.write("padded", np.where(place % 100 < 40, PAD_ID, place % 26 + 97))
+
+
+def labels_of(passes: list[Pass]) -> Tensor:
+    """Return the labels of passes [M], which must not have equally many targets."""
+    labels = [one.given["labels"].flatten() for one in passes]
+    assert len({int((part != -100).sum()) for part in labels}) > 1
+    return torch.cat(labels)
+
+
 @witness("core_loss_weight")
 def loss_of_the_core(runs):
-    """core_loss_weight * ln(272) in the first step: the core adds nothing yet, so that it predicts all ids evenly."""
-    run = runs.fresh("--lr 0.01 --warmup_steps 0", LEARNED, steps=1)
-    yield run.lines[0]["core_loss"], 0.5 * math.log(272)
+    """core_loss_weight * the mean over all targets of the nats by which the core alone predicts them."""
+    run = runs.awake("--micro_batch 1 --grad_accum 4 --set core_loss_weight=0.5", steps=1, data=padded(runs))
+    passes = run.updates[0].passes
+    alone = torch.cat([one.called["lm_head"][1].y for one in passes])
+    yield run.lines[0]["core_loss"], 0.5 * float(F.cross_entropy(alone.double(), labels_of(passes), ignore_index=-100))
 
 
 @witness("weight of the boundaries' own loss")
@@ -437,19 +452,16 @@ def total_loss(runs):
 @witness("weight of a micro-step")
 def micro_steps(runs):
     """All targets of a step weigh the same in its loss and gradient, however few are in a micro-step: PAD is none."""
-    ids = np.arange(640) % 26 + 97
-    ids[np.arange(640) % 100 < 40] = PAD_ID
-    run = runs.bare("--micro_batch 1 --grad_accum 4 --grad_clip 0", data=runs.write("padded", ids))
+    run = runs.bare("--micro_batch 1 --grad_accum 4 --grad_clip 0", data=padded(runs))
     for update, line in zip(run.updates, run.lines):
-        labels = torch.cat([one.given["labels"].flatten() for one in update.passes])
-        inputs = torch.cat([one.called["lm_head"][0].x for one in update.passes]).double()
-        logits = torch.cat([one.called["lm_head"][0].y for one in update.passes]).double()
-        target = F.one_hot(labels.clamp_min(0), 272)
+        calls = [one.called["lm_head"][0] for one in update.passes]
+        labels = labels_of(update.passes)
         counted = labels != -100
-        assert len({int((one.given["labels"] != -100).sum()) for one in update.passes}) > 1
-        yield line["loss"], float(F.cross_entropy(logits[counted], labels[counted]))
-        error = (logits.softmax(-1) - target)[counted]
-        yield update.gradient["lm_head.weight"], error.T @ inputs[counted] / len(error)
+        logits = torch.cat([call.y for call in calls]).double()[counted]
+        yield line["loss"], float(F.cross_entropy(logits, labels[counted]))
+        error = logits.softmax(-1) - F.one_hot(labels[counted], 272)
+        inputs = torch.cat([call.x for call in calls]).double()[counted]
+        yield update.gradient["lm_head.weight"], error.T @ inputs / len(error)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -549,12 +561,12 @@ def mixture(runs):
 @witness("--mock_data")
 def mock_data(runs):
     """Sentences of syllables, whatever --data_dir holds."""
-    ids = rows_of(runs.bare("--mock_data --micro_batch 64", steps=1)).unique().tolist()
+    ids = rows_of(runs.bare("--mock_data --micro_batch 64 --seed 0", steps=1)).unique().tolist()
     yield {*ids} <= {*b"bdfgklmnprstaeiou .", BOS_ID, EOS_ID} and len(ids) > 10, True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Horizons: the number of steps of 64 bytes, and where a run begins
+# Horizons in bytes, of which a step has 64; and where a run begins
 
 
 @witness("--max_steps")
@@ -570,26 +582,26 @@ def bytes_of_training(runs):
 @witness("--minutes")
 def minutes(runs):
     """At the 1,000 bytes/s that the tests time (conftest.do_nothing_slow)."""
-    yield len(runs.bare("--minutes 0.003", steps=0).lines), math.ceil(0.003 * 60 * 1000 / 64)
+    yield runs.bare("--minutes 0.003").saved(2)["flags"]["target_tokens"], 0.003 * 60 * 1000
 
 
 @witness("--target_param_data_ratio")
 def bytes_per_parameter(runs):
     """Without rows of tables, which are looked up, nor those of matches."""
-    run = runs.fresh("--target_param_data_ratio 0.003", steps=0)
+    run = runs.fresh("--target_param_data_ratio 20", steps=1)
     parameters = sum(p.numel() for name, p in run.updates[0].before.items()
                      if not name.endswith((".table.weight", ".followed")))
-    yield len(run.lines), math.ceil(0.003 * parameters / 64)
+    yield run.saved(1)["flags"]["target_tokens"], 20 * parameters
 
 
 @witness("--target_flops")
 def flops(runs):
     """6 FLOPs a byte for each weight of a product, and attention to half the sequence: products with keys and values,
     2 * head width * heads each, and twice that again in the backward pass."""
-    run = runs.bare("--target_flops 2e7", steps=0)
+    run = runs.bare("--target_flops 1e9", steps=1)
     weights = sum(p.numel() for name, p in run.updates[0].before.items() if p.ndim == 2 and name != "embed_tokens")
     of_a_byte = 6 * weights + 3 * (2 * 2 * 16 * 2) * 32 / 2
-    yield len(run.lines), math.ceil(2e7 / of_a_byte / 64)
+    yield run.saved(1)["flags"]["target_tokens"], math.ceil(1e9 / of_a_byte)
 
 
 @witness("--resume")
@@ -834,25 +846,24 @@ def shared_evaluation(runs):
     yield of_first[0][1], targets[0] + targets[1] + targets[4]
 
 
-WORSE = "--lr 10 --warmup_steps 200 --eval_every 1"       # at growing rates, the loss soon grows
+WORSE = "--lr 10 --warmup_steps 200 --eval_every 1 --patience 3"  # at growing rates, the loss soon grows
 
 
 @witness("--patience")
 def patience(runs):
     """Three evaluations in a row after the best one."""
-    losses = runs.bare(f"{WORSE} --patience 3 --keep_best", steps=20).column("val_loss")
+    losses = runs.bare(f"{WORSE} --ckpt_every 1 --keep_best", steps=20).column("val_loss")
     yield len(losses), 1 + int(np.argmin(losses)) + 3
 
 
 @witness("--keep_best")
 def best(runs):
     """The best one is saved when it is found, and kept beside the newest two."""
-    run = runs.bare(f"{WORSE} --patience 3 --keep_best", steps=20)
-    best = 1 + int(np.argmin(run.column("val_loss")))
-    yield run.saved_steps, [best, best + 3]
-    for flag, kept in (("--keep_best", [best]), ("", [])):
-        run = runs.bare(f"{WORSE} --patience 3 --ckpt_every 1 {flag}", steps=20)
-        yield run.saved_steps, [*kept, best + 2, best + 3]
+    for interval, newest in ((100, [3]), (1, [2, 3])):
+        for flag, kept in (("--keep_best", [0]), ("", [])):
+            run = runs.bare(f"{WORSE} --ckpt_every {interval} {flag}", steps=20)
+            best = 1 + int(np.argmin(run.column("val_loss")))
+            yield run.saved_steps, [best + later for later in (*kept, *newest)]
 
 
 @witness("--sample_every", "--sample_prompt")
