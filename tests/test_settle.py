@@ -52,11 +52,7 @@ def test_names_defaults_variables_and_commands_of_the_original_are_kept():
     assert parsed("--no_gradient_checkpointing").recompute == "nothing" and parsed().recompute == "auto"
 
 
-def test_every_flag_is_read_somewhere_and_every_choice_is_accepted():
-    source = "".join((ROOT / name).read_text() for name in (
-        "train.py", "data.py", "spider/estimate.py", "spider/run.py"))
-    for name in {action.dest for action in FLAGS.values()}:
-        assert re.search(rf'\b(args|plan|shape|run\.plan)\.{name}\b|flags\["{name}"\]|given\["{name}"\]', source), name
+def test_every_choice_of_a_flag_is_accepted():
     assert CHOICES.keys() == {"model", "optimizer", "schedule", "device", "precision", "moe_backend", "compile",
                               "recompute"}
     assert {*CHOICES["model"]} == {"auto", *PRESETS} and "original" in PRESETS
