@@ -945,7 +945,7 @@ def progress_line(columns: list[tuple[str, str]], metrics: dict, last_step: int,
 
 def epoch_line(progress: RunProgress, cleared: bool) -> str:
     """Describe the beginning of an epoch, and what it changes."""
-    line = f"step {progress.step} begins epoch {progress.epoch} (from 0)"
+    line = f"step {progress.step} begins epoch {progress.epoch} (counted from 0)"
     if cleared:
         line += ": the Engram tables are empty again (--engram_reset), so the next losses are higher"
     return line
@@ -1124,15 +1124,18 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     if stop.agreed:
         raise Stopped(f"stopped after step {progress.step}, which is saved in {directory}; the same command resumes")
     if out_of_patience:
-        logger.info(f"ended by --patience {plan.patience}: the last {progress.unimproved} evaluations did not lower "
-                    f"the validation loss; raise it, or set it to 0, to continue")
+        more = (f"ended by --patience {plan.patience}: the last {progress.unimproved} evaluations did not lower the "
+                f"validation loss; to continue, raise it, or set it to 0")
+    elif progress.step < horizon:
+        more = "to continue, raise --max_steps"
+    else:
+        more = (f"to train longer: the same flags, but --resume {quoted(directory)}, a new --ckpt_dir and a larger "
+                f"--target_tokens; the rate rises again, and with it the loss at first")
     best = f"best validation loss {progress.best_loss:.4f}, " if math.isfinite(progress.best_loss) else ""
     logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{time.perf_counter() - began:.0f} s")
     if plan.model_class is Spider:        # sample.py loads no other
         logger.info(f"next: python sample.py {quoted(directory)}")
-    logger.info("to continue: raise --max_steps" if progress.step < horizon else
-                f"to train longer: the same flags, but --resume {quoted(directory)}, a new --ckpt_dir and a larger "
-                f"--target_tokens; the rate rises again, and with it the loss at first")
+    logger.info(more)
     return 0
 
 

@@ -51,7 +51,7 @@ class RunProgress:
     wandb: dict | None = None             # name and id of the wandb run
     n_loops: int = 1                      # loops in training; may be more than the model was built for
 
-    def record(self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False) -> "StepEvents":
+    def record(self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False) -> StepEvents:
         """Record a completed step; return what the log says of it. cleared: the Engram tables, after the step."""
         self.step += 1
         self.bytes_seen = bytes_seen

@@ -344,7 +344,7 @@ def test_a_finished_run_that_is_trained_longer_says_that_its_rate_rises_and_how_
     said = capsys.readouterr().err
     warning, = [line for line in said.splitlines() if "learning rate rises" in line]
     assert "tables are cleared" not in warning and f"--resume {directory}" in warning and "towards step 20" in warning
-    assert "to continue: raise --max_steps" in said
+    assert "to continue, raise --max_steps" in said
     run(tmp_path, shards, *longer, "--no-engram_reset", steps=12)
     assert "learning rate rises" not in capsys.readouterr().err
 
