@@ -35,7 +35,7 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 FLAGS = {name for action in train.flag_parser()._actions for name in action.option_strings
          if name.startswith("--") and not name.startswith("--no-")} - {"--help"}
 UNWITNESSED = {"--profile": "a trace, by a profiler that stays in its process: test_run has one of its own"}
-TABLE: list = []                          # of functions, with the names of what they are witnesses for
+TABLE = []                                # of functions, with the names of what they are witnesses for
 
 
 def witness(*names: str):
@@ -77,7 +77,7 @@ class Runs:
 
     def awake(self, flags: str, changes: dict | None = None, **options) -> Recording:
         """Train a small model with all components, in which no weight is 0, from a checkpoint of weights alone."""
-        config = small_config(**ONE_LAYER, **changes or {})
+        config = small_config(**ONE_LAYER | (changes or {}))
         return self(f"--resume {self.start(config)} --reset_steps {flags}", **options)
 
     def start(self, config: SpiderConfig) -> Path:
@@ -357,9 +357,10 @@ def log_partition(runs):
 def selection_bias(runs):
     """A step moves the bias, 0 at first, by expert_bias_rate * sign(mean load - load). The load is that of all loops
     and micro-steps; with 16 experts its signs are not those of a part."""
-    run = runs.awake(LOSSES, dict(n_routed_experts=16), steps=1)
-    load = sum(chosen(scores) for one in outputs(run, ROUTER) for scores in one)
-    yield run.saved(1)["model_state_dict"]["core.layers.0.moe.expert_bias"], 0.05 * (load.mean() - load).sign()
+    run = runs.awake(LOSSES, dict(n_routed_experts=16, n_recurrent_layers=2), steps=1)
+    for moe in ("core.layers.0.moe", "core.layers.1.moe"):
+        load = sum(chosen(scores) for one in outputs(run, f"{moe}.router") for scores in one)
+        yield run.saved(1)["model_state_dict"][f"{moe}.expert_bias"], 0.05 * (load.mean() - load).sign()
 
 
 @witness("ponder_weight", "HALTING_WARMUP")
