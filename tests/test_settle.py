@@ -19,6 +19,7 @@ from spider.common import UsageError
 from spider.config import PRESETS, SpiderConfig
 from spider.run import RunProgress
 from spider_model import Spider
+from tile_moe import KERNELS
 from train import RECIPES, parse_args
 
 FLAGS = {action.option_strings[0][2:]: action for action in train.flag_parser()._actions if action.dest != "help"}
@@ -189,6 +190,18 @@ def test_any_number_that_a_flag_takes_gives_a_run_or_one_line(tmp_path, shards, 
 # Recipes
 
 
+@pytest.mark.parametrize("asked, here, elsewhere, kept", (
+    ("auto", "triton", "triton", "triton"), ("auto", "tile", "tile", "tile"), ("auto", "triton", "tile", "grouped"),
+    ("auto", "tile", "grouped", "grouped"), ("auto", "grouped", "triton", "grouped"),
+    ("triton", "triton", "tile", "triton")))
+def test_auto_keeps_a_kernel_only_where_all_ranks_chose_it(monkeypatch, asked, here, elsewhere, kept):
+    """Unlike GPUs may choose differently; every rank asks the others about each kernel in turn."""
+    world, kernels = world_of(), iter(KERNELS)
+    world.all = lambda agrees: elsewhere == next(kernels) and agrees
+    monkeypatch.setattr(train, "resolve_backend", lambda *_: (here, ""))
+    assert train.settle(parsed("--moe_backend", asked), world).moe_backend == kept
+
+
 def test_auto_takes_what_suits_the_device_or_what_the_checkpoint_had(monkeypatch):
     plan = settled("--model", "1b")
     assert (plan.seq_len, plan.micro_batch, plan.grad_accum, plan.n_loops, plan.lr, plan.target_tokens,
@@ -308,6 +321,8 @@ def test_other_minutes_than_those_of_the_run_are_refused(tmp_path, shards, monke
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning_with_the_remedy(tmp_path, shards, capsys, dry):
     for flags, steps, warned in (
             (("--target_tokens", "20000", "--warmup_steps", "0"), 2, ("is 31 epochs", "--max_steps 2 ends the run")),
+            (("--target_tokens", "640", "--warmup_steps", "0", "--schedule", "cosine", "--min_lr_fraction", "0.1"), 5,
+             ("ends the run at 69% of the peak", "over 10 steps")),     # 0.1 + 0.45 * (1 + cos(0.4 * pi))
             (("--target_tokens", "64", "--min_lr_fraction", "0.2"), 3, ("the horizon of 1 steps", "rate, 2.00e-03")),
             (("--target_tokens", "128"), 2, ())):
         directory = tmp_path / f"run{steps}{len(warned)}"
