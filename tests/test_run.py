@@ -291,7 +291,7 @@ def receive(ranks: int, numbers: list[int], seconds: float, ignored: tuple[int, 
     """Receive signals, so many seconds apart, in a process of its own; exit with the one that stops the run."""
     now = iter(range(100))
     time.monotonic = lambda: next(now) * seconds
-    for number in (TERM, INT, HUP, USR1):                # a shell's background job or nohup starts pytest with some ignored
+    for number in (TERM, INT, HUP, USR1):                # nohup starts pytest with some ignored
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     with StopSignals(ranks) as stop:
         stop.raises = False
