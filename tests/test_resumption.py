@@ -349,6 +349,17 @@ def test_a_finished_run_that_is_trained_longer_says_that_its_rate_rises_and_how_
     assert "learning rate rises" not in capsys.readouterr().err
 
 
+def test_a_rise_amid_an_epoch_clears_no_tables_and_one_of_the_warm_up_is_none(tmp_path, shards, capsys):
+    run(tmp_path, shards, "--eval_every", "0", "--warmup_steps", "0", "--target_tokens", "576", steps=0)
+    run(tmp_path, shards, "--eval_every", "0", "--warmup_steps", "0", "--target_tokens", "1280", "--engram_reset",
+        steps=10)
+    warning, = [line for line in capsys.readouterr().err.splitlines() if "learning rate rises" in line]
+    assert "step 20" in warning and "tables are cleared" not in warning
+    for steps in (1, 2):                  # from a half to the whole of the rate
+        run(tmp_path, shards, "--eval_every", "0", "--warmup_steps", "1", steps=steps, ckpt="warm")
+    assert "learning rate rises" not in capsys.readouterr().err
+
+
 def test_hyperparameters_are_those_of_this_runs_flags(tmp_path, shards, capsys):
     run(tmp_path, shards, "--optimizer", "adamw", steps=1)
     directory = run(tmp_path, shards, "--optimizer", "adamw", "--weight_decay", "0.3", "--beta1", "0.8", steps=2)

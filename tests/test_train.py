@@ -39,6 +39,9 @@ def test_schedules_warm_up_decay_and_end_at_the_floor():
         assert all(a >= b for a, b in zip(factors[10:], factors[11:]))
     assert lr_factor(55, 100, cosine) == pytest.approx(0.55)
     assert lr_factor(80, 100, wsd) == 1 and lr_factor(91, 100, wsd) == pytest.approx(0.55)
+    constant = settled(*base, "--schedule", "wsd", "--wsd_decay_fraction", "0")
+    assert {lr_factor(step, 100, constant) for step in range(10, 120)} == {1}
+    assert lr_factor(11, 11, cosine) == pytest.approx(0.1)   # one step after the warm-up
 
 
 def test_random_loop_counts_are_poisson_and_a_function_of_seed_and_step():
@@ -95,14 +98,15 @@ def test_tables_are_cleared_as_an_epoch_begins_unless_less_than_half_of_it_is_le
 
 
 def test_tables_of_a_mixture_are_cleared_once_a_pass_over_all_of_it():
-    plan = SimpleNamespace(engram_reset=True, target_tokens=5000, seq_len=1)
-
-    def cleared(loader):
+    def cleared(loader, target=5000):
+        plan = SimpleNamespace(engram_reset=True, target_tokens=target, seq_len=1)
         epochs = [loader.epoch(g) for g in range(5000)]
         return [g for g in range(1, 5000) if epochs[g] > epochs[g - 1] and train.clears_tables(plan, loader, g)]
-    for times, begun in enumerate(cleared(mixture((500, 0.5), (500, 0.5))), 1):
+    equal = mixture((500, 0.5), (500, 0.5))
+    for times, begun in enumerate(cleared(equal), 1):
         assert abs(begun - 1000 * times) < 100
-    assert times == 4 and cleared(mixture((100_000, 0.9), (100, 0.1))) == []  # a small source is read five times
+    assert times == 4 and len(cleared(equal, 4650)) == 4 and len(cleared(equal, 4350)) == 3
+    assert cleared(mixture((100_000, 0.9), (100, 0.1))) == []  # a small source is read five times
 
 
 # ---------------------------------------------------------------------------------------------------------------------
