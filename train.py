@@ -377,10 +377,11 @@ def check_minutes(args: SimpleNamespace, saved_flags: Mapping[str, object]):
     """Raise UsageError if --minutes is another than that by which the run to resume was started."""
     before = saved_flags.get("minutes")
     if before != args.minutes:
-        origin = "by --target_tokens" if before is None else f"for --minutes {before:g}"
+        origin, remedy = "without --minutes", "leave it out"
+        if before is not None:
+            origin, remedy = f"for --minutes {before:g}", "give that"
         raise UsageError(f"--minutes {args.minutes:g}: this resumes a run of {saved_flags.get('target_tokens', 0):,} "
-                         f"bytes that was started {origin}: leave --minutes out to continue it, or name a new "
-                         f"--ckpt_dir")
+                         f"bytes that was started {origin}: {remedy} to continue it, or name a new --ckpt_dir")
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):

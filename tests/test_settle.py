@@ -6,7 +6,7 @@ import random
 import re
 import shlex
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -309,12 +309,33 @@ def test_other_minutes_than_those_of_the_run_are_refused(tmp_path, shards, monke
     """They chose its horizon: a run of other flags, or of other minutes, would go on unasked."""
     argv = run_flags(shards, tmp_path / "run", "--eval_every", "0", steps=1)
     assert train.command_line(argv) == 0
-    assert "started by --target_tokens" in refused([*argv, "--minutes", "0.03"], capsys)
+    assert "started without --minutes: leave it out" in refused([*argv, "--minutes", "0.03"], capsys)
     argv = run_flags(shards, tmp_path / "timed", "--eval_every", "0", "--minutes", "0.03", steps=1)
     assert train.command_line(argv) == 0
-    assert "started for --minutes 0.03" in refused([*argv, "--minutes", "0.05"], capsys)
+    assert "started for --minutes 0.03: give that" in refused([*argv, "--minutes", "0.05"], capsys)
     assert train.command_line([*argv, "--max_steps", "2"]) == 0
     assert final_state(tmp_path / "timed")["step"] == 2
+
+
+def test_a_checkpoints_model_and_the_horizon_of_its_minutes_are_kept_and_no_other_flag_is():
+    config = replace(SpiderConfig.preset("tiny"), n_recurrent_layers=3)
+    saved = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096, lr=0.5, seed=9)
+    state = dict(cfg=asdict(config), flags=saved, recipe="tiny", n_loops=3)
+    new = settled("--model", "tiny")
+    for argv, resumes, horizon in ((("--minutes", "5"), True, (640_000, 4096)), ((), True, None),
+                                   (("--minutes", "5", "--eval_tokens", "128"), True, (640_000, 128)),
+                                   (("--minutes", "5"), False, None)):
+        plan = settled(*argv, state=state, resumes=resumes)
+        assert (plan.target_tokens, plan.eval_tokens) == (horizon or (new.target_tokens, new.eval_tokens))
+        assert (plan.config, plan.n_loops, plan.seed) == (config, 3, new.seed)
+    assert settled("--n_loops", "2", state=state).n_loops == 2
+
+
+def test_tables_that_are_not_there_are_not_cleared():
+    none = ("--model", "tiny", "--set", "engram_layers=,engram_byte_orders=")
+    assert settled("--model", "tiny").engram_reset and not settled(*none).engram_reset
+    with pytest.raises(UsageError, match="no Engram tables"):
+        settled(*none, "--engram_reset")
 
 
 @pytest.mark.parametrize("dry", (True, False))
