@@ -152,9 +152,13 @@ def read_metadata(path: str) -> list[dict]:
     entries = metadata.get("shards")
     if not isinstance(entries, list):
         raise DataError(f"{path}: has no list of shards; {remedy}")
+    names = set()
     for number, entry in enumerate(entries):
         if wrong := wrong_field(entry):
             raise DataError(f"{path}: shard {number} has no valid {wrong}; {remedy}")
+        if entry["name"] in names:
+            raise DataError(f"{path}: lists {entry['name']} twice; {remedy}")
+        names.add(entry["name"])
     return entries
 
 
@@ -165,7 +169,7 @@ def wrong_field(entry: object) -> str | None:
     name = entry.get("name")
     if not isinstance(name, str) or not name.endswith(".bin") or "\0" in name:
         return "name"
-    if os.path.isabs(name) or ".." in Path(name).parts:
+    if os.path.isabs(name) or ".." in Path(name).parts or name != os.path.normpath(name):
         return "name"
     if entry.get("split") not in ("train", "val"):
         return "split"
@@ -376,6 +380,11 @@ class Loader:
             if count == 0:
                 raise DataError(f"{source.name}: weight {source.weight:g} is less than one sequence in {BLOCK:,}: "
                                 "raise it")
+
+    def mixture(self) -> dict[str, list]:
+        """Return the targets of each source and its share of the sequences; beside seed and seq_len, these decide which
+        sequences a step reads."""
+        return dict(targets=self.targets.tolist(), shares=self.share.tolist())
 
     def batches(self, step: int, first: int, plan, rank: int = 0) -> Iterator[Batch]:
         """Yield a rank's micro-batches of an optimizer step. `first`: number of sequences before it; `plan`: has

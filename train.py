@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -380,8 +380,9 @@ def check_minutes(args: SimpleNamespace, saved_flags: Mapping[str, object]):
         origin, remedy = "without --minutes", "leave it out"
         if before is not None:
             origin, remedy = f"for --minutes {before:g}", "give that"
+        new = "add --reset_steps" if args.resume else "name a new --ckpt_dir"
         raise UsageError(f"--minutes {args.minutes:g}: this resumes a run of {saved_flags.get('target_tokens', 0):,} "
-                         f"bytes that was started {origin}: {remedy} to continue it, or name a new --ckpt_dir")
+                         f"bytes that was started {origin}: {remedy} to continue it; or {new} to start another")
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
@@ -452,10 +453,10 @@ def rise_warnings(plan: Plan, loader: Loader, progress: RunProgress, horizon: in
     """Return a warning if a run resumes at a much higher learning rate than it had, as where its horizon was raised
     after the rate had fallen. in_place: it resumes in its own directory."""
     last = (progress.metrics or {}).get("lr")
-    factor = lr_factor(progress.step, horizon, plan)
-    if not last or plan.lr * factor < MUCH_HIGHER * last or progress.step <= plan.warmup_steps:
+    rate = plan.lr * lr_factor(max(0, progress.step - 1), horizon, plan)  # of the last step, by the present schedule
+    if not last or rate < MUCH_HIGHER * last:
         return []
-    line = f"the learning rate rises from {last:.2e} to {plan.lr * factor:.2e}"
+    line = f"the learning rate rises from {last:.2e} to {rate:.2e}"
     first = progress.bytes_seen // plan.seq_len
     if loader.epoch(first) > progress.epoch and clears_tables(plan, loader, first):
         line += ", and the Engram tables are cleared (--engram_reset)"
@@ -828,15 +829,19 @@ def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
     return plan.step_bytes / float(np.median(times[1:]))
 
 
-def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source], by_rule: bool) -> dict[str, int]:
+def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source], given: Set[str]) -> dict[str, int]:
     """Return target_tokens and eval_tokens for a run of `minutes` at `rate` bytes/s. Evaluation costs a third of
-    training per byte, and gets at most a quarter of the time. by_rule: the recipe decides how often to evaluate."""
+    training per byte, and gets at most a quarter of the time, unless --eval_tokens is among the flags that are `given`.
+    """
     total, evaluations = 60 * minutes * rate, 10.0
-    if not (by_rule and callable(RECIPES[plan.recipe].get("eval_every"))) and plan.eval_every:
+    by_rule = "eval_every" not in given and callable(RECIPES[plan.recipe].get("eval_every"))
+    if plan.eval_every and not by_rule:
         evaluations = max(1, total / (plan.eval_every * plan.step_bytes))                    # one at the end
-    held_out = min(plan.eval_tokens, sum(len(source.val) for source in sources), int(0.75 * total / evaluations))
-    target = total - evaluations * held_out / 3 if plan.eval_every else total
-    return dict(target_tokens=max(plan.step_bytes, int(min(target, MOST_BYTES))), eval_tokens=max(1, held_out))
+    eval_tokens, held_out = plan.eval_tokens, sum(len(source.val) for source in sources)
+    if "eval_tokens" not in given:
+        eval_tokens = max(1, min(eval_tokens, held_out, int(0.75 * total / evaluations)))
+    target = total - evaluations * min(eval_tokens, held_out) / 3 if plan.eval_every else total
+    return dict(target_tokens=max(plan.step_bytes, int(min(target, MOST_BYTES))), eval_tokens=eval_tokens)
 
 
 def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
@@ -873,14 +878,14 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 # The run
 
-# Flags whose change is logged when a run resumes, beside the config, loops and training bytes by source (`targets`).
+# Flags whose change is logged when a run resumes, beside the config, the loops and the mixture (`targets`, `shares`).
 LOGGED_IF_CHANGED = (
     "seed", "data_dir", "mock_data", "seq_len", "micro_batch", "global_batch", "lr", "schedule", "warmup_steps",
     "target_tokens", "random_loops", "engram_reset", "engram_lr", "weight_decay", "dropout", "beta1",
     "beta2", "momentum", "grad_clip", "min_lr_fraction", "wsd_decay_fraction", "eval_tokens", "optimizer")
 LOG_LINES, LOG_SECONDS = 100, 60.0        # without --log_every: about so many lines, and one at least every so often
-EVALUATED = {"data_dir", "mock_data", "seq_len", "eval_tokens", "targets"}  # these decide which bytes are evaluated
-ORDER = {"data_dir", "mock_data", "seq_len", "seed", "targets"}             # and these which sequences a step reads
+EVALUATED = {"mock_data", "seq_len", "eval_tokens", "targets", "shares"}    # these decide which bytes are evaluated
+ORDER = {"mock_data", "seq_len", "seed", "targets", "shares"}               # and these which sequences a step reads
 
 
 def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
@@ -894,13 +899,14 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
     progress = RunProgress(**{f.name: state[f.name] for f in fields(RunProgress) if f.name in state})
     # What an older checkpoint lacks counts as unchanged, since `before` begins with `now`.
     now = asdict(plan.config) | {name: plan.flags[name] for name in LOGGED_IF_CHANGED}
-    now |= dict(n_loops=plan.n_loops, targets=loader.targets.tolist())
+    now |= dict(n_loops=plan.n_loops, **loader.mixture())
     before = now | asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {}) | {
-        name: state[name] for name in ("n_loops", "targets") if name in state}
+        name: state[name] for name in ("n_loops", *loader.mixture()) if name in state}
     changed = [name for name in now if before[name] != now[name]]
     if changed:
         logger.warning("settings differ from the run so far: "
                        + "; ".join(f"{name} was {before[name]}, is {now[name]}" for name in changed))
+    if {*changed} - {"data_dir"}:         # the same data may have moved
         if not ORDER.isdisjoint(changed):
             logger.warning("they change which text a step reads: until each source begins its next epoch, some of its "
                            "text is read again, and some is skipped")
@@ -910,10 +916,10 @@ def restore(state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: O
     return progress
 
 
-def run_state(plan: Plan, model: Spider, optimizers: Optimizers, progress: RunProgress, targets: list[int]) -> dict:
+def run_state(plan: Plan, model: Spider, optimizers: Optimizers, progress: RunProgress, loader: Loader) -> dict:
     """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the keys."""
     return dict(model_state_dict=sharding_of(model).model_state(model), optimizer_state_dict=optimizers.state_dict(),
-                cfg=asdict(model.config), recipe=plan.recipe, targets=targets,
+                cfg=asdict(model.config), recipe=plan.recipe, **loader.mixture(),
                 flags={name: plan.flags[name] for name in (*LOGGED_IF_CHANGED, "minutes")}, **asdict(progress))
 
 
@@ -988,7 +994,7 @@ def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_clas
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         rate = time_steps(plan, world, sources)
-        chosen = fit_into(args.minutes, plan, rate, sources, by_rule="eval_every" not in args.given)
+        chosen = fit_into(args.minutes, plan, rate, sources, args.given)
         args = SimpleNamespace(**vars(args) | chosen | dict(given=args.given | chosen.keys()))
         plan = settle(args, world, state, resumes, model_class)
     return plan, sources, origin
@@ -1090,7 +1096,7 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
         due = progress.step % plan.ckpt_every == 0 or (plan.keep_best and progress.is_best)
         unsaved = progress.step > max(0, writer.step)         # step 0 is never saved
         if unsaved and (ends or (due and not progress.skipped)):
-            writer.save(run_state(plan, model, optimizers, progress, loader.targets.tolist()),
+            writer.save(run_state(plan, model, optimizers, progress, loader),
                         metrics_file and metrics_file.sync)
         if progress.skipped >= plan.max_skipped:
             raise Diverged(f"the last {progress.skipped} steps had no finite loss or gradient, and changed no weight: "
@@ -1130,7 +1136,10 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     elif progress.step < horizon:
         more = "to continue, raise --max_steps"
     else:
-        more = (f"to train longer: the same flags, but --resume {quoted(directory)}, a new --ckpt_dir and a larger "
+        ends_it = [f"--{name}" for name in ("minutes", "target_flops", "target_param_data_ratio", "max_steps")
+                   if plan.flags[name]]
+        flags = f"the same flags without {' and '.join(ends_it)}" if ends_it else "the same flags"
+        more = (f"to train longer: {flags}, but --resume {quoted(directory)}, a new --ckpt_dir and a larger "
                 f"--target_tokens; the rate rises again, and with it the loss at first")
     best = f"best validation loss {progress.best_loss:.4f}, " if math.isfinite(progress.best_loss) else ""
     logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{time.perf_counter() - began:.0f} s")

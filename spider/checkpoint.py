@@ -3,8 +3,8 @@
 A checkpoint is one file, `spider-step{N}.pt`, whatever the number of ranks: torch.save's archive of tensors and plain
 values. It is read with `torch.load(weights_only=True)`, so loading executes no code. All randomness is a function of
 (seed, step), so there is no random state in it. The keys: `model_state_dict`, `optimizer_state_dict`, `cfg`, the fields
-of run.RunProgress (`step`, `epoch`, `best_loss`, ...), `recipe`, `flags` (those that should not change) and `targets`
-(training bytes by source).
+of run.RunProgress (`step`, `epoch`, `best_loss`, ...), `recipe`, `flags` (those that should not change), and
+`targets` and `shares` (training bytes of each source, and its part of the sequences).
 """
 
 import json
@@ -156,6 +156,7 @@ RULES = {
     "n_loops": whole(1, MAX_LOOPS),
     "recipe": Rule(f"one of {', '.join(PRESETS)}", lambda value: TEXT.holds(value) and value in PRESETS),
     "targets": list_of(whole(0)),
+    "shares": list_of(FINITE),
     "flags": dict_of(optional(FLAG)),
     "flags.seq_len": whole(2, 1 << 24),   # these have an effect before they are compared
     "flags.eval_tokens": whole(1),
@@ -188,7 +189,8 @@ def check_state(path: Path, state, required: set[str]):
 def check_tensor(value, name: str):
     """Raise ValueError for a tensor whose shape cannot be relied on."""
     if isinstance(value, Tensor) and not (is_plain(value) and value.device.type == "cpu"):
-        raise ValueError(f"{name} must be a dense, contiguous tensor with a storage of its own")
+        raise ValueError(f"{name} must be a dense, contiguous tensor with a storage of its own: "
+                         f"save it by .contiguous().clone()")
 
 
 def check_optimizers(value, name: str, seen: set[int]):

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -124,14 +125,24 @@ def json_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def json_records(file: IO[bytes]) -> Iterator[object]:
-    """Yield the records of a .json file: its lines if the first one holds a whole object, else see json_values."""
+    """Yield the records of a .json file: the elements of an array, or objects that follow one another (json_values), or
+    its lines, where one of the first two holds a whole value."""
     start = file.tell()
-    first = next((line for line in json_lines(file) if line.strip()), b"")
+    lines = [*islice((line for line in json_lines(file) if line.strip()), 2)]
     file.seek(start)
+    if not lines or lines[0].lstrip()[:1] not in (b"[", b"{"):
+        return json_lines(file)
+    if lines[0].lstrip().startswith(b"["):
+        by_line = len(lines) == 2 and is_json(lines[0], list)
+    else:
+        by_line = any(is_json(line, dict) for line in lines)
+    return json_lines(file) if by_line else json_values(file)
+
+
+def is_json(text: bytes, kind: type) -> bool:
     with suppress(ValueError, RecursionError):
-        if first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict):
-            return json_lines(file)
-    return json_values(file)
+        return isinstance(json.loads(text), kind)
+    return False
 
 
 def json_values(file: IO[bytes]) -> Iterator[object]:

@@ -177,7 +177,7 @@ BAD_VALUES = {
     "recent": (["a"], [None], [math.nan], [math.inf], [10 ** 400], [True], {}, "ab", None, 3),
     "exploded": ("no", 1, None), "wandb": (3, {}, {"name": "a"}, {"name": "a", "id": 3}, "a", []),
     "n_loops": (0, -1, 4097, 10 ** 9, 2.0, None), "recipe": ("2b", None, [], {}, 3),
-    "targets": ([1.0], ["a"], [-1], [None], 3, {}, None, (1,)),
+    "targets": ([1.0], ["a"], [-1], [None], 3, {}, None, (1,)), "shares": (["a"], [None], [math.nan], 3, None),
     "flags": (3, None, [], {1: 2}, {"lr": math.nan}, {"lr": math.inf}, {"lr": torch.ones(2)}, {"lr": [1]},
               {"lr": 10 ** 400}, {"seq_len": 1}, {"seq_len": "32"}, {"seq_len": 1 << 25}, {"eval_tokens": 0},
               {"eval_tokens": 1.5}, {"target_tokens": None}, {"data_dir": 3}, {"minutes": "x"}),
@@ -196,7 +196,7 @@ def test_values_that_no_run_saves_are_refused_by_name(trained, key):
 
 def test_every_value_of_a_run_has_a_rule_and_keeps_it(trained):
     """Also one whose numbers are not finite, as after skipped steps, and a weight that is called like a count."""
-    assert {field.name for field in fields(RunProgress)} | {"recipe", "flags", "targets"} <= checkpoint.RULES.keys()
+    assert {field.name for field in fields(RunProgress)} | {"recipe", "flags", "targets", "shares"} <= checkpoint.RULES.keys()
     check_state(Path("a.pt"), trained, REQUIRED)
     check_state(Path("a.pt"), trained | asdict(RunProgress(metrics=dict(loss=math.nan, skipped=True, lr=None),
                                                            val_loss=2, recent=[1, 2.0])), REQUIRED)

@@ -299,6 +299,13 @@ def test_a_bad_entry_of_metadata_is_one_line_that_names_it(tmp_path, capsys, fie
         assert f"{tmp_path}/metadata.json: shard 1 has no valid {field}; delete it" in line
 
 
+def test_a_shard_that_metadata_lists_twice_is_refused(tmp_path, capsys):
+    write_shard(tmp_path / "t.bin", [1, 2])
+    metadata = dict(vocab_size=VOCAB_SIZE, shards=[ENTRY, ENTRY | dict(split="val")])
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    assert "metadata.json: lists t.bin twice" in complaint(capsys, "verify", tmp_path)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "\xff", '{"vocab_size": %s}' % ("1" * 5000)])
 def test_metadata_that_are_not_json_are_one_line(tmp_path, capsys, text):
     write_shard(tmp_path / "t.bin", [1, 2])

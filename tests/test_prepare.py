@@ -206,6 +206,10 @@ JSON = {
     "objects over several lines": b'{\n"text": "one"\n}\n{\n"text":\n"two"}\n',
     "lines": b'\n{"text": "one"}\n{"text": "two"}',
     "lines with a bad one": b'{"text": "one"}\n{"text": \n{"text": "two"}',
+    "lines, the first one bad": b'xx\n{"text": "one"}\n{"text": "two"}',
+    "lines, the first one cut": b'{"text": "o\n{"text": "one"}\n{"text": "two"}',
+    "lines, the first one a list": b'["a"]\n{"text": "one"}\n{"text": "two"}',
+    "an array of one line after another": b'[{"text": "one"},\n{"text": "two"}\n]',
     "bad elements": b'[{"text": "one"}, null, 5, {"text": null}, {"text": "\xff"}, {"text": "\\ud800"}, "two"]',
 }
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -319,12 +320,16 @@ def test_a_larger_batch_resumes_to_the_same_number_of_bytes_and_logs_the_change(
 
 
 def test_other_data_or_another_order_of_it_is_said_to_repeat_and_skip_text(tmp_path, shards, capsys):
-    run(tmp_path, shards, "--eval_every", "0", steps=1)
-    for flags, reorders in ((("--seed", "1"), True), (("--lr", "0.02", "--seed", "1"), False),
-                            (("--data_dir", f"{shards}:1", "--seed", "1"), True)):
-        capsys.readouterr()
-        steps = final_state(tmp_path / "run")["step"] + 1
-        run(tmp_path, shards, "--eval_every", "0", *flags, steps=steps)
+    """Not other names of the same directories, nor weights of the same proportions."""
+    a, b, moved = (tmp_path / name for name in ("a", "b", "moved"))
+    for directory in (a, b, moved):
+        shutil.copytree(shards, directory)
+    for steps, (mixture, seed, lr, reorders) in enumerate((
+            (f"{a}:1,{b}:1", "0", "0.01", False), (f"{a}:1,{b}:1", "1", "0.01", True),
+            (f"{a}:1,{b}:1", "1", "0.02", False), (f"{a}:3,{b}:7", "1", "0.02", True),
+            (f"{a}:0.3,{moved}:0.7", "1", "0.02", False), (a, "1", "0.02", True)), 1):
+        flags = ("--data_dir", str(mixture), "--seed", seed, "--lr", lr, "--eval_every", "0")
+        run(tmp_path, shards, *flags, steps=steps)
         assert ("is read again" in capsys.readouterr().err) == reorders
 
 
@@ -334,7 +339,7 @@ def test_a_finished_run_that_is_trained_longer_says_that_its_rate_rises_and_how_
     next sequence, 20, begins an epoch."""
     flags = ("--eval_every", "0", "--warmup_steps", "0")
     directory = run(tmp_path, shards, *flags, "--target_tokens", "640", steps=0)
-    assert f"--resume {directory}, a new --ckpt_dir" in capsys.readouterr().err
+    assert f"the same flags, but --resume {directory}, a new --ckpt_dir" in capsys.readouterr().err
     longer = (*flags, "--target_tokens", "1280", "--engram_reset")
     run(tmp_path, shards, *longer, "--resume", str(directory), steps=0, ckpt="other")
     said = capsys.readouterr().err
@@ -358,6 +363,11 @@ def test_a_rise_amid_an_epoch_clears_no_tables_and_one_of_the_warm_up_is_none(tm
     for steps in (1, 2):                  # from a half to the whole of the rate
         run(tmp_path, shards, "--eval_every", "0", "--warmup_steps", "1", steps=steps, ckpt="warm")
     assert "learning rate rises" not in capsys.readouterr().err
+    for warmup, target, steps in (("0", "640", 0), ("20", "9999", 11)):
+        run(tmp_path, shards, "--eval_every", "0", "--min_lr_fraction", "0.1", "--warmup_steps", warmup,
+            "--target_tokens", target, steps=steps, ckpt="low")
+    # 0.1 + 0.45 * (1 + cos(0.9 * pi)) of 0.01; and 10/21 of it, amid a longer warm-up
+    assert "rises from 1.22e-03 to 4.76e-03" in capsys.readouterr().err
 
 
 def test_hyperparameters_are_those_of_this_runs_flags(tmp_path, shards, capsys):

@@ -315,6 +315,14 @@ def test_other_minutes_than_those_of_the_run_are_refused(tmp_path, shards, monke
     assert "started for --minutes 0.03: give that" in refused([*argv, "--minutes", "0.05"], capsys)
     assert train.command_line([*argv, "--max_steps", "2"]) == 0
     assert final_state(tmp_path / "timed")["step"] == 2
+    elsewhere = run_flags(shards, tmp_path / "new", "--minutes", "0.05", "--resume", str(tmp_path / "timed"))
+    assert "add --reset_steps to start another" in refused(elsewhere, capsys)
+
+
+def test_a_run_of_minutes_resumes_with_the_evaluation_that_was_asked_for(tmp_path, shards, capsys):
+    argv = run_flags(shards, tmp_path / "run", "--minutes", "0.03", "--eval_tokens", "9000", steps=1)
+    assert train.command_line(argv) == train.command_line([*argv, "--max_steps", "2"]) == 0
+    assert "settings differ" not in capsys.readouterr().err and final_state(tmp_path / "run")["step"] == 2
 
 
 def test_a_checkpoints_model_and_the_horizon_of_its_minutes_are_kept_and_no_other_flag_is():

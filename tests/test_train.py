@@ -290,15 +290,19 @@ def test_ruined_weights_are_reported_instead_of_sampled(tmp_path, shards, capsys
 def test_a_run_fits_its_evaluations_into_its_minutes():
     """At 1,000 bytes/s; an evaluated byte takes a third of a trained one, all of them at most a quarter of the time."""
     plan = settled("--model", "tiny", "--seq_len", "100", "--eval_tokens", "1000")
-    found = train.fit_into(10, plan, 1000.0, [mock_source(0)], True)
+    found = train.fit_into(10, plan, 1000.0, [mock_source(0)], set())
     assert found == dict(target_tokens=600_000 - 10 * 1000 // 3 - 1, eval_tokens=1000)
-    found = train.fit_into(1, settled("--model", "tiny", "--seq_len", "100"), 1000.0, [mock_source(0)], True)
+    found = train.fit_into(1, settled("--model", "tiny", "--seq_len", "100"), 1000.0, [mock_source(0)], set())
     assert found == dict(target_tokens=45_000, eval_tokens=4500)
     plan = settled("--model", "tiny", "--seq_len", "100", "--eval_every", "0")
-    assert train.fit_into(1, plan, 1000.0, [mock_source(0)], True)["target_tokens"] == 60_000
+    assert train.fit_into(1, plan, 1000.0, [mock_source(0)], set())["target_tokens"] == 60_000
     plan = settled("--model", "tiny", "--seq_len", "100", "--eval_tokens", "1000", "--eval_every", "50")
-    found = train.fit_into(10, plan, 1000.0, [mock_source(0)], False)  # 600,000 / 5,000 evaluations
+    found = train.fit_into(10, plan, 1000.0, [mock_source(0)], {"eval_every"})  # 600,000 / 5,000 evaluations
     assert found == dict(target_tokens=600_000 - 120 * 1000 // 3, eval_tokens=1000)
     plan = settled("--model", "tiny", "--seq_len", "100", "--eval_tokens", "1000", "--eval_every", "50000")
-    found = train.fit_into(10, plan, 1000.0, [mock_source(0)], False)  # one, at the end
+    found = train.fit_into(10, plan, 1000.0, [mock_source(0)], {"eval_every"})  # one, at the end
     assert found == dict(target_tokens=600_000 - 1000 // 3 - 1, eval_tokens=1000)
+    plan = settled("--model", "tiny", "--seq_len", "100", "--eval_tokens", "1000000")
+    validation = len(mock_source(0).val)
+    found = train.fit_into(10, plan, 1000.0, [mock_source(0)], {"eval_tokens"})  # given: it stays, of what there is
+    assert found == dict(target_tokens=int(600_000 - 10 * validation / 3), eval_tokens=1_000_000)
