@@ -108,6 +108,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     unread = {name for command in COMMANDS.keys() - {asked[0]} for name in COMMANDS[command]} & given
     if asked[0] == "--export":
         unread |= {"n_loops", "device"} & given
+    if asked == ["talking"] and unread:
+        needed = [command for command in COMMANDS if unread & {*COMMANDS[command]}]
+        parser.error(f"{' '.join(f'--{name}' for name in sorted(unread))} needs {' and '.join(needed)}")
     if args.adapt:                        # it reads in chunks of its own
         unread |= {"seq_len", "batch"} & given
     if unread or len(asked) > 1:

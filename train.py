@@ -47,8 +47,8 @@ def flag_parser() -> argparse.ArgumentParser:
     flag("--max_steps", default=0, type=STEPS, metavar="STEPS",
          help="stop after this many optimizer steps; 0: at --target_tokens. Later steps use the minimum learning rate")
     flag("--resume", type=path_name, metavar="CHECKPOINT",
-         help="checkpoint to start from if --ckpt_dir is empty, or a run's directory, of which the newest is taken; if "
-         "--ckpt_dir holds a run, that is resumed")
+         help="checkpoint to start from, or a run's directory, of which the newest is taken; the run goes on in "
+         "--ckpt_dir, and if that holds a run already, that one is resumed instead")
     flag("--reset_steps", action="store_true", help="with --resume: load only the weights, and begin at step 0")
     flag("--dry_run", action="store_true", help="print settings, memory, disk and time of the run, and stop")
     flag("--config", type=path_name, metavar="FILE",
@@ -415,7 +415,7 @@ def config_of_checkpoint(saved_config: dict, asked: SpiderConfig | None, setting
                    if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)]
         if changes and shapes(replace(other, n_loops=saved.n_loops), model_class) != shapes(saved, model_class):
             more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
-            raise CheckpointError(f"the checkpoint holds another model: {'; '.join(changes[:3])}{more}. Leave --model "
+            raise CheckpointError(f"holds another model: {'; '.join(changes[:3])}{more}. Leave --model "
                                   f"and --set out, or train a new model in another --ckpt_dir")
     return config
 
@@ -988,8 +988,11 @@ def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_clas
             directory.mkdir(parents=True, exist_ok=True)
             closing.enter_context(common.locked(directory))
         return load_origin(directory, args.resume, args.reset_steps, model_class)
-    _, state, resumes = origin = world.on_rank0(open_directory)
-    plan = settle(args, world, state, resumes, model_class)
+    path, state, resumes = origin = world.on_rank0(open_directory)
+    try:
+        plan = settle(args, world, state, resumes, model_class)
+    except CheckpointError as fault:
+        raise CheckpointError(f"{path}: {fault}") from None
     if args.minutes and not resumes:      # the speed of this plan gives its horizon, which changes the plan
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
@@ -1048,10 +1051,12 @@ def main(args: SimpleNamespace, world: World, stop: StopSignals, closing: ExitSt
     cost = estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
     logger.info(f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; {cost / 1e9:.2g} GFLOP "
                 f"per byte at {plan.config.bytes_per_segment:.2g} bytes per segment; checkpoints in {directory}")
-    for line in (*horizon_warnings(plan, loader, horizon), *rise_warnings(plan, loader, progress, horizon, in_place)):
-        logger.warning(line)
-    if progress.step < last_step and (plan.precision == "fp8" or plan.compile != "off"):
-        warm_up(model, plan, world.device)
+    if progress.step < last_step:
+        for line in (*horizon_warnings(plan, loader, horizon),
+                     *rise_warnings(plan, loader, progress, horizon, in_place)):
+            logger.warning(line)
+        if plan.precision == "fp8" or plan.compile != "off":
+            warm_up(model, plan, world.device)
     feed = Feed(loader, plan, world.rank, world.device, progress.step, progress.bytes_seen // plan.seq_len)
     run = Run(plan, model, optimizers, loader, feed, progress, world, stop, horizon)
     # As after the last step, so that a checkpoint saved before the next one has the same bits.

@@ -413,7 +413,7 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool, model_cl
         raise CheckpointError(f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go back, "
                               f"name a new --ckpt_dir")
     if resume is not None and not own:
-        logger.info(f"--resume {resume} is where the run in {directory} began: it resumes from its own checkpoint")
+        logger.info(f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} is not read")
     check_weights(path, state, model_class)
     return path, state, True
 

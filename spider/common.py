@@ -164,7 +164,9 @@ def read_toml(parser: Parser, path: str) -> dict:
         import tomli as tomllib
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
+    except OSError as fault:
+        raise UsageError(f"--config: {path}: {fault.strerror}") from None
+    except (ValueError, RecursionError) as fault:
         raise UsageError(f"--config: {path}: {fault}") from None
     # By first name: neither -h, --help nor --no-... of a switch
     actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "config"}

@@ -244,8 +244,8 @@ def check_memory(memory: dict[str, float], world: World):
         raise TooLarge(f"--grad_accum: the batches of a step and the next one take "
                        f"{memory[BATCHES] * world.local_ranks / 1e9:.3g} GB, {there}: lower it, or --micro_batch or "
                        f"--seq_len")
-    raise TooLarge(f"--micro_batch: the run needs about {needed * world.local_ranks / 1e9:.3g} GB, {there}: lower it "
-                   f"and raise --grad_accum instead, or choose a smaller --seq_len or --model")
+    raise TooLarge(f"--micro_batch: the run needs at least {needed * world.local_ranks / 1e9:.3g} GB, {there}: lower "
+                   f"it and raise --grad_accum instead, or choose a smaller --seq_len or --model")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

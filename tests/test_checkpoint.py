@@ -196,7 +196,8 @@ def test_values_that_no_run_saves_are_refused_by_name(trained, key):
 
 def test_every_value_of_a_run_has_a_rule_and_keeps_it(trained):
     """Also one whose numbers are not finite, as after skipped steps, and a weight that is called like a count."""
-    assert {field.name for field in fields(RunProgress)} | {"recipe", "flags", "targets", "shares"} <= checkpoint.RULES.keys()
+    saved = {field.name for field in fields(RunProgress)} | {"recipe", "flags", "targets", "shares"}
+    assert saved <= checkpoint.RULES.keys()
     check_state(Path("a.pt"), trained, REQUIRED)
     check_state(Path("a.pt"), trained | asdict(RunProgress(metrics=dict(loss=math.nan, skipped=True, lr=None),
                                                            val_loss=2, recent=[1, 2.0])), REQUIRED)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -33,10 +34,24 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+def test_an_installation_is_found_from_a_directory_that_holds_a_folder_called_data(tmp_path):
+    """The default --data_dir: Python takes such a folder for a package if nothing on its path has the name."""
+    try:
+        metadata.distribution("spider-trainer")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the project is not installed: pip install -e .")
+    (tmp_path / "data").mkdir()
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", "import data; print(data.__file__)"], capture_output=True, text=True,
+                          cwd=tmp_path, env=environ)
+    assert done.stdout.strip() == str(ROOT / "data.py"), done.stderr
+
+
 @pytest.mark.parametrize("argv, status, said", (
     (("--help",), 0, "{auto,1b,base,original,small,tiny}"), (("--learning_rate", "1"), 2, "--learning_rate"),
     (("--seq_len", "1"), 2, "--seq_len: '1' is not a whole number from 2"),
-    (("--config", "none.toml"), 2, "none.toml"), (("--max_steps", "1"), 1, "imports")))
+    (("--config", "none.toml"), 2, "--config: none.toml: No such file or directory"),
+    (("--max_steps", "1"), 1, "imports")))
 def test_help_and_mistyped_flags_are_answered_without_importing_torch(argv, status, said):
     done = subprocess.run([sys.executable, "-c", NO_TORCH, *argv], cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert done.returncode == status and said in done.stdout + done.stderr

@@ -118,7 +118,7 @@ def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, s
     argv = run_flags(shards, tmp_path / "run", "--micro_batch", str(1 << 20), "--seq_len", "600")
     assert train.command_line(argv) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert "--micro_batch: the run needs about" in lines[-1]
+    assert "--micro_batch: the run needs at least" in lines[-1]
     assert any("recompute all" in line for line in lines)
     assert any("memory: about" in line and "NOT ENOUGH" in line for line in lines)
 

@@ -280,7 +280,7 @@ def test_a_directory_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path, sh
         other = run(tmp_path, shards, *flags, "--resume", str(origin), steps=6, ckpt="new")
         assert_same(final_state(other)["model_state_dict"], final_state(whole)["model_state_dict"])
     said = capsys.readouterr().err
-    assert "its newest good checkpoint is spider-step4.pt" in said and "is where the run in" in said
+    assert "its newest good checkpoint is spider-step4.pt" in said and f"--resume {origin} is not read" in said
     assert final_state(run(tmp_path, shards, *flags, "--resume", str(other), steps=7, ckpt="new"))["step"] == 7
     tuned = run(tmp_path, shards, *flags, "--resume", str(origin), "--reset_steps", steps=1, ckpt="tuned")
     assert final_state(tuned)["step"] == 1
@@ -331,6 +331,21 @@ def test_other_data_or_another_order_of_it_is_said_to_repeat_and_skip_text(tmp_p
         flags = ("--data_dir", str(mixture), "--seed", seed, "--lr", lr, "--eval_every", "0")
         run(tmp_path, shards, *flags, steps=steps)
         assert ("is read again" in capsys.readouterr().err) == reorders
+
+
+def test_a_run_that_is_past_its_last_step_has_no_advice_about_further_ones(tmp_path, shards, capsys):
+    flags = ("--eval_every", "0", "--target_tokens", "640", "--warmup_steps", "0")
+    run(tmp_path, shards, *flags, steps=0)
+    run(tmp_path, shards, *flags[:2], "--target_tokens", "6400", steps=5)
+    said = capsys.readouterr().err
+    assert "done: step 10" in said and "ends the run at" not in said and "rate rises from" not in said
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, steps=1)
+    argv = [flag for flag in run_flags(shards, directory) if not flag.startswith("--set") and "=" not in flag]
+    line = refused([*argv, "--model", "small"], capsys)
+    assert f"error: {directory / 'spider-step1.pt'}: holds another model: hidden_size is " in line
 
 
 def test_a_finished_run_that_is_trained_longer_says_that_its_rate_rises_and_how_to_keep_its_checkpoints(

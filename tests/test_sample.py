@@ -395,6 +395,7 @@ def test_out_of_memory_is_one_line_with_the_remedy(trained, tmp_path, monkeypatc
     ("--export new --raw", "--raw"), ("--export new --n_loops 2", "--n_loops"),
     ("--prompt a --adapt", "--adapt"), ("--eval a.txt --adapt --seq_len 64", "--seq_len"),
     ("b --prompt a", "several checkpoints"), ("--prompt a --n_loops 1,2", "numbers of loops"),
+    ("--adapt", "--adapt needs --eval"), ("--prompt x --html x.html", "--html needs --show"),
     ("--eval a.txt --no_echo", "--no_echo"), ("--stop=", "--stop"),
     ("--bytes 0", "--bytes"), ("--eval a.txt --seq_len 4e18", "--seq_len"), ("--n_loops 4097", "--n_loops"),
     ("--temperature nan", "--temperature"),
