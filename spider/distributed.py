@@ -279,8 +279,8 @@ def host_buffer(shape: tuple[int, ...], like: Tensor, into: Tensor | None) -> Te
 def is_plain(value) -> bool:
     """Return whether kernels and collectives can rely on a tensor's shape: it is dense, contiguous and alone in its
     storage, like each that a run saves."""
-    return (type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-            and not value.is_nested and not value.is_quantized and not value.is_conj() and not value.is_neg() and value.is_contiguous()
+    return (type(value) is Tensor and value.layout == torch.strided and not value.is_nested and not value.is_quantized
+            and not value.is_conj() and not value.is_neg() and value.is_contiguous()
             and value.untyped_storage().nbytes() == value.nbytes)
 
 
