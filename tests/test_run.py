@@ -1,6 +1,7 @@
 """A run in progress: spikes told from noise, patience, metrics.jsonl, the log, wandb, the profiler."""
 
 import itertools
+import json
 import math
 import os
 import signal
@@ -229,6 +230,23 @@ def test_the_log_has_the_lines_of_log_every_and_metrics_every_step(tmp_path, sha
     assert [int(line.partition("step ")[2].partition("/")[0]) for line in logged] == [1, 4, 8, 10]
     assert [line["step"] for line in metrics(directory)] == [*range(1, 11)]
     assert any(f"next: python sample.py {directory}" in line for line in lines)
+
+
+def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path):
+    """Words of four letters, and their spaces, are segments of five bytes but for the ends of a window. The rates of 64
+    bytes add up to no more time than the run took."""
+    (tmp_path / "data").mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.frombuffer(b"word " * 200, np.uint8).astype("<u2").tofile(tmp_path / "data" / name)
+    began = time.time()
+    directory = run(tmp_path, tmp_path / "data", "--set", f"{SMALL},boundaries=words,n_routed_experts=0")
+    ended = time.time()
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert sum(64 / line["tok_per_sec"] for line in lines) < ended - began
+    assert all(began < line["time"] < ended and line["expert_balance"] == 1 for line in lines)
+    assert all(4 < line["bytes_per_segment"] < 6 for line in lines)
+    assert 4 < lines[-1]["val_bytes_per_segment"] < 6
+    assert lines[-1]["val_bpb"] == pytest.approx(lines[-1]["val_loss"] / math.log(2)) and 0 < lines[-1]["val_loss"] < 6
 
 
 def test_by_default_a_run_logs_about_a_hundred_lines_and_one_a_minute(tmp_path, shards, monkeypatch, capsys):
