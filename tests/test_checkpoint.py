@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from conftest import SMALL, assert_same, assert_same_runs, final_state, make_shards, metrics, refused, run, run_flags
 from jobs import file_limit, forked, until
 from spider import checkpoint
 from spider.checkpoint import (REQUIRED, CheckpointWriter, best_checkpoint, check_state, check_weights,
                                find_checkpoints, load_checkpoint, load_newest)
-from spider.common import CheckpointError
+from spider.common import CheckpointError, locked
 from spider.config import SpiderConfig
 from spider.distributed import World
 from spider.machine import start_log
@@ -122,6 +123,12 @@ def test_a_file_whose_records_have_more_bytes_than_it_has_is_refused(tmp_path):
                 archive.filelist[-1].filename = f"archive/data/{1000 + number}"
         with pytest.raises(CheckpointError, match="compressed, or overlap"):
             load_checkpoint(path)
+
+
+def test_a_directory_in_use_is_refused_but_not_for_a_dry_run(tmp_path, shards, capsys):
+    with locked(tmp_path):
+        assert "another process is using it" in refused(run_flags(shards, tmp_path), capsys)
+        assert train.command_line([*run_flags(shards, tmp_path), "--dry_run"]) == 0
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_and_the_run_still_ends_exactly(tmp_path, shards, capsys):

@@ -5,7 +5,7 @@ import os
 import random
 import re
 import shlex
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields, replace
 
 import pytest
@@ -317,6 +317,14 @@ def test_other_minutes_than_those_of_the_run_are_refused(tmp_path, shards, monke
     assert final_state(tmp_path / "timed")["step"] == 2
     elsewhere = run_flags(shards, tmp_path / "new", "--minutes", "0.05", "--resume", str(tmp_path / "timed"))
     assert "add --reset_steps to start another" in refused(elsewhere, capsys)
+
+
+def test_minutes_are_refused_on_several_ranks():
+    world = world_of()
+    world.ranks, world.join, world.on_rank0, world.all = 2, lambda *_: None, lambda work: work(), lambda agrees: agrees
+    args = parsed("--mock_data", "--dry_run", "--model", "tiny", "--minutes", "1")
+    with pytest.raises(UsageError, match="--minutes times steps on one process"), ExitStack() as closing:
+        train.open_run(args, world, closing, Spider)
 
 
 def test_a_run_of_minutes_resumes_with_the_evaluation_that_was_asked_for(tmp_path, shards, capsys):
