@@ -245,7 +245,7 @@ def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path):
     assert sum(64 / line["tok_per_sec"] for line in lines) < ended - began
     assert all(began < line["time"] < ended and line["expert_balance"] == 1 for line in lines)
     assert all(4 < line["bytes_per_segment"] < 6 for line in lines)
-    assert 4 < lines[-1]["val_bytes_per_segment"] < 6
+    assert 4 < lines[-1]["val_bytes_per_segment"] < 6 and not any("/" in name for name in lines[-1])
     assert lines[-1]["val_bpb"] == pytest.approx(lines[-1]["val_loss"] / math.log(2)) and 0 < lines[-1]["val_loss"] < 6
 
 

@@ -149,6 +149,16 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_several_in_a_row_end_th
     assert "lower --lr" in refused(run_flags(shards, directory, *flags, steps=steps), capsys, status=1)
 
 
+def test_a_gradient_that_is_not_finite_changes_no_weight_though_the_loss_is():
+    model, batch = awake(small_config()), batches_of(text(2, 32, seed=1), text(2, 32, seed=2))
+    optimizers = Optimizers(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    numbers = step_alone(model, optimizers, batch, 2)
+    assert numbers["skipped"] and math.isfinite(numbers["total_loss"])
+    assert_same(before, dict(model.state_dict()))
+
+
 def test_cleared_engram_rows_learn_as_at_the_start():
     """At a zero row, a norm without a fitting eps multiplies the gradient by thousands, which Adagrad never forgets."""
     sums = []
