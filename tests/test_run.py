@@ -114,7 +114,7 @@ def test_losses_after_the_tables_were_cleared_are_judged_afresh():
 
 def test_a_skipped_step_begins_no_epoch_and_clears_nothing():
     progress = RunProgress()
-    assert progress.record(dict(loss=math.nan, skipped=True), 64, 1, True) == StepEvents()
+    assert progress.record(dict(loss=math.nan, skipped=True), 64, 1, True) == (False, False, False)
     assert (progress.step, progress.epoch, progress.skipped) == (1, 0, 1)
     events = progress.record(dict(loss=1.0, skipped=False), 128, 1, True)
     assert events == StepEvents(spike=False, begins_epoch=True, cleared=True)
@@ -389,7 +389,7 @@ def test_going_back_in_another_directory_begins_a_new_wandb_run(tmp_path, shards
     run(tmp_path, shards, *flags, *back, steps=4, ckpt="other")
     run(tmp_path, shards, *flags, *back, steps=5, ckpt="other")
     run(tmp_path, shards, "--run", "b", "--eval_every", "0", steps=6, ckpt="other")
-    assert fake.ids == [None, "new1", None, "new3", None]
+    assert fake.ids == [None, "new1", None, "new3", None] and fake.calls.count("finish") == 5
 
 
 def test_a_failure_of_wandb_is_a_line_and_the_run_goes_on_without_it(tmp_path, shards, monkeypatch, capsys):
