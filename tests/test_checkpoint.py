@@ -125,6 +125,14 @@ def test_a_file_whose_records_have_more_bytes_than_it_has_is_refused(tmp_path):
             load_checkpoint(path)
 
 
+def test_a_run_whose_weights_are_not_those_of_its_model_is_not_resumed(tmp_path, shards, capsys):
+    directory = run(tmp_path, shards, steps=1)
+    state = final_state(directory)
+    state["model_state_dict"]["lm_head.weight"] = state["model_state_dict"]["lm_head.weight"][1:].clone()
+    torch.save(state, directory / "spider-step1.pt")
+    assert "lm_head.weight" in refused(run_flags(shards, directory), capsys)
+
+
 def test_a_directory_in_use_is_refused_but_not_for_a_dry_run(tmp_path, shards, capsys):
     with locked(tmp_path):
         assert "another process is using it" in refused(run_flags(shards, tmp_path), capsys)

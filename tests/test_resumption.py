@@ -282,6 +282,8 @@ def test_a_directory_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path, sh
     said = capsys.readouterr().err
     assert "its newest good checkpoint is spider-step4.pt" in said and f"--resume {origin} is not read" in said
     assert final_state(run(tmp_path, shards, *flags, "--resume", str(other), steps=7, ckpt="new"))["step"] == 7
+    run(tmp_path, shards, *flags, steps=7, ckpt="new")
+    assert "is not read" not in capsys.readouterr().err       # that one was named, and none
     tuned = run(tmp_path, shards, *flags, "--resume", str(origin), "--reset_steps", steps=1, ckpt="tuned")
     assert final_state(tuned)["step"] == 1
 
