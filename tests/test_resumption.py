@@ -231,7 +231,7 @@ def test_a_fine_tuning_command_given_again_resumes(tmp_path, shards, capsys):
     assert metrics(whole)[0]["step"] == 1
     capsys.readouterr()
     assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=6, cuts=(2, 4)))
-    assert capsys.readouterr().err.count("it resumes from its own checkpoint") == 2
+    assert capsys.readouterr().err.count("which resumes from its own checkpoint") == 2
     os.remove(origin)                     # it is no longer needed
     assert final_state(run(tmp_path, shards, *flags, steps=7, ckpt="parts"))["step"] == 7
 
