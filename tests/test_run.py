@@ -350,6 +350,7 @@ def test_signals_that_nohup_ignores_stay_ignored(processes):
 # wandb and the profiler
 
 
+@pytest.mark.slow
 def test_wandb_is_used_only_with_a_run_name_works_offline_and_resumes_its_run(tmp_path, shards, processes):
     for steps, flags in enumerate(((), ("--run", "smoke"), ("--run", "smoke")), 1):
         assert (tmp_path / "wandb").exists() == (steps > 2)
