@@ -215,6 +215,14 @@ def test_auto_takes_what_suits_the_device_or_what_the_checkpoint_had(monkeypatch
         assert settled(state=saved and state).recipe == recipe
 
 
+def test_the_expert_backend_is_chosen_for_the_type_of_the_products(monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "resolve_backend", lambda *given: asked.append(given[3]) or ("grouped", ""))
+    for precision in ("fp32", "bf16", "fp8"):
+        settled("--precision", precision)
+    assert asked == [torch.float32, torch.bfloat16, torch.bfloat16]
+
+
 def test_the_original_is_one_word():
     config = settled("--model", "original").config
     assert config == SpiderConfig() and config.boundaries == "flexitokens" and config.act
