@@ -18,7 +18,7 @@ from conftest import SMALL, final_state, metrics, refused, run, run_flags
 from jobs import Job, forked
 from spider import machine
 from spider.checkpoint import best_checkpoint
-from spider.run import Metrics, RunProgress, StepEvents, StopSignals, Tracker
+from spider.run import STOPS, Metrics, RunProgress, StepEvents, StopSignals, Tracker
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Spikes and explosions
@@ -339,11 +339,20 @@ def test_a_repeated_ctrl_c_or_sigterm_quits_and_no_other_signal_does(processes, 
     assert child.exitcode == status
 
 
-def test_signals_that_nohup_ignores_stay_ignored(processes):
-    child = processes.Process(target=receive, args=(1, [HUP, USR1], 0, (HUP, USR1)))
+@pytest.mark.parametrize("numbers, status", (([HUP, USR1], 0), ([INT], INT)), ids=str)
+def test_signals_that_nohup_ignores_stay_ignored_but_not_ctrl_c(processes, numbers, status):
+    """A shell ignores it for a background job, which torchrun and kill -INT may stop all the same."""
+    child = processes.Process(target=receive, args=(1, numbers, 0, numbers))
     child.start()
     child.join()
-    assert child.exitcode == 0
+    assert child.exitcode == status
+
+
+def test_handlers_of_signals_are_restored():
+    before = [signal.getsignal(number) for number in STOPS]
+    with StopSignals():
+        assert [signal.getsignal(number) for number in STOPS] != before
+    assert [signal.getsignal(number) for number in STOPS] == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
