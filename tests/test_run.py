@@ -413,6 +413,7 @@ def test_a_failure_of_wandb_is_a_line_and_the_run_goes_on_without_it(tmp_path, s
     fake.log = log
     monkeypatch.setitem(sys.modules, "wandb", fake)
     directory = run(tmp_path, shards, "--run", "a", "--eval_every", "0", steps=6)
+    assert fake.calls == [1, 2] and len(metrics(directory)) == 6 and final_state(directory)["step"] == 6
     lines = capsys.readouterr().err
     assert lines.count("the service is gone") == lines.count("wandb failed") == 1
 
