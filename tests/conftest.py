@@ -41,10 +41,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts():
-    """Tests and the processes that they start hear SIGINT, also where a shell has its background jobs ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Tests and the processes that they start hear SIGINT and SIGHUP, also under nohup or as a background job."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
