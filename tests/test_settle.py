@@ -111,6 +111,15 @@ def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
     assert fault in line or fault == "toml"
 
 
+def test_a_skipped_step_and_a_spike_are_logged_with_the_command_that_shows_their_batch():
+    shape = ("--model", "tiny", "--seq_len", "32", "--micro_batch", "2", "--grad_accum", "3", "--seed", "7")
+    for flags, where, skipped, what in ((("--mock_data",), "--mock_data", 1, "skipped: loss or gradient is not finite"),
+                                        (("--data_dir", "a b"), "'a b'", 0, "is a spike")):
+        progress = RunProgress(step=5, bytes_seen=5 * 6 * 32, skipped=skipped)
+        assert train.odd_step_line(progress, settled(*shape, *flags)) == (
+            f"step 5 {what}; its batch: python data.py show {where} --seq_len 32 --seed 7 --first 24 --count 6")
+
+
 @pytest.mark.parametrize("name", ("my dir; touch X", "x$(touch P)", "-x", "--lr", "a'b"))
 def test_commands_of_the_log_can_be_pasted_whatever_a_directory_is_called(name):
     assert parsed(*shlex.split(train.pasteable("data_dir", name))).data_dir == name
