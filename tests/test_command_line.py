@@ -120,6 +120,7 @@ def test_the_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path, proc
     assert status == 0 and "step 20)" in log and "| loss" not in log  # nothing was left to do
 
 
+@pytest.mark.slow
 def test_libraries_are_quiet_and_variables_are_named(tmp_path):
     done = command("--mock_data", "--max_steps", "1", "--micro_batch", "2", "--eval_every", "0", "--precision", "fp8",
                    "--optimizer", "adamw8bit", "--set", SMALL, cwd=tmp_path, SEQ_LEN="64", N_LOOPS="1")

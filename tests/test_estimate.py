@@ -123,6 +123,7 @@ def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, s
     assert any("memory: about" in line and "NOT ENOUGH" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_path):
     """With the process itself and the copy for checkpoints; upper bounds stand apart."""
     done = command("--mock_data", "--max_steps", "3", "--ckpt_every", "2", "--eval_every", "0", "--ckpt_dir", tmp_path,
