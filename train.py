@@ -377,9 +377,8 @@ def check_minutes(args: SimpleNamespace, saved_flags: Mapping[str, object]):
     """Raise UsageError if --minutes is another than that by which the run to resume was started."""
     before = saved_flags.get("minutes")
     if before != args.minutes:
-        origin, remedy = "without --minutes", "leave it out"
-        if before is not None:
-            origin, remedy = f"for --minutes {before:g}", "give that"
+        origin = "without --minutes" if before is None else f"for --minutes {before:g}"
+        remedy = "leave it out" if before is None else "give that"
         new = "add --reset_steps" if args.resume else "name a new --ckpt_dir"
         raise UsageError(f"--minutes {args.minutes:g}: this resumes a run of {saved_flags.get('target_tokens', 0):,} "
                          f"bytes that was started {origin}: {remedy} to continue it; or {new} to start another")
@@ -837,7 +836,8 @@ def fit_into(minutes: float, plan: Plan, rate: float, sources: Sequence[Source],
     by_rule = "eval_every" not in given and callable(RECIPES[plan.recipe].get("eval_every"))
     if plan.eval_every and not by_rule:
         evaluations = max(1, total / (plan.eval_every * plan.step_bytes))                    # one at the end
-    eval_tokens, held_out = plan.eval_tokens, sum(len(source.val) for source in sources)
+    eval_tokens = plan.eval_tokens
+    held_out = sum(len(source.val) for source in sources)
     if "eval_tokens" not in given:
         eval_tokens = max(1, min(eval_tokens, held_out, int(0.75 * total / evaluations)))
     target = total - evaluations * min(eval_tokens, held_out) / 3 if plan.eval_every else total
