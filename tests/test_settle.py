@@ -336,10 +336,10 @@ def test_other_minutes_than_those_of_the_run_are_refused(tmp_path, shards, monke
     assert "add --reset_steps to start another" in refused(elsewhere, capsys)
 
 
-def test_minutes_are_refused_on_several_ranks():
+def test_minutes_are_refused_on_several_ranks(tmp_path):
     world = world_of()
     world.ranks, world.join, world.on_rank0, world.all = 2, lambda *_: None, lambda work: work(), lambda agrees: agrees
-    args = parsed("--mock_data", "--dry_run", "--model", "tiny", "--minutes", "1")
+    args = parsed("--mock_data", "--dry_run", "--model", "tiny", "--minutes", "1", "--ckpt_dir", tmp_path)
     with pytest.raises(UsageError, match="--minutes times steps on one process"), ExitStack() as closing:
         train.open_run(args, world, closing, Spider)
 
