@@ -402,18 +402,19 @@ class MatrixAssignment:
         own = by_owner[world.shard]
         stacked = [matrix for matrix in mine if matrix.index is not None and matrix.shard == world.shard]
 
+        empty = local[0].new_empty(0)     # of the dtype and device of all that is exchanged
         received = self._all_to_all([[local[matrix.param] for matrix in owned] for owned in by_owner],
                                     [[(matrix.rows[shard], matrix.columns) for matrix in own]
-                                     for shard in range(world.shards)])
+                                     for shard in range(world.shards)], empty)
         wholes = apply_in_batches([torch.cat(rows) for rows in zip(*received)]
                                   + [local[matrix.param][matrix.index] for matrix in stacked], work)
         back = [whole.split(matrix.rows) for matrix, whole in zip(own, wholes)]
         returned = self._all_to_all([[rows[shard] for rows in back] for shard in range(world.shards)],
                                     [[(matrix.rows[world.shard], matrix.columns) for matrix in owned]
-                                     for owned in by_owner])
+                                     for owned in by_owner], empty)
         done = {id(matrix): rows for owned, results in zip(by_owner, returned) for matrix, rows in zip(owned, results)}
         done |= {id(matrix): whole for matrix, whole in zip(stacked, wholes[len(own):])}
-        done |= self._all_gather_replicas(done, local)
+        done |= self._all_gather_replicas(done, empty)
         out = [torch.empty_like(rows) for rows in local]
         for matrix in self.matrices:
             if id(matrix) in done:
@@ -421,22 +422,23 @@ class MatrixAssignment:
                 target.copy_(done[id(matrix)])
         return out
 
-    def _all_to_all(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
-        """Exchange tensors with the shards of this replica; return the received ones, by shard, in these shapes."""
+    def _all_to_all(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]], empty: Tensor
+                    ) -> list[list[Tensor]]:
+        """Exchange tensors with the shards of this replica; return the received ones, by shard, in these shapes.
+        `empty` has their dtype and device: the ranks must agree, also where one sends nothing."""
         if self.world.shards == 1:
             return sent
         flat = [[tensor.flatten() for tensor in tensors] for tensors in sent]
         sizes = [[math.prod(shape) for shape in of_shard] for of_shard in shapes]
-        like = next(tensor for tensors in flat + [[torch.empty(0, device=self.world.device)]] for tensor in tensors)
-        sending = torch.cat([like[:0], *(tensor for tensors in flat for tensor in tensors)])
+        sending = torch.cat([empty, *(tensor for tensors in flat for tensor in tensors)])
         received = sending.new_empty(sum(map(sum, sizes)))
         dist.all_to_all_single(received, sending, [sum(of_shard) for of_shard in sizes],
                                [sum(map(len, tensors)) for tensors in flat], group=self.world.mesh.get_group("shards"))
         return [[tensor.view(shape) for tensor, shape in zip(chunk.split(of_shard), its_shapes)] for chunk, of_shard,
                 its_shapes in zip(received.split([sum(of_shard) for of_shard in sizes]), sizes, shapes)]
 
-    def _all_gather_replicas(self, done: dict[int, Tensor], local: list[Tensor]) -> dict[int, Tensor]:
-        """Return this rank's rows of the matrices that the other replicas own."""
+    def _all_gather_replicas(self, done: dict[int, Tensor], empty: Tensor) -> dict[int, Tensor]:
+        """Return this rank's rows of the matrices that the other replicas own; `empty` as above."""
         world = self.world
         if world.replicas == 1:
             return {}
@@ -444,8 +446,7 @@ class MatrixAssignment:
         by_replica = [[matrix for matrix in self.matrices if matrix.replica == replica and matrix.rows[world.shard]]
                       for replica in range(world.replicas)]
         longest = max(sum(math.prod(shapes[id(matrix)]) for matrix in owned) for owned in by_replica)
-        sending = torch.cat([local[0].new_zeros(0), *(done[id(matrix)].flatten()
-                                                      for matrix in by_replica[world.replica])])
+        sending = torch.cat([empty, *(done[id(matrix)].flatten() for matrix in by_replica[world.replica])])
         sending = nn.functional.pad(sending, (0, longest - len(sending)))
         received = list(sending.new_empty(world.replicas, longest))
         dist.all_gather(received, sending, group=world.mesh.get_group("replicas"))

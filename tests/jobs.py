@@ -11,13 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
 from conftest import ROOT, do_nothing_slow, metrics
 from spider import checkpoint, common, optim
+from spider.distributed import World
 from train import command_line
 
 LIMIT = 240                               # seconds in which processes must have ended, on a busy machine
+IN_GROUP = "STILL IN ITS GROUP"           # a line in the log, of which NCCL would make several
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,11 +103,45 @@ def late(seconds):
 # ---------------------------------------------------------------------------------------------------------------------
 # Forked processes
 
+def reserve_port() -> socket.socket:
+    """Bind a port on which nobody listens: nobody else gets it."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
+
+
+def meet(rank, ranks, port):
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def work_in_group(rank, ranks, shards, port, work):
+    meet(rank, ranks, port)
+    world = World()
+    world.join(torch.device("cpu"), shards, LIMIT)
+    work(world)
+    world.leave()
+
+
+def run_ranks(processes, work, ranks: int, shards: int) -> list[int]:
+    """Run `work`, a function of a module, of a World on several ranks; return the exit statuses."""
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        forked = [processes.Process(target=work_in_group, args=(rank, ranks, shards, port, work))
+                  for rank in range(ranks)]
+        for process in forked:
+            process.start()
+        for process in forked:
+            process.join(LIMIT)
+    return [process.exitcode for process in forked]
+
+
 def child(rank, ranks, ports, argvs, directory, environ, out, log, faults):
     for name in train.ENVIRONMENT:
         os.environ.pop(name.upper(), None)
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                       MASTER_ADDR="127.0.0.1") | environ
+    meet(rank, ranks, ports[0])
+    os.environ |= environ
     os.chdir(directory)
     sys.stdout = open(out, "w")
     sys.stderr = open(log, "a", buffering=1)
@@ -118,6 +155,8 @@ def child(rank, ranks, ports, argvs, directory, environ, out, log, faults):
     for i, argv in enumerate(argvs):
         os.environ["MASTER_PORT"] = str(ports[i])
         status = command_line(argv)
+    if torch.distributed.is_initialized():
+        print(IN_GROUP, file=sys.stderr)
     sys.stdout.flush()
     sys.exit(status)
 
@@ -126,10 +165,7 @@ class Job:
     """Ranks that run a command line, or several in turn."""
 
     def __init__(self, processes, directory, ranks, *argvs, faults=(), **environ):
-        self.reserved = [socket.socket() for _ in argvs]  # bound and not listening: nobody else gets their ports
-        for reserved in self.reserved:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind(("", 0))
+        self.reserved = [reserve_port() for _ in argvs]
         ports = [reserved.getsockname()[1] for reserved in self.reserved]
         name = f".job-{time.monotonic_ns()}"
         self.stdout, self.log = directory / f"{name}.out", directory / f"{name}.log"

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ import torch
 import train
 from conftest import awake, small_config, text
 from data import Batch
+from jobs import run_ranks
+from spider.distributed import ShardedParameter
 from spider.memory import EngramTable
-from spider.optim import Muon, Optimizers, RowwiseAdagrad, kinds_of, load_optimizer_state, orthogonalize
+from spider.optim import MatrixAssignment, Muon, Optimizers, RowwiseAdagrad, kinds_of, load_optimizer_state, orthogonalize
 from train import step_alone
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,6 +96,18 @@ def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(bac
     moe.expert_bias[1] = 0
     step_alone(model, optimizers, batch, 3)
     assert not any(torch.equal(after[key][0], weight) for key, (weight, _) in slices().items())
+
+
+def orthogonalize_the_only_matrix(world):
+    rows = torch.arange(64.0).view(4, 16).bfloat16() + 64 * world.shard
+    half = ShardedParameter("only", SimpleNamespace(shape=(8, 16)), rows, [0, 4, 8])
+    (update,) = MatrixAssignment(world, [half])([rows], lambda whole: whole * 2)
+    assert torch.equal(update, rows * 2)
+
+
+def test_two_shards_exchange_their_only_matrix_in_bf16(processes):
+    """One of them returns no matrix, and must receive its rows as the other sends them."""
+    assert run_ranks(processes, orthogonalize_the_only_matrix, ranks=2, shards=2) == [0, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
