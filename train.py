@@ -1175,14 +1175,20 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
         def work() -> int:
             args = parse_args(argv)
             advice = f"lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, or lower --seq_len"
-            with machine.memory_advice(advice), ExitStack() as closing:
-                status = main(args, world, stop, closing, model_class)
+            try:
+                with machine.memory_advice(advice), ExitStack() as closing:
+                    status = main(args, world, stop, closing, model_class)
+            except Diverged:              # on all ranks, after the same step
+                world.leave()
+                raise
             world.leave()
             return status
         try:
             return common.run_program(work, "train.py", silent=SHARED_ERRORS if world.local_rank else ())
         except Stopped as where:
             number = stop.agreed or stop.asked
+            if stop.agreed:               # by all ranks; before the first step others may be in a collective
+                world.leave()
             if world.is_rank0:
                 common.print_error("train.py", f"{number.name}: {where}")
             return 128 + number

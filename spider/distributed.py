@@ -27,7 +27,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig
 from torch.utils._pytree import tree_map_only
 
 from spider import common
-from spider.common import WorldError
+from spider.common import UsageError, WorldError
 from spider.memory import EngramTable
 
 SCALE_BLOCK = 256                         # elements per scale of 8-bit AdamW
@@ -88,10 +88,8 @@ class World:
         if self.ranks == 1:
             return
         if device.type == "cuda":
-            if self.local_rank >= torch.cuda.device_count():
-                raise WorldError(f"--nproc_per_node {self.local_ranks}: this machine has {torch.cuda.device_count()} "
-                                 f"GPUs: start one process per GPU")
-            self.device = torch.device("cuda", self.local_rank)
+            # Slurm may show a process its own GPU alone, with index 0, or all GPUs of the node.
+            self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(seconds=timeout)
@@ -100,8 +98,10 @@ class World:
             # torchrun's own store survives --max-restarts, with the addresses of dead ranks.
             shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
-            dist.init_process_group(backend, store=dist.PrefixStore(f"attempt{attempt}", store), rank=self.rank,
-                                    world_size=self.ranks, timeout=limit,
+            store = dist.PrefixStore(f"attempt{attempt}", store)
+            if backend == "nccl":
+                self._require_own_gpu(store)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks, timeout=limit,
                                     device_id=self.device if backend == "nccl" else None)
             self.mesh = dist.init_device_mesh(device.type, (self.replicas, shards),
                                               mesh_dim_names=("replicas", "shards"))
@@ -113,8 +113,21 @@ class World:
                              f"{str(fault).splitlines()[0]}: start all with torchrun, with the same --rdzv_endpoint"
                              ) from None
 
+    def _require_own_gpu(self, store: dist.Store):
+        """Raise UsageError, on all ranks, if two have the same GPU: NCCL would fail with a message about its inside."""
+        store.set(f"gpu{self.rank}", str(torch.cuda.get_device_properties(self.device).uuid))
+        gpus = store.multi_get([f"gpu{rank}" for rank in range(self.ranks)])
+        shared = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+        if not shared:
+            return
+        store.set(f"told{self.rank}", "")
+        if self.is_rank0:                 # it may hold the store
+            store.wait([f"told{rank}" for rank in range(self.ranks)])
+        raise UsageError(f"ranks {', '.join(map(str, shared))} of {self.ranks} would share GPUs: start at most one "
+                         f"process per GPU of a host (here {torch.cuda.device_count()}), each with its LOCAL_RANK")
+
     def leave(self):
-        """Leave the process group at the end of a run. After an error the process just ends: this could hang."""
+        """Leave the process group, where all ranks do. After an error of one it just ends: this could hang."""
         if self.mesh is not None:
             dist.destroy_process_group()
 
@@ -256,7 +269,7 @@ class ShardedRows:
         replica send their rows; every rank calls this."""
         if self.rank:
             if self.rank < len(self.bounds) - 1 and self.local.numel():
-                dist.send(self.local.detach().contiguous(), 0)
+                exchange(dist.isend, self.local.detach().contiguous(), 0)
             return None
         out = host_buffer((self.bounds[-1], *self.local.shape[1:]), self.local, into)
         first, *others = out.split([end - begin for begin, end in zip(self.bounds, self.bounds[1:])])
@@ -264,9 +277,15 @@ class ShardedRows:
         for rank, rows in enumerate(others, 1):
             if rows.numel():
                 received = torch.empty_like(rows, device=self.local.device)
-                dist.recv(received, rank)
+                exchange(dist.irecv, received, rank)
                 rows.copy_(received)
         return out
+
+
+def exchange(operation: Callable, tensor: Tensor, rank: int):
+    """Run dist.isend or dist.irecv with another rank to its end, as a batch: a single one is a warning under NCCL."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank)]):
+        work.wait()
 
 
 def host_buffer(shape: tuple[int, ...], like: Tensor, into: Tensor | None) -> Tensor:

@@ -2,16 +2,20 @@
 
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from conftest import SMALL, assert_same_runs, final_state, make_shards, metrics, refused, run_flags
-from jobs import (LIMIT, Job, assert_same_losses, child_of_torchrun, full_disk, last_lines, late, nan, out_of_memory,
-                  runs_alone, signalled, signalled_twice, steps_done, torchrun, until, workers)
+from jobs import (IN_GROUP, LIMIT, Job, assert_same_losses, child_of_torchrun, full_disk, last_lines, late, nan,
+                  out_of_memory, reserve_port, runs_alone, signalled, signalled_twice, steps_done, torchrun, until,
+                  workers)
 from spider.checkpoint import find_checkpoints
-from spider.common import WorldError
+from spider.common import SpiderError, WorldError
 from spider.distributed import World
 
 
@@ -43,6 +47,40 @@ def test_variables_of_ranks_that_contradict_one_another_are_refused_in_a_line(tm
 def test_ranks_without_an_address_to_meet_at_are_told_so():
     with pytest.raises(WorldError, match="MASTER_ADDR expected, but not set.*: start all with torchrun"):
         World(dict(RANK="0", WORLD_SIZE="2")).join(torch.device("cpu"), 1, 1.0)
+
+
+def join_on_gpus(monkeypatch, own: list[str], visible: int, local_ranks: list[int]) -> list[tuple[torch.device, str]]:
+    """Let ranks join in threads of this process; return the device and the error of each. `own`: the uuid of each
+    rank's GPU. Without CUDA they get no further than NCCL."""
+    own_gpu = threading.local()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=own_gpu.uuid))
+
+    def join(rank: int) -> tuple[torch.device, str]:
+        own_gpu.uuid = own[rank]
+        world = World(dict(RANK=str(rank), WORLD_SIZE=str(len(own)), LOCAL_RANK=str(local_ranks[rank]),
+                           LOCAL_WORLD_SIZE=str(len(own))))
+        with pytest.raises(SpiderError) as fault:
+            world.join(torch.device("cuda"), 1, 20.0)
+        return world.device, str(fault.value)
+    with reserve_port() as reserved, ThreadPoolExecutor(len(own)) as pool:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(reserved.getsockname()[1]))
+        return list(pool.map(join, range(len(own))))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would start NCCL")
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_that_it_sees(monkeypatch):
+    for visible, indices in ((4, [0, 1, 2]), (1, [0, 0, 0])):
+        joined = join_on_gpus(monkeypatch, ["GPU-a", "GPU-b", "GPU-c"], visible, [0, 1, 2])
+        assert [device.index for device, _ in joined] == indices
+        assert all("share" not in fault for _, fault in joined)       # but that there is no NCCL here
+
+
+def test_ranks_that_share_a_gpu_are_all_told_which_before_nccl_starts(monkeypatch):
+    joined = join_on_gpus(monkeypatch, ["GPU-a", "GPU-b", "GPU-a"], 2, [0, 1, 2])
+    assert {fault.partition(":")[0] for _, fault in joined} == {"ranks 0, 2 of 3 would share GPUs"}
 
 
 def test_one_process_has_no_process_group_and_agrees_with_itself():
@@ -162,12 +200,19 @@ def test_nan_on_one_rank_skips_the_step_on_all(tmp_path, shards, processes):
     assert log.count("step 3 skipped") == 1
 
 
+@pytest.mark.slow
+def test_ranks_that_diverge_end_with_one_line_and_leave_their_group(tmp_path, shards, processes):
+    argv = run_flags(shards, tmp_path / "run", "--max_skipped", "1", "--eval_every", "0", steps=4)
+    statuses, log = Job(processes, tmp_path, 2, argv, faults=[(nan, 1, 2)]).end()
+    assert statuses == [1, 1] and len(last_lines(log)) == 1 and IN_GROUP not in log, log
+
+
 @pytest.mark.parametrize("victim", (0, 1))
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(tmp_path, shards, processes, victim):
-    """Instead of the evaluation that is due then, which the next run catches up on."""
+    """Instead of the evaluation that is due then, which the next run catches up on. All leave their group."""
     argv = run_flags(shards, tmp_path / "run", "--eval_every", "5", steps=100)
     statuses, log = Job(processes, tmp_path, 2, argv, faults=[(signalled, victim, 4)]).end()
-    assert statuses == [143, 143] and len(last_lines(log)) == 1, log
+    assert statuses == [143, 143] and len(last_lines(log)) == 1 and IN_GROUP not in log, log
     assert "SIGTERM: stopped after step 5" in log
     assert final_state(tmp_path / "run")["step"] == len(metrics(tmp_path / "run")) == 5
 
