@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from collectives import Collective, disagreements, record_to_file, recorded
 from conftest import SMALL, assert_same_runs, final_state, make_shards, metrics, refused, run_flags
 from jobs import (IN_GROUP, LIMIT, Job, assert_same_losses, child_of_torchrun, full_disk, last_lines, late, nan,
                   out_of_memory, reserve_port, runs_alone, signalled, signalled_twice, steps_done, torchrun, until,
                   workers)
+from spider import optim
 from spider.checkpoint import find_checkpoints
 from spider.common import SpiderError, WorldError
 from spider.distributed import World
@@ -186,6 +188,58 @@ def test_on_the_same_layout_a_stopped_run_resumes_bit_for_bit(tmp_path, shards, 
     statuses, log = Job(processes, tmp_path, ranks, *argvs).end()
     assert statuses == [0] * ranks and log.count("resuming from") == 1, log
     assert_same_runs(tmp_path / "whole", tmp_path / "parts")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules of NCCL
+
+SUM = Collective("allreduce", (0, 1), ("float32",), (8,), ("cpu",), (True,), {"reduce_op": 0})
+TO_ALL = Collective("alltoall_base", (0, 1), ("bfloat16",) * 2, (8, 8), ("cpu",) * 2, (True,) * 2,
+                    {"input_split_sizes": [4, 4], "output_split_sizes": [4, 4]})
+SEND = Collective("send", (0, 1), ("uint8",), (5,), ("cpu",), (True,), {"dst": 1, "tag": 0})
+RECEIVE = SEND._replace(name="recv", settings={"src": 0, "tag": 0})
+
+
+@pytest.mark.parametrize("other, words", (
+    ([TO_ALL, SUM, RECEIVE], "not the same"), ([SUM, RECEIVE], "not the same"), ([SUM, TO_ALL], "receives"),
+    ([SUM, RECEIVE, TO_ALL], "receives"), ([SUM, TO_ALL, RECEIVE._replace(sizes=(6,))], "receives"),
+    ([SUM, TO_ALL, RECEIVE._replace(dtypes=("int8",))], "receives"),
+    ([SUM._replace(dtypes=("float64",)), TO_ALL, RECEIVE], "dtypes"),
+    ([SUM._replace(sizes=(9,)), TO_ALL, RECEIVE], "sizes"),
+    ([SUM._replace(group=(0, 1, 2)), TO_ALL, RECEIVE], "not the same"),
+    ([SUM._replace(group=(1, 2)), TO_ALL, RECEIVE], "in the group"),
+    ([SUM._replace(settings={"reduce_op": 1}), TO_ALL, RECEIVE], "settings"),
+    ([SUM, TO_ALL._replace(dtypes=("float32",) * 2), RECEIVE], "dtypes"),
+    ([SUM, TO_ALL._replace(settings={"input_split_sizes": [2, 6], "output_split_sizes": [4, 4]}), RECEIVE], "sent")))
+def test_each_breach_of_nccls_rules_is_found(other, words):
+    assert not disagreements([[SUM, TO_ALL, SEND], [SUM, TO_ALL, RECEIVE]])
+    assert words in disagreements([[SUM, TO_ALL, SEND], other])[0]
+    assert not SUM.faults("cpu") and SUM.faults("cuda")
+    assert SUM._replace(dtypes=("uint16",)).faults("cpu") and SUM._replace(contiguous=(False,)).faults("cpu")
+
+
+def in_bf16(_):
+    """Muon's products are in bf16, as on a GPU."""
+    optim.multiplies_bf16 = lambda device: True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, split, optimizer", (
+    (2, 1, "muon"), (2, 2, "muon"), (3, 3, "muon"), (4, 2, "muon"), (4, 2, "adamw8bit")))
+def test_all_ranks_call_the_same_collectives_as_nccl_demands(tmp_path, shards, processes, ranks, split, optimizer):
+    """In two steps, and in two more of a run that resumes, with an evaluation, a sample and a checkpoint of each."""
+    flags = ("--shards", str(split), "--optimizer", optimizer, "--micro_batch", "1", "--grad_accum", "2",
+             "--sample_every", "2", "--eval_every", "2", "--ckpt_every", "2", "--engram_reset")
+    argvs = [run_flags(shards, tmp_path / "run", *flags, steps=steps) for steps in (2, 4)]
+    logs = [tmp_path / f"rank{rank}.jsonl" for rank in range(ranks)]
+    faults = [(record_to_file, rank, str(log)) for rank, log in enumerate(logs)]
+    faults += [(in_bf16, rank, None) for rank in range(ranks)]
+    statuses, log = Job(processes, tmp_path, ranks, *argvs, faults=faults).end()
+    assert statuses == [0] * ranks, log
+    calls = [recorded(log) for log in logs]
+    assert ("recv" in {one.name for one in calls[0]}) == (split > 1)
+    assert not disagreements(calls)
+    assert not [fault for one in sum(calls, []) for fault in one.faults("cpu")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

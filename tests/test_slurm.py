@@ -79,12 +79,12 @@ class Slurm:
 
 
 class BatchJob:
-    """The script of docs/scaling.md, submitted under a name."""
+    """The script of docs/scaling.md, submitted under a name; `by_task`: with tasks as ranks."""
 
-    def __init__(self, slurm: Slurm, name: str):
+    def __init__(self, slurm: Slurm, name: str, by_task: bool = False):
         self.slurm, self.submitted = slurm, time.monotonic()
         script = slurm.directory / f"{name}.sh"
-        script.write_text(script_of_docs())
+        script.write_text(script_of_docs(by_task))
         self.id = slurm.command("sbatch", "--parsable", f"--job-name={name}", f"--chdir={slurm.directory}",
                                 str(script)).strip()
         assert self.id, slurm.log.read_text()
@@ -131,10 +131,14 @@ class BatchJob:
         self.slurm.command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}")
 
 
-def script_of_docs() -> str:
+def script_of_docs(by_task: bool) -> str:
     """The batch script of docs/scaling.md, on one CPU for eight GPUs a node, and with a small model."""
     page = (ROOT / "docs" / "scaling.md").read_text()
     script = textwrap.dedent(re.search(r"^    #!/bin/bash\n(    .*\n|\n)+", page, re.MULTILINE)[0])
+    if by_task:
+        lines = textwrap.dedent(re.search(r"^    export .*MASTER_ADDR.*\n(    .*\n)+", page, re.MULTILINE)[0])
+        script, replaced = re.subn(r"^srun .*?&\n", lambda _: lines, script, flags=re.MULTILINE | re.DOTALL)
+        assert replaced == 1
     flags = run_flags("data", "checkpoints", "--ckpt_every", "1000", "--global_batch", "128", "--precision", "fp32",
                       "--optimizer", "adamw", steps=STEPS)
     for size, small in (("--gpus-per-node=8", "--gpus-per-node=1"), ("--cpus-per-task=64", "--cpus-per-task=1"),
@@ -188,3 +192,9 @@ def test_scancel_saves_and_ends_the_job_for_good(slurm):
     slurm.command("scancel", job.id)
     assert job.end() == "CANCELLED"
     assert 7 <= final_state(job.run)["step"] == len(metrics(job.run)) < STEPS
+
+
+def test_tasks_of_one_gpu_each_are_ranks_without_torchrun(slurm):
+    job = BatchJob(slurm, "by-task", by_task=True)
+    assert job.end() == "COMPLETED", job.log.read_text()
+    assert len(metrics(job.run)) == STEPS and "2 ranks: 2 replicas of 1 shards" in job.log.read_text()

@@ -1,0 +1,148 @@
+"""Several GPUs in one process: each rank in turn runs on fake CUDA tensors, under torch's "fake" process group. NCCL
+accepts each collective, and those of all ranks together."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pprint import pformat
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import Collective, CollectiveRecorder, disagreements
+from rehearsal import gpu
+from rehearsal.refusals import Watch, of, tensors
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools import fake_collectives  # noqa: F401  makes collectives take fake tensors
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+import train
+from spider import distributed
+from spider.checkpoint import copy_to_host
+from spider.distributed import ShardedRows, World
+
+pytestmark = pytest.mark.rehearsal
+
+
+class AbsentStream:
+    """A stream or an event of no GPU: its methods do nothing."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, _):
+        return gpu.always(self)
+
+
+class WatchFake(Watch):
+    """Watch fake tensors alone; a mesh of ranks is real."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        operands = tensors((args, kwargs))
+        if operands and not any(isinstance(t, FakeTensor) for t in operands):
+            return func(*args, **kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def stand_in():
+    """Make torch report GPUs, and start a fake process group instead of NCCL's."""
+    gpu.stand_in()
+    torch.cuda.Stream = torch.cuda.Event = AbsentStream
+    torch.cuda.current_stream, torch.cuda.stream = gpu.always(AbsentStream()), gpu.always(nullcontext())
+    start_group, make_mesh = dist.init_process_group, dist.init_device_mesh
+
+    def start_fake_group(backend, store, device_id, **settings):
+        assert backend == "nccl"
+        start_group("fake", store=FakeStore(), **settings)
+
+    def make_real_mesh(*args, **settings):
+        with _disable_current_modes():
+            return make_mesh(*args, **settings)
+    dist.init_process_group, dist.init_device_mesh = start_fake_group, make_real_mesh
+    dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), None, None)])
+    World._require_own_gpu = gpu.always(None)                         # it reads the others' from the store
+
+
+@contextmanager
+def joined(rank: int, ranks: int, shards: int) -> Iterator[tuple[World, list[Collective]]]:
+    """Join as a rank; yield its world, and the list of its collectives from now on."""
+    environ = dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    world, calls = World(environ), []
+    with CollectiveRecorder(calls.append):
+        world.join(gpu.DEVICE, shards, 60.0)
+        yield world, calls
+    world.leave()
+
+
+def call_small_collectives() -> list[Collective]:
+    """Join as the first of two shards, agree, broadcast a result, and gather rows."""
+    with FakeTensorMode(), WatchFake(2), joined(0, ranks=2, shards=2) as (world, calls):
+        world.on_rank0(lambda: "result")
+        ShardedRows(of(torch.float32, 4, 2), [0, 4, 8], rank=0).gather()
+    return calls
+
+
+def faults_of(calls: list[Collective]) -> list[str]:
+    return [fault for one in calls for fault in one.faults("cuda")]
+
+
+def agree_on_host(patch):
+    patch.setattr(World, "all", lambda world, holds: bool(world.sum(torch.tensor(int(holds)))))
+
+
+def broadcast_on_host(patch):
+    broadcast = dist.broadcast_object_list
+    patch.setattr(dist, "broadcast_object_list", lambda objects, source, device: broadcast(objects, source))
+
+
+def receive_on_host(patch):
+    exchange = distributed.exchange
+    patch.setattr(distributed, "exchange", lambda way, buffer, rank: exchange(
+        way, torch.empty_like(buffer, device="cpu"), rank))
+
+
+def test_a_tensor_of_the_host_is_found_in_an_agreement_a_broadcast_and_a_gathering():
+    stand_in()
+    calls = call_small_collectives()
+    assert {one.name for one in calls} == {"allreduce", "broadcast", "recv"} and not faults_of(calls)
+    for plant, name in ((agree_on_host, "allreduce"), (broadcast_on_host, "broadcast"), (receive_on_host, "recv")):
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            assert {*faults_of(call_small_collectives())} == {f"{name}: a tensor on the cpu"}
+
+
+@pytest.mark.parametrize("ranks, shards, flags", (
+    (4, 2, "--precision=bf16"), (2, 2, "--precision=fp8 --optimizer=adamw"),
+    pytest.param(16, 16, "--precision=bf16", marks=pytest.mark.slow)))
+def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_an_evaluation(ranks, shards, flags):
+    """Of 16 shards, some have no matrix to orthogonalize."""
+    stand_in()
+    words = (f"--model=tiny --seq_len=256 --micro_batch=4 --grad_accum=2 --compile=off --moe_backend=grouped "
+             f"--shards={shards} {flags}").split()
+    calls_by_rank, saved = [], None
+    with FakeTensorMode(), WatchFake(700) as watch:
+        with joined(0, ranks, shards) as (gpu.WORLD, calls):
+            plan = train.settle(train.parse_args(words, environ={}), gpu.WORLD)
+        assert not faults_of(calls)
+        for rank in range(ranks):
+            with joined(rank, ranks, shards) as (gpu.WORLD, calls):
+                model, optimizers = gpu.build(plan)
+                batches = [gpu.batch_of(plan, documents=20) for _ in range(plan.grad_accum)]
+                watch.waits.clear()
+                train.step_alone(model, optimizers, batches, plan.n_loops)
+                assert len(watch.waits) == plan.grad_accum + 1, watch.waits
+                state = dict(model=model.sharding.model_state(model), optimizers=optimizers.state_dict())
+                copied = copy_to_host(state, None, gpu.WORLD.is_rank0)
+                saved = saved or copied
+                seen = saved if rank == 0 else tree_map_only(Tensor, lambda t: t.to("meta"), saved)
+                model.sharding.load_model(model, seen["model"])
+                model.sharding.own_optimizer_states(optimizers.by_name, seen["optimizers"])
+                train.evaluate(model, {"": (batches[0].ids, batches[0].ids)}, 3, plan.n_loops, gpu.WORLD)
+            calls_by_rank.append(calls)
+    assert not watch.refused, pformat(watch.refused, width=200)
+    assert not faults_of(sum(calls_by_rank, []))
+    assert not disagreements(calls_by_rank)
+    names = {one.name for one in calls_by_rank[0]}
+    assert names >= {"allgather_base", "reduce_scatter_base", "allreduce", "broadcast", "recv"}, names
