@@ -15,12 +15,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 COMPILER = os.environ.get("CXX", "g++")
+BUILT = tempfile.TemporaryDirectory()
 
 
 def pytest_pycollect_makemodule():
@@ -37,7 +40,7 @@ def pytest_pyfunc_call(pyfuncitem):
         os.environ.pop("LD_PRELOAD", None)                            # not for the programs that it starts
         return None
     environment = dict(IN_REHEARSAL="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore",
-                       LD_PRELOAD=build_stand_in(Path(pyfuncitem.config.cache.mkdir("rehearsal"))))
+                       LD_PRELOAD=build_stand_in())
     environment |= getattr(pyfuncitem.module, "ENVIRONMENT", {})
     options = "-qsrs --no-header --show-capture=no -o addopts= -p no:cacheprovider".split()
     done = subprocess.run([sys.executable, "-m", "pytest", pyfuncitem.nodeid, *options], text=True,
@@ -51,12 +54,12 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
-def build_stand_in(directory: Path) -> str:
-    """Compile absent_cuda.cpp, once per version of torch (seconds); return the library's path."""
-    source, torch_at = Path(__file__).with_name("absent_cuda.cpp"), Path(torch.__file__).parent
-    library = directory / f"absent_cuda-{torch.__version__}-{int(source.stat().st_mtime)}.so"
-    if not library.exists():
-        flags = (f"-std=c++20 -shared -fPIC -I{torch_at}/include -L{torch_at}/lib -Wl,-rpath,{torch_at}/lib "
-                 f"-Wl,--no-as-needed,--allow-shlib-undefined -lc10 -ltorch_cpu")
-        subprocess.run([COMPILER, source, "-o", library, *flags.split()], check=True)
-    return str(library)
+@cache
+def build_stand_in() -> str:
+    """Compile absent_cuda.cpp (seconds); return the library's path."""
+    torch_at = Path(torch.__file__).parent
+    library = f"{BUILT.name}/absent_cuda.so"
+    flags = (f"-std=c++20 -shared -fPIC -I{torch_at}/include -L{torch_at}/lib -Wl,-rpath,{torch_at}/lib "
+             f"-Wl,--no-as-needed,--allow-shlib-undefined -lc10 -ltorch_cpu")
+    subprocess.run([COMPILER, Path(__file__).with_name("absent_cuda.cpp"), "-o", library, *flags.split()], check=True)
+    return library

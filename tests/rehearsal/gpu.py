@@ -46,9 +46,9 @@ def stand_in(architecture: int = 90):
     train.logger.remove()
     torch.set_float32_matmul_precision("high")
     properties = SimpleNamespace(
-        name=f"sm_{architecture}", major=architecture // 10, multi_processor_count=PROCESSORS[architecture],
-        total_memory=150 << 30, warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-        regs_per_multiprocessor=65536)
+        name=f"sm_{architecture}", major=architecture // 10, minor=architecture % 10,
+        multi_processor_count=PROCESSORS[architecture], total_memory=150 << 30, warp_size=32,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536)
     answers = dict(
         is_available=True, device_count=1, current_device=0, get_device_name=properties.name, is_bf16_supported=True,
         get_device_properties=properties, get_device_capability=divmod(architecture, 10), set_device=None,
