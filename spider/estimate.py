@@ -14,8 +14,8 @@ from torch import nn
 from spider.checkpoint import checkpoint_paths
 from spider.config import RECOMPUTE, SpiderConfig
 from spider.distributed import World
+from spider.fp8 import takes_fp8
 from spider.common import TooLarge
-from spider.layers import takes_fp8
 from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of

@@ -15,6 +15,7 @@ from conftest import awake, documents, gradients, metrics, run_flags, settled, s
 from data import Batch
 from spider import machine
 from spider.common import UsageError
+from spider.fp8 import convert_to_fp8
 from spider.machine import resolve_compile, resolve_precision
 from spider.optim import Optimizers
 from spider.packing import Packing
@@ -103,7 +104,7 @@ def test_layers_in_emulated_fp8_are_one_graph_each_with_the_gradients_of_eager_o
     ids, results = text(2, 32), []
     for compiled in (False, True):
         model = model_as_on_a_gpu(boundaries="words", n_loops=1)
-        train.convert_to_fp8(model, CPU, experts=False)
+        convert_to_fp8(model, CPU, experts=False, step_bytes=ids.numel())
         if compiled:
             model.compile_layers(backend="eager", fullgraph=True)
         with model.cast_weights_once():
