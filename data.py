@@ -472,15 +472,18 @@ class Batch:
     labels: Tensor                        # [B, T] int64, -100 is ignored
     noise_seed: int                       # of the first row's segments and dropout
     cu_seqlens: Tensor                    # int32 [documents + 1]
+    longest: int                          # upper bound of a document's length
     targets: int                          # labels other than -100
     n_bytes: int                          # ids that are not PAD
 
     @classmethod
     def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> Batch:
         """Make a batch on the host."""
-        from spider.packing import document_cu_seqlens
-        return cls(ids, labels, noise_seed, document_cu_seqlens(ids), int((labels != -100).sum()),
-                   int((ids != PAD_ID).sum()))
+        from spider.packing import document_cu_seqlens, longest_bound
+        cu_seqlens = document_cu_seqlens(ids)
+        targets = int((labels != -100).sum())
+        n_bytes = int((ids != PAD_ID).sum())
+        return cls(ids, labels, noise_seed, cu_seqlens, longest_bound(cu_seqlens, ids.shape[1]), targets, n_bytes)
 
     def to(self, device: torch.device) -> Batch:
         """Copy it to a device; from pinned memory, so that the host does not wait."""

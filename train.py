@@ -100,7 +100,7 @@ def flag_parser() -> argparse.ArgumentParser:
 
     flag = parser.add_argument_group("machine").add_argument
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if available")
-    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"), help="auto: bf16 where supported")
+    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"), help="auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU")
     flag("--fp8_experts", action="store_true", help="with fp8: convert the routed experts too, with row-wise scales")
     flag("--moe_backend", default="auto", choices=("auto", *BACKENDS),
          help="auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the reference")
@@ -617,7 +617,7 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     # equally, however many are PAD. The others (balance, ponder, boundaries, ...) are means over all passes.
     with model.cast_weights_once():
         for batch in batches:
-            out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
+            out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens, batch.longest)
             weight = batch.targets / targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
@@ -909,7 +909,6 @@ def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_clas
     device = machine.resolve_device(args.device)
     if device.type == "cpu":
         machine.keep_freed_memory()
-    torch.set_float32_matmul_precision("high")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

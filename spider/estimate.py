@@ -19,7 +19,7 @@ from spider.common import TooLarge
 from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
-from spider.packing import round_up
+from spider.packing import round_up, row_step
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters and FLOPs
@@ -115,8 +115,7 @@ def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: in
         total += layers * block
     if not c.n_recurrent_layers:
         return total
-    step = max(1, min(seq_len, rows // 64))
-    segments = round_up(max(1, math.ceil(rows / c.bytes_per_segment)), step)
+    segments = round_up(max(1, math.ceil(rows / c.bytes_per_segment)), row_step(rows, seq_len))
     engrams = len(c.engram_layers)
     memory = len(c.engram_orders) * c.engram_heads * c.engram_dim
     latent = c.kv_lora_rank + c.qk_rope_head_dim

@@ -41,7 +41,8 @@ class Linear(nn.Linear):
 
 
 class WideLinear(Linear):
-    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting predictors."""
+    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting predictors. On a GPU
+    that is true fp32, since nothing here allows TF32, torch's default neither."""
 
     def cast_weight(self, dtype: torch.dtype):
         pass
@@ -187,7 +188,7 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """Attend causally inside each document by torch's variable-length kernel: q, k, v [rows, H, head_dim] -> [rows,
     H * head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
-    cu, longest = packing.cu_seqlens, packing.longest
+    cu, longest = packing.cu_seqlens, packing.extent.shape[0]
     return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
 
 
