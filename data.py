@@ -239,6 +239,11 @@ class Source:
         origin = " (the end of its data, held out: it has no validation shard)" if self.held_out else ""
         return f"{self.name}: {len(self.train):,} training and {validation}{origin}"
 
+    def documents_per_byte(self) -> float:
+        """Estimate how many documents begin per byte of training text, by its first million ids."""
+        ids = self.train.read(0, min(len(self.train), 1_000_000))
+        return float((ids == EOS_ID).mean())
+
 
 def open_data(spec: str) -> list[Source]:
     """Open a directory, or a mixture such as web:0.7,code:0.3 (positive weights, of any sum)."""

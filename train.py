@@ -222,6 +222,7 @@ class Plan:
     model_class: type[Spider] = Spider
     ranks: int = 1
     checkpoint_size: float = 0.0          # bytes
+    documents_per_byte: float = 0.0       # of the data, for the estimate of memory
     memory: Mapping[str, float] = field(default_factory=dict)  # estimated bytes of a rank by purpose
     remarks: tuple[str, ...] = ()         # lines for the log
 
@@ -256,11 +257,11 @@ def whole_bytes(number: float) -> int:
 
 
 def settle(args: SimpleNamespace, world: World, state: dict | None = None, resumes: bool = False,
-           model_class: type[Spider] = Spider) -> Plan:
+           model_class: type[Spider] = Spider, sources: Sequence[Source] = ()) -> Plan:
     """Resolve parsed flags into the plan of a run.
 
-    state: of a checkpoint to begin with. resumes: continue that checkpoint's run, else use only its weights. Raise
-    UsageError for flags that contradict one another or that this machine does not support, and CheckpointError for a
+    state: of a checkpoint to begin with. resumes: continue that checkpoint's run, else use only its weights. sources:
+    of the data, whose documents take memory. Raise UsageError for flags that contradict one another or that this machine does not support, and CheckpointError for a
     checkpoint of another model."""
     device, given, state = world.device, args.given, state or {}
     flags = {name: value for name, value in vars(args).items() if name not in ("given", "inherited")}
@@ -328,8 +329,9 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
         backend = "grouped"
     flags |= dict(precision=precision, moe_backend=backend, compile=args.compile if compiles else "off",
                   optimizer="muon" if args.optimizer == "auto" else args.optimizer)
+    documents_per_byte = sum(source.weight * source.documents_per_byte() for source in sources)
     plan = Plan(flags, recipe, config, model_class, world.ranks,
-                sum(estimate.state_size(model, flags["optimizer"])))
+                sum(estimate.state_size(model, flags["optimizer"])), documents_per_byte)
     plans = [replace(plan, flags=flags | split) for split in splits]
     i, recompute, memory = world.on_rank0(lambda: estimate.choose_memory(
         len(plans), args.recompute, lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
@@ -923,7 +925,7 @@ def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_clas
         return load_origin(directory, args.resume, args.reset_steps, model_class)
     path, state, resumes = origin = world.on_rank0(open_directory)
     try:
-        plan = settle(args, world, state, resumes, model_class)
+        plan = settle(args, world, state, resumes, model_class, sources)
     except CheckpointError as fault:
         raise CheckpointError(f"{path}: {fault}") from None
     if args.minutes and not resumes:      # the speed of this plan gives its horizon, which changes the plan
@@ -932,7 +934,7 @@ def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_clas
         rate = time_steps(plan, world, sources)
         chosen = fit_into(args.minutes, plan, rate, sources, args.given)
         args = SimpleNamespace(**vars(args) | chosen | dict(given=args.given | chosen.keys()))
-        plan = settle(args, world, state, resumes, model_class)
+        plan = settle(args, world, state, resumes, model_class, sources)
     return plan, sources, origin
 
 

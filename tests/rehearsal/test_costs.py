@@ -31,7 +31,9 @@ def test_memory_is_within_a_tenth_of_the_estimate(flags):
     with FakeTensorMode(), Watch(int(plan.micro_batch * plan.seq_len / plan.config.bytes_per_segment)):
         spider, optimizers = gpu.build(plan)
         gpu.step(plan, spider, optimizers, documents=plan.micro_batch)
-        expected = sum(estimate.estimate_memory(spider, plan, plan.recompute, gpu.WORLD).values())
+        memory = estimate.estimate_memory(spider, plan, plan.recompute, gpu.WORLD)
+        del memory[estimate.FLASH_BACKWARD]                           # taken inside the kernel
+        expected = sum(memory.values())
         tracker = MemTracker()
         tracker.track_external(spider, *optimizers.by_name.values())  # whose state the first step has made
 
