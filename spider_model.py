@@ -23,6 +23,7 @@ losses are at least fp32 (`wide_dtype`).
 
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +43,7 @@ from spider.layers import (MLA, Block, Linear, SwiGLU, WideLinear, byte_noise, c
 from spider.memory import (ByteEngram, EngramTable, Matches, MatchMemory, OutputEngram, Recalled, SegmentEngram,
                            shifted_bytes, word_ends)
 from spider.packing import (ALL_ROWS, ActiveRows, Cache, CorePass, Packing, document_cu_seqlens, last_byte_of,
-                            pool_segments, round_up, segment_offsets, unpool_segments)
+                            pool_segments, round_up, row_step, segment_offsets, unpool_segments)
 from tile_moe import MoE, Routing, balance, resolve_backend
 from tokenizer import EOS_ID, PAD_ID
 
@@ -507,17 +508,19 @@ class Spider(DecodingMixin, nn.Module):
 
     def run_core(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
                  noise: Tensor | None) -> tuple[Tensor, CoreStats]:
-        """Run the core on pooled segments z [N, D] that end where b [M] is 1. longest: maximum length of a document;
-        noise [M]: for dropout in training.
+        """Run the core on pooled segments z [N, D] that end where b [M] is 1. longest: upper bound of a document's
+        bytes; noise [M]: for dropout in training.
 
-        Rows are padded to a few sizes, since each size needs its own kernels; the padding is a separate document. The
-        core runs even without segments, because all ranks must run the same collectives."""
+        Rows are padded to a few sizes (see row_step); the padding is a separate document. The core runs even without
+        segments, because all ranks must run the same collectives."""
         segments = len(z)
-        rows = round_up(max(1, segments), max(1, min(longest, len(b) // 64)))
+        step = row_step(len(b), longest)
+        rows = round_up(max(1, segments), step)
         last_byte = last_byte_of(b, rows)
         share = F.pad(z.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype), (0, rows - segments))
         cu_seqlens = F.pad(cu_seqlens, (0, int(rows > segments)), value=rows)
-        packing = Packing.build(cu_seqlens, rows, longest, self.config, self.compute_dtype)
+        bound = max(longest, step)        # of segments in a document, and of rows in the padding
+        packing = Packing.build(cu_seqlens, rows, bound, self.config, self.compute_dtype)
         z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)), CorePass(
             packing, shifted.index_select(1, last_byte), share, n_loops,
             recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
@@ -571,13 +574,15 @@ class Spider(DecodingMixin, nn.Module):
         return logits if direct is None else logits + direct
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
-                noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
+                noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None, longest: int | None = None
+                ) -> SpiderOutput:
         """Compute logits and, given labels, the loss. input_ids [B, T] int64; labels [B, T], already shifted, -100 is
         ignored; n_loops defaults to the config's.
 
         In training mode the noise of row i (for segments and dropout) is a function of noise_seed + i; without a seed,
         torch's default generator draws it. Documents end at EOS and begin at BOS; every row begins one. cu_seqlens:
-        document_cu_seqlens(input_ids), if computed on the host beforehand, which saves a wait for the device.
+        document_cu_seqlens(input_ids), if computed on the host beforehand, which saves a wait for the device; longest:
+        its longest_bound, by default T.
 
         Raise ValueError for bad shapes or dtypes.
         """
@@ -588,9 +593,12 @@ class Spider(DecodingMixin, nn.Module):
         n_loops = self.loops_of(n_loops)
         ids = input_ids.reshape(-1)
         cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
-        if self.compiled:                 # else each number of documents would need another graph
+        longest = length if longest is None else longest
+        packing = Packing.build(cu_seqlens, len(ids), longest, c, self.compute_dtype, c.byte_window)
+        if self.compiled:                 # else each number of documents would need another graph, and each bound
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
+            if packing.extent is not None:
+                torch._dynamo.maybe_mark_dynamic(packing.extent, 0)
         shifted = shifted_bytes(ids, packing.position, c.longest_order)
         matches = self.engram_match and self.engram_match(ids, shifted, packing.document)
         noise, of_bytes = None, self.dropout / 5
@@ -606,7 +614,7 @@ class Spider(DecodingMixin, nn.Module):
             cut_loss = boundary_loss(b, input_ids, c)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             segments = len(z)
-            z, stats = self.run_core(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
+            z, stats = self.run_core(z, b, segment_cu_seqlens, shifted, longest, n_loops, noise)
             unpooled = self.unpool(z, self.null_rows(), b, packing, segment_cu_seqlens)
             if self.training and c.learns_boundaries:
                 earlier = self.unpool(z.detach(), self.null_rows().detach(), b, packing, segment_cu_seqlens, back=1)
@@ -650,6 +658,8 @@ class Spider(DecodingMixin, nn.Module):
         elif self.backend == "tile":
             obstacle = "torch.compile does not support TileKernels; use --moe_backend grouped"
         self.compiled = True
+        # Products of fp32 are those of router, halting and boundaries, whose near-ties TF32 would decide otherwise.
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         # torch warns of recomputed in-place operations; these only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         compiled = {}                     # one per kind of layer

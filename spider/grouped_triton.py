@@ -2,7 +2,7 @@
 
 Shapes: P rows sorted by expert, E experts, weights [E, D, F]. Rows of expert e end at expert_end[e], which only the
 device reads; their number is any, 0 included. D and F are multiples of 16: blocks are powers of two that divide them,
-so only rows need masks. Sums are fp32, of products of bf16 or, in TF32, of fp32.
+so only rows need masks. Sums are fp32, of products of bf16 or, without TF32, of fp32.
 
 Blocks: experts of `1b` have some 340 rows (112 x 256 bytes) to 1,550 (64 x 2048), of which blocks of 64 leave 9% to 2%
 empty, and blocks of 128 twice that; with 128 columns and 4 stages of 32 in depth a block takes 36 KiB of shared memory
@@ -54,7 +54,7 @@ def product_kernel(rows, weights, expert_end, out, n_experts, stride_e, stride_d
     b = weights + expert.to(tl.int64) * stride_e + d[:, None] * stride_d + f[None, :] * stride_f  # [DEPTH, COLUMNS]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(0, D, DEPTH):
-        total += tl.dot(tl.load(a, mask=held, other=0.0), tl.load(b))
+        total += tl.dot(tl.load(a, mask=held, other=0.0), tl.load(b), input_precision="ieee")
         a += DEPTH
         b += DEPTH * stride_d
     tl.store(out + p * F + f[None, :], total.to(out.dtype.element_ty), mask=held)
@@ -76,7 +76,7 @@ def weight_grad_kernel(rows, grad, expert_end, out, D: tl.constexpr, F: tl.const
         held, p = p < end, p.to(tl.int64)
         a = tl.load(rows + p[None, :] * D + d[:, None], mask=held[None, :], other=0.0)        # [ROWS, DEPTH]
         b = tl.load(grad + p[:, None] * F + f[None, :], mask=held[:, None], other=0.0)        # [DEPTH, COLUMNS]
-        total += tl.dot(a, b)
+        total += tl.dot(a, b, input_precision="ieee")
     out += expert.to(tl.int64) * D * F
     tl.store(out + d[:, None] * F + f[None, :], total.to(out.dtype.element_ty))
 

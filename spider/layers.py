@@ -24,8 +24,10 @@ class Linear(nn.Linear):
 
     cast: Tensor | None = None            # the cast weight, inside cast_weights_once
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, normed_input: bool = False):
+        """normed_input: whether rms_norm makes the inputs, so that they are at most sqrt(in_features) in size."""
         super().__init__(in_features, out_features, bias=bias)
+        self.normed_input = normed_input
 
     def reset_parameters(self):
         pass
@@ -39,7 +41,8 @@ class Linear(nn.Linear):
 
 
 class WideLinear(Linear):
-    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting predictors."""
+    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting predictors. On a GPU
+    that is true fp32, since nothing here allows TF32, torch's default neither."""
 
     def cast_weight(self, dtype: torch.dtype):
         pass
@@ -63,16 +66,6 @@ def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
 def wide(x: Tensor) -> Tensor:
     """Return x in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-# Modules with one of these in their name stay in high precision under FP8.
-NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "norm", "embed_tokens", "lm_head",
-             "halt_predictor", "router")
-
-
-def takes_fp8(module: nn.Module, name: str) -> bool:
-    """Return whether --precision fp8 converts the module of this name."""
-    return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
 
 
 @contextmanager
@@ -195,7 +188,7 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
     """Attend causally inside each document by torch's variable-length kernel: q, k, v [rows, H, head_dim] -> [rows,
     H * head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
-    cu, longest = packing.cu_seqlens, packing.longest
+    cu, longest = packing.cu_seqlens, packing.extent.shape[0]
     return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
 
 
@@ -254,10 +247,10 @@ class MLA(nn.Module):
         super().__init__()
         self.config, c = config, config
         head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
-        self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank)
-        self.q_b_proj = Linear(c.q_lora_rank, c.n_heads * head_dim)
-        self.kv_a_proj = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
-        self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim))
+        self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank, normed_input=True)
+        self.q_b_proj = Linear(c.q_lora_rank, c.n_heads * head_dim, normed_input=True)
+        self.kv_a_proj = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, normed_input=True)
+        self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim), normed_input=True)
         self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
 
     def forward(self, x: Tensor, packing: Packing, active: ActiveRows, latent: Tensor | None = None,
@@ -308,7 +301,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, normed_input=True)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:

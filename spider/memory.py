@@ -282,8 +282,8 @@ class SegmentEngram(nn.Module):
         scale = (gate * torch.rsqrt(gate * gate * power + self.eps)).to(h.dtype)
         if cache is None:
             read = active.merge(before, scale)
-            number = read.flatten().index_select(0, recalled.row).view(len(read), 1, -1)     # [N, 1, taps]
-            convolved = torch.bmm(active.select(number), active.select(recalled.taps)).squeeze(1)
+            number = read.flatten().index_select(0, recalled.row).view(len(read), -1, 1)     # [N, taps, 1]
+            convolved = (active.select(number) * active.select(recalled.taps)).sum(1)  # bmm of a row would not fuse
         else:
             read = active.merge(before, scale * value)
             first, *weights = self.conv_weight.to(read.dtype)
@@ -314,7 +314,7 @@ class _Match(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, key):
         scale = inverse_rms(h, 1e-6)
-        dot = torch.bmm(h[:, None], key[:, :, None]).squeeze(2).to(scale.dtype)
+        dot = (h * key).sum(1, keepdim=True, dtype=scale.dtype)
         match = dot * scale * h.shape[1] ** -0.5
         ctx.save_for_backward(h, key, scale, match)
         return match

@@ -16,7 +16,8 @@ from conftest import (assert_same, awake, final_state, gradients, metrics, refus
 from data import Batch, Loader, mock_source, validation_sets
 from jobs import forked
 from spider.optim import Optimizers
-from train import convert_to_fp8, lr_factor, step_alone, takes_fp8
+from spider.fp8 import convert_to_fp8, takes_fp8
+from train import lr_factor, step_alone
 
 
 def batches_of(ids, labels, parts: int = 1) -> list[Batch]:
@@ -205,11 +206,11 @@ def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_pa
 @pytest.mark.parametrize("fp8, experts", ((False, False), (True, False), (True, True)))
 def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(fp8, experts, monkeypatch):
     """The casts are counted: with recomputation, two loops and two micro-steps, each Linear's weight once."""
-    model = awake(small_config())
+    model, ids = awake(small_config()), text(2, 64)
     model.compute_dtype, model.recompute = torch.bfloat16, "all"
     if fp8:
-        convert_to_fp8(model, torch.device("cpu"), experts)
-    ids, grads, casts = text(2, 64), [], []
+        convert_to_fp8(model, torch.device("cpu"), experts, ids.numel())
+    grads, casts = [], []
     for module in model.modules():
         if hasattr(module, "cast_weight"):
             monkeypatch.setattr(module, "cast_weight", lambda dtype, cast=module.cast_weight: casts.append(cast(dtype)))
@@ -236,7 +237,7 @@ def test_evaluation_does_not_use_fp8():
     model, ids = awake(small_config()), text(2, 64)
     model.compute_dtype = torch.bfloat16
     plain = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
-    convert_to_fp8(model, torch.device("cpu"), experts=True)
+    convert_to_fp8(model, torch.device("cpu"), experts=True, step_bytes=ids.numel())
     converted = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
     assert not torch.equal(converted[0], plain[0]) and torch.equal(converted[1], plain[1])
 

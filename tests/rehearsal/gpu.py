@@ -44,7 +44,6 @@ def always(answer):
 def stand_in(architecture: int = 90):
     """Make torch report one GPU of an architecture."""
     train.logger.remove()
-    torch.set_float32_matmul_precision("high")
     properties = SimpleNamespace(
         name=f"sm_{architecture}", major=architecture // 10, minor=architecture % 10,
         multi_processor_count=PROCESSORS[architecture], total_memory=150 << 30, warp_size=32,
@@ -90,7 +89,7 @@ def batch_of(plan: Plan, documents: int) -> Batch:
     """Make the batch of a micro-step."""
     ids = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device=DEVICE)
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device=DEVICE)
-    return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
+    return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, plan.seq_len, ids.numel(), ids.numel())
 
 
 def step(plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int):
