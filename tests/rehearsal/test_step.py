@@ -27,9 +27,9 @@ BATCH, RAGGED = "16x256", "3x200"         # sequences x bytes; 3 * 200 rows are 
 STEPS = [*((model, precision, 90, "grouped", BATCH) for model in gpu.MODELS for precision in ("bf16", "fp8")),
          ("1b", "bf16", 120, "auto", BATCH), ("1b", "fp8", 90, "grouped", RAGGED)]
 TILE = [("1b", "bf16", architecture, "tile", BATCH) for architecture in (90, 100, 120)]      # all that TileKernels has
-# Documents, segments. Of RAGGED, the core pads segments to multiples of 9: some are multiples of 16
-SIZES = {BATCH: ((16, 800), (21, 700), (30, 1000), (17, 640), (64, 913), (40, 3000)),
-         RAGGED: ((3, 150), (5, 140), (9, 201), (3, 288), (40, 430), (4, 599))}
+# Documents, segments, bound of the documents' lengths
+SIZES = {BATCH: ((16, 800, 256), (21, 700, 256), (30, 1000, 64), (17, 640, 256), (64, 913, 128), (40, 3000, 256)),
+         RAGGED: ((3, 150, 200), (5, 140, 128), (9, 201, 64), (3, 288, 200), (40, 430, 64), (4, 599, 200))}
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
 CUBINS = [("bf16", architecture) for architecture in (80, 89, 90, 100, 120)] + [
     ("fp8", architecture) for architecture in (89, 90, 100, 120)]     # FP8 begins with sm_89
@@ -97,11 +97,12 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
         tilelang = pytest.importorskip("tilelang", reason="needs TileKernels: see conftest.py")
         tilelang.JITKernel.__call__ = check_call
     plan = settle(model, precision, architecture, backend, batch)
-    with FakeTensorMode(), Watch(SIZES[batch][0][1]) as watch:
+    documents, segments, longest = SIZES[batch][0]
+    with FakeTensorMode(), Watch(segments) as watch:
         spider, optimizers = gpu.build(plan)
         spider.dropout = 0.1
         watch.waits.clear()               # of the initialization
-        gpu.step(plan, spider, optimizers, documents=20)
+        gpu.step(plan, spider, optimizers, documents, longest)
         assert len(watch.waits) == plan.grad_accum + 1, watch.waits
         weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum         # of both products of each visit of a core layer
         assert watch.count["grouped_weight_grad"] == (weight_grads if backend == "auto" else 0)
@@ -133,9 +134,9 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
     graphs, made = gpu.generating(), []
     with FakeTensorMode(), Watch() as watch:
         spider, optimizers = gpu.build(plan, compiled=True)
-        for documents, watch.number in SIZES[batch]:
+        for documents, watch.number, longest in SIZES[batch]:
             watch.waits.clear()
-            gpu.step(plan, spider, optimizers, documents)
+            gpu.step(plan, spider, optimizers, documents, longest)
             made.append(len(graphs))
             assert len(watch.waits) == plan.grad_accum + 1, watch.waits
     assert not watch.refused, pformat(watch.refused, width=200)
