@@ -1,11 +1,15 @@
 """Prove the GPU step without a GPU: each test runs in a process of its own, in which a stand-in for the CUDA driver is
 loaded before torch. It needs a CUDA build of torch and a C++ compiler, but no GPU:
 
-    python -m venv cuda && cuda/bin/pip install torch==2.11.0 torchao==0.18.0 numpy loguru transformers \
-        safetensors expecttest pytest tile-kernels==1.0.0 tilelang==0.1.9 apache-tvm-ffi==0.1.9 \
+    torch=2.13.0              # and 2.11.0, the ends of pyproject.toml's range; `pip install -e .` takes the newest
+    python -m venv cuda && cuda/bin/pip install torch==$torch torchao==0.18.0 numpy loguru transformers safetensors \
+        expecttest pytest filelock tile-kernels==1.0.0 tilelang==0.1.9 apache-tvm-ffi==0.1.9 \
         nvidia-cuda-{nvcc,crt,cccl,runtime}==13.0.* nvidia-nvvm==13.0.*          # about 3 minutes, 5.2 GB
-    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal          # about 20 minutes of a core
+    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal          # about 25 minutes of a core
     cuda/bin/python -m pytest -m "rehearsal and slow" tests/rehearsal              # about 25 more
+
+PyPI has the CUDA build. Where pip is configured to take a CPU build (`cuda/bin/python -c "import torch;
+print(torch.version.cuda)"` prints None), unset PIP_FIND_LINKS and PIP_INDEX_URL, and set PIP_CONFIG_FILE=/dev/null.
 
 gpu.py makes Spider's steps of fake tensors, and their compiled code; refusals.py watches them. `-rP` shows the figures
 of tests that pass.
