@@ -44,10 +44,10 @@ def test_each_row_of_the_table_catches_its_example():
             assert row.says in {reason for _, _, reason in watch.refused}, row
         with Watch() as watch:
             of(torch.int64, 4, 4) @ of(torch.int64, 4, 4)
-        with torch.inference_mode(), Watch() as of_composite:         # where `linear` comes whole
-            F.linear(of(torch.int64, 4, 4), of(torch.int64, 4, 4))
-    for one in (watch, of_composite):
-        assert "not implemented for torch.int64" in str(one.refused)
+        with torch.inference_mode(), Watch() as of_composite:         # where `linear` comes whole, as in torchao
+            F.linear(of(torch.bfloat16, 4, 4), of(torch.float32, 4, 4))
+    assert "not implemented for torch.int64" in str(watch.refused)
+    assert "expected mat1 and mat2 to have the same dtype" in str(of_composite.refused)
 
 
 WAITING = (lambda x, mask: x.tolist(), lambda x, mask: x.cpu(), lambda x, mask: bool(mask.any()),
