@@ -9,7 +9,7 @@ each warp has the same 64 sums a thread. But an expert's last block is half empt
 experts for 112 x 256 bytes that is 9% of the work with 64 rows and 19% with 128, at the 1,550 for 64 x 2048 bytes 2%
 and 4%. So blocks have 128 rows where experts have LARGE_FROM of them on average. Gradients of weights always have large
 blocks, since D and F are no multiple of a block's size only in small models. 4 stages of 32 in depth take 48 KiB of
-shared memory in bf16, and 96 in fp32, of the 99 that every card has.
+shared memory in bf16, and 96 in fp32, of the 99 that every card has. In fp32 blocks of products are small.
 
 Each operation is opaque to torch.compile, so a compiled layer runs the kernels that the check at the start has run.
 """
@@ -92,12 +92,13 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
     Rows after the last expert's, and their gradients, are uninitialized: nothing may sum over them."""
     (n_experts, d, f), rows = weights.shape, rows.contiguous()
     out = rows.new_empty(len(rows), f)
-    height = LARGE if len(rows) >= LARGE_FROM * n_experts else SMALL
+    fp32 = rows.dtype == torch.float32    # whose products take no tensor cores, and more registers
+    height = LARGE if len(rows) >= LARGE_FROM * n_experts and not fp32 else SMALL
     columns = block_of(f, COLUMNS)
     product_kernel[f // columns, len(rows) // height + n_experts](
         rows, weights, expert_end, out, n_experts, *weights.stride(), D=d, F=f,
         EXPERTS=triton.next_power_of_2(n_experts), ROWS=height, COLUMNS=columns, DEPTH=block_of(d, DEPTH),
-        num_warps=WARPS[height], num_stages=STAGES)
+        num_warps=WARPS[LARGE if fp32 else height], num_stages=STAGES)
     return out
 
 
