@@ -46,7 +46,8 @@ def word_ends(shifted: Tensor) -> Tensor:
 def init_multiplier(multiplier: Tensor, seed: int):
     """Draw odd 64-bit multipliers from `seed`, without changing any random state."""
     numbers = torch.Generator().manual_seed(seed)
-    multiplier.copy_(torch.randint(-2 ** 62, 2 ** 62, multiplier.shape, generator=numbers) * 2 + 1)
+    drawn = torch.randint(-2 ** 62, 2 ** 62, multiplier.shape, generator=numbers, device="cpu")
+    multiplier.copy_(drawn * 2 + 1)
 
 
 def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:

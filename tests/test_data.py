@@ -104,6 +104,35 @@ def test_the_feed_gives_the_batches_of_step_after_step_and_fetches_the_next_one_
         feed.take()
 
 
+def test_the_feeds_copies_to_a_gpu_may_end_late_since_no_other_batch_takes_their_memory(monkeypatch):
+    """Pinned memory and copies are stand-ins here: a copy takes place long after the call that begins it."""
+    pinned, copies, device = [], [], torch.device("cuda")
+
+    def pin_memory(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def to(tensor, target, *args, to=torch.Tensor.to, **kwargs):
+        if target != device:
+            return to(tensor, target, *args, **kwargs)
+        assert kwargs == dict(non_blocking=True) and any(tensor is one for one in pinned)
+        copies.append((torch.zeros_like(tensor), tensor))
+        return copies[-1][0]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    loader = Loader([source(range(200))], 8, 5)
+    feed = Feed(loader, shape(2, 3), 0, device, 0, 0)
+    taken = [feed.take() for _ in range(3)]
+    feed.fetched.result()
+    for on_device, tensor in copies:
+        on_device.copy_(tensor)
+    for step, batches in enumerate(taken):
+        for batch, other in zip(batches, loader.batches(step, 6 * step, shape(2, 3)), strict=True):
+            for name in ("ids", "labels", "cu_seqlens"):
+                (arrived,) = [on_device for on_device, _ in copies if on_device is getattr(batch, name)]
+                assert torch.equal(arrived, getattr(other, name))
+
+
 FETCH_AT_THE_END = """
 import time, torch
 from data import Feed

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 import torch
 from rehearsal import gpu
-from rehearsal.refusals import Watch, is_view, tensors
+from rehearsal.refusals import Watch, is_composite, is_view, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
@@ -91,8 +91,8 @@ class Costs(Watch):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, name = super().__torch_dispatch__(func, types, args, kwargs), func._schema.name.split("::")[1]
         formula = self.formulas.get(func._overloadpacket)
-        if out is NotImplemented or func.namespace == "prim" or is_view(func) or name in NO_KERNEL or (
-                gpu.Graph.running and formula is None and "embedding_bag" not in name):
+        if out is NotImplemented or func.namespace == "prim" or is_composite(func) or is_view(func) or (
+                name in NO_KERNEL or gpu.Graph.running and formula is None and "embedding_bag" not in name):
             return out
         operands, results = tensors((args, kwargs)), tensors(out)
         if name in SOME_ROWS:
