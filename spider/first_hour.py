@@ -60,6 +60,7 @@ class Machine:
     name: str
     gpus: int
     versions: str
+    has_fp8: bool = True                  # a CPU emulates it
 
     @property
     def on_gpu(self) -> bool:
@@ -235,6 +236,8 @@ def run_tests(trial: Trial, path: Path):
 
 def train_briefly(trial: Trial, *flags: str):
     """Train three steps, evaluate, sample, save. Losses must be those of the eager run, if there was one."""
+    if "--precision=fp8" in flags and not trial.machine.has_fp8:
+        raise Skipped("this GPU has no FP8")
     lines = trial.train("run", *model_of(trial), "--mock_data", "--max_steps=3", "--eval_every=2", "--sample_every=3",
                         *flags, *trial.device)
     last = lines[-1]
@@ -453,12 +456,13 @@ def plan_items(on_gpu: bool) -> list[Item]:
 # In a process of its own, so that a GPU that no process can use ends that one alone
 PROBE = """
 import json, sys, torch
-names = []
+names, has_fp8 = [], True
 for i in range(torch.cuda.device_count() if sys.argv[1] == "cuda" else 0):
     x = torch.ones(8, device=f"cuda:{i}")
     assert float((x + x).sum()) == 16
     names.append(torch.cuda.get_device_name(i))
-print(json.dumps([torch.version.cuda, *names]))
+    has_fp8 &= torch.cuda.get_device_capability(i) >= (8, 9)
+print(json.dumps([torch.version.cuda, has_fp8, *names]))
 """
 PACKAGES = "torch", "triton", "torchao", "tile-kernels"
 
@@ -472,14 +476,14 @@ def probe(device: str, environ: Mapping[str, str]) -> Machine:
         raise UsageError("the GPU does not answer within two minutes; look at nvidia-smi") from None
     if done.returncode:
         raise UsageError(f"the GPU is unusable: {reason_of(done.stderr)}")
-    cuda, *gpus = json.loads(done.stdout.splitlines()[-1])
+    cuda, has_fp8, *gpus = json.loads(done.stdout.splitlines()[-1])
     if device == "cuda" and not gpus:
         raise UsageError("no CUDA device is visible; --device cpu runs a small form, which tests the commands")
     installed = {package.name.lower(): package.version for package in metadata.distributions()}
     versions = [f"Python {platform.python_version()}", f"CUDA {cuda}"]
     versions += [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
     name = ", ".join(gpus) or f"{platform.machine()}, {os.cpu_count()} cores"
-    return Machine(device, name, len(gpus), ", ".join(versions))
+    return Machine(device, name, len(gpus), ", ".join(versions), has_fp8)
 
 
 def commit() -> str:

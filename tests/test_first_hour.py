@@ -328,6 +328,11 @@ def test_losses_of_a_compiled_run_must_be_those_of_the_eager_one(tmp_path):
                 first_hour.train_briefly(trial)
 
 
+def test_fp8_is_skipped_on_a_gpu_that_has_none(tmp_path):
+    with pytest.raises(Skipped, match="FP8"):
+        first_hour.train_briefly(trial_in(tmp_path, replace(CARD, has_fp8=False)), "--precision=fp8")
+
+
 def test_a_step_without_a_finite_loss_fails_its_item(tmp_path):
     trial = trial_in(tmp_path)
     (tmp_path / "run").mkdir()
