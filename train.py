@@ -186,8 +186,7 @@ def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.en
 
 if __name__ == "__main__":
     common.check_flags_early(parse_args, "train.py")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the number of rows varies by step
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    common.set_allocator()
 
 import numpy as np
 import torch
