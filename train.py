@@ -100,7 +100,8 @@ def flag_parser() -> argparse.ArgumentParser:
 
     flag = parser.add_argument_group("machine").add_argument
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if available")
-    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"), help="auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU")
+    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"),
+         help="auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU")
     flag("--fp8_experts", action="store_true", help="with fp8: convert the routed experts too, with row-wise scales")
     flag("--moe_backend", default="auto", choices=("auto", *BACKENDS),
          help="auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the reference")

@@ -95,11 +95,11 @@ def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_
             if grad is not None:
                 off, otherwise = ((grad - other[name]).norm() for other in (found, eager))
                 assert off <= 2 * otherwise + 0.02 * grad.norm() + 1e-4, name
-        # byte layers are one kind; those of the core are two, with memory and without, in the first loop and later ones
-        assert len(graphs.forward) == len(graphs.backward) == 5
+        # byte layers are one kind; those of the core are two, with memory and without, in the first loop and later ones;
+        # the injection is another in later loops, too; and what the memory computes once
+        assert len(graphs.forward) == len(graphs.backward) == 8
         assert any("aten.sort" in target for graph in graphs.forward for target in graph)
         assert not any("aten.sort" in target for graph in graphs.backward for target in graph)
-        assert not any("aten.bmm" in target for graph in graphs.forward + graphs.backward for target in graph)
         products[recompute] = sum(target.startswith("aten.mm") for graph in graphs.backward for target in graph)
     assert products[True] > products[False]
 
@@ -114,7 +114,7 @@ def test_layers_in_emulated_fp8_are_one_graph_each_with_the_gradients_of_eager_o
         with model.cast_weights_once():
             model(ids, ids, 1, 5).loss.backward()
         results.append(gradients(model))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 5
     for name, grad in results[0].items():
         if grad is not None:              # e5m2 has two bits, so that sums in another order may differ by a fifth
             assert (results[1][name] - grad).norm() <= 0.3 * grad.norm(), name
@@ -133,7 +133,7 @@ def test_no_graph_is_added_after_the_first_step_for_other_segments_documents_and
             ids = torch.cat([documents(*(8,) * (step % 4), 64 - 8 * (step % 4), seed=step + i) for i in range(4)])
         rates.add(step_alone(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3)["bytes_per_segment"])
         made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert max(rates) > 1.5 * min(rates) and made == [5] * 12
+    assert max(rates) > 1.5 * min(rates) and made == [8] * 12
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
