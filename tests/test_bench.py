@@ -31,11 +31,11 @@ def test_a_failing_section_does_not_end_the_others_but_an_unusable_gpu_does(monk
 
     def poison(b):
         b.wait = lambda: fail(b)
-    monkeypatch.setattr(bench, "SECTIONS", dict(fail=fail, works=lambda b: print("works"), poison=poison))
+    monkeypatch.setattr(bench, "SECTIONS", dict(fail=fail, works=lambda b: print("it works"), poison=poison))
     assert bench.main([*SMALL, "--only", "fail,works,poison,works"]) == 1
     out = capsys.readouterr().out
     assert "\nfail: FAILED: AssertionError('two\\nlines')\nTraceback" in out
-    assert out.count("works\n") == 1 and out.index("works\n") < out.index("the GPU is unusable")
+    assert out.count("it works\n") == 1 and out.index("it works\n") < out.index("the GPU is unusable")
 
 
 def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
@@ -88,10 +88,11 @@ def test_a_profiler_that_does_not_work_is_a_remark_in_the_table(capsys):
 
 
 def test_the_compilers_test_is_announced(monkeypatch, capsys):
-    monkeypatch.setattr(machine, "obstacle_to_compile", lambda device: print("tested"))
+    monkeypatch.setattr(machine, "obstacle_to_compile", lambda device: print("tested") or "no compiler")
     bench.describe_machine(bench.Bench(SMALL))
-    out = capsys.readouterr().out
-    assert "minute" in out.partition("tested")[0]
+    assert "minute" in capsys.readouterr().out.partition("tested")[0]
+    assert bench.main([*SMALL, "--only=compiled"]) == 1
+    assert "minutes" in capsys.readouterr().out.partition("tested")[0]
 
 
 def test_what_a_gpu_does_in_a_trace_counts_once_where_it_overlaps(tmp_path):
