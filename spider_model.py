@@ -149,6 +149,8 @@ class Halting:
 class RecurrentCore(nn.Module):
     """The looped layers: h <- y + LoRA_t(y), y = layers(A h + B e + loop_embedding[t]), weighted by ACT."""
 
+    compiled: Callable | None = None      # of `in_one_graph`, the injection; see Spider.compile_layers
+
     def __init__(self, config: SpiderConfig, block_class: type[nn.Module] = RecurrentBlock,
                  attention_class: type[nn.Module] = MLA):
         super().__init__()
@@ -173,7 +175,14 @@ class RecurrentCore(nn.Module):
 
     def inject(self, h: Tensor | None, e: Tensor, loop: int, decay: Tensor) -> Tensor:
         """Return A h + B e + loop_embedding, summed in fp32; h is None before the first loop."""
-        v = torch.addcmul(wide(self.loop_embedding[loop]), wide(self.B), e)
+        embedding = self.loop_embedding[loop]
+        if self.compiled is not None and torch.is_grad_enabled():
+            mark_rows_dynamic(h, e)
+            return self.compiled(self, h, e, embedding, decay)
+        return self.in_one_graph(h, e, embedding, decay)
+
+    def in_one_graph(self, h: Tensor | None, e: Tensor, embedding: Tensor, decay: Tensor) -> Tensor:
+        v = torch.addcmul(wide(embedding), wide(self.B), e)
         return (v if h is None else torch.addcmul(v, decay, h)).to(e.dtype)
 
     def adapt(self, y: Tensor, loop: int) -> Tensor:
@@ -248,14 +257,19 @@ class RecurrentCore(nn.Module):
         return sum(aux_loss), sum(z_loss), torch.cat(load).unflatten(0, (-1, layers)).sum(0)
 
 
+def mark_rows_dynamic(*given):
+    """Tell torch.compile of all tensors given that their number of rows varies."""
+    for one in given:
+        if isinstance(one, Tensor):
+            torch._dynamo.maybe_mark_dynamic(one, 0)
+
+
 def visit(layer: nn.Module, x: Tensor, packing: Packing, recalled, active: ActiveRows, state: LayerState,
           caches: LayerCaches, recompute: bool) -> tuple[Tensor, Routing, LayerState]:
     """Run a core layer once, with activation checkpointing if asked. Recomputation reuses the routing, since a near-tie
     that falls the other way would corrupt the gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
-        for given in (x, active.mask, *(recalled or ()), *state, *vars(packing).values()):
-            if isinstance(given, Tensor):  # the number of rows varies
-                torch._dynamo.maybe_mark_dynamic(given, 0)
+        mark_rows_dynamic(x, active.mask, *(recalled or ()), *state, *vars(packing).values())
         y, latent, read, score, topk_idx = layer.compiled(layer, x, packing, recalled, active, state, recompute)
         return y, Routing(score, topk_idx, None), (latent, read)
     if not recompute:
@@ -596,9 +610,7 @@ class Spider(DecodingMixin, nn.Module):
         longest = length if longest is None else longest
         packing = Packing.build(cu_seqlens, len(ids), longest, c, self.compute_dtype, c.byte_window)
         if self.compiled:                 # else each number of documents would need another graph, and each bound
-            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-            if packing.extent is not None:
-                torch._dynamo.maybe_mark_dynamic(packing.extent, 0)
+            mark_rows_dynamic(cu_seqlens, packing.extent)
         shifted = shifted_bytes(ids, packing.position, c.longest_order)
         matches = self.engram_match and self.engram_match(ids, shifted, packing.document)
         noise, of_bytes = None, self.dropout / 5
@@ -647,12 +659,13 @@ class Spider(DecodingMixin, nn.Module):
                 module.forget()
 
     def compile_layers(self, **settings) -> str | None:
-        """Compile each kind of layer to one graph by torch.compile, for passes with gradients; evaluation and decoding,
-        with other shapes, stay eager. `settings` go to torch.compile; the numbers of segments and documents are dynamic
-        sizes. The compiled function is `in_one_graph` of the layer's class, not the module, which has FSDP's hooks.
+        """Compile each kind of layer to one graph by torch.compile, the core's injection and what its Engrams compute
+        once for all loops, for passes with gradients; evaluation and decoding, with other shapes, stay eager.
+        `settings` go to torch.compile; the numbers of segments and documents are dynamic sizes. The compiled function
+        is `in_one_graph` of the module's class, not the module, which has FSDP's hooks.
 
         Returns why the core's layers are not compiled, or None. They are left out if the graph would break."""
-        obstacle, of_core = None, [] if self.core is None else list(self.core.layers)
+        obstacle = None
         if self.compute_dtype != torch.bfloat16:
             obstacle = "torch.compile supports grouped products only in bf16"
         elif self.backend == "tile":
@@ -662,19 +675,24 @@ class Spider(DecodingMixin, nn.Module):
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         # torch warns of recomputed in-place operations; these only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-        compiled = {}                     # one per kind of layer
-        for layer in (*self.prelude, *self.coda, *([] if obstacle else of_core)):
-            function = type(layer).in_one_graph
+        compiled = {}                     # one per kind of module
+        for module in self._in_one_graph(with_core=obstacle is None):
+            function = type(module).in_one_graph
             if function not in compiled:
                 compiled[function] = torch.compile(function, **settings)
-            layer.compiled = compiled[function]
+            module.compiled = compiled[function]
         return obstacle
 
     def uncompile_layers(self):
         """Run all layers uncompiled again."""
         self.compiled = False
-        for layer in (*self.prelude, *self.coda, *([] if self.core is None else self.core.layers)):
-            layer.compiled = None
+        for module in self._in_one_graph():
+            module.compiled = None
+
+    def _in_one_graph(self, with_core: bool = True) -> list[nn.Module]:
+        """Return the modules that compile_layers compiles: byte layers, and what of the core can be compiled."""
+        of_core = self.core.modules() if self.core is not None and with_core else ()
+        return [module for module in (*self.prelude, *self.coda, *of_core) if hasattr(type(module), "in_one_graph")]
 
     def loops_of(self, n_loops: int | None) -> int:
         """Return a number of loops, by default the config's; raise ValueError if it is below 1."""

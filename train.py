@@ -100,7 +100,8 @@ def flag_parser() -> argparse.ArgumentParser:
 
     flag = parser.add_argument_group("machine").add_argument
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if available")
-    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"), help="auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU")
+    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"),
+         help="auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU")
     flag("--fp8_experts", action="store_true", help="with fp8: convert the routed experts too, with row-wise scales")
     flag("--moe_backend", default="auto", choices=("auto", *BACKENDS),
          help="auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the reference")
@@ -186,8 +187,7 @@ def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.en
 
 if __name__ == "__main__":
     common.check_flags_early(parse_args, "train.py")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the number of rows varies by step
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    common.set_allocator()
 
 import numpy as np
 import torch
@@ -202,6 +202,7 @@ from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
 from spider.common import CheckpointError, Diverged, Stopped, WorldError, say, step_seed
 from spider.curves import write_curves
 from spider.distributed import World, shard_model, sharding_of
+from spider.flash_attention import choose_flash_attention
 from spider.fp8 import convert_to_fp8, describe_fp8
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Optimizers, kinds_of
@@ -324,6 +325,9 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     check_fp8_experts(args.fp8_experts, precision, device, config)
     backend, why_backend = resolve_backend(args.moe_backend, device, config, torch.float32 if precision == "fp32" else
                                            torch.bfloat16, compiles)
+    why_attention = ""
+    if precision != "fp32" and not args.deterministic:
+        why_attention = choose_flash_attention(device, config.n_heads, config.v_head_dim)
     # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
     if args.moe_backend == "auto" and not any(world.all(backend == name) for name in KERNELS):
         backend = "grouped"
@@ -337,7 +341,8 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
         len(plans), args.recompute, lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
         machine.memory_of(device, world.local_ranks)))
     plan = replace(plan, flags=plans[i].flags | dict(recompute=recompute), memory=memory)
-    return replace(plan, remarks=describe_plan(plan, args, model, world, (why_precision, why_compile, why_backend)))
+    return replace(plan, remarks=describe_plan(plan, args, model, world,
+                                               (why_precision, why_compile, why_backend, why_attention)))
 
 
 def describe_plan(plan: Plan, args: SimpleNamespace, model: Spider, world: World, why: Iterable[str]

@@ -41,16 +41,61 @@ class Linear(nn.Linear):
 
 
 class WideLinear(Linear):
-    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting predictors. On a GPU
-    that is true fp32, since nothing here allows TF32, torch's default neither."""
+    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting predictors. Nothing
+    here allows TF32, nor does torch by default."""
 
     def cast_weight(self, dtype: torch.dtype):
         pass
 
     def forward(self, x: Tensor) -> Tensor:
         weight = wide(self.weight)
+        if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
+            y = WideProduct.apply(x, weight)
+            return y if self.bias is None else y + self.bias
         dtype = torch.promote_types(x.dtype, weight.dtype)
         return F.linear(x.to(dtype), weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+class WideProduct(torch.autograd.Function):
+    """Multiply bf16 x [M, D] by an fp32 weight [N, D] to fp32 [M, N], as exactly as fp32 does, but on the tensor cores
+    of bf16, which are more than ten times as fast.
+
+    An fp32 number is the sum of three in bf16, of 8 bits each, and products of two bf16 numbers are exact in fp32,
+    which also sums them. So this is one product with three times the columns."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        terms = torch.cat(bf16_terms(weight))                                                # [3 * N, D]
+        return mm_to_fp32(x, terms.mT).unflatten(1, (3, -1)).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        first, second, third = bf16_terms(grad)                                              # each [M, N]
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:       # rounded to bf16, for which two terms of each suffice, and three products
+            of_weight = bf16_terms(weight)
+            grad_x = (torch.cat((first, first, second), dim=1)
+                      @ torch.cat((of_weight[0], of_weight[1], of_weight[0])))
+        if ctx.needs_input_grad[1]:
+            terms = torch.cat((first, second, third), dim=1)                                 # [M, 3 * N]
+            grad_weight = mm_to_fp32(terms.mT, x).unflatten(0, (3, -1)).sum(0)
+        return grad_x, grad_weight
+
+
+def bf16_terms(x: Tensor) -> list[Tensor]:
+    """Split fp32 numbers into three in bf16, whose sum they are, up to the smallest exponents."""
+    terms = []
+    for _ in range(3):
+        terms.append(x.to(torch.bfloat16))
+        x = x - terms[-1]
+    return terms
+
+
+def mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices in bf16, with the sums as the fp32 result."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ of the current context in the document, and the bytes after them. Shapes: M byte
 
 import operator
 import warnings
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -234,6 +235,7 @@ class SegmentEngram(nn.Module):
     """The memory before a core layer: rows of the segment's last bytes, gated by the state, then convolved."""
 
     kernel_size = 4
+    compiled: Callable | None = None      # of `in_one_graph`, see Spider.compile_layers
     eps = 1e-3                            # of norms over tables, which start at zero: 1e-6 would multiply the first
                                           # gradients by a thousand, and these would stay in Adagrad's accumulators
 
@@ -255,13 +257,17 @@ class SegmentEngram(nn.Module):
         key, value = rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
         power = torch.linalg.vector_norm(value, dim=1, keepdim=True, dtype=at_least_fp32).square() / value.shape[1]
-        if torch.is_grad_enabled():       # cheap to recompute, and three times as large as its inputs
-            taps, row = checkpoint(self.taps_of, value, position, use_reentrant=False, preserve_rng_state=False)
-        else:
-            taps, row = self.taps_of(value, position)
+        if not torch.is_grad_enabled():
+            taps, row = self.in_one_graph(value, position)
+        elif self.compiled is not None:
+            torch._dynamo.maybe_mark_dynamic(value, 0)
+            torch._dynamo.maybe_mark_dynamic(position, 0)
+            taps, row = self.compiled(self, value, position)
+        else:                             # cheap to recompute, and three times as large as its inputs
+            taps, row = checkpoint(self.in_one_graph, value, position, use_reentrant=False, preserve_rng_state=False)
         return Recalled(key, value, power, row, taps)
 
-    def taps_of(self, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def in_one_graph(self, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted values of all taps, [N, taps, D], and the index of each tap's segment, [N * taps]."""
         back = torch.arange(self.kernel_size, device=value.device) * len(self.table.orders)
         there = position[:, None] >= back                                                    # [N, taps]
