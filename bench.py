@@ -1,10 +1,13 @@
 """Measure Spider on this machine: peak rates, an optimizer step, the backends of the experts.
 
+    python bench.py --first_hour results           # on a new GPU: tests, runs, then all sections; see its summary.md
     python bench.py --only machine                 # GPU, versions, compiler and headers
     python bench.py --device cpu --micro_batch 4   # all sections, with train.py's flags of model, batch and machine
 
-A section that fails prints its error in one line, then the traceback, and the next one runs. Times are medians. MFU is
-relative to the measured rate of bf16 products and does not count recomputation. On a CPU all takes some ten minutes.
+The batch is by default the one to train with: on a GPU 448 sequences of 256 bytes, in as few micro-steps as fit, on a
+CPU 8. The text is synthetic unless --data_dir is given. A section that fails prints its error in one line, then the
+traceback, and the next one runs. Times are medians. MFU is relative to the measured rate of bf16 products and does not
+count recomputation. On a CPU all takes some ten minutes.
 """
 
 import gc
@@ -12,31 +15,28 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from statistics import median
 
-if __name__ == "__main__" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # as in train.py
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+from spider import common
+
+if __name__ == "__main__":
+    common.set_allocator()                # before torch is imported
 
 import torch
 
 import train
-from data import Feed, Loader, mock_source
-from spider import estimate, machine
-from spider.common import Parser, UsageError, run_program
+from data import Feed, Loader, mock_source, open_data
+from spider import estimate, first_hour, machine
+from spider.common import Parser, UsageError, path_name, run_program
 from spider.config import BACKENDS
 from spider.distributed import World
 from tile_moe import moe_forward
-
-# 1b's layers and loops at minimal sizes: a step takes the host's time, for Python, the dispatcher and launches. The
-# user's own batch and backend are replaced.
-TINY_1B = ("--model=1b", "--seq_len=16", "--micro_batch=2", "--grad_accum=1", "--global_batch=32",
-           "--moe_backend=grouped", "--set=hidden_size=32,n_heads=2,q_lora_rank=16,"
-           "kv_lora_rank=16,qk_nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=32,intermediate_size=32,engram_dim=16,"
-           "n_routed_experts=2,moe_intermediate_size=16,engram_rows=300,engram_byte_rows=300,engram_byte_dim=16")
 
 
 class Bench:
@@ -48,9 +48,15 @@ class Bench:
         self.on_gpu = self.device.type == "cuda"
         self.has_fp8 = self.on_gpu and torch.cuda.get_device_capability() >= (8, 9)
         self.wait = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.flags = ["--seq_len=256", f"--micro_batch={112 if self.on_gpu else 8}", *flags, "--compile=off",
-                      "--lr=1e-20", "--engram_lr=0"]  # keep the weights; at --lr 0 Muon would skip its products
-        self.plan()                       # refuses bad flags
+        self.rates = {}                   # bytes/s by precision and --compile, as measured
+        args = train.parse_args(flags, environ={})
+        self.sources = open_data(args.data_dir) if "data_dir" in args.given else [mock_source(0)]
+        batch = [f"--global_batch={448 * 256}" if self.on_gpu else "--micro_batch=8"]
+        if args.given & {"micro_batch", "grad_accum", "global_batch"}:
+            batch = []
+        # The rates keep the weights; at --lr 0 Muon would skip its products.
+        self.flags = ["--seq_len=256", *batch, *flags, "--compile=off", "--lr=1e-20", "--engram_lr=0"]
+        self.plan("--moe_backend=grouped")  # refuses bad flags, before kernels are compiled for the test of `auto`
 
     def plan(self, *flags: str) -> train.Plan:
         args = train.parse_args([*self.flags, *flags], environ={})
@@ -85,6 +91,7 @@ def describe_machine(b: Bench):
     if b.on_gpu:
         found |= {"GPU": torch.cuda.get_device_properties(b.device),
                   "driver, highest clocks": smi("driver_version,clocks.max.sm,clocks.max.mem")}
+    print("testing torch.compile, which may take a minute", flush=True)
     packages = "torch", "triton", "torchao", "bitsandbytes", "tile-kernels"
     found |= {package.name: package.version for package in metadata.distributions() if package.name in packages}
     found |= {"C++ compiler": subprocess.getoutput("g++ --version").partition("\n")[0],
@@ -99,7 +106,7 @@ def ceilings(b: Bench):
     x16, w16, x8, w8 = x.bfloat16(), w.bfloat16(), x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).t()
     source = torch.empty(1 << (30 if b.on_gpu else 27), dtype=torch.uint8, device=b.device)
     work = {"copy, read and written": (2 * len(source), source.clone),
-            "product, fp32 (TF32 on a GPU)": (2 * n ** 3, lambda: x @ w)}
+            "product, fp32": (2 * n ** 3, lambda: x @ w)}
     if machine.multiplies_bf16(b.device):
         work["product, bf16"] = 2 * n ** 3, lambda: x16 @ w16
     if b.has_fp8:
@@ -109,28 +116,36 @@ def ceilings(b: Bench):
 
 
 class Step:
-    """An optimizer step of a new model, on the next batch of synthetic text at each call."""
+    """An optimizer step of a new model, on the next batch of the text at each call."""
 
-    def __init__(self, b: Bench, *flags: str):
+    def __init__(self, b: Bench, plan: train.Plan):
         torch._dynamo.reset()
-        self.plan = b.plan(*flags)
-        torch.set_float32_matmul_precision("highest" if self.plan.precision == "fp32" else "high")
+        self.plan = plan
         self.model = train.build_model(self.plan, b.world)
         self.optimizers = train.optimizers_of(self.plan, self.model)
-        self.feed = Feed(Loader([mock_source(0)], self.plan.seq_len, 0), self.plan, 0, b.device, 0, 0)
+        self.feed = Feed(Loader(b.sources, self.plan.seq_len, 0), self.plan, 0, b.device, 0, 0)
 
     def __call__(self) -> dict:
         return train.step_alone(self.model, self.optimizers, self.feed.take(), self.plan.n_loops)
 
 
 def measure_step(b: Bench, *flags: str) -> float:
-    """Measure a step: time, MFU, compilation, memory, clocks, and the host's time at minimal sizes. Return bytes/s."""
+    """Measure a step, unless one of this precision and --compile was measured before: time, MFU, compilation, memory,
+    clocks, and for how long the GPU works. Return bytes/s."""
+    if "--compile=on" in flags:
+        print("\ncompiling the layers, which may take minutes", flush=True)
+    plan = b.plan(*flags)
+    kind = plan.precision, plan.compile
+    if kind in b.rates:
+        return b.rates[kind]
     if b.on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    step, metrics, graphs = Step(b, *flags), {}, torch._dynamo.utils.counters["stats"]
-    plan = step.plan
-    (first,), made = b.times(lambda: train.warm_up(step.model, plan, b.device), 1, 0), graphs["unique_graphs"]
+    step = Step(b, plan)
+    metrics = {}
+    graphs = torch._dynamo.utils.counters["stats"]
+    (first,) = b.times(lambda: train.warm_up(step.model, plan, b.device), 1, 0)
+    made = graphs["unique_graphs"]
     times = b.times(lambda: metrics.update(step()), 9 if b.on_gpu else 3)  # a CPU compiles for each step's documents
     rate, length = plan.step_bytes / median(times) * 1e3, metrics["bytes_per_segment"]
     flops = rate * estimate.flops_per_byte(step.model, length, plan.n_loops, plan.seq_len)
@@ -138,11 +153,31 @@ def measure_step(b: Bench, *flags: str) -> float:
            "MFU": flops / machine.product_rate(b.device), "first passes, s": first / 1e3,
            "recompilations": graphs["unique_graphs"] - made}
     if b.on_gpu:
-        row |= {"allocated, GB": torch.cuda.max_memory_allocated() / 1e9,
-                "reserved, GB": torch.cuda.max_memory_reserved() / 1e9, "clocks": smi("clocks.sm,clocks.mem"),
-                "host, ms": median(b.times(Step(b, *flags, *TINY_1B)))}
-    b.print_table(f"step, {plan.precision}, compile {plan.compile}", row)
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        row |= {"estimated, GB": sum(plan.memory.values()) / 1e9, "allocated, GB": allocated / 1e9,
+                "reserved, GB": reserved / 1e9, "reserved/allocated": reserved / allocated,
+                "clocks": smi("clocks.sm,clocks.mem")}
+        row |= profile(b, step)
+    batch = f"{plan.micro_batch} x {plan.seq_len}" + f" x {plan.grad_accum}" * (plan.grad_accum > 1)
+    b.print_table(f"step of {batch} bytes, {plan.precision}, compile {plan.compile}, recompute {plan.recompute}", row)
+    b.rates[kind] = rate
     return rate
+
+
+def profile(b: Bench, step: Step) -> dict:
+    """Profile a step; return for how long the GPU works in it, in ms, and the number of kernels and copies. The rest of
+    a step's time the GPU waits for the host. Only the GPU is recorded, which hardly slows the host down."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            step()
+            b.wait()
+        with tempfile.TemporaryDirectory() as directory:
+            trace = Path(directory) / "trace.json"
+            profiler.export_chrome_trace(str(trace))
+            work = machine.read_trace(trace)
+    except Exception as fault:            # no CUPTI, or not allowed: the step's time is worth more
+        return {"the GPU works, ms": f"{fault!r:.200}"}
+    return {"the GPU works, ms": work.busy, "kernels": work.kernels}
 
 
 def fp8(b: Bench):
@@ -151,7 +186,8 @@ def fp8(b: Bench):
         return print("\nfp8: skipped, this machine has none")
     found = {}
     for precision in ("fp32", "bf16", "fp8"):  # on the same batch
-        step = Step(b, f"--precision={precision}", "--micro_batch=8", "--moe_backend=grouped")  # triton has TF32
+        step = Step(b, b.plan(f"--precision={precision}", "--moe_backend=grouped",
+                              "--micro_batch=8", "--grad_accum=1", f"--global_batch={8 * b.plan().seq_len}"))
         sums, _ = train.accumulate(step.model, step.feed.take(), step.plan.n_loops)
         grads = [p.grad.flatten().cpu() for p in step.optimizers.dense if p.grad is not None]
         found[precision] = float(sums["loss"]), torch.cat(grads)
@@ -170,7 +206,8 @@ def experts(b: Bench):
     c, dtype = plan.config, torch.float32 if plan.precision == "fp32" else torch.bfloat16
     if not c.has_experts:
         return print("\nexperts: skipped, this model has none")
-    n, d, e, f = int(plan.step_bytes / c.bytes_per_segment), c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
+    n = int(plan.micro_batch * plan.seq_len / c.bytes_per_segment)
+    d, e, f = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
     x, *weights = (torch.randn(shape, device=b.device, dtype=dtype, requires_grad=True)
                    for shape in ((n, d), (e, d, f), (e, d, f), (e, f, d)))
     share, choice = torch.rand(n, e, device=b.device).softmax(-1).topk(c.n_experts_per_tok)
@@ -191,16 +228,24 @@ SECTIONS = dict(machine=describe_machine, ceilings=ceilings, eager=lambda b: mea
 def run(argv: list[str] | None) -> int:
     """Run sections; return 1 if one fails. After a device assert nothing works in a process: then stop."""
     parser = Parser(prog="bench.py", description=__doc__)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections to run")
+    parser.add_argument("--only", metavar="NAME,...", help=f"sections to run: {', '.join(SECTIONS)}")
+    parser.add_argument("--first_hour", type=path_name, metavar="DIR",
+                        help="run everything that a GPU can show, in the order that finds most in the first minutes; "
+                        "results are in DIR; the same command again runs what has not passed yet. --only: items to "
+                        "run, also if they passed; --data_dir: text instead of the repository's own; --device cpu: a "
+                        "small form, which tests the commands")
     args, flags = parser.parse_known_args(argv)
-    names, status = args.only.split(","), 0
+    if args.first_hour:
+        environ = {name: value for name, value in os.environ.items() if name.lower() not in train.ENVIRONMENT}
+        return first_hour.run(Path(args.first_hour), args.only, flags, environ)
+    names, status = args.only.split(",") if args.only else [*SECTIONS], 0
     if unknown := {*names} - SECTIONS.keys():
         raise UsageError(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(SECTIONS)}")
     machine.start_log("WARNING")
     machine.keep_freed_memory()
-    torch.set_float32_matmul_precision("high")
     b = Bench(flags)
     for name in names:
+        print(f"\n## {name}", flush=True)
         try:
             SECTIONS[name](b)
         except Exception as fault:

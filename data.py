@@ -239,6 +239,11 @@ class Source:
         origin = " (the end of its data, held out: it has no validation shard)" if self.held_out else ""
         return f"{self.name}: {len(self.train):,} training and {validation}{origin}"
 
+    def documents_per_byte(self) -> float:
+        """Estimate how many documents begin per byte of training text, by its first million ids."""
+        ids = self.train.read(0, min(len(self.train), 1_000_000))
+        return float((ids == EOS_ID).mean())
+
 
 def open_data(spec: str) -> list[Source]:
     """Open a directory, or a mixture such as web:0.7,code:0.3 (positive weights, of any sum)."""
@@ -472,15 +477,18 @@ class Batch:
     labels: Tensor                        # [B, T] int64, -100 is ignored
     noise_seed: int                       # of the first row's segments and dropout
     cu_seqlens: Tensor                    # int32 [documents + 1]
+    longest: int                          # upper bound of a document's length
     targets: int                          # labels other than -100
     n_bytes: int                          # ids that are not PAD
 
     @classmethod
     def of(cls, ids: Tensor, labels: Tensor, noise_seed: int) -> Batch:
         """Make a batch on the host."""
-        from spider.packing import document_cu_seqlens
-        return cls(ids, labels, noise_seed, document_cu_seqlens(ids), int((labels != -100).sum()),
-                   int((ids != PAD_ID).sum()))
+        from spider.packing import document_cu_seqlens, longest_bound
+        cu_seqlens = document_cu_seqlens(ids)
+        targets = int((labels != -100).sum())
+        n_bytes = int((ids != PAD_ID).sum())
+        return cls(ids, labels, noise_seed, cu_seqlens, longest_bound(cu_seqlens, ids.shape[1]), targets, n_bytes)
 
     def to(self, device: torch.device) -> Batch:
         """Copy it to a device; from pinned memory, so that the host does not wait."""

@@ -23,6 +23,7 @@ losses are at least fp32 (`wide_dtype`).
 
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +43,7 @@ from spider.layers import (MLA, Block, Linear, SwiGLU, WideLinear, byte_noise, c
 from spider.memory import (ByteEngram, EngramTable, Matches, MatchMemory, OutputEngram, Recalled, SegmentEngram,
                            shifted_bytes, word_ends)
 from spider.packing import (ALL_ROWS, ActiveRows, Cache, CorePass, Packing, document_cu_seqlens, last_byte_of,
-                            pool_segments, round_up, segment_offsets, unpool_segments)
+                            pool_segments, round_up, row_step, segment_offsets, unpool_segments)
 from tile_moe import MoE, Routing, balance, resolve_backend
 from tokenizer import EOS_ID, PAD_ID
 
@@ -148,6 +149,8 @@ class Halting:
 class RecurrentCore(nn.Module):
     """The looped layers: h <- y + LoRA_t(y), y = layers(A h + B e + loop_embedding[t]), weighted by ACT."""
 
+    compiled: Callable | None = None      # of `in_one_graph`, the injection; see Spider.compile_layers
+
     def __init__(self, config: SpiderConfig, block_class: type[nn.Module] = RecurrentBlock,
                  attention_class: type[nn.Module] = MLA):
         super().__init__()
@@ -172,7 +175,14 @@ class RecurrentCore(nn.Module):
 
     def inject(self, h: Tensor | None, e: Tensor, loop: int, decay: Tensor) -> Tensor:
         """Return A h + B e + loop_embedding, summed in fp32; h is None before the first loop."""
-        v = torch.addcmul(wide(self.loop_embedding[loop]), wide(self.B), e)
+        embedding = self.loop_embedding[loop]
+        if self.compiled is not None and torch.is_grad_enabled():
+            mark_rows_dynamic(h, e)
+            return self.compiled(self, h, e, embedding, decay)
+        return self.in_one_graph(h, e, embedding, decay)
+
+    def in_one_graph(self, h: Tensor | None, e: Tensor, embedding: Tensor, decay: Tensor) -> Tensor:
+        v = torch.addcmul(wide(embedding), wide(self.B), e)
         return (v if h is None else torch.addcmul(v, decay, h)).to(e.dtype)
 
     def adapt(self, y: Tensor, loop: int) -> Tensor:
@@ -247,14 +257,19 @@ class RecurrentCore(nn.Module):
         return sum(aux_loss), sum(z_loss), torch.cat(load).unflatten(0, (-1, layers)).sum(0)
 
 
+def mark_rows_dynamic(*given):
+    """Tell torch.compile of all tensors given that their number of rows varies."""
+    for one in given:
+        if isinstance(one, Tensor):
+            torch._dynamo.maybe_mark_dynamic(one, 0)
+
+
 def visit(layer: nn.Module, x: Tensor, packing: Packing, recalled, active: ActiveRows, state: LayerState,
           caches: LayerCaches, recompute: bool) -> tuple[Tensor, Routing, LayerState]:
     """Run a core layer once, with activation checkpointing if asked. Recomputation reuses the routing, since a near-tie
     that falls the other way would corrupt the gradient."""
     if layer.compiled is not None and torch.is_grad_enabled():
-        for given in (x, active.mask, *(recalled or ()), *state, *vars(packing).values()):
-            if isinstance(given, Tensor):  # the number of rows varies
-                torch._dynamo.maybe_mark_dynamic(given, 0)
+        mark_rows_dynamic(x, active.mask, *(recalled or ()), *state, *vars(packing).values())
         y, latent, read, score, topk_idx = layer.compiled(layer, x, packing, recalled, active, state, recompute)
         return y, Routing(score, topk_idx, None), (latent, read)
     if not recompute:
@@ -507,17 +522,19 @@ class Spider(DecodingMixin, nn.Module):
 
     def run_core(self, z: Tensor, b: Tensor, cu_seqlens: Tensor, shifted: Tensor, longest: int, n_loops: int,
                  noise: Tensor | None) -> tuple[Tensor, CoreStats]:
-        """Run the core on pooled segments z [N, D] that end where b [M] is 1. longest: maximum length of a document;
-        noise [M]: for dropout in training.
+        """Run the core on pooled segments z [N, D] that end where b [M] is 1. longest: upper bound of a document's
+        bytes; noise [M]: for dropout in training.
 
-        Rows are padded to a few sizes, since each size needs its own kernels; the padding is a separate document. The
-        core runs even without segments, because all ranks must run the same collectives."""
+        Rows are padded to a few sizes (see row_step); the padding is a separate document. The core runs even without
+        segments, because all ranks must run the same collectives."""
         segments = len(z)
-        rows = round_up(max(1, segments), max(1, min(longest, len(b) // 64)))
+        step = row_step(len(b), longest)
+        rows = round_up(max(1, segments), step)
         last_byte = last_byte_of(b, rows)
         share = F.pad(z.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype), (0, rows - segments))
         cu_seqlens = F.pad(cu_seqlens, (0, int(rows > segments)), value=rows)
-        packing = Packing.build(cu_seqlens, rows, longest, self.config, self.compute_dtype)
+        bound = max(longest, step)        # of segments in a document, and of rows in the padding
+        packing = Packing.build(cu_seqlens, rows, bound, self.config, self.compute_dtype)
         z, stats = self.core(F.pad(z, (0, 0, 0, rows - segments)), CorePass(
             packing, shifted.index_select(1, last_byte), share, n_loops,
             recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
@@ -571,13 +588,15 @@ class Spider(DecodingMixin, nn.Module):
         return logits if direct is None else logits + direct
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, n_loops: int | None = None,
-                noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None) -> SpiderOutput:
+                noise_seed: int | Tensor | None = None, cu_seqlens: Tensor | None = None, longest: int | None = None
+                ) -> SpiderOutput:
         """Compute logits and, given labels, the loss. input_ids [B, T] int64; labels [B, T], already shifted, -100 is
         ignored; n_loops defaults to the config's.
 
         In training mode the noise of row i (for segments and dropout) is a function of noise_seed + i; without a seed,
         torch's default generator draws it. Documents end at EOS and begin at BOS; every row begins one. cu_seqlens:
-        document_cu_seqlens(input_ids), if computed on the host beforehand, which saves a wait for the device.
+        document_cu_seqlens(input_ids), if computed on the host beforehand, which saves a wait for the device; longest:
+        its longest_bound, by default T.
 
         Raise ValueError for bad shapes or dtypes.
         """
@@ -588,9 +607,10 @@ class Spider(DecodingMixin, nn.Module):
         n_loops = self.loops_of(n_loops)
         ids = input_ids.reshape(-1)
         cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
-        if self.compiled:                 # else each number of documents would need another graph
-            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        packing = Packing.build(cu_seqlens, len(ids), length, c, self.compute_dtype, c.byte_window)
+        longest = length if longest is None else longest
+        packing = Packing.build(cu_seqlens, len(ids), longest, c, self.compute_dtype, c.byte_window)
+        if self.compiled:                 # else each number of documents would need another graph, and each bound
+            mark_rows_dynamic(cu_seqlens, packing.extent)
         shifted = shifted_bytes(ids, packing.position, c.longest_order)
         matches = self.engram_match and self.engram_match(ids, shifted, packing.document)
         noise, of_bytes = None, self.dropout / 5
@@ -606,7 +626,7 @@ class Spider(DecodingMixin, nn.Module):
             cut_loss = boundary_loss(b, input_ids, c)
             z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
             segments = len(z)
-            z, stats = self.run_core(z, b, segment_cu_seqlens, shifted, length, n_loops, noise)
+            z, stats = self.run_core(z, b, segment_cu_seqlens, shifted, longest, n_loops, noise)
             unpooled = self.unpool(z, self.null_rows(), b, packing, segment_cu_seqlens)
             if self.training and c.learns_boundaries:
                 earlier = self.unpool(z.detach(), self.null_rows().detach(), b, packing, segment_cu_seqlens, back=1)
@@ -639,32 +659,40 @@ class Spider(DecodingMixin, nn.Module):
                 module.forget()
 
     def compile_layers(self, **settings) -> str | None:
-        """Compile each kind of layer to one graph by torch.compile, for passes with gradients; evaluation and decoding,
-        with other shapes, stay eager. `settings` go to torch.compile; the numbers of segments and documents are dynamic
-        sizes. The compiled function is `in_one_graph` of the layer's class, not the module, which has FSDP's hooks.
+        """Compile each kind of layer to one graph by torch.compile, the core's injection and what its Engrams compute
+        once for all loops, for passes with gradients; evaluation and decoding, with other shapes, stay eager.
+        `settings` go to torch.compile; the numbers of segments and documents are dynamic sizes. The compiled function
+        is `in_one_graph` of the module's class, not the module, which has FSDP's hooks.
 
         Returns why the core's layers are not compiled, or None. They are left out if the graph would break."""
-        obstacle, of_core = None, [] if self.core is None else list(self.core.layers)
+        obstacle = None
         if self.compute_dtype != torch.bfloat16:
             obstacle = "torch.compile supports grouped products only in bf16"
         elif self.backend == "tile":
             obstacle = "torch.compile does not support TileKernels; use --moe_backend grouped"
         self.compiled = True
+        # Products of fp32 are those of router, halting and boundaries, whose near-ties TF32 would decide otherwise.
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         # torch warns of recomputed in-place operations; these only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-        compiled = {}                     # one per kind of layer
-        for layer in (*self.prelude, *self.coda, *([] if obstacle else of_core)):
-            function = type(layer).in_one_graph
+        compiled = {}                     # one per kind of module
+        for module in self._in_one_graph(with_core=obstacle is None):
+            function = type(module).in_one_graph
             if function not in compiled:
                 compiled[function] = torch.compile(function, **settings)
-            layer.compiled = compiled[function]
+            module.compiled = compiled[function]
         return obstacle
 
     def uncompile_layers(self):
         """Run all layers uncompiled again."""
         self.compiled = False
-        for layer in (*self.prelude, *self.coda, *([] if self.core is None else self.core.layers)):
-            layer.compiled = None
+        for module in self._in_one_graph():
+            module.compiled = None
+
+    def _in_one_graph(self, with_core: bool = True) -> list[nn.Module]:
+        """Return the modules that compile_layers compiles: byte layers, and what of the core can be compiled."""
+        of_core = self.core.modules() if self.core is not None and with_core else ()
+        return [module for module in (*self.prelude, *self.coda, *of_core) if hasattr(type(module), "in_one_graph")]
 
     def loops_of(self, n_loops: int | None) -> int:
         """Return a number of loops, by default the config's; raise ValueError if it is below 1."""

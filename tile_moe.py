@@ -151,25 +151,27 @@ def find_disagreement(ops, device: torch.device, config: SpiderConfig, dtype: to
 def find_wrong_product(product: Callable, device: torch.device, config: SpiderConfig, dtype: torch.dtype
                        ) -> str | None:
     """Name what of a grouped product differs from experts in turn, its value or a gradient, or return None. The shapes
-    are those of the model; expert 1 has no rows, rows after the last expert's are NaN, and all sums are exact."""
+    are those of the model, with a hundred rows per expert and with a thousand, for which a kernel may have other
+    blocks. Expert 1 has no rows, rows after the last expert's are NaN, and all sums are exact."""
     experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     generator = torch.Generator(device).manual_seed(0)
-    end = ((37 * torch.arange(experts) + 163) % 200).cumsum(0)
-    used, end = int(end[-1]), end.int().to(device)
     def draw(*shape):
         return torch.randint(-8, 9, shape, generator=generator, device=device).to(dtype)
-    for d, f in ((hidden, 2 * width), (width, hidden)):
-        tensors = draw(used + ALIGNMENT, d), draw(experts, d, f), draw(used + ALIGNMENT, f)
-        tensors[0][used:], tensors[2][used:] = math.nan, math.nan
-        results = []
-        for multiply, of_sums in ((product, dtype), (_multiply_in_turn, torch.float32)):
-            rows, weights, upstream = (t.to(of_sums).requires_grad_() for t in tensors)
-            y = multiply(rows, weights, end)
-            grad_rows, grad_weights = torch.autograd.grad(y, (rows, weights), upstream)
-            results.append((y[:used].to(dtype), grad_rows[:used].to(dtype), grad_weights.to(dtype)))
-        for what, ours, theirs in zip(("the product", "its rows' gradient", "its weights' gradient"), *results):
-            if not torch.equal(ours, theirs):
-                return f"{what}, {d} x {f}"
+    for many in (1, 10):
+        end = many * ((37 * torch.arange(experts) + 163) % 200).cumsum(0)
+        used, end = int(end[-1]), end.int().to(device)
+        for d, f in ((hidden, 2 * width), (width, hidden)):
+            tensors = draw(used + ALIGNMENT, d), draw(experts, d, f), draw(used + ALIGNMENT, f)
+            tensors[0][used:], tensors[2][used:] = math.nan, math.nan
+            results = []
+            for multiply, of_sums in ((product, dtype), (_multiply_in_turn, torch.float32)):
+                rows, weights, upstream = (t.to(of_sums).requires_grad_() for t in tensors)
+                y = multiply(rows, weights, end)
+                grad_rows, grad_weights = torch.autograd.grad(y, (rows, weights), upstream)
+                results.append((y[:used].to(dtype), grad_rows[:used].to(dtype), grad_weights.to(dtype)))
+            for what, ours, theirs in zip(("the product", "its rows' gradient", "its weights' gradient"), *results):
+                if not torch.equal(ours, theirs):
+                    return f"{what}, {d} x {f}, {used} rows"
     return None
 
 

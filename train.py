@@ -100,7 +100,8 @@ def flag_parser() -> argparse.ArgumentParser:
 
     flag = parser.add_argument_group("machine").add_argument
     flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if available")
-    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"), help="auto: bf16 where supported")
+    flag("--precision", default="auto", choices=("auto", "fp8", "bf16", "fp32"),
+         help="auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU")
     flag("--fp8_experts", action="store_true", help="with fp8: convert the routed experts too, with row-wise scales")
     flag("--moe_backend", default="auto", choices=("auto", *BACKENDS),
          help="auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the reference")
@@ -186,8 +187,7 @@ def parse_args(argv: list[str] | None = None, environ: Mapping[str, str] = os.en
 
 if __name__ == "__main__":
     common.check_flags_early(parse_args, "train.py")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the number of rows varies by step
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    common.set_allocator()
 
 import numpy as np
 import torch
@@ -202,12 +202,13 @@ from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
 from spider.common import CheckpointError, Diverged, Stopped, WorldError, say, step_seed
 from spider.curves import write_curves
 from spider.distributed import World, shard_model, sharding_of
-from spider.layers import NEVER_FP8, Linear, takes_fp8
+from spider.flash_attention import choose_flash_attention
+from spider.fp8 import convert_to_fp8, describe_fp8
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Optimizers, kinds_of
 from spider.run import Metrics, RunProgress, StepEvents, StopSignals, start_profiler, start_wandb
 from spider_model import Spider, SpiderOutput
-from tile_moe import KERNELS, MoE, multiplies_at_once, resolve_backend
+from tile_moe import KERNELS, multiplies_at_once, resolve_backend
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The plan of a run
@@ -222,6 +223,7 @@ class Plan:
     model_class: type[Spider] = Spider
     ranks: int = 1
     checkpoint_size: float = 0.0          # bytes
+    documents_per_byte: float = 0.0       # of the data, for the estimate of memory
     memory: Mapping[str, float] = field(default_factory=dict)  # estimated bytes of a rank by purpose
     remarks: tuple[str, ...] = ()         # lines for the log
 
@@ -256,11 +258,11 @@ def whole_bytes(number: float) -> int:
 
 
 def settle(args: SimpleNamespace, world: World, state: dict | None = None, resumes: bool = False,
-           model_class: type[Spider] = Spider) -> Plan:
+           model_class: type[Spider] = Spider, sources: Sequence[Source] = ()) -> Plan:
     """Resolve parsed flags into the plan of a run.
 
-    state: of a checkpoint to begin with. resumes: continue that checkpoint's run, else use only its weights. Raise
-    UsageError for flags that contradict one another or that this machine does not support, and CheckpointError for a
+    state: of a checkpoint to begin with. resumes: continue that checkpoint's run, else use only its weights. sources:
+    of the data, whose documents take memory. Raise UsageError for flags that contradict one another or that this machine does not support, and CheckpointError for a
     checkpoint of another model."""
     device, given, state = world.device, args.given, state or {}
     flags = {name: value for name, value in vars(args).items() if name not in ("given", "inherited")}
@@ -323,19 +325,24 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     check_fp8_experts(args.fp8_experts, precision, device, config)
     backend, why_backend = resolve_backend(args.moe_backend, device, config, torch.float32 if precision == "fp32" else
                                            torch.bfloat16, compiles)
+    why_attention = ""
+    if precision != "fp32" and not args.deterministic:
+        why_attention = choose_flash_attention(device, config.n_heads, config.v_head_dim)
     # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
     if args.moe_backend == "auto" and not any(world.all(backend == name) for name in KERNELS):
         backend = "grouped"
     flags |= dict(precision=precision, moe_backend=backend, compile=args.compile if compiles else "off",
                   optimizer="muon" if args.optimizer == "auto" else args.optimizer)
+    documents_per_byte = sum(source.weight * source.documents_per_byte() for source in sources)
     plan = Plan(flags, recipe, config, model_class, world.ranks,
-                sum(estimate.state_size(model, flags["optimizer"])))
+                sum(estimate.state_size(model, flags["optimizer"])), documents_per_byte)
     plans = [replace(plan, flags=flags | split) for split in splits]
     i, recompute, memory = world.on_rank0(lambda: estimate.choose_memory(
         len(plans), args.recompute, lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
         machine.memory_of(device, world.local_ranks)))
     plan = replace(plan, flags=plans[i].flags | dict(recompute=recompute), memory=memory)
-    return replace(plan, remarks=describe_plan(plan, args, model, world, (why_precision, why_compile, why_backend)))
+    return replace(plan, remarks=describe_plan(plan, args, model, world,
+                                               (why_precision, why_compile, why_backend, why_attention)))
 
 
 def describe_plan(plan: Plan, args: SimpleNamespace, model: Spider, world: World, why: Iterable[str]
@@ -525,78 +532,12 @@ def build_model(plan: Plan, world: World) -> Spider:
     model.set_backend(plan.moe_backend)
     if plan.precision == "fp8":
         logger.info(describe_fp8(model, plan.fp8_experts))
-        convert_to_fp8(model, world.device, plan.fp8_experts)
+        convert_to_fp8(model, world.device, plan.fp8_experts, plan.step_bytes // plan.ranks)
     if plan.compile != "off" and (obstacle := model.compile_layers()):
         logger.warning(f"compiled only the byte layers, not the core's: {obstacle}")
     model.train()
     shard_model(model, world, plan.grad_accum)
     return model
-
-
-def convert_to_fp8(model: Spider, device: torch.device, experts: bool):
-    """Replace the model's Linears by torchao's Float8Linear (tensorwise), in place; parameters stay the same objects.
-
-    Weights are cast once per optimizer step (Spider.cast_weights_once); evaluation does not use FP8. torchao's axiswise
-    recipe does not work with activation checkpointing. `experts`: convert the stacked expert weights too.
-    """
-    with machine.quiet():
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-        from torchao.float8.float8_training_tensor import GemmInputRole
-
-    class FP8Linear(Float8Linear):
-        """Float8Linear whose weight may be cast beforehand."""
-        cast = None
-
-        def build_mm_configs(self):
-            """Build torchao's settings of the three products for row counts that are multiples of 16, and for others.
-            Not in forward: Dynamo of torch 2.11 cannot construct named tuples inside a graph."""
-            self.mm_config_aligned, self.mm_config_ragged = self.mm_config(16), self.mm_config(1)
-
-        def mm_config(self, rows: int):
-            """Pad only inner dimensions that are not multiples of 16: torchao copies a tensor even if the padding is
-            empty."""
-            inner = self.in_features, self.out_features, rows  # of forward, the input's and the weight's gradient
-            return type(self.linear_mm_config)(*(product._replace(pad_inner_dim=size % 16 > 0)
-                                                 for product, size in zip(self.linear_mm_config, inner)))
-
-        def cast_weight(self, dtype: torch.dtype):
-            if not self.training:
-                return Linear.cast_weight(self, dtype)
-            self.cast = hp_tensor_to_float8_dynamic(
-                self.weight.t(), self.config.cast_config_weight.target_dtype, self.mm_config_aligned,
-                gemm_input_role=GemmInputRole.WEIGHT)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.training:
-                return Linear.forward(self, x)
-            weight = self.weight.t() if self.cast is None else self.cast
-            rows = x.numel() // x.shape[-1]
-            mm_config = self.mm_config_ragged if rows % 16 else self.mm_config_aligned
-            return matmul_with_hp_or_float8_args.apply(x, weight, mm_config, self.config)
-
-    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True,
-                     emulate=device.type == "cpu")
-    convert_to_float8_training(model, config=config, module_filter_fn=takes_fp8)
-    for module in model.modules():
-        if isinstance(module, Float8Linear):
-            module.__class__ = FP8Linear
-            module.build_mm_configs()
-        elif isinstance(module, MoE):
-            module.fp8 = experts
-
-
-def describe_fp8(model: Spider, experts: bool) -> str:
-    """Describe in one line which Linears FP8 converts. Call it before the conversion."""
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
-    count = sum(takes_fp8(module, name) for name, module in linears)
-    line = f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}"
-    if model.config.has_experts:
-        line += "; routed experts in FP8 with row and column scales" if experts else (
-            "; routed experts in bf16, since their products are small (see --fp8_experts)")
-    return line
 
 
 def warm_up(model: Spider, plan: Plan, device: torch.device):
@@ -683,7 +624,7 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     # equally, however many are PAD. The others (balance, ponder, boundaries, ...) are means over all passes.
     with model.cast_weights_once():
         for batch in batches:
-            out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens)
+            out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens, batch.longest)
             weight = batch.targets / targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
@@ -975,7 +916,6 @@ def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_clas
     device = machine.resolve_device(args.device)
     if device.type == "cpu":
         machine.keep_freed_memory()
-    torch.set_float32_matmul_precision("high")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -990,7 +930,7 @@ def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_clas
         return load_origin(directory, args.resume, args.reset_steps, model_class)
     path, state, resumes = origin = world.on_rank0(open_directory)
     try:
-        plan = settle(args, world, state, resumes, model_class)
+        plan = settle(args, world, state, resumes, model_class, sources)
     except CheckpointError as fault:
         raise CheckpointError(f"{path}: {fault}") from None
     if args.minutes and not resumes:      # the speed of this plan gives its horizon, which changes the plan
@@ -999,7 +939,7 @@ def open_run(args: SimpleNamespace, world: World, closing: ExitStack, model_clas
         rate = time_steps(plan, world, sources)
         chosen = fit_into(args.minutes, plan, rate, sources, args.given)
         args = SimpleNamespace(**vars(args) | chosen | dict(given=args.given | chosen.keys()))
-        plan = settle(args, world, state, resumes, model_class)
+        plan = settle(args, world, state, resumes, model_class, sources)
     return plan, sources, origin
 
 

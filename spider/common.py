@@ -9,6 +9,7 @@ import errno
 import hashlib
 import math
 import os
+import platform
 import secrets
 import shlex
 import signal
@@ -272,6 +273,17 @@ def check_flags_early(parse_args: Callable, prog: str):
     if status := run_program(lambda: parse_args() and None, prog):
         sys.exit(status)
     print(f"{prog}: starting", file=sys.stderr)
+
+
+def set_allocator():
+    """Let torch's CUDA allocator extend its segments, because the number of rows varies by step. Call it before torch
+    is imported; settings of the user stay.
+
+    Not on WSL2: drivers before R615 refuse to map such segments ("CUDA driver error: unknown error"), or report a lack
+    of memory as "device not ready" (pytorch/pytorch#192330)."""
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "microsoft" in platform.release().lower():
+        return
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def print_error(prog: str, line: str):

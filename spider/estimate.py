@@ -14,12 +14,12 @@ from torch import nn
 from spider.checkpoint import checkpoint_paths
 from spider.config import RECOMPUTE, SpiderConfig
 from spider.distributed import World
+from spider.fp8 import takes_fp8
 from spider.common import TooLarge
-from spider.layers import takes_fp8
 from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
-from spider.packing import round_up
+from spider.packing import round_up, row_step
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters and FLOPs
@@ -115,8 +115,7 @@ def activations(c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: in
         total += layers * block
     if not c.n_recurrent_layers:
         return total
-    step = max(1, min(seq_len, rows // 64))
-    segments = round_up(max(1, math.ceil(rows / c.bytes_per_segment)), step)
+    segments = round_up(max(1, math.ceil(rows / c.bytes_per_segment)), row_step(rows, seq_len))
     engrams = len(c.engram_layers)
     memory = len(c.engram_orders) * c.engram_heads * c.engram_dim
     latent = c.kv_lora_rank + c.qk_rope_head_dim
@@ -145,7 +144,7 @@ def state_size(model: nn.Module, optimizer: str) -> tuple[float, float, float]:
     return 4 * total, state, 4 * sum(len(m.weight) for m in tables)
 
 
-BATCHES, PADDING = "batches", "padding of documents (at most)"
+BATCHES, PADDING, FLASH_BACKWARD = "batches", "padding of documents (at most)", "attention's backward pass"
 ONEDNN_CACHE = 1e9                        # bytes: oneDNN caches 1,024 kernels twice, one per size of a product (in Muon
                                           # also per learning rate); includes malloc's fragmentation
 
@@ -168,6 +167,11 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
     if plan.precision == "fp8":           # one byte per converted weight; gate and up go to fp32 and back
         casts -= sum(m.weight.numel() for name, m in model.named_modules() if takes_fp8(m, name))
         kept += rows * 12 * c.intermediate_size
+    flash = 0.0                           # whose other memory is among the activations
+    if size == 2 and world.device.type == "cuda":
+        # FlashAttention 2 sums the gradient of q in fp32, 128 rows more for each document (dq_accum in flash_api.cpp)
+        documents = plan.micro_batch + rows * plan.documents_per_byte
+        flash = 4 * (rows + 128 * documents) * c.n_heads * round_up(c.v_head_dim, 32)
     filled = 0.0
     if size == 4 or world.device.type == "cpu":
         byte_passes = 2 if recompute == "all" else c.n_prelude_layers + c.n_coda_layers      # held at once
@@ -188,7 +192,7 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
     batches = 2 * 2 * 8 * rows * plan.grad_accum  # ids and labels, int64, of this step and the next one (data.Feed)
     memory = {"parameters": 4 * total, "gradients": gradients, "gradients of tables": gathered,
               "optimizer": state + sums, "cast weights": casts, "activations": kept, BATCHES: batches,
-              PADDING: filled}
+              PADDING: filled, FLASH_BACKWARD: flash}
     if world.ranks > 1:                   # see shard_model; tables and their summed gradients are not sharded
         whole, shards = plan.grad_accum > 1 or world.shards == 1, world.shards
         of_core = sum(p.numel() for name, p in model.named_parameters() if name.startswith("core."))

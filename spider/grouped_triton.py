@@ -2,13 +2,14 @@
 
 Shapes: P rows sorted by expert, E experts, weights [E, D, F]. Rows of expert e end at expert_end[e], which only the
 device reads; their number is any, 0 included. D and F are multiples of 16: blocks are powers of two that divide them,
-so only rows need masks. Sums are fp32, of products of bf16 or, in TF32, of fp32.
+so only rows need masks. Sums are fp32, of products of bf16 or, without TF32, of fp32.
 
-Blocks: experts of `1b` have some 340 rows (112 x 256 bytes) to 1,550 (64 x 2048), of which blocks of 64 leave 9% to 2%
-empty, and blocks of 128 twice that; with 128 columns and 4 stages of 32 in depth a block takes 36 KiB of shared memory
-and 64 sums a thread, so two run on each processor of any card. At 340 rows the product with `1b`'s gate and up weights
-moves 200 MB for 46 GFLOP, 0.13 and 0.11 ms on an RTX PRO 6000 (1.5 TB/s, 400 TFLOP/s), and reads 1 GB from the L2 cache
-(43 FLOP a byte); with more rows it is bound by arithmetic.
+Blocks of 128 x 128 with 8 warps read an operand 64 FLOP a byte from the L2 cache, those of 64 x 128 with 4 warps 43, and
+each warp has the same 64 sums a thread. But an expert's last block is half empty on average: at the 340 rows of `1b`'s
+experts for 112 x 256 bytes that is 9% of the work with 64 rows and 19% with 128, at the 1,550 for 64 x 2048 bytes 2%
+and 4%. So blocks have 128 rows where experts have LARGE_FROM of them on average. Gradients of weights always have large
+blocks, since D and F are no multiple of a block's size only in small models. 4 stages of 32 in depth take 48 KiB of
+shared memory in bf16, and 96 in fp32, of the 99 that every card has. In fp32 blocks of products are small.
 
 Each operation is opaque to torch.compile, so a compiled layer runs the kernels that the check at the start has run.
 """
@@ -18,9 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 64, 128                   # of a block of the result
-DEPTH = 32                                # of a step of its sum
-SETTINGS = dict(num_warps=4, num_stages=4)
+COLUMNS = 128                             # of a block of the result
+SMALL, LARGE = 64, 128                    # its rows
+WARPS = {SMALL: 4, LARGE: 8}
+LARGE_FROM = 512                          # rows per expert
+DEPTH = 32                                # of a step of a block's sum
+STAGES = 4
 
 
 def block_of(size: int, most: int) -> int:
@@ -54,7 +58,7 @@ def product_kernel(rows, weights, expert_end, out, n_experts, stride_e, stride_d
     b = weights + expert.to(tl.int64) * stride_e + d[:, None] * stride_d + f[None, :] * stride_f  # [DEPTH, COLUMNS]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(0, D, DEPTH):
-        total += tl.dot(tl.load(a, mask=held, other=0.0), tl.load(b))
+        total += tl.dot(tl.load(a, mask=held, other=0.0), tl.load(b), input_precision="ieee")
         a += DEPTH
         b += DEPTH * stride_d
     tl.store(out + p * F + f[None, :], total.to(out.dtype.element_ty), mask=held)
@@ -76,7 +80,7 @@ def weight_grad_kernel(rows, grad, expert_end, out, D: tl.constexpr, F: tl.const
         held, p = p < end, p.to(tl.int64)
         a = tl.load(rows + p[None, :] * D + d[:, None], mask=held[None, :], other=0.0)        # [ROWS, DEPTH]
         b = tl.load(grad + p[:, None] * F + f[None, :], mask=held[:, None], other=0.0)        # [DEPTH, COLUMNS]
-        total += tl.dot(a, b)
+        total += tl.dot(a, b, input_precision="ieee")
     out += expert.to(tl.int64) * D * F
     tl.store(out + d[:, None] * F + f[None, :], total.to(out.dtype.element_ty))
 
@@ -88,10 +92,13 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
     Rows after the last expert's, and their gradients, are uninitialized: nothing may sum over them."""
     (n_experts, d, f), rows = weights.shape, rows.contiguous()
     out = rows.new_empty(len(rows), f)
+    fp32 = rows.dtype == torch.float32    # whose products take no tensor cores, and more registers
+    height = LARGE if len(rows) >= LARGE_FROM * n_experts and not fp32 else SMALL
     columns = block_of(f, COLUMNS)
-    product_kernel[f // columns, len(rows) // ROWS + n_experts](
+    product_kernel[f // columns, len(rows) // height + n_experts](
         rows, weights, expert_end, out, n_experts, *weights.stride(), D=d, F=f,
-        EXPERTS=triton.next_power_of_2(n_experts), ROWS=ROWS, COLUMNS=columns, DEPTH=block_of(d, DEPTH), **SETTINGS)
+        EXPERTS=triton.next_power_of_2(n_experts), ROWS=height, COLUMNS=columns, DEPTH=block_of(d, DEPTH),
+        num_warps=WARPS[LARGE if fp32 else height], num_stages=STAGES)
     return out
 
 
@@ -100,9 +107,10 @@ def weight_grad(rows: Tensor, grad: Tensor, expert_end: Tensor) -> Tensor:
     """Compute the gradient [E, D, F] of grouped_product's weights: rows [P, D], grad [P, F] of its result."""
     (d, f), rows, grad = (rows.shape[1], grad.shape[1]), rows.contiguous(), grad.contiguous()
     out = rows.new_empty(len(expert_end), d, f)
-    block = dict(ROWS=block_of(d, ROWS), COLUMNS=block_of(f, COLUMNS))
-    weight_grad_kernel[f // block["COLUMNS"], d // block["ROWS"], len(expert_end)](
-        rows, grad, expert_end, out, D=d, F=f, DEPTH=DEPTH, **block, **SETTINGS)
+    height, columns = block_of(d, LARGE), block_of(f, COLUMNS)
+    weight_grad_kernel[f // columns, d // height, len(expert_end)](
+        rows, grad, expert_end, out, D=d, F=f, ROWS=height, COLUMNS=columns, DEPTH=DEPTH,
+        num_warps=WARPS.get(height, WARPS[SMALL]), num_stages=STAGES)
     return out
 
 

@@ -1,6 +1,7 @@
 """The machine: device, precision, compilation, memory, rates."""
 
 import ctypes
+import json
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ import warnings
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from loguru import logger
@@ -171,6 +173,25 @@ def product_rate(device: torch.device) -> float:
         float(y[0, 0])                    # waits for the device
         best = min(best, time.perf_counter() - start)
     return 2 * n ** 3 / best
+
+
+class Work(NamedTuple):
+    """What a GPU does in a profiler's trace."""
+    busy: float                           # ms in which it works
+    span: float                           # ms from its first work to the end of its last
+    kernels: int                          # kernels and copies
+
+
+def read_trace(path: Path) -> Work:
+    """Sum up a trace that torch's profiler wrote. What runs at the same time counts once."""
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in json.loads(path.read_text())["traceEvents"]
+                   if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))            # in us
+    busy, end = 0.0, -math.inf
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    span = end - spans[0][0] if spans else 0.0
+    return Work(busy / 1e3, span / 1e3, len(spans))
 
 
 def start_log(level: str = "INFO"):

@@ -7,6 +7,7 @@ of the current context in the document, and the bytes after them. Shapes: M byte
 
 import operator
 import warnings
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -46,7 +47,8 @@ def word_ends(shifted: Tensor) -> Tensor:
 def init_multiplier(multiplier: Tensor, seed: int):
     """Draw odd 64-bit multipliers from `seed`, without changing any random state."""
     numbers = torch.Generator().manual_seed(seed)
-    multiplier.copy_(torch.randint(-2 ** 62, 2 ** 62, multiplier.shape, generator=numbers) * 2 + 1)
+    drawn = torch.randint(-2 ** 62, 2 ** 62, multiplier.shape, generator=numbers, device="cpu")
+    multiplier.copy_(drawn * 2 + 1)
 
 
 def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:
@@ -233,6 +235,7 @@ class SegmentEngram(nn.Module):
     """The memory before a core layer: rows of the segment's last bytes, gated by the state, then convolved."""
 
     kernel_size = 4
+    compiled: Callable | None = None      # of `in_one_graph`, see Spider.compile_layers
     eps = 1e-3                            # of norms over tables, which start at zero: 1e-6 would multiply the first
                                           # gradients by a thousand, and these would stay in Adagrad's accumulators
 
@@ -254,13 +257,17 @@ class SegmentEngram(nn.Module):
         key, value = rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
         power = torch.linalg.vector_norm(value, dim=1, keepdim=True, dtype=at_least_fp32).square() / value.shape[1]
-        if torch.is_grad_enabled():       # cheap to recompute, and three times as large as its inputs
-            taps, row = checkpoint(self.taps_of, value, position, use_reentrant=False, preserve_rng_state=False)
-        else:
-            taps, row = self.taps_of(value, position)
+        if not torch.is_grad_enabled():
+            taps, row = self.in_one_graph(value, position)
+        elif self.compiled is not None:
+            torch._dynamo.maybe_mark_dynamic(value, 0)
+            torch._dynamo.maybe_mark_dynamic(position, 0)
+            taps, row = self.compiled(self, value, position)
+        else:                             # cheap to recompute, and three times as large as its inputs
+            taps, row = checkpoint(self.in_one_graph, value, position, use_reentrant=False, preserve_rng_state=False)
         return Recalled(key, value, power, row, taps)
 
-    def taps_of(self, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def in_one_graph(self, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted values of all taps, [N, taps, D], and the index of each tap's segment, [N * taps]."""
         back = torch.arange(self.kernel_size, device=value.device) * len(self.table.orders)
         there = position[:, None] >= back                                                    # [N, taps]
@@ -281,8 +288,8 @@ class SegmentEngram(nn.Module):
         scale = (gate * torch.rsqrt(gate * gate * power + self.eps)).to(h.dtype)
         if cache is None:
             read = active.merge(before, scale)
-            number = read.flatten().index_select(0, recalled.row).view(len(read), 1, -1)     # [N, 1, taps]
-            convolved = torch.bmm(active.select(number), active.select(recalled.taps)).squeeze(1)
+            number = read.flatten().index_select(0, recalled.row).view(len(read), -1, 1)     # [N, taps, 1]
+            convolved = (active.select(number) * active.select(recalled.taps)).sum(1)  # bmm of a row would not fuse
         else:
             read = active.merge(before, scale * value)
             first, *weights = self.conv_weight.to(read.dtype)
@@ -313,7 +320,7 @@ class _Match(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, key):
         scale = inverse_rms(h, 1e-6)
-        dot = torch.bmm(h[:, None], key[:, :, None]).squeeze(2).to(scale.dtype)
+        dot = (h * key).sum(1, keepdim=True, dtype=scale.dtype)
         match = dot * scale * h.shape[1] ** -0.5
         ctx.save_for_backward(h, key, scale, match)
         return match

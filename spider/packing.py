@@ -33,6 +33,13 @@ def document_cu_seqlens(input_ids: Tensor) -> Tensor:
     return F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=input_ids.numel()).to(torch.int32)
 
 
+def longest_bound(cu_seqlens: Tensor, length: int) -> int:
+    """Return an upper bound of the documents' lengths: a power of two, at least 16, but at most `length`. Attention's
+    kernel launches blocks for so many rows of every document. cu_seqlens: on the host."""
+    longest = int(cu_seqlens.diff().max())
+    return min(length, max(16, 1 << (longest - 1).bit_length()))
+
+
 @dataclass
 class Packing:
     """The document of each packed row, and the inputs of attention that follow from it."""
@@ -45,6 +52,8 @@ class Packing:
     buckets: list[tuple[int, int]] | None  # (documents, padded length) of each padded batch; None: varlen kernel
     padded_row: Tensor | None             # int64 [rows], each row's index in the padded batches; None: the same
     window: int                           # attention window in rows, including the row itself; 0: unlimited
+    extent: Tensor | None = None          # [longest, 0], for the varlen kernel: a compiled graph serves every shape, but
+                                          # would be made again for another number
 
     @classmethod
     def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config, dtype: torch.dtype,
@@ -59,14 +68,16 @@ class Packing:
         else:
             document = torch.searchsorted(cu_seqlens[1:], row, right=True)
             position = row - (cu_seqlens if before is None else cu_seqlens[:-1] - before).index_select(0, document)
-        buckets = padded_row = None
+        buckets = padded_row = extent = None
         if before is None and (device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16)):
             buckets, start = pad_documents(cu_seqlens.diff(), bound)
             padded_row = None if start is None else start.index_select(0, document) + position
+        elif before is None:
+            extent = torch.empty(bound, 0, device=device)
         frequency, signed = rotary_frequencies(config.qk_rope_head_dim, config.rope_theta, device)
         position_of = position[:, None, None]
         cos, sin = (position_of * frequency).cos().to(dtype), (position_of * signed).sin().to(dtype)
-        return cls(cu_seqlens, document, position, bound, cos, sin, buckets, padded_row, window)
+        return cls(cu_seqlens, document, position, bound, cos, sin, buckets, padded_row, window, extent)
 
 
 @cache
@@ -112,6 +123,13 @@ def pad_documents(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], T
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def row_step(n_bytes: int, longest: int) -> int:
+    """Return the step in which the core's number of rows grows, for a batch of n_bytes in documents of at most
+    `longest` bytes. Each number needs its own kernels on a CPU, so there are few; products in FP8 need multiples of 16,
+    and compiled layers other graphs for other numbers."""
+    return round_up(max(1, min(longest, n_bytes // 64)), 16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

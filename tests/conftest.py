@@ -29,6 +29,7 @@ from spider.layers import wide
 from spider.memory import EngramTable, MatchMemory
 from spider.run import RunProgress
 from spider_model import Spider
+from tile_moe import multiplies_at_once
 from tokenizer import BOS_ID, EOS_ID
 from train import Plan, command_line
 
@@ -37,6 +38,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def has_fp8(experts: bool = False) -> bool:
+    """Return whether the GPU multiplies in FP8, or also the grouped product that `--fp8_experts` takes."""
+    if experts:
+        return multiplies_at_once(torch.device("cuda"), torch.bfloat16)
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,9 @@
-"""Triton's interpreter, mended: it truncates where numbers are converted, and multiplies bf16 as integers."""
+"""Triton's interpreter, mended: it truncates where numbers are converted, multiplies bf16 as integers, and lacks what
+CUDA's libdevice adds to Triton's own functions."""
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
@@ -31,3 +33,4 @@ def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
 
 interpreter._convert_float, interpreter._patch_lang_tensor = convert_float, patch_tensor
 interpreter.InterpreterBuilder.create_dot = dot
+tl.math.mul_rn = lambda a, b: a * b       # a product that a compiler does not fuse with a sum

@@ -10,6 +10,7 @@ import warnings
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -482,6 +483,29 @@ def test_a_save_waits_for_the_copy_alone_and_holds_the_state_of_its_own_step(tmp
         save(writer, step, weight=weight)
     assert writer.holds(6) and not writer.holds(5) and writer.copy["weight"].data_ptr() == memory
     assert [torch.load(tmp_path / f"spider-step{n}.pt")["weight"][0].item() for n in (5, 6)] == [5, 6]
+
+
+def test_a_save_waits_for_the_gpus_copies_before_it_writes_them(tmp_path, monkeypatch):
+    """A stand-in for pinned memory, into which a copy ends when the host waits for it."""
+    writer, begun = writer_in(tmp_path), []
+
+    def host_buffer(shape, *_):
+        buffer = torch.zeros(shape)
+
+        def copy_(value, non_blocking):
+            begun.append((buffer, value))
+            return buffer
+        return SimpleNamespace(copy_=copy_)
+
+    def synchronize():
+        writer.thread.submit(int).result()           # a write that had begun would end before
+        for buffer, value in begun:
+            buffer.copy_(value)
+    monkeypatch.setattr(checkpoint, "host_buffer", host_buffer)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    save(writer, 1, weight=torch.ones(3))
+    assert writer.holds(1) and torch.load(tmp_path / "spider-step1.pt")["weight"].tolist() == [1, 1, 1]
 
 
 def test_what_a_killed_process_left_half_written_is_deleted_where_possible(tmp_path, capsys):

@@ -175,6 +175,17 @@ def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path):
         assert (tmp_path / "c").read_text() == last * 100_000
 
 
+@pytest.mark.parametrize("kernel, wanted", (
+    ("6.8.0-45-generic", "expandable_segments:True"), ("6.18.33.2-microsoft-standard-WSL2", None),
+    ("4.4.0-19041-Microsoft", None)))
+def test_the_allocator_extends_segments_but_not_on_wsl_where_drivers_refuse_that(kernel, wanted, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("platform.release", lambda: kernel)
+    common.set_allocator()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == wanted
+
+
 def test_step_seeds_differ_by_seed_step_and_purpose():
     seeds = {common.step_seed(seed, step, purpose) for seed in range(3) for step in range(9) for purpose in "ab"}
     assert len(seeds) == 54 and max(seeds) < 1 << 62

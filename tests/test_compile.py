@@ -11,10 +11,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import train
-from conftest import awake, documents, gradients, metrics, run_flags, settled, small_config, text, world_of
+from conftest import awake, documents, gradients, has_fp8, metrics, run_flags, settled, small_config, text, world_of
 from data import Batch
 from spider import machine
 from spider.common import UsageError
+from spider.fp8 import convert_to_fp8
 from spider.machine import resolve_compile, resolve_precision
 from spider.optim import Optimizers
 from spider.packing import Packing
@@ -31,7 +32,9 @@ def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
     document = torch.searchsorted(cu_seq_q[1:], row, right=True)
     hidden = (document[:, None] != document) | (row[:, None] < row)
     score = torch.einsum("qhd,khd->hqk", q, k).float() * q.shape[-1] ** -0.5
-    return torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype), v)
+    out = torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype), v)
+    computed = row - cu_seq_q.index_select(0, document) < max_q          # the kernel leaves other rows as they are
+    return torch.where(computed[:, None, None], out, torch.nan)
 
 
 @pytest.fixture
@@ -42,6 +45,7 @@ def as_on_a_gpu(monkeypatch):
     def without_buckets(*args):
         packing = build(*args)
         packing.buckets = packing.padded_row = None
+        packing.extent = torch.empty(packing.longest, 0)
         return packing
     monkeypatch.setattr(Packing, "build", without_buckets)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)
@@ -91,8 +95,9 @@ def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_
             if grad is not None:
                 off, otherwise = ((grad - other[name]).norm() for other in (found, eager))
                 assert off <= 2 * otherwise + 0.02 * grad.norm() + 1e-4, name
-        # byte layers are one kind; those of the core are two, with memory and without, in the first loop and later ones
-        assert len(graphs.forward) == len(graphs.backward) == 5
+        # byte layers are one kind; those of the core are two, with memory and without, in the first loop and later ones;
+        # the injection is another in later loops, too; and what the memory computes once
+        assert len(graphs.forward) == len(graphs.backward) == 8
         assert any("aten.sort" in target for graph in graphs.forward for target in graph)
         assert not any("aten.sort" in target for graph in graphs.backward for target in graph)
         products[recompute] = sum(target.startswith("aten.mm") for graph in graphs.backward for target in graph)
@@ -103,13 +108,13 @@ def test_layers_in_emulated_fp8_are_one_graph_each_with_the_gradients_of_eager_o
     ids, results = text(2, 32), []
     for compiled in (False, True):
         model = model_as_on_a_gpu(boundaries="words", n_loops=1)
-        train.convert_to_fp8(model, CPU, experts=False)
+        convert_to_fp8(model, CPU, experts=False, step_bytes=ids.numel())
         if compiled:
             model.compile_layers(backend="eager", fullgraph=True)
         with model.cast_weights_once():
             model(ids, ids, 1, 5).loss.backward()
         results.append(gradients(model))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 5
     for name, grad in results[0].items():
         if grad is not None:              # e5m2 has two bits, so that sums in another order may differ by a fifth
             assert (results[1][name] - grad).norm() <= 0.3 * grad.norm(), name
@@ -128,7 +133,7 @@ def test_no_graph_is_added_after_the_first_step_for_other_segments_documents_and
             ids = torch.cat([documents(*(8,) * (step % 4), 64 - 8 * (step % 4), seed=step + i) for i in range(4)])
         rates.add(step_alone(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3)["bytes_per_segment"])
         made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert max(rates) > 1.5 * min(rates) and made == [5] * 12
+    assert max(rates) > 1.5 * min(rates) and made == [8] * 12
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -237,7 +242,8 @@ def test_layers_that_fail_to_compile_run_uncompiled_under_auto_and_end_the_run_u
 def test_compiled_training_on_a_gpu_follows_eager_training(precision):
     """Ten steps of many sizes: losses agree, and no graph is added after the two warm-up passes."""
     world, losses = world_of("cuda"), {}
-    resolve_precision(precision, world.device)
+    if precision == "fp8" and not has_fp8():
+        pytest.skip("this GPU has no FP8")
     config = small_config(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, n_heads=4, q_lora_rank=64,
                           kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64)
     for compiled in ("off", "on"):

@@ -157,9 +157,9 @@ def test_halted_segments_keep_the_latents_of_their_final_state(leave):
     model.core.layers[0].register_forward_hook(lambda module, args, out: latents.append(out[2][0]))
     model.core.layers[0].register_forward_pre_hook(lambda module, args: computed.append(len(args[0])))
     with torch.no_grad():
-        model(words_of_two(24))
+        model(words_of_two(48))
     first, second, *later = latents
-    assert computed == ([8, 8, 1, 1] if leave else [8] * 4) and len(later) == 2
+    assert computed == ([16, 16, 1, 1] if leave else [16] * 4) and len(later) == 2
     assert ((first - second).abs().amax(1) > 1e-3).all()
     for loop in later:
         assert torch.equal(loop[:-1], second[:-1]) and not torch.equal(loop[-1], second[-1])

@@ -25,6 +25,7 @@ from bad_data import complaint, source, stream, write_shard
 from conftest import ROOT, prepare
 from data import BLOCK, Feed, Loader, Shard, Source, Stream, mock_source, open_data, validation_sets
 from spider import common
+from spider.packing import longest_bound
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,6 +79,15 @@ def test_a_batch_counts_its_targets_its_bytes_and_its_documents():
     ids = torch.tensor([[BOS_ID, 1, EOS_ID, BOS_ID], [2, 3, PAD_ID, PAD_ID]])
     batch = data.Batch.of(ids, torch.tensor([[1, EOS_ID, BOS_ID, 5], [3, 4, -100, -100]]), 0)
     assert (batch.targets, batch.n_bytes) == (6, 6) and batch.cu_seqlens.tolist()[:3] == [0, 3, 4]
+    assert batch.longest == 4
+
+
+@pytest.mark.parametrize("lengths, length, bound", (
+    ((3, 97), 100, 100), ((50, 50), 100, 64), ((32, 32, 36), 100, 64), ((33, 31, 36), 100, 64), ((32,) * 3, 96, 32),
+    ((1,) * 100, 100, 16), ((2, 2), 2, 2), ((1025, 1023), 2048, 2048), ((1024, 1024), 2048, 1024)))
+def test_the_bound_of_documents_is_a_power_of_two_at_least_16_and_at_most_a_sequence(lengths, length, bound):
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    assert longest_bound(cu_seqlens, length) == bound
 
 
 def test_the_feed_gives_the_batches_of_step_after_step_and_fetches_the_next_one_ahead(monkeypatch):
@@ -92,6 +102,35 @@ def test_the_feed_gives_the_batches_of_step_after_step_and_fetches_the_next_one_
     feed.take()                           # was fetched before
     with pytest.raises(ZeroDivisionError):
         feed.take()
+
+
+def test_the_feeds_copies_to_a_gpu_may_end_late_since_no_other_batch_takes_their_memory(monkeypatch):
+    """Pinned memory and copies are stand-ins here: a copy takes place long after the call that begins it."""
+    pinned, copies, device = [], [], torch.device("cuda")
+
+    def pin_memory(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def to(tensor, target, *args, to=torch.Tensor.to, **kwargs):
+        if target != device:
+            return to(tensor, target, *args, **kwargs)
+        assert kwargs == dict(non_blocking=True) and any(tensor is one for one in pinned)
+        copies.append((torch.zeros_like(tensor), tensor))
+        return copies[-1][0]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    loader = Loader([source(range(200))], 8, 5)
+    feed = Feed(loader, shape(2, 3), 0, device, 0, 0)
+    taken = [feed.take() for _ in range(3)]
+    feed.fetched.result()
+    for on_device, tensor in copies:
+        on_device.copy_(tensor)
+    for step, batches in enumerate(taken):
+        for batch, other in zip(batches, loader.batches(step, 6 * step, shape(2, 3)), strict=True):
+            for name in ("ids", "labels", "cu_seqlens"):
+                (arrived,) = [on_device for on_device, _ in copies if on_device is getattr(batch, name)]
+                assert torch.equal(arrived, getattr(other, name))
 
 
 FETCH_AT_THE_END = """

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,8 +24,9 @@ from jobs import command
 from spider import config, estimate, machine
 from spider.common import TooLarge
 from spider.config import RECOMPUTE
-from spider.estimate import choose_memory, estimate_memory
+from spider.estimate import FLASH_BACKWARD, choose_memory, estimate_memory
 from spider_model import Spider
+from tokenizer import EOS_ID
 from train import time_steps
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,6 +108,24 @@ def test_more_recomputation_takes_less_memory_and_more_rows_take_more():
     assert everything < 0.8 * core and core < 0.6 * nothing
     assert step("--grad_accum", "4", recompute="core") > core + 3 and step(recompute="core", precision="fp8") > core
     assert step("--seq_len", "2048", "--micro_batch", "64", recompute="core") > 2.5 * core
+
+
+@pytest.mark.parametrize("sequences, length, documents, expected", ((448, 256, 448, 1.41e9), (64, 2048, 2685, 3.89e9)))
+def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_bytes(sequences, length, documents, expected,
+                                                                                 tmp_path):
+    """Of 16 heads of 128, in flash_api.cpp: [bytes + 128 * documents, heads, width]. The second text is lines of 49
+    bytes and EOS; each sequence begins a document, too."""
+    ids = np.full(100_000, ord("a"), "<u2")
+    if documents > sequences:
+        ids[49::50] = EOS_ID
+    ids.tofile(tmp_path / "train-0.bin")
+    plan = settled("--model", "1b", "--seq_len", str(length), "--micro_batch", str(sequences), "--precision", "bf16",
+                   sources=open_data(str(tmp_path)))
+    with torch.device("meta"):
+        model = Spider(plan.config)
+    found = estimate_memory(model, plan, "nothing", world_of("cuda"))[FLASH_BACKWARD]
+    assert found == pytest.approx((sequences * length + 128 * documents) * 16 * 128 * 4, rel=1e-3)
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_masks_of_dropout_take_a_byte_per_number():

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import spider_model
 from conftest import awake, small_config, text
 from spider import memory
-from spider.layers import (Linear, WideLinear, attend_padded, byte_noise, cast_weights_once, dropped, rms_norm, uniform,
-                           weight_of)
+from spider.layers import (Linear, WideLinear, WideProduct, attend_padded, byte_noise, cast_weights_once, dropped,
+                           rms_norm, uniform, weight_of)
 from spider.packing import Packing
 
 CPU = torch.device("cpu")
@@ -125,3 +125,24 @@ def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, windo
     expected_grad, = torch.autograd.grad(expected, alone, upstream.double())
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
+
+
+@pytest.mark.parametrize("columns", (1, 32))
+def test_a_wide_product_of_bf16_and_fp32_is_as_exact_as_fp32_and_so_are_its_gradients(columns):
+    """Numbers of all sizes; beside float64, a single product in bf16 is off a thousand times as far."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+                       for shape in ((60, 256), (columns, 256), (60, columns)))
+    x, results = x.bfloat16(), []
+    for product, cast in ((WideProduct.apply, torch.Tensor.clone), (F.linear, torch.Tensor.double),
+                          (F.linear, torch.Tensor.bfloat16)):
+        inputs = [cast(t).requires_grad_() for t in (x, weight)]
+        y = product(*inputs)
+        results.append((y.detach(), *torch.autograd.grad(y, inputs, cast(grad))))
+    (y, grad_x, grad_weight), exact, rounded = results
+    assert (y.dtype, grad_x.dtype, grad_weight.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    for ours, true, bf16, most in zip((y, grad_x, grad_weight), exact, rounded, (3e-7, 2e-3, 3e-7)):
+        off = float((ours.double() - true).norm() / true.norm())
+        assert off < most and float((bf16.double() - true).norm() / true.norm()) > (500 * off if most < 1e-6 else off)
+    nearest = (exact[1].bfloat16().double() - exact[1]).norm()
+    assert (grad_x.double() - exact[1]).norm() < 1.01 * nearest                           # of numbers in bf16

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import documents, small_config, text
+from conftest import awake, documents, small_config, text
 from spider.memory import EngramTable, Matches, MatchMemory, OutputEngram, shifted_bytes, word_ends
-from spider.packing import Packing, document_cu_seqlens
+from spider.packing import ALL_ROWS, Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
@@ -92,3 +94,40 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
                     expected[row, byte] += weights[row, context, vote]
     assert (expected != 0).any(1).all() == (votes > 1)  # of one vote each, the second row's are for sentinels alone
     torch.testing.assert_close(logits, expected)
+
+
+class Operations(TorchDispatchMode):
+    """Collect the names of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **kwargs or {})
+
+
+def test_a_segments_memory_is_convolved_as_a_sum_over_its_taps_without_batched_products():
+    """Beside a sum in float64; bmm with a batch of all segments would be a kernel that nothing fuses with."""
+    model = awake(small_config())
+    engram = next(layer.engram for layer in model.core.layers if layer.engram is not None)
+    n, width = 20, model.config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(n, width, generator=generator)
+    position = torch.cat((torch.arange(12), torch.arange(8)))        # of two documents
+    shifted = torch.randint(97, 123, (model.config.longest_order, n), generator=generator)
+    h.requires_grad_()
+    with Operations() as operations:
+        recalled = engram.recall(shifted, position, torch.float32)
+        out, scale = engram(h, recalled, ALL_ROWS, None)
+        out.square().sum().backward()
+    assert operations.names.isdisjoint({"bmm", "baddbmm"}) and "mm" in operations.names
+    gate = engram.gate(h, recalled.key).double()
+    convolved = torch.zeros(n, width, dtype=torch.float64)
+    for tap, distance in enumerate((0, *engram.taps(model.config))):
+        for i in range(n):
+            if position[i] >= distance:
+                convolved[i] += scale[i - distance].double() * recalled.value[i - distance] * engram.conv_weight[tap]
+    exact = h.double() + gate * recalled.value + F.silu(convolved)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)

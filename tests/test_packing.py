@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import small_config
-from spider.packing import (Cache, Packing, document_cu_seqlens, pad_documents, pool_segments, segment_offsets,
-                            unpool_segments)
+from conftest import small_config, text
+from spider.packing import (Cache, Packing, document_cu_seqlens, longest_bound, pad_documents, pool_segments, row_step,
+                            segment_offsets, unpool_segments)
+from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 @settings(deadline=None)
@@ -112,3 +113,20 @@ def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(window, parts)
             torch.testing.assert_close(y, (0.7 * q[d, p] @ keys.T).softmax(-1) @ keys[:, :3], rtol=0, atol=1e-12)
         held, before = cache.held, before + torch.tensor(rows)
     assert not window or held.shape[3] <= max(16, 2 * (window + max(parts) - 1))
+
+
+@pytest.mark.parametrize("n_bytes, longest, step", (
+    (28_672, 256, 256), (114_688, 256, 256), (131_072, 2048, 2048), (131_072, 64, 64), (4096, 4096, 64), (600, 200, 16),
+    (4000, 1000, 64), (9, 3, 16)))
+def test_rows_of_the_core_grow_in_multiples_of_16_that_a_document_can_fill(n_bytes, longest, step):
+    """In FP8 other numbers need other graphs; padding is a document, for which attention is not launched otherwise."""
+    assert row_step(n_bytes, longest) == step
+
+
+def test_the_core_has_a_multiple_of_16_rows_and_its_padding_is_no_longer_than_the_bound():
+    model, seen = Spider(small_config(boundaries="words")), []
+    model.core.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), args[1].packing)))
+    ids = text(3, 200)
+    model(ids, cu_seqlens=document_cu_seqlens(ids), longest=longest_bound(document_cu_seqlens(ids), 200))
+    (rows, packing), = seen
+    assert rows % 16 == 0 and int(packing.cu_seqlens.diff().max()) <= packing.longest

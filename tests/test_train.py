@@ -16,7 +16,9 @@ from conftest import (assert_same, awake, final_state, gradients, metrics, refus
 from data import Batch, Loader, mock_source, validation_sets
 from jobs import forked
 from spider.optim import Optimizers
-from train import convert_to_fp8, lr_factor, step_alone, takes_fp8
+from spider.fp8 import convert_to_fp8, grad_scale, input_scale, takes_fp8
+from spider.layers import Linear, rms_norm
+from train import lr_factor, step_alone
 
 
 def batches_of(ids, labels, parts: int = 1) -> list[Batch]:
@@ -202,14 +204,54 @@ def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_pa
     assert final_state(fp8)["step"] == 9
 
 
+def test_a_run_leaves_products_of_fp32_without_tf32(tmp_path, shards):
+    run(tmp_path, shards, "--precision", "bf16", steps=1)
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("width, scale", ((4096, 4), (2048, 8), (768, 16), (320, 16), (128, 32)))
+def test_the_scale_of_normed_inputs_is_the_largest_power_of_two_that_keeps_them_below_448(width, scale):
+    """rms_norm of a row with a single number other than 0 has the largest one that there is, sqrt(width)."""
+    row = torch.zeros(1, width)
+    row[0, 3] = 5
+    largest = float(rms_norm(row, eps=0).amax())
+    assert input_scale(Linear(width, 16, normed_input=True)) == scale and largest * scale <= 448 < 2 * largest * scale
+    assert input_scale(Linear(width, 16)) is None
+
+
+@pytest.mark.parametrize("step_bytes, scale", ((4096, 2 ** 22), (28_672, 2 ** 25), (114_688, 2 ** 27), (131_072, 2 ** 27)))
+def test_the_scale_of_gradients_is_a_power_of_two_near_1024_times_the_bytes_of_a_step(step_bytes, scale):
+    assert grad_scale(step_bytes) == scale and 2 ** -0.5 <= scale / (1024 * step_bytes) <= 2 ** 0.5
+
+
+def test_a_row_in_fp8_does_not_depend_on_others_where_the_scale_is_known_beforehand():
+    """A scale that is the largest number of all rows would round a row otherwise beside a larger one."""
+    model = awake(small_config())
+    convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=64)
+    attention, generator = model.prelude[0].attention, torch.Generator().manual_seed(0)
+    for linear, alone_is_the_same in ((attention.q_a_proj, True), (attention.o_proj, False)):
+        x = torch.randn(2, linear.in_features, generator=generator)
+        upstream = torch.randn(2, linear.out_features, generator=generator) / 64
+        results = []
+        for factor in (1.0, 3.7):         # of the second row, in values and in gradients
+            factors = torch.tensor([[1.0], [factor]])
+            rows = (x * factors).requires_grad_()
+            y = linear(rows)
+            y.backward(upstream * factors)
+            results.append((y[0].detach(), rows.grad[0]))
+        (y, grad), (y_beside, grad_beside) = results
+        assert torch.equal(y, y_beside) == alone_is_the_same
+        assert torch.equal(grad, grad_beside)
+
+
 @pytest.mark.parametrize("fp8, experts", ((False, False), (True, False), (True, True)))
 def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(fp8, experts, monkeypatch):
     """The casts are counted: with recomputation, two loops and two micro-steps, each Linear's weight once."""
-    model = awake(small_config())
+    model, ids = awake(small_config()), text(2, 64)
     model.compute_dtype, model.recompute = torch.bfloat16, "all"
     if fp8:
-        convert_to_fp8(model, torch.device("cpu"), experts)
-    ids, grads, casts = text(2, 64), [], []
+        convert_to_fp8(model, torch.device("cpu"), experts, ids.numel())
+    grads, casts = [], []
     for module in model.modules():
         if hasattr(module, "cast_weight"):
             monkeypatch.setattr(module, "cast_weight", lambda dtype, cast=module.cast_weight: casts.append(cast(dtype)))
@@ -236,7 +278,7 @@ def test_evaluation_does_not_use_fp8():
     model, ids = awake(small_config()), text(2, 64)
     model.compute_dtype = torch.bfloat16
     plain = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
-    convert_to_fp8(model, torch.device("cpu"), experts=True)
+    convert_to_fp8(model, torch.device("cpu"), experts=True, step_bytes=ids.numel())
     converted = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
     assert not torch.equal(converted[0], plain[0]) and torch.equal(converted[1], plain[1])
 

@@ -754,8 +754,8 @@ def recomputation(runs):
 
 @witness("--compile")
 def compilation(runs):
-    """torch.compile gets the functions of byte layers and, under bf16, of the core's."""
-    for flags, expected in (("--compile --precision bf16", ["Block", "RecurrentBlock"]), ("--compile off", [])):
+    """torch.compile gets the functions of byte layers and, under bf16, of the core and its parts."""
+    for flags, expected in (("--compile --precision bf16", ["Block", "RecurrentCore", "RecurrentBlock", "SegmentEngram"]), ("--compile off", [])):
         compiled = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "compile", lambda function, **_: compiled.append(function.__qualname__) or function)

@@ -1,11 +1,15 @@
 """Prove the GPU step without a GPU: each test runs in a process of its own, in which a stand-in for the CUDA driver is
 loaded before torch. It needs a CUDA build of torch and a C++ compiler, but no GPU:
 
-    python -m venv cuda && cuda/bin/pip install torch==2.11.0 torchao==0.18.0 numpy loguru transformers \
-        safetensors expecttest pytest tile-kernels==1.0.0 tilelang==0.1.9 apache-tvm-ffi==0.1.9 \
+    torch=2.13.0              # and 2.11.0, the ends of pyproject.toml's range; `pip install -e .` takes the newest
+    python -m venv cuda && cuda/bin/pip install torch==$torch torchao==0.18.0 numpy loguru transformers safetensors \
+        expecttest pytest filelock tile-kernels==1.0.0 tilelang==0.1.9 apache-tvm-ffi==0.1.9 \
         nvidia-cuda-{nvcc,crt,cccl,runtime}==13.0.* nvidia-nvvm==13.0.*          # about 3 minutes, 5.2 GB
-    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal          # about 20 minutes of a core
+    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal          # about 25 minutes of a core
     cuda/bin/python -m pytest -m "rehearsal and slow" tests/rehearsal              # about 25 more
+
+PyPI has the CUDA build. Where pip is configured to take a CPU build (`cuda/bin/python -c "import torch;
+print(torch.version.cuda)"` prints None), unset PIP_FIND_LINKS and PIP_INDEX_URL, and set PIP_CONFIG_FILE=/dev/null.
 
 gpu.py makes Spider's steps of fake tensors, and their compiled code; refusals.py watches them. `-rP` shows the figures
 of tests that pass.
@@ -15,12 +19,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 COMPILER = os.environ.get("CXX", "g++")
+BUILT = tempfile.TemporaryDirectory()
 
 
 def pytest_pycollect_makemodule():
@@ -37,7 +44,7 @@ def pytest_pyfunc_call(pyfuncitem):
         os.environ.pop("LD_PRELOAD", None)                            # not for the programs that it starts
         return None
     environment = dict(IN_REHEARSAL="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore",
-                       LD_PRELOAD=build_stand_in(Path(pyfuncitem.config.cache.mkdir("rehearsal"))))
+                       LD_PRELOAD=build_stand_in())
     environment |= getattr(pyfuncitem.module, "ENVIRONMENT", {})
     options = "-qsrs --no-header --show-capture=no -o addopts= -p no:cacheprovider".split()
     done = subprocess.run([sys.executable, "-m", "pytest", pyfuncitem.nodeid, *options], text=True,
@@ -51,12 +58,12 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
-def build_stand_in(directory: Path) -> str:
-    """Compile absent_cuda.cpp, once per version of torch (seconds); return the library's path."""
-    source, torch_at = Path(__file__).with_name("absent_cuda.cpp"), Path(torch.__file__).parent
-    library = directory / f"absent_cuda-{torch.__version__}-{int(source.stat().st_mtime)}.so"
-    if not library.exists():
-        flags = (f"-std=c++20 -shared -fPIC -I{torch_at}/include -L{torch_at}/lib -Wl,-rpath,{torch_at}/lib "
-                 f"-Wl,--no-as-needed,--allow-shlib-undefined -lc10 -ltorch_cpu")
-        subprocess.run([COMPILER, source, "-o", library, *flags.split()], check=True)
-    return str(library)
+@cache
+def build_stand_in() -> str:
+    """Compile absent_cuda.cpp (seconds); return the library's path."""
+    torch_at = Path(torch.__file__).parent
+    library = f"{BUILT.name}/absent_cuda.so"
+    flags = (f"-std=c++20 -shared -fPIC -I{torch_at}/include -L{torch_at}/lib -Wl,-rpath,{torch_at}/lib "
+             f"-Wl,--no-as-needed,--allow-shlib-undefined -lc10 -ltorch_cpu")
+    subprocess.run([COMPILER, Path(__file__).with_name("absent_cuda.cpp"), "-o", library, *flags.split()], check=True)
+    return library

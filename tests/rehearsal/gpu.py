@@ -44,11 +44,10 @@ def always(answer):
 def stand_in(architecture: int = 90):
     """Make torch report one GPU of an architecture."""
     train.logger.remove()
-    torch.set_float32_matmul_precision("high")
     properties = SimpleNamespace(
-        name=f"sm_{architecture}", major=architecture // 10, multi_processor_count=PROCESSORS[architecture],
-        total_memory=150 << 30, warp_size=32, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-        regs_per_multiprocessor=65536)
+        name=f"sm_{architecture}", major=architecture // 10, minor=architecture % 10,
+        multi_processor_count=PROCESSORS[architecture], total_memory=150 << 30, warp_size=32,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536)
     answers = dict(
         is_available=True, device_count=1, current_device=0, get_device_name=properties.name, is_bf16_supported=True,
         get_device_properties=properties, get_device_capability=divmod(architecture, 10), set_device=None,
@@ -86,16 +85,17 @@ def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
     return model, optimizers
 
 
-def batch_of(plan: Plan, documents: int) -> Batch:
-    """Make the batch of a micro-step."""
+def batch_of(plan: Plan, documents: int, longest: int | None = None) -> Batch:
+    """Make the batch of a micro-step. longest: bound of its documents' lengths, by default that of the sequences."""
     ids = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device=DEVICE)
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device=DEVICE)
-    return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, ids.numel(), ids.numel())
+    return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, longest or plan.seq_len, ids.numel(),
+                 ids.numel())
 
 
-def step(plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int):
-    """Run an optimizer step with this number of documents in each micro-step."""
-    batches = [batch_of(plan, documents)] * plan.grad_accum
+def step(plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int, longest: int | None = None):
+    """Run an optimizer step with this number of documents in each micro-step, see batch_of."""
+    batches = [batch_of(plan, documents, longest)] * plan.grad_accum
     train.step_alone(model, optimizers, batches, plan.n_loops, grad_clip=0.5)        # the norm is read as 1
 
 

@@ -1,7 +1,8 @@
 """Find what the kernels of a real GPU refuse though fake tensors pass it, and where the host waits for the GPU.
 
 Fake tensors run what torch checks in its meta functions. What only the CUDA kernels check stands in REFUSALS, read from
-the sources of torch 2.11. Which dtypes a kernel has is looked up in the table of torch's own tests (OpInfo)."""
+the sources of torch 2.11; 2.13 has the same messages. Which dtypes a kernel has is looked up in the table of torch's
+own tests (OpInfo)."""
 
 import traceback
 from collections import Counter
@@ -21,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parents[2]
 # Operations, without the _ of those in place. Kernels that take a host tensor without dimensions as a number, one at
-# most; copies between the devices; what only moves elements, of any dtype.
+# most; copies between the devices; what only moves elements or fills, of any dtype.
 TAKE_A_NUMBER = {*"add sub mul div remainder floor_divide pow maximum minimum eq ne lt le gt ge bitwise_and bitwise_or "
                  "bitwise_xor logical_and logical_or where addcmul lerp masked_fill fill index_put".split()}
 COPIES = {"copy", "_to_copy", "index", "index_put"}
-MOVES = {"clone", "cat"}
+MOVES = {"clone", "cat", "constant_pad_nd"}
 # Those whose result the host must know, so that it waits for the GPU.
 READS = {"_local_scalar_dense", "item", "is_nonzero"}
 WAITS = {*READS, "nonzero", "masked_select", "equal", "_unique2", "bincount", "multinomial", "repeat_interleave"}
@@ -49,9 +50,20 @@ def of(dtype: torch.dtype, *shape: int, device="cuda") -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def attend(q: Tensor | None = None, v: Tensor | None = None, cu_dtype=int32) -> Tensor:
-    (q, v), cu = (of(bfloat16, 32, 2, 16) if t is None else t for t in (q, v)), of(cu_dtype, 3)
+def attend(q: Tensor | None = None, v: Tensor | None = None, cu: Tensor | None = None) -> Tensor:
+    q, v = (of(bfloat16, 32, 2, 16) if t is None else t for t in (q, v))
+    cu = of(int32, 3) if cu is None else cu
     return varlen_attn(q, q, v, cu, cu, 32, 32)
+
+
+def multiply_fp8(a: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return torch._scaled_mm(a, of(dtype, 16, 32).t(), of(float32), of(float32), out_dtype=bfloat16)
+
+
+def update(exp_avg: Tensor, grad: Tensor):
+    """Run AdamW's kernel on a weight [8, 4]."""
+    torch._fused_adamw_([of(float32, 8, 4)], [grad], [exp_avg], [of(float32, 8, 4)], [], [of(float32)], lr=1, beta1=0,
+                        beta2=0, weight_decay=0, eps=0, amsgrad=False, maximize=False)
 
 
 class Refusal(NamedTuple):
@@ -61,7 +73,10 @@ class Refusal(NamedTuple):
     example: Callable                     # that fake tensors pass
 
 
-UNCHECKED = "the kernel reads 16 bytes at once, from any address"
+# What no kernel checks.
+WIDE_READS, NO_STRIDES, FP8_ADDRESSES = UNCHECKED = (
+    "the kernel reads 16 bytes at once, from any address", "the kernel reads numbers side by side, whatever the stride",
+    "cuBLAS has no algorithm for FP8 at addresses between multiples of 16 bytes")
 REFUSALS = [Refusal(*row) for row in (
     # Devices: PointwiseOpsKernel.cu, TensorIterator.cpp, Generator.h below aten/src/ATen
     ("addcmul", "CPU Scalar support for ", lambda a: not (a.self.is_cuda and a.tensor1.is_cuda),
@@ -73,30 +88,41 @@ REFUSALS = [Refusal(*row) for row in (
      lambda a: a.operation not in TAKE_A_NUMBER and a.operation not in COPIES and a.on_host,
      lambda: torch.addcdiv(of(float32, 4), of(float32, 4), of(float32, device="cpu"))),
     ("*", "' device type for generator but found '", lambda a: str(getattr(a.generator, "device", "")) == "cpu",
-     lambda: torch.multinomial(of(float32, 4), 1, generator=torch.Generator())),
+     lambda: torch.rand(4, device="cuda", generator=torch.Generator())),
     # Products: Blas.cpp, GroupedMMUtils.h
     ("mm bmm addmm", "expected mat1 and mat2 to have the same dtype, but got: ", lambda a: mixed(*a.operands),
      lambda: torch.addmm(of(float32, 4), of(bfloat16, 4, 4), of(bfloat16, 4, 4))),
     ("_grouped_mm _scaled_grouped_mm", "expected data_ptr to be aligned to 16 bytes",
      lambda a: misaligned(a.self) or misaligned(a.mat2),
      lambda: F.grouped_mm(of(bfloat16, 513)[1:].view(32, 16), of(bfloat16, 2, 16, 16), offs=of(int32, 2))),
+    ("_grouped_mm _scaled_grouped_mm", NO_STRIDES, lambda a: not a.offs.is_contiguous(),
+     lambda: F.grouped_mm(of(bfloat16, 32, 16), of(bfloat16, 2, 16, 16), offs=of(int32, 4)[::2])),
+    ("_scaled_mm", "Multiplication of two Float8_e5m2 matrices is not supported",
+     lambda a: a.self.dtype == a.mat2.dtype == torch.float8_e5m2,
+     lambda: multiply_fp8(of(torch.float8_e5m2, 16, 32), torch.float8_e5m2)),
+    ("_scaled_mm", FP8_ADDRESSES, lambda a: misaligned(a.self) or misaligned(a.mat2),
+     lambda: multiply_fp8(of(torch.float8_e4m3fn, 520)[8:].view(16, 32))),
     # Attention: flash_api.cpp, which at rows that begin between multiples of 16 bytes has no check
     ("_varlen_attn", "FlashAttention only support fp16 and bf16 data type",
      lambda a: a.query.dtype not in (bfloat16, torch.float16), lambda: attend(of(float32, 32, 2, 16))),
     ("_varlen_attn", "query and key must have the same dtype",
      lambda a: mixed(a.query, a.key, a.value), lambda: attend(v=of(torch.float16, 32, 2, 16))),
     ("_varlen_attn", "cu_seqlens_q must have dtype int32",
-     lambda a: {a.cu_seq_q.dtype, a.cu_seq_k.dtype} != {int32}, lambda: attend(cu_dtype=int64)),
+     lambda a: {a.cu_seq_q.dtype, a.cu_seq_k.dtype} != {int32}, lambda: attend(cu=of(int64, 3))),
+    ("_varlen_attn", "cu_seqlens_q must be contiguous",
+     lambda a: not (a.cu_seq_q.is_contiguous() and a.cu_seq_k.is_contiguous()), lambda: attend(cu=of(int32, 6)[::2])),
     ("_varlen_attn", "Input tensor must have contiguous last dimension",
      lambda a: {t.stride(-1) for t in (a.query, a.key, a.value)} != {1}, lambda: attend(of(bfloat16, 32, 16, 2).mT)),
     ("_varlen_attn_backward", "dout tensor must have contiguous last dimension", lambda a: a.grad_out.stride(-1) != 1,
      lambda: attend(of(bfloat16, 32, 2, 16).requires_grad_()).backward(of(bfloat16, 32, 16, 2).mT)),
+    ("_varlen_attn", "FlashAttention forward only supports head dimension at most 256",
+     lambda a: a.query.shape[-1] > 256, lambda: attend(*[of(bfloat16, 32, 2, 264)] * 2)),
     ("_varlen_attn", "head_size must be a multiple of 8",
      lambda a: a.query.shape[-1] % 8, lambda: attend(*[of(bfloat16, 32, 2, 12)] * 2)),
     ("_varlen_attn", " must have shape (",
      lambda a: len({a.query.shape[1:], a.key.shape[1:], a.value.shape[1:]}) > 1 or len(a.key) != len(a.value),
      lambda: attend(v=of(bfloat16, 32, 2, 8))),
-    ("_varlen_attn", UNCHECKED, lambda a: any(misaligned(t, *t.stride()[:2]) for t in (a.query, a.key, a.value)),
+    ("_varlen_attn", WIDE_READS, lambda a: any(misaligned(t, *t.stride()[:2]) for t in (a.query, a.key, a.value)),
      lambda: attend(v=of(bfloat16, 32, 2, 20)[:, :, :16])),
     # Rows by index: TensorAdvancedIndexing.cpp, Loss.cu
     ("index_add index_copy", "self and source expected to have the same dtype", lambda a: mixed(a.self, a.source),
@@ -109,10 +135,11 @@ REFUSALS = [Refusal(*row) for row in (
      lambda: F.cross_entropy(of(float32, 4, 4), of(int32, 4))),
     # Optimizers: FusedAdamWKernel.cu
     ("_fused_adamw", "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
-     lambda a: any(p.stride() != grad.stride() or mixed(p, grad) for p, grad in zip(a.self, a.grads)),
-     lambda: torch._fused_adamw_(
-         [of(float32, 8, 4)], [of(float32, 4, 8).t()], *[[of(float32, 8, 4)]] * 2, [], [of(float32)], lr=1, beta1=0,
-         beta2=0, weight_decay=0, eps=0, amsgrad=False, maximize=False)))]
+     lambda a: any(mixed(*row) for row in zip(a.self, a.grads, a.exp_avgs, a.exp_avg_sqs)),
+     lambda: update(exp_avg=of(bfloat16, 8, 4), grad=of(float32, 8, 4))),
+    ("_fused_adamw", "exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
+     lambda a: any(p.stride() != grad.stride() for p, grad in zip(a.self, a.grads)),
+     lambda: update(exp_avg=of(float32, 8, 4), grad=of(float32, 4, 8).t())))]
 
 
 @cache
@@ -126,6 +153,12 @@ def dtypes_of_kernels() -> dict[str, set[torch.dtype]]:
     return found
 
 
+def is_composite(func) -> bool:
+    """Tell whether an operation has no kernel, and runs others instead."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func.namespace != "prim" and func.has_kernel_for_dispatch_key(key)
+
+
 def is_view(func) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
@@ -135,14 +168,23 @@ def refusals_of(func, operation: str, args, kwargs) -> list[str]:
     named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
     operands = tensors(named)
     on_host = [t for t in operands if not t.is_cuda]
-    if len(on_host) == len(operands):
+    made_on = torch.device(named.get("device") or "cpu")
+    if len(on_host) == len(operands) and made_on.type == "cpu":
         return []
     given = SimpleNamespace(**{"generator": None} | named, operation=operation, operands=operands, on_host=on_host)
     found = [row.says for row in REFUSALS if {"*", operation} & {*row.operations.split()} and row.when(given)]
     known = dtypes_of_kernels().get(operation.strip("_"), ())
-    if known and operands[0].dtype not in known and not is_view(func) and operation not in MOVES:
+    if known and operands and operands[0].dtype not in known and not is_view(func) and operation not in MOVES:
         found.append(f"not implemented for {operands[0].dtype}")
     return found
+
+
+def fills_by_mask(operation: str, args) -> bool:
+    """Tell whether numbers on the GPU are put where a mask is true, for which the host reads the number or the mask."""
+    if operation not in ("index_put", "masked_fill"):
+        return False
+    has_mask = any(t.dtype == torch.bool for t in tensors(args[1]))
+    return has_mask and any(t.is_cuda for t in tensors(args[2]))
 
 
 def place() -> str:
@@ -169,6 +211,9 @@ class Watch(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented         # an FP8 tensor of torchao: its inner operations come here again
         kwargs, operation = kwargs or {}, func._schema.name.split("::")[1].removesuffix("_")
+        if is_composite(func):            # below autograd, which decomposes others: torchao's, and in inference mode
+            with self:
+                return func.decompose(*args, **kwargs)
         self.count[operation] += 1
         for reason in refusals_of(func, operation, args, kwargs):
             operands = ", ".join(f"{list(t.shape)} {t.dtype} {t.device}" for t in tensors((args, kwargs)))
@@ -180,7 +225,8 @@ class Watch(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         copies = operation in COPIES and len({t.device.type for t in tensors((args, out))}) > 1
-        if operation in WAITS or copies and not (kwargs.get("non_blocking") or args[2:] == (True,)):
+        copies = copies and not (kwargs.get("non_blocking") or args[2:] == (True,))
+        if copies or operation in WAITS or fills_by_mask(operation, args):
             storage = args[0].untyped_storage()                       # one wait for all numbers of a tensor
             if self.read is None or storage._cdata != self.read._cdata:
                 self.waits.append(place())
