@@ -262,8 +262,8 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
     """Resolve parsed flags into the plan of a run.
 
     state: of a checkpoint to begin with. resumes: continue that checkpoint's run, else use only its weights. sources:
-    of the data, whose documents take memory. Raise UsageError for flags that contradict one another or that this machine does not support, and CheckpointError for a
-    checkpoint of another model."""
+    the data, whose documents take memory. Raise UsageError for flags that contradict one another or that this machine
+    does not support, and CheckpointError for a checkpoint of another model."""
     device, given, state = world.device, args.given, state or {}
     flags = {name: value for name, value in vars(args).items() if name not in ("given", "inherited")}
 
@@ -624,7 +624,8 @@ def accumulate(model: Spider, batches: list[Batch], n_loops: int,
     # equally, however many are PAD. The others (balance, ponder, boundaries, ...) are means over all passes.
     with model.cast_weights_once():
         for batch in batches:
-            out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens, batch.longest)
+            out: SpiderOutput = model(batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens,
+                                      batch.longest)
             weight = batch.targets / targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)

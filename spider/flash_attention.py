@@ -1,7 +1,7 @@
 """FlashAttention 4 or 3 in place of the 2 that torch's variable-length attention has, where one of them is installed.
 
 torch 2.11 and 2.13 call their support a prototype, so values and gradients are tested on the GPU before it is used. By
-their sources FA4 trains only from 2.13 on: in 2.11 its backward pass refuses any window, and varlen_attn always has one.
+their sources FA4 trains only with 2.13: in 2.11 its backward pass refuses windows, and varlen_attn always gives it one.
 """
 
 import importlib.util

@@ -4,8 +4,8 @@ Shapes: P rows sorted by expert, E experts, weights [E, D, F]. Rows of expert e 
 device reads; their number is any, 0 included. D and F are multiples of 16: blocks are powers of two that divide them,
 so only rows need masks. Sums are fp32, of products of bf16 or, without TF32, of fp32.
 
-Blocks of 128 x 128 with 8 warps read an operand 64 FLOP a byte from the L2 cache, those of 64 x 128 with 4 warps 43, and
-each warp has the same 64 sums a thread. But an expert's last block is half empty on average: at the 340 rows of `1b`'s
+Blocks of 128 x 128 with 8 warps read an operand 64 FLOP a byte from the L2 cache, those of 64 x 128 with 4 warps 43;
+both have 64 sums a thread. But an expert's last block is half empty on average: at the 340 rows of `1b`'s
 experts for 112 x 256 bytes that is 9% of the work with 64 rows and 19% with 128, at the 1,550 for 64 x 2048 bytes 2%
 and 4%. So blocks have 128 rows where experts have LARGE_FROM of them on average. Gradients of weights always have large
 blocks, since D and F are no multiple of a block's size only in small models. 4 stages of 32 in depth take 48 KiB of

@@ -52,7 +52,7 @@ class Packing:
     buckets: list[tuple[int, int]] | None  # (documents, padded length) of each padded batch; None: varlen kernel
     padded_row: Tensor | None             # int64 [rows], each row's index in the padded batches; None: the same
     window: int                           # attention window in rows, including the row itself; 0: unlimited
-    extent: Tensor | None = None          # [longest, 0], for the varlen kernel: a compiled graph serves every shape, but
+    extent: Tensor | None = None          # [longest, 0], for the varlen kernel: a compiled graph serves all shapes, but
                                           # would be made again for another number
 
     @classmethod

@@ -1,5 +1,5 @@
-"""Record the collectives of a rank, and compare those of all ranks by the rules of NCCL, which gloo does not need: where
-they are broken, NCCL hangs, fails or computes garbage."""
+"""Record the collectives of a rank, and compare those of all ranks by the rules of NCCL, which gloo does not need:
+where they are broken, NCCL hangs, fails or computes garbage."""
 
 import json
 from collections import defaultdict

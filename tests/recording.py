@@ -32,6 +32,7 @@ class Pass:
     recomputation in the backward pass included."""
     given: dict = field(default_factory=dict)
     called: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    segments: int = 0
 
 
 @dataclass
@@ -116,6 +117,7 @@ class Recorder:
     def _after_module(self, module, inputs, options, output):
         if isinstance(module, Spider):
             self.current.given = signature(Spider.forward).bind(module, *inputs, **options).arguments
+            self.current.segments = int(output.segments)
         elif module in self.modules and inputs and isinstance(inputs[0], Tensor):
             y = output[0] if isinstance(output, tuple) else output
             self.current.called[self.modules[module]].append(Call(inputs[0].detach(), y.detach()))

@@ -95,8 +95,8 @@ def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_
             if grad is not None:
                 off, otherwise = ((grad - other[name]).norm() for other in (found, eager))
                 assert off <= 2 * otherwise + 0.02 * grad.norm() + 1e-4, name
-        # byte layers are one kind; those of the core are two, with memory and without, in the first loop and later ones;
-        # the injection is another in later loops, too; and what the memory computes once
+        # Byte layers are one kind; those of the core are two, with memory and without, in the first loop and in later
+        # ones. So is the injection, in the first loop and in later ones. What the memory computes once is the last.
         assert len(graphs.forward) == len(graphs.backward) == 8
         assert any("aten.sort" in target for graph in graphs.forward for target in graph)
         assert not any("aten.sort" in target for graph in graphs.backward for target in graph)

@@ -111,8 +111,8 @@ def test_more_recomputation_takes_less_memory_and_more_rows_take_more():
 
 
 @pytest.mark.parametrize("sequences, length, documents, expected", ((448, 256, 448, 1.41e9), (64, 2048, 2685, 3.89e9)))
-def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_bytes(sequences, length, documents, expected,
-                                                                                 tmp_path):
+def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_bytes(sequences, length, documents,
+                                                                                  expected, tmp_path):
     """Of 16 heads of 128, in flash_api.cpp: [bytes + 128 * documents, heads, width]. The second text is lines of 49
     bytes and EOS; each sequence begins a document, too."""
     ids = np.full(100_000, ord("a"), "<u2")

@@ -219,7 +219,8 @@ def test_the_scale_of_normed_inputs_is_the_largest_power_of_two_that_keeps_them_
     assert input_scale(Linear(width, 16)) is None
 
 
-@pytest.mark.parametrize("step_bytes, scale", ((4096, 2 ** 22), (28_672, 2 ** 25), (114_688, 2 ** 27), (131_072, 2 ** 27)))
+@pytest.mark.parametrize("step_bytes, scale", (
+    (4096, 2 ** 22), (28_672, 2 ** 25), (114_688, 2 ** 27), (131_072, 2 ** 27)))
 def test_the_scale_of_gradients_is_a_power_of_two_near_1024_times_the_bytes_of_a_step(step_bytes, scale):
     assert grad_scale(step_bytes) == scale and 2 ** -0.5 <= scale / (1024 * step_bytes) <= 2 ** 0.5
 

@@ -322,8 +322,9 @@ ROUTER, HALTING = "core.layers.0.moe.router", "core.halt_predictor"
 
 
 def outputs(run: Recording, module: str) -> list[list[Tensor]]:
-    """Return the outputs of a module in the first step, by pass and call."""
-    return [[call.y.double() for call in one.called[module]] for one in run.updates[0].passes]
+    """Return the outputs of a module of the core in the first step, by pass and call, without rows of padding. These
+    are the last ones in the first loop, and leave the core then."""
+    return [[call.y.double()[:one.segments] for call in one.called[module]] for one in run.updates[0].passes]
 
 
 def chosen(scores: Tensor) -> Tensor:
@@ -686,9 +687,9 @@ def device(runs):
         yield "no CUDA device" in runs.bare("--device cuda", status=2).log, True
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Round a tensor to e4m3, with one scale by its largest number."""
-    scale = 448 / x.abs().max()
+def rounded(x: Tensor, largest: float | None = None) -> Tensor:
+    """Round a tensor to e4m3, with one scale by its largest number, or by the largest that there can be."""
+    scale = 448 / x.abs().max() if largest is None else 2.0 ** math.floor(math.log2(448 / largest))
     return (x * scale).float().to(torch.float8_e4m3fn).double() / scale
 
 
@@ -701,23 +702,28 @@ def products(runs):
         first = runs.bare(f"--precision {flag}", steps=1).updates[0]
         x, y = first.passes[-1].called[name][0]
         weight = first.before[f"{name}.weight"].double()
-        yield y, operand(x.double()) @ operand(weight).T, tolerance
+        normed = (math.sqrt(x.shape[1]),) if flag == "fp8" else ()
+        yield y, operand(x.double(), *normed) @ operand(weight).T, tolerance
         if flag != "fp8":
             yield y.dtype, {"fp32": torch.float32, "bf16": torch.bfloat16}[flag]
 
 
 @witness("--fp8_experts")
 def experts(runs):
-    """The routed experts are off by about 4% with e4m3 numbers, by less than 1% with bf16."""
-    for flag, low, high in (("--fp8_experts", 0.02, 0.06), ("", 0, 0.01)):
-        first = runs.fresh(f"--precision fp8 {flag}", "n_shared_experts=0", steps=1).updates[0]
-        x, y = (tensor.double() for tensor in first.passes[-1].called["core.layers.0.moe"][0])
-        scores = first.passes[-1].called[ROUTER][0].y.double()
+    """The routed experts are off by about 6.4% with e4m3 numbers, by less than 1% with bf16: rounding to three bits is
+    off by 2.6% (root mean square), and six tensors are rounded independently, the inputs and weights of three products."""
+    for flag, low, high in (("--fp8_experts", 0.05, 0.08), ("", 0, 0.01)):
+        first = runs.fresh(f"--precision fp8 --seq_len 64 {flag}", "n_shared_experts=0", steps=1).updates[0]
         w_gate, w_up, w_down = (first.before[f"core.layers.0.moe.w_{name}"].double() for name in ("gate", "up", "down"))
-        each = (F.silu(x @ w_gate) * (x @ w_up)) @ w_down                                     # [E, N, D]
-        best = scores.topk(2)
-        weights = torch.zeros_like(scores).scatter(1, best.indices, best.values.softmax(-1))
-        exact = torch.einsum("ne,end->nd", weights, each)
+        found = []                        # of the first visit of each pass, without rows of padding
+        for one in first.passes:
+            x, y = (tensor[:one.segments].double() for tensor in one.called["core.layers.0.moe"][0])
+            scores = one.called[ROUTER][0].y[:one.segments].double()
+            each = (F.silu(x @ w_gate) * (x @ w_up)) @ w_down                                 # [E, N, D]
+            best = scores.topk(2)
+            weights = torch.zeros_like(scores).scatter(1, best.indices, best.values.softmax(-1))
+            found.append((y, torch.einsum("ne,end->nd", weights, each)))
+        y, exact = map(torch.cat, zip(*found))
         yield low < float((y - exact).norm() / exact.norm()) < high, True
 
 
@@ -755,7 +761,8 @@ def recomputation(runs):
 @witness("--compile")
 def compilation(runs):
     """torch.compile gets the functions of byte layers and, under bf16, of the core and its parts."""
-    for flags, expected in (("--compile --precision bf16", ["Block", "RecurrentCore", "RecurrentBlock", "SegmentEngram"]), ("--compile off", [])):
+    compiled_in_bf16 = ["Block", "RecurrentCore", "RecurrentBlock", "SegmentEngram"]
+    for flags, expected in (("--compile --precision bf16", compiled_in_bf16), ("--compile off", [])):
         compiled = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "compile", lambda function, **_: compiled.append(function.__qualname__) or function)

@@ -101,8 +101,8 @@ class Costs(Watch):
         if formula:
             rate = ATTENTION if "attn" in name else FP8 if operands[0].itemsize == 1 else 1
             fp32 = operands[0].itemsize == 4
-            self.add("products in fp32" if fp32 else "products", formula(*args, **kwargs or {}, out_val=out), moved, rate,
-                     fp32=fp32)
+            part = "products in fp32" if fp32 else "products"
+            self.add(part, formula(*args, **kwargs or {}, out_val=out), moved, rate, fp32=fp32)
         elif any(t.is_cuda for t in operands + results):
             self.add("others in graphs" if gpu.Graph.running else self.part, 0, moved)
         return out
@@ -125,7 +125,8 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, compiled, most", (
     ("--precision=bf16", True, 138), ("--precision=bf16", False, 154), ("--precision=fp8", True, 132),
-    ("--precision=bf16 --micro_batch=448", True, 425), ("--precision=fp8 --micro_batch=448", True, 376), ("--precision=bf16 --grad_accum=4", True, 466),
+    ("--precision=bf16 --micro_batch=448", True, 423), ("--precision=fp8 --micro_batch=448", True, 360),
+    ("--precision=bf16 --grad_accum=4", True, 466),
     ("--precision=bf16 --micro_batch=64 --seq_len=2048", True, 550)))
 def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
     gpu.stand_in()
