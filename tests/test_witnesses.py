@@ -711,7 +711,7 @@ def products(runs):
 @witness("--fp8_experts")
 def experts(runs):
     """The routed experts are off by about 6.4% with e4m3 numbers, by less than 1% with bf16: rounding to three bits is
-    off by 2.6% (root mean square), and six tensors are rounded independently, the inputs and weights of three products."""
+    off by 2.6% (root mean square), and the inputs and weights of three products are rounded independently."""
     for flag, low, high in (("--fp8_experts", 0.05, 0.08), ("", 0, 0.01)):
         first = runs.fresh(f"--precision fp8 --seq_len 64 {flag}", "n_shared_experts=0", steps=1).updates[0]
         w_gate, w_up, w_down = (first.before[f"core.layers.0.moe.w_{name}"].double() for name in ("gate", "up", "down"))
