@@ -205,11 +205,12 @@ SMALL = ("--model=1b", "--n_loops=2", "--seq_len=64", "--micro_batch=2", "--eval
          "n_routed_experts=2,moe_intermediate_size=16,engram_layers=0,engram_rows=300,engram_byte_rows=300,"
          "engram_byte_dim=16")
 COMPILED_IS_EAGER = 0.03                  # largest relative difference of a loss, as in tests/test_compile.py
-# Nats by which the losses of 300 steps of `tiny` on a GPU in bf16 may differ from those on the CPU in fp32: the median,
-# and the median without the sign. From two starts, bf16 on a CPU differs by at most 0.0004 and 0.0030. Where the output
-# projections of attention never learn, fp32 differs from itself by 0.0082 and 0.0085 (docs/results/performance.jsonl).
-# Medians, because a step with a spike differs by up to 1.2. Experts that never learn do not show in so short a run.
-SHIFT, SPREAD = 0.002, 0.006
+# Nats by which the losses of 300 steps of `tiny` on a GPU in bf16 may differ from those on the CPU in fp32: at most in
+# the first six steps, before differences grow; in the median; in the median without the sign. Measured on a CPU, from
+# two starts (docs/results/performance.jsonl): bf16 differs by up to 0.0004, 0.0004 and 0.0030. Attention whose output
+# is zero for the last 100 rows differs by 0.0027, 0.0006 and 0.0035, attention whose output projections never learn by
+# 0.0114, 0.0082 and 0.0085. Not the largest of all steps, since one with a spike differs by up to 1.2.
+FIRST_STEPS, SHIFT, SPREAD = 0.0015, 0.002, 0.006
 
 
 def model_of(trial: Trial) -> tuple[str, ...]:
@@ -292,14 +293,17 @@ def compare_with_cpu(trial: Trial):
     here = trial.train("device", *base, *trial.device, "--compile=off")
     there = trial.train("cpu", *base, "--device=cpu", "--precision=fp32")
     apart = [line["loss"] - other["loss"] for line, other in zip(here, there)]
-    spread, shift = median(map(abs, apart)), median(apart)
-    trial.figures |= {"steps": len(apart), "loss": here[-1]["loss"], "difference from the CPU's, median": shift,
-                      "... without its sign": spread, "... largest": max(apart, key=abs),
-                      "bytes/s": here[-1]["tok_per_sec"]}
-    allowed = 1 if trial.machine.on_gpu else 20              # the first steps differ more
-    if len(apart) < steps or spread > allowed * SPREAD or abs(shift) > allowed * SHIFT:
-        raise Failed(f"the losses of {len(apart)} steps differ from the CPU's by {shift:.4f} (median) and {spread:.4f} "
-                     f"(median without the sign); rounding explains {SHIFT} and {SPREAD}")
+    first = max(map(abs, apart[:6]))
+    shift = median(apart)
+    spread = median(map(abs, apart))
+    trial.figures |= {"steps": len(apart), "loss": here[-1]["loss"], "bytes/s": here[-1]["tok_per_sec"],
+                      "difference from the CPU's, first six steps": first, "... median": shift,
+                      "... median without its sign": spread, "... largest": max(apart, key=abs)}
+    if len(apart) < steps:
+        raise Failed(f"{len(apart)} steps of {steps}")
+    if trial.machine.on_gpu and (first > FIRST_STEPS or abs(shift) > SHIFT or spread > SPREAD):
+        raise Failed(f"the losses differ from the CPU's by {first:.4f} in the first six steps, {shift:.4f} in the "
+                     f"median, {spread:.4f} without its sign: more than rounding ({FIRST_STEPS}, {SHIFT}, {SPREAD})")
 
 
 def use_checkpoint(trial: Trial):
