@@ -13,7 +13,8 @@ from data import Batch
 from jobs import run_ranks
 from spider.distributed import ShardedParameter
 from spider.memory import EngramTable
-from spider.optim import MatrixAssignment, Muon, Optimizers, RowwiseAdagrad, kinds_of, load_optimizer_state, orthogonalize
+from spider.optim import (MatrixAssignment, Muon, Optimizers, RowwiseAdagrad, kinds_of, load_optimizer_state,
+                          orthogonalize)
 from train import step_alone
 
 # ---------------------------------------------------------------------------------------------------------------------
