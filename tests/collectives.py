@@ -1,7 +1,8 @@
-"""Record the collectives of a rank, and compare those of all ranks by the rules of NCCL, which gloo does not need:
-where they are broken, NCCL hangs, fails or computes garbage."""
+"""Record the collectives of a rank, and compare those of all ranks by the rules of NCCL. gloo does not need them; where
+they are broken, NCCL hangs, fails or computes garbage."""
 
 import json
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -32,7 +33,10 @@ class Collective(NamedTuple):
         """Return what NCCL would refuse of this call alone. `device`: the type of device of all its tensors."""
         found = [f"a tensor of {dtype}" for dtype in self.dtypes if dtype not in DTYPES]
         found += [f"a tensor on the {where}" for where in self.devices if where != device]
-        found += ["a tensor that is not contiguous"] * (False in self.contiguous)
+        if False in self.contiguous:
+            found.append("a tensor that is not contiguous")
+        if self.name in POINT_TO_POINT and not self.settings["batched"]:
+            found.append("not in a batch, of which torch warns")
         return [f"{self.name}: {fault}" for fault in found]
 
 
@@ -59,8 +63,12 @@ def collective_of(func, args: Sequence, kwargs: dict) -> Collective:
                 if name not in ("timeout", "async_op") and not {*map(type, tree_leaves(value))} - {int}}
     if "reduce_op" in named:
         settings["reduce_op"] = named["reduce_op"].op()
+    name = func._schema.name.split("::")[1].strip("_")
+    if name in POINT_TO_POINT:
+        callers = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+        settings["batched"] = dist.batch_isend_irecv.__name__ in callers
     return Collective(
-        func._schema.name.split("::")[1].strip("_"), tuple(group), tuple(str(t.dtype).split(".")[1] for t in tensors),
+        name, tuple(group), tuple(str(t.dtype).split(".")[1] for t in tensors),
         tuple(t.numel() for t in tensors), tuple(t.device.type for t in tensors),
         tuple(t.is_contiguous() for t in tensors), settings)
 

@@ -196,8 +196,8 @@ def test_on_the_same_layout_a_stopped_run_resumes_bit_for_bit(tmp_path, shards, 
 SUM = Collective("allreduce", (0, 1), ("float32",), (8,), ("cpu",), (True,), {"reduce_op": 0})
 TO_ALL = Collective("alltoall_base", (0, 1), ("bfloat16",) * 2, (8, 8), ("cpu",) * 2, (True,) * 2,
                     {"input_split_sizes": [4, 4], "output_split_sizes": [4, 4]})
-SEND = Collective("send", (0, 1), ("uint8",), (5,), ("cpu",), (True,), {"dst": 1, "tag": 0})
-RECEIVE = SEND._replace(name="recv", settings={"src": 0, "tag": 0})
+SEND = Collective("send", (0, 1), ("uint8",), (5,), ("cpu",), (True,), {"dst": 1, "batched": True})
+RECEIVE = SEND._replace(name="recv", settings={"src": 0, "batched": True})
 
 
 @pytest.mark.parametrize("other, words", (
@@ -216,6 +216,7 @@ def test_each_breach_of_nccls_rules_is_found(other, words):
     assert words in disagreements([[SUM, TO_ALL, SEND], other])[0]
     assert not SUM.faults("cpu") and SUM.faults("cuda")
     assert SUM._replace(dtypes=("uint16",)).faults("cpu") and SUM._replace(contiguous=(False,)).faults("cpu")
+    assert not SEND.faults("cpu") and SEND._replace(settings={"dst": 1, "batched": False}).faults("cpu")
 
 
 def in_bf16(_):
