@@ -48,12 +48,12 @@ def choose_flash_attention(device: torch.device, heads: int, width: int) -> str:
 
 def is_usable(implementation: Implementation, device: torch.device) -> bool:
     """Return whether an implementation is installed and supports a device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in implementation.capabilities:
-        return False
     try:
-        return importlib.util.find_spec(implementation.module) is not None
+        if device.type != "cuda" or importlib.util.find_spec(implementation.module) is None:
+            return False
     except ImportError:                   # it lacks a package in which the module would be
         return False
+    return torch.cuda.get_device_capability(device)[0] in implementation.capabilities
 
 
 def find_wrong_attention(device: torch.device, heads: int, width: int) -> str | None:
