@@ -154,9 +154,10 @@ def dtypes_of_kernels() -> dict[str, set[torch.dtype]]:
 
 
 def is_composite(func) -> bool:
-    """Tell whether an operation has no kernel, and runs others instead."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return func.namespace != "prim" and func.has_kernel_for_dispatch_key(key)
+    """Tell whether an operation has no kernel, and runs others instead; _fused_rms_norm has one on a GPU alone."""
+    key = torch._C.DispatchKey
+    return (func.namespace != "prim" and func.has_kernel_for_dispatch_key(key.CompositeImplicitAutograd)
+            and not func.has_kernel_for_dispatch_key(key.CUDA))
 
 
 def is_view(func) -> bool:
