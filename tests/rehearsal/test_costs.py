@@ -124,8 +124,8 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, compiled, most", (
-    ("--precision=bf16", True, 138), ("--precision=bf16", False, 154), ("--precision=fp8", True, 132),
-    ("--precision=bf16 --micro_batch=448", True, 423), ("--precision=fp8 --micro_batch=448", True, 360),
+    ("--precision=bf16", True, 138), ("--precision=bf16", False, 156), ("--precision=fp8", True, 124),
+    ("--precision=bf16 --micro_batch=448", True, 415), ("--precision=fp8 --micro_batch=448", True, 350),
     ("--precision=bf16 --grad_accum=4", True, 466),
     ("--precision=bf16 --micro_batch=64 --seq_len=2048", True, 550)))
 def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
