@@ -61,7 +61,7 @@ class Bench:
     def plan(self, *flags: str) -> train.Plan:
         args = train.parse_args([*self.flags, *flags], environ={})
         args.fp8_experts = args.fp8_experts and args.precision == "fp8"
-        return train.settle(args, self.world)
+        return train.settle(args, self.world, sources=self.sources)
 
     def times(self, function, repetitions: int = 9, warm_up: int = 2) -> list[float]:
         """Return the sorted times of calls in ms, each until the device has finished."""

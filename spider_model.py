@@ -676,7 +676,7 @@ class Spider(DecodingMixin, nn.Module):
         # torch warns of recomputed in-place operations; these only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         compiled = {}                     # one per kind of module
-        for module in self._in_one_graph(with_core=obstacle is None):
+        for module in self._compilable_modules(with_core=obstacle is None):
             function = type(module).in_one_graph
             if function not in compiled:
                 compiled[function] = torch.compile(function, **settings)
@@ -686,10 +686,10 @@ class Spider(DecodingMixin, nn.Module):
     def uncompile_layers(self):
         """Run all layers uncompiled again."""
         self.compiled = False
-        for module in self._in_one_graph():
+        for module in self._compilable_modules():
             module.compiled = None
 
-    def _in_one_graph(self, with_core: bool = True) -> list[nn.Module]:
+    def _compilable_modules(self, with_core: bool = True) -> list[nn.Module]:
         """Return the modules that compile_layers compiles: byte layers, and what of the core can be compiled."""
         of_core = self.core.modules() if self.core is not None and with_core else ()
         return [module for module in (*self.prelude, *self.coda, *of_core) if hasattr(type(module), "in_one_graph")]
