@@ -68,7 +68,7 @@ def test_a_kind_of_step_is_built_and_measured_once_also_where_two_sections_ask(m
     (("--grad_accum=2",), (64, 2))))
 def test_the_batch_on_a_gpu_is_the_recommended_one_unless_a_flag_sets_it(flags, split, monkeypatch):
     monkeypatch.setattr(machine, "resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(machine, "memory_of", lambda *_: 141e9)
+    monkeypatch.setattr(machine, "memory_of", lambda *_: 139.8 * (1 << 30))  # which NVIDIA calls 141 GB
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H200")
