@@ -43,7 +43,7 @@ from spider.layers import (MLA, Block, Linear, SwiGLU, WideLinear, byte_noise, c
 from spider.memory import (ByteEngram, EngramTable, Matches, MatchMemory, OutputEngram, Recalled, SegmentEngram,
                            shifted_bytes, word_ends)
 from spider.packing import (ALL_ROWS, ActiveRows, Cache, CorePass, Packing, document_cu_seqlens, last_byte_of,
-                            pool_segments, round_up, row_step, segment_offsets, unpool_segments)
+                            mark_rows_dynamic, pool_segments, round_up, row_step, segment_offsets, unpool_segments)
 from tile_moe import MoE, Routing, balance, resolve_backend
 from tokenizer import EOS_ID, PAD_ID
 
@@ -255,13 +255,6 @@ class RecurrentCore(nn.Module):
             sums.append(balance(*map(torch.stack, zip(*group)), self.layers[0].moe.backend))
         aux_loss, z_loss, load = map(list, zip(*sums))
         return sum(aux_loss), sum(z_loss), torch.cat(load).unflatten(0, (-1, layers)).sum(0)
-
-
-def mark_rows_dynamic(*given):
-    """Tell torch.compile of all tensors given that their number of rows varies."""
-    for one in given:
-        if isinstance(one, Tensor):
-            torch._dynamo.maybe_mark_dynamic(one, 0)
 
 
 def visit(layer: nn.Module, x: Tensor, packing: Packing, recalled, active: ActiveRows, state: LayerState,

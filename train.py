@@ -327,7 +327,7 @@ def settle(args: SimpleNamespace, world: World, state: dict | None = None, resum
                                            torch.bfloat16, compiles)
     why_attention = ""
     if precision != "fp32" and not args.deterministic:
-        why_attention = choose_flash_attention(device, config.n_heads, config.v_head_dim)
+        why_attention = choose_flash_attention(device, config.n_heads, config.v_head_dim, config.byte_window)
     # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
     if args.moe_backend == "auto" and not any(world.all(backend == name) for name in KERNELS):
         backend = "grouped"

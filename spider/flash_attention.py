@@ -26,16 +26,19 @@ IMPLEMENTATIONS = (                       # the fastest first
 )
 
 
-def choose_flash_attention(device: torch.device, heads: int, width: int) -> str:
+def choose_flash_attention(device: torch.device, heads: int, width: int, window: int) -> str:
     """Activate the first of IMPLEMENTATIONS that is installed, supports this GPU and passes a test with this number and
-    width of heads; return a line for the log, or "" if none is installed."""
+    width of heads, without a window and with this one (in rows; 0: none); return a line for the log, or "" if none is
+    installed."""
     remarks = []
     for implementation in IMPLEMENTATIONS:
         if not is_usable(implementation, device):
             continue
         try:
             attention.activate_flash_attention_impl(implementation.name)
-            wrong = find_wrong_attention(device, heads, width)
+            wrong = find_wrong_attention(device, heads, width, 0)
+            if wrong is None and window:
+                wrong = find_wrong_attention(device, heads, width, window)
         except Exception as fault:        # whatever a prototype provokes
             wrong = f"it fails ({type(fault).__name__}: {str(fault).partition(chr(10))[0][:200]})"
         if wrong is None:
@@ -56,34 +59,40 @@ def is_usable(implementation: Implementation, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in implementation.capabilities
 
 
-def find_wrong_attention(device: torch.device, heads: int, width: int) -> str | None:
+def find_wrong_attention(device: torch.device, heads: int, width: int, window: int) -> str | None:
     """Name what of the active implementation differs from plain products, its value or a gradient, or return None."""
     from torch.nn.attention.varlen import varlen_attn
     lengths = torch.tensor([200, 1, 57, 300])
     cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).to(device, torch.int32)
     rows, longest = int(lengths.sum()), int(lengths.max())
     generator = torch.Generator(device).manual_seed(0)
-    tensors = [torch.randn(rows, heads, width, generator=generator, device=device) for _ in range(4)]
+    q, k, upstream = (torch.randn(rows, heads, width, generator=generator, device=device) for _ in range(3))
+    v = torch.randn(rows, heads, 2 * width, generator=generator, device=device)
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        q, k, v, upstream = (t.bfloat16().to(dtype) for t in tensors)
-        inputs = [t.requires_grad_() for t in (q, k, v)]
+        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
+        attended = *inputs[:2], inputs[2][:, :, width:]       # a slice, as a layer's values are
         if dtype == torch.bfloat16:
-            out = varlen_attn(*inputs, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+            out = varlen_attn(*attended, cu_seqlens, cu_seqlens, longest, longest, window_size=(window - 1, 0))
         else:
-            out = attend_by_mask(*inputs, cu_seqlens)
-        results.append((out, *torch.autograd.grad(out, inputs, upstream)))
+            out = attend_by_mask(*attended, cu_seqlens, window)
+        results.append((out, *torch.autograd.grad(out, inputs, upstream.bfloat16().to(dtype))))
     for name, ours, exact in zip(("value", "gradient of q", "gradient of k", "gradient of v"), *results):
         off = float((ours.detach().float() - exact.detach()).norm() / exact.detach().norm())
         if not off <= TOLERANCE:
-            return f"its {name} is off by {off:.1%} on this GPU"
+            within = f" within a window of {window}" if window else ""
+            return f"its {name} is off by {off:.1%} on this GPU{within}"
     return None
 
 
-def attend_by_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Attend causally inside each document by a mask over all rows: [rows, H, width] -> the same."""
+def attend_by_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0) -> Tensor:
+    """Attend causally inside each document, to at most `window` rows (0: all), by a mask over all rows: [rows, H,
+    width] -> the same."""
     row = torch.arange(len(q), device=q.device)
     document = torch.searchsorted(cu_seqlens[1:], row, right=True)
-    hidden = (document[:, None] != document) | (row[:, None] < row)
+    back = row[:, None] - row
+    hidden = (document[:, None] != document) | (back < 0)
+    if window:
+        hidden |= back >= window
     score = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     return torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)

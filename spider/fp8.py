@@ -1,15 +1,15 @@
 """FP8 by torchao (tensorwise): which Linears it converts, and their scales.
 
-A product of FP8 numbers needs a scale for each of its tensors, and a scale that is the tensor's largest number is known
-only after all of it has been computed: then the cast is a pass of its own. Two of three scales are known beforehand
-here, so that a compiled layer casts in the kernel that computes the numbers:
+A product of FP8 numbers has a scale for each of its two tensors. torchao's dynamic scale is made from the tensor's
+largest number, which is known only when all of the tensor is: then the cast is a kernel of its own. Two kinds of scales
+are known beforehand here, so that a compiled layer casts in the kernel that computes the numbers:
 
-    inputs behind rms_norm      at most sqrt(D) in size: that never exceeds e4m3's range
-    gradients of outputs        those of a mean over the step's bytes, so about as large as 1 / bytes: GRAD_SCALE puts
-                                them into e5m2's range, a factor of 2^30; larger ones saturate
+    inputs behind rms_norm      at most sqrt(D) in size, with which they cannot exceed e4m3's range
+    gradients of outputs        those of a mean over the step's targets, so about as large as 1 / bytes: GRAD_SCALE puts
+                                them into e5m2's range, a factor of 2^32; larger ones saturate
 
-Other inputs (of o_proj and down_proj) and weights have torchao's dynamic scales. Scales are powers of two, which round
-nothing. docs/results/performance.md has the loss with dynamic and with constant scales.
+Both are powers of two, which round nothing. Weights, and the inputs of o_proj, down_proj and core.out_proj, have
+dynamic scales. docs/results/performance.md has the loss with both kinds.
 """
 
 import math
@@ -25,8 +25,9 @@ from spider.machine import quiet
 NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "norm", "embed_tokens", "lm_head",
              "halt_predictor", "router")
 # Times the bytes of a step. Gradients times those bytes have root mean squares from 5e-7 (in the core, while its output
-# projection is still near 0) to 10, and largest values from 1e-5 to 50; e5m2 then holds 6e-8 to 56.
-GRAD_SCALE = 1024
+# projection is still near 0) to 10, largest values from 1e-5 to 50 (of core.out_proj, in the first steps; later 1).
+# e5m2 then holds 6e-8 to 224. Where bytes without a target are many, gradients are larger by bytes / targets.
+GRAD_SCALE = 256
 
 
 def takes_fp8(module: nn.Module, name: str) -> bool:
@@ -53,7 +54,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
 
     Weights are cast once per optimizer step (Spider.cast_weights_once); evaluation does not use FP8. torchao's axiswise
     recipe does not work with activation checkpointing. `experts`: convert the stacked expert weights too, with scales
-    by row and column. step_bytes: bytes of an optimizer step on this rank, over whose mean the loss is minimized.
+    by row and column. step_bytes: bytes of an optimizer step on this rank, over which the loss is a mean.
     """
     with quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -74,6 +75,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
         @staticmethod
         def backward(ctx, grad: Tensor):
             (scale,) = ctx.saved_tensors
+            grad = torch.where(grad.isfinite(), grad, math.nan)       # saturation would hide an infinity
             grad = hp_tensor_and_scale_to_float8(grad, scale, torch.float8_e5m2, ctx.mm_config,
                                                  GemmInputRole.GRAD_OUTPUT)
             return grad, None, None
@@ -113,7 +115,8 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
                 x = hp_tensor_and_scale_to_float8(x, self.scale_of_input, torch.float8_e4m3fn, mm_config,
                                                   GemmInputRole.INPUT)
             y = matmul_with_hp_or_float8_args.apply(x, weight, mm_config, self.config)
-            return CastGradient.apply(y, self.scale_of_grad, mm_config)
+            y = CastGradient.apply(y, self.scale_of_grad, mm_config)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
 
     # One tensor for each scale, so that a compiled graph has one input for it
     scales = {None: None}
@@ -132,8 +135,8 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
         if isinstance(module, Float8Linear):
             module.__class__ = FP8Linear
             module.build_mm_configs()
-            module.register_buffer("scale_of_input", scales[of_inputs[name]], persistent=False)
-            module.register_buffer("scale_of_grad", scales[of_grads], persistent=False)
+            module.scale_of_input = scales[of_inputs[name]]           # no buffers: they stay fp32
+            module.scale_of_grad = scales[of_grads]
         elif hasattr(module, "fp8"):       # MoE
             module.fp8 = experts
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spider.config import WORD_BYTES, SpiderConfig, primes_below
 from spider.layers import Linear, inverse_rms, rms_norm, wide
-from spider.packing import ActiveRows, Cache, round_up
+from spider.packing import ActiveRows, Cache, mark_rows_dynamic, round_up
 from tokenizer import PAD_ID
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,8 +260,7 @@ class SegmentEngram(nn.Module):
         if not torch.is_grad_enabled():
             taps, row = self.in_one_graph(value, position)
         elif self.compiled is not None:
-            torch._dynamo.maybe_mark_dynamic(value, 0)
-            torch._dynamo.maybe_mark_dynamic(position, 0)
+            mark_rows_dynamic(value, position)
             taps, row = self.compiled(self, value, position)
         else:                             # cheap to recompute, and three times as large as its inputs
             taps, row = checkpoint(self.in_one_graph, value, position, use_reentrant=False, preserve_rng_state=False)

@@ -52,8 +52,8 @@ class Packing:
     buckets: list[tuple[int, int]] | None  # (documents, padded length) of each padded batch; None: varlen kernel
     padded_row: Tensor | None             # int64 [rows], each row's index in the padded batches; None: the same
     window: int                           # attention window in rows, including the row itself; 0: unlimited
-    extent: Tensor | None = None          # [longest, 0], for the varlen kernel: a compiled graph serves all shapes, but
-                                          # would be made again for another number
+    extent: Tensor | None = None          # [longest, 0]: its size carries the bound into a compiled graph, in which an
+                                          # int would be a constant, and each other number another graph
 
     @classmethod
     def build(cls, cu_seqlens: Tensor, rows: int, bound: int, config, dtype: torch.dtype,
@@ -119,6 +119,13 @@ def pad_documents(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], T
     start = torch.empty_like(size)
     start[order] = F.pad(size[order].cumsum(0), (1, -1))
     return buckets, start
+
+
+def mark_rows_dynamic(*given):
+    """Tell torch.compile of all tensors given that their number of rows varies."""
+    for one in given:
+        if isinstance(one, Tensor):
+            torch._dynamo.maybe_mark_dynamic(one, 0)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -26,7 +26,7 @@ from spider.common import TooLarge
 from spider.config import RECOMPUTE
 from spider.estimate import FLASH_BACKWARD, choose_memory, estimate_memory
 from spider_model import Spider
-from tokenizer import EOS_ID
+from tokenizer import BOS_ID, EOS_ID
 from train import time_steps
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,10 +114,11 @@ def test_more_recomputation_takes_less_memory_and_more_rows_take_more():
 def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_bytes(sequences, length, documents,
                                                                                   expected, tmp_path):
     """Of 16 heads of 128, in flash_api.cpp: [bytes + 128 * documents, heads, width]. The second text is lines of 49
-    bytes and EOS; each sequence begins a document, too."""
+    bytes, of which some end with EOS and the others begin with BOS; each sequence begins a document, too."""
     ids = np.full(100_000, ord("a"), "<u2")
     if documents > sequences:
-        ids[49::50] = EOS_ID
+        ids[49:50_000:50] = EOS_ID
+        ids[50_050::50] = BOS_ID
     ids.tofile(tmp_path / "train-0.bin")
     plan = settled("--model", "1b", "--seq_len", str(length), "--micro_batch", str(sequences), "--precision", "bf16",
                    sources=open_data(str(tmp_path)))

@@ -20,8 +20,8 @@ def installed(monkeypatch):
     monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: active.__setitem__(0, None))
 
     def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
-        assert window_size == (-1, 0) and max_q == max_k == int(cu_seq_q.diff().max())
-        return kernels[active[0]](q, k, v, cu_seq_q)
+        assert window_size[1] == 0 and max_q == max_k == int(cu_seq_q.diff().max())
+        return kernels[active[0]](q, k, v, cu_seq_q, window_size[0] + 1)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     return kernels, active
 
@@ -30,33 +30,37 @@ def refuse(*_):
     raise RuntimeError("windowed attention not supported\nmore")
 
 
-def without_causality(q, k, v, cu_seqlens):
+def without_causality(q, k, v, cu_seqlens, window):
     return attend_by_mask(q.flip(0), k.flip(0), v.flip(0), 558 - cu_seqlens.flip(0)).flip(0)
 
 
-def wrong_gradient(q, k, v, cu_seqlens):
-    return attend_by_mask(q, k + 0.1 * (k - k.detach()), v, cu_seqlens)
+def wrong_gradient(q, k, v, cu_seqlens, window):
+    return attend_by_mask(q, k + 0.1 * (k - k.detach()), v, cu_seqlens, window)
+
+
+def without_window(q, k, v, cu_seqlens, window):
+    return attend_by_mask(q, k, v, cu_seqlens)
 
 
 def test_the_first_version_that_passes_the_test_is_used_and_the_log_says_so(installed):
-    assert choose_flash_attention(CPU, 2, 16) == "attention by FA4" and installed[1] == ["FA4"]
+    assert choose_flash_attention(CPU, 2, 16, 64) == "attention by FA4" and installed[1] == ["FA4"]
 
 
 @pytest.mark.parametrize("fault, named", (
     (refuse, "RuntimeError: windowed attention not supported)"), (without_causality, "its value is off"),
-    (wrong_gradient, "its gradient of k is off by 10.0%")))
+    (wrong_gradient, "its gradient of k is off by 10.0%"), (without_window, "on this GPU within a window of 64")))
 def test_a_version_that_fails_or_is_wrong_is_not_used_and_the_log_says_why(installed, fault, named):
     kernels, active = installed
     kernels["FA4"] = fault
-    line = choose_flash_attention(CPU, 2, 16)
+    line = choose_flash_attention(CPU, 2, 16, 64)
     assert line.startswith("FA4 not used: ") and named in line and line.endswith("; attention by FA3")
     assert active == ["FA3"]
     kernels["FA3"] = fault
-    assert choose_flash_attention(CPU, 2, 16).count("not used") == 2 and active == [None]
+    assert choose_flash_attention(CPU, 2, 16, 64).count("not used") == 2 and active == [None]
 
 
 def test_nothing_is_used_on_a_cpu_where_none_is_installed_or_on_another_gpu(monkeypatch):
-    assert choose_flash_attention(CPU, 2, 16) == ""
+    assert choose_flash_attention(CPU, 2, 16, 64) == ""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert not any(is_usable(implementation, gpu) for implementation in IMPLEMENTATIONS)

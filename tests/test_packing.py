@@ -123,10 +123,11 @@ def test_rows_of_the_core_grow_in_multiples_of_16_that_a_document_can_fill(n_byt
     assert row_step(n_bytes, longest) == step
 
 
-def test_the_core_has_a_multiple_of_16_rows_and_its_padding_is_no_longer_than_the_bound():
+@pytest.mark.parametrize("sequences, length", ((3, 200), (3, 9)))     # of the second the padding is longer than a row
+def test_the_core_has_a_multiple_of_16_rows_and_its_padding_is_no_longer_than_the_bound(sequences, length):
     model, seen = Spider(small_config(boundaries="words")), []
     model.core.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), args[1].packing)))
-    ids = text(3, 200)
-    model(ids, cu_seqlens=document_cu_seqlens(ids), longest=longest_bound(document_cu_seqlens(ids), 200))
+    ids = text(sequences, length)
+    model(ids, cu_seqlens=document_cu_seqlens(ids), longest=longest_bound(document_cu_seqlens(ids), length))
     (rows, packing), = seen
     assert rows % 16 == 0 and int(packing.cu_seqlens.diff().max()) <= packing.longest

@@ -85,7 +85,8 @@ REFUSALS = [Refusal(*row) for row in (
      lambda a: a.operation in TAKE_A_NUMBER and len(a.on_host) > 1,
      lambda: torch.where(of(torch.bool, 4), of(float32, device="cpu"), of(float32, device="cpu"))),
     ("*", "Expected all tensors to be on the same device, but found at least two devices",
-     lambda a: a.operation not in TAKE_A_NUMBER and a.operation not in COPIES and a.on_host,
+     lambda a: (a.operation not in TAKE_A_NUMBER and a.operation not in COPIES
+                and 0 < len(a.on_host) < len(a.operands)),
      lambda: torch.addcdiv(of(float32, 4), of(float32, 4), of(float32, device="cpu"))),
     ("*", "' device type for generator but found '", lambda a: str(getattr(a.generator, "device", "")) == "cpu",
      lambda: torch.rand(4, device="cuda", generator=torch.Generator())),
