@@ -33,7 +33,6 @@ SMALL = (f"hidden_size=1040,n_heads=2,q_lora_rank=48,kv_lora_rank=48,qk_nope_hea
          f"v_head_dim=48,intermediate_size=112,n_routed_experts={EXPERTS},moe_intermediate_size=48,engram_rows=200,"
          f"engram_dim=8")
 LOW = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
-LATER_LOOP = 6                            # of the graphs: forward of a core layer in a later loop, with a mask of rows
 PLANTED = {                               # pattern, replacement, how often at most; 0: everywhere
     "a dropped mask": (r"tl\.where\((tmp\d+), (tmp\d+), tmp\d+\)", r"\2", 1),                # of the active rows
     "a shifted index": (r"\(-(\d+)\) \+ x0\) % ", r"(-\1) + 1 + x0) % ", 0),                # of the rotary partner
@@ -210,12 +209,15 @@ def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_fou
     with FakeTensorMode(), Watch(24):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
     torch.manual_seed(0)
+    # The forward pass of a core layer in a later loop, which has a mask of the active rows
+    later_loop = max(i for i, graph in enumerate(graphs) if not graph.backward
+                     and all(re.search(pattern, graph.source) for pattern, _, _ in PLANTED.values()))
     for i, graph in enumerate(graphs):    # each forward one before its backward one
         args = inputs_of(graph, known if graph.backward else {})
         faults, results = faults_of(graph, graph.source, args)
         found += faults
         known = {str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)}
-        for fault, (pattern, replacement, count) in PLANTED.items() if i == LATER_LOOP else ():
+        for fault, (pattern, replacement, count) in PLANTED.items() if i == later_loop else ():
             source, places = re.subn(pattern, replacement, graph.source, count)
             assert places and faults_of(graph, source, args)[0], fault
-    assert len(graphs) == 10 and not found, found
+    assert len(graphs) == 16 and not found, found
