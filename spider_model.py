@@ -182,6 +182,7 @@ class RecurrentCore(nn.Module):
         return self.in_one_graph(h, e, embedding, decay)
 
     def in_one_graph(self, h: Tensor | None, e: Tensor, embedding: Tensor, decay: Tensor) -> Tensor:
+        """Compute `inject` with the loop's row of loop_embedding [D]."""
         v = torch.addcmul(wide(embedding), wide(self.B), e)
         return (v if h is None else torch.addcmul(v, decay, h)).to(e.dtype)
 

@@ -42,15 +42,16 @@ class Linear(nn.Linear):
 
 class WideLinear(Linear):
     """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting predictors. Nothing
-    here allows TF32, nor does torch by default."""
+    here allows TF32, nor does torch by default. `cast` has the terms of the weight, see WideProduct."""
 
     def cast_weight(self, dtype: torch.dtype):
-        pass
+        if self.weight.is_cuda and dtype == torch.bfloat16 and self.weight.dtype == torch.float32:
+            self.cast = bf16_terms(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         weight = wide(self.weight)
         if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
-            y = WideProduct.apply(x, weight)
+            y = WideProduct.apply(x, weight, bf16_terms(weight.detach()) if self.cast is None else self.cast)
             return y if self.bias is None else y + self.bias
         dtype = torch.promote_types(x.dtype, weight.dtype)
         return F.linear(x.to(dtype), weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
@@ -61,36 +62,37 @@ class WideProduct(torch.autograd.Function):
     of bf16, which are more than ten times as fast.
 
     An fp32 number is the sum of three in bf16, of 8 bits each, and products of two bf16 numbers are exact in fp32,
-    which also sums them. So this is one product with three times the columns."""
+    which also sums them. So this is one product with three times the columns. terms [3 * N, D]: those of the weight,
+    which itself only receives the gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        terms = torch.cat(bf16_terms(weight))                                                # [3 * N, D]
+    def forward(ctx, x, weight, terms):
+        ctx.save_for_backward(x, terms)
         return mm_to_fp32(x, terms.mT).unflatten(1, (3, -1)).sum(1)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        first, second, third = bf16_terms(grad)                                              # each [M, N]
+        x, terms = ctx.saved_tensors
+        of_grad = bf16_terms(grad, dim=1)                                                    # [M, 3 * N]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:       # rounded to bf16, for which two terms of each suffice, and three products
-            of_weight = bf16_terms(weight)
+            first, second, _ = of_grad.chunk(3, dim=1)
+            of_weight = terms.chunk(3)
             grad_x = (torch.cat((first, first, second), dim=1)
                       @ torch.cat((of_weight[0], of_weight[1], of_weight[0])))
         if ctx.needs_input_grad[1]:
-            terms = torch.cat((first, second, third), dim=1)                                 # [M, 3 * N]
-            grad_weight = mm_to_fp32(terms.mT, x).unflatten(0, (3, -1)).sum(0)
-        return grad_x, grad_weight
+            grad_weight = mm_to_fp32(of_grad.mT, x).unflatten(0, (3, -1)).sum(0)
+        return grad_x, grad_weight, None
 
 
-def bf16_terms(x: Tensor) -> list[Tensor]:
-    """Split fp32 numbers into three in bf16, whose sum they are, up to the smallest exponents."""
-    terms = []
-    for _ in range(3):
-        terms.append(x.to(torch.bfloat16))
-        x = x - terms[-1]
-    return terms
+def bf16_terms(x: Tensor, dim: int = 0) -> Tensor:
+    """Split fp32 numbers into three in bf16, side by side along a dimension, whose sum they are up to the smallest
+    exponents."""
+    first = x.to(torch.bfloat16)
+    rest = x - first
+    second = rest.to(torch.bfloat16)
+    third = (rest - second).to(torch.bfloat16)
+    return torch.cat((first, second, third), dim=dim)
 
 
 def mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import spider_model
 from conftest import awake, small_config, text
 from spider import memory
-from spider.layers import (Linear, WideLinear, WideProduct, attend_padded, byte_noise, cast_weights_once, dropped,
-                           rms_norm, uniform, weight_of)
+from spider.layers import (Linear, WideLinear, WideProduct, attend_padded, bf16_terms, byte_noise, cast_weights_once,
+                           dropped, rms_norm, uniform, weight_of)
 from spider.packing import Packing
 
 CPU = torch.device("cpu")
@@ -134,7 +134,9 @@ def test_a_wide_product_of_bf16_and_fp32_is_as_exact_as_fp32_and_so_are_its_grad
     x, weight, grad = (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
                        for shape in ((60, 256), (columns, 256), (60, columns)))
     x, results = x.bfloat16(), []
-    for product, cast in ((WideProduct.apply, torch.Tensor.clone), (F.linear, torch.Tensor.double),
+    def wide_product(x, weight):
+        return WideProduct.apply(x, weight, bf16_terms(weight.detach()))
+    for product, cast in ((wide_product, torch.Tensor.clone), (F.linear, torch.Tensor.double),
                           (F.linear, torch.Tensor.bfloat16)):
         inputs = [cast(t).requires_grad_() for t in (x, weight)]
         y = product(*inputs)
