@@ -1,4 +1,5 @@
-"""Encode and decode bytes, which are the tokens: ids 0-255 are raw bytes, a few ids above them are special.
+"""Encode and decode bytes, which are the tokens: ids 0-255 are raw bytes, a few ids above them are
+special.
 
     0-255     raw bytes, most often of UTF-8 text
     256       PAD, fills a row after its last byte; never a target
@@ -6,9 +7,10 @@
     258       EOS, ends a document
     259-271   boundary and loop sentinels: reserved and not used here
 
-There is nothing to train or load, and any file can be modeled. `data.py prepare` only produces bytes, BOS and EOS; no
-text can spell a special id. In shards of other programs every id up to 271 is accepted: BOS and EOS begin and end
-documents and are targets like bytes; PAD is an input but never a target.
+There is nothing to train or load, and any file can be modeled. `data.py prepare` only produces
+bytes, BOS and EOS; no text can spell a special id. In shards of other programs every id up to 271
+is accepted: BOS and EOS begin and end documents and are targets like bytes; PAD is an input but
+never a target.
 """
 
 from collections.abc import Iterable
@@ -18,8 +20,8 @@ BOS_ID = 257
 EOS_ID = 258
 VOCAB_SIZE = 272
 
-# The original's image sentinels. They alias the control bytes 0x00-0x03 and cannot be told from them, so `encode` and
-# `decode` treat them as bytes.
+# The original's image sentinels. They alias the control bytes 0x00-0x03 and cannot be told from
+# them, so `encode` and `decode` treat them as bytes.
 IMG_START = 0
 IMG_END = 1
 IMG_PATCH = 2
@@ -27,7 +29,8 @@ IMG_NEWLINE = 3
 
 
 def encode(text: str) -> list[int]:
-    """Encode a text as one document: BOS, its UTF-8 bytes, EOS. A lone surrogate raises UnicodeEncodeError."""
+    """Encode a text as one document: BOS, its UTF-8 bytes, EOS. A lone surrogate raises
+    UnicodeEncodeError."""
     return [BOS_ID, *text.encode("utf-8"), EOS_ID]
 
 

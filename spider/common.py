@@ -1,7 +1,7 @@
 """Shared by all scripts: errors, the terminal, command lines, files. Does not import torch.
 
-A SpiderError is shown as one line, with the exit status 2. Whatever is printed of files, data or other people's names
-has its control characters escaped.
+A SpiderError is shown as one line, with the exit status 2. Whatever is printed of files, data or
+other people's names has its control characters escaped.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from typing import IO
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 ROOT = Path(__file__).resolve().parents[1]
-PARENT = os.getppid()                     # the process that started this one, noted before the slow import of torch
+PARENT = os.getppid()  # the process that started this one, noted before the slow import of torch
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Errors
 
 
@@ -63,21 +63,29 @@ class Stopped(BaseException):
     """A signal asked the process to stop. Not an Exception, so that libraries do not catch it."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The terminal
+
 
 def one_line(message) -> str:
     """Escape line breaks, control characters and lone surrogates (of file names) in a message."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message)
+    )
 
 
 def printable(ids: Iterable[int]) -> str:
-    r"""Format ids for a terminal: printable text unchanged, other bytes as \n, \x07 or \\, ids as \<BOS> or \<259>."""
+    r"""Format ids for a terminal: printable text unchanged, other bytes as \n, \x07 or \\, ids as
+    \<BOS> or \<259>."""
     names, out = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}, []
     for is_byte, run in groupby(ids, lambda i: i < 256):
         if is_byte:
-            out += [c if c.isprintable() and c != "\\" else repr(c.encode("utf-8", "surrogateescape"))[2:-1]
-                    for c in bytes(run).decode("utf-8", "surrogateescape")]
+            out += [
+                c
+                if c.isprintable() and c != "\\"
+                else repr(c.encode("utf-8", "surrogateescape"))[2:-1]
+                for c in bytes(run).decode("utf-8", "surrogateescape")
+            ]
         else:
             out += [f"\\<{names.get(i, i)}>" for i in run]
     return "".join(out)
@@ -94,7 +102,8 @@ def note(line: str):
 
 
 class ProgressBar:
-    """Show progress, rate and time left on stderr: updated in place on a terminal, else a line every 5 seconds."""
+    """Show progress, rate and time left on stderr: updated in place on a terminal, else a line
+    every 5 seconds."""
 
     def __init__(self, title: str, total: int = 0):
         self.title, self.total, self.done = title, total, 0
@@ -117,7 +126,7 @@ class ProgressBar:
         print(line, end="", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Command lines
 
 
@@ -142,15 +151,21 @@ class Parser(argparse.ArgumentParser):
         """Parse argv; return the values of the flags that it sets, without defaults."""
         # The parser itself stands for "not set", since it is no flag's value.
         unset = argparse.Namespace(**dict.fromkeys(vars(self.parse_args([])), self))
-        return {name: value for name, value in vars(self.parse_args(argv, unset)).items() if value is not self}
+        return {
+            name: value
+            for name, value in vars(self.parse_args(argv, unset)).items()
+            if value is not self
+        }
 
     def value(self, name: str, value, source: str) -> dict:
-        """Parse the value of a flag as read from `source`, as it would be parsed on the command line."""
+        """Parse the value of a flag as read from `source`, as it would be parsed on the command
+        line."""
         words = [f"--{name}={value}"]
         if value is True:
             words = [f"--{name}"]
         elif value is False and self._option_string_actions[f"--{name}"].nargs == 0:
-            words = [f"--no-{name}"] if f"--no-{name}" in self._option_string_actions else []  # []: off by default
+            # []: off by default
+            words = [f"--no-{name}"] if f"--no-{name}" in self._option_string_actions else []
         try:
             return self.given(words)
         except UsageError as fault:
@@ -158,10 +173,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_toml(parser: Parser, path: str) -> dict:
-    """Read the values of a parser's flags from a TOML file; sections are ignored, but group flags for the reader."""
+    """Read the values of a parser's flags from a TOML file; sections are ignored, but group flags
+    for the reader."""
     try:
         import tomllib
-    except ModuleNotFoundError:           # Python 3.10
+    except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -170,11 +186,13 @@ def read_toml(parser: Parser, path: str) -> dict:
     except (ValueError, RecursionError) as fault:
         raise UsageError(f"--config: {path}: {fault}") from None
     # By first name: neither -h, --help nor --no-... of a switch
-    actions = {action.option_strings[0]: action for action in parser._actions if action.dest != "config"}
+    actions = {
+        action.option_strings[0]: action for action in parser._actions if action.dest != "config"
+    }
     values = {}
-    assigned = set()                      # flags by their names in the result
+    assigned = set()  # flags by their names in the result
     entries = list(content.items())
-    for name, value in entries:           # grows in the loop
+    for name, value in entries:  # grows in the loop
         if isinstance(value, dict):
             entries += value.items()
             continue
@@ -189,7 +207,9 @@ def read_toml(parser: Parser, path: str) -> dict:
 
 
 def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
-    """Make a parser of whole numbers from low to high, also in the form 10e9, for `type` of an argument."""
+    """Make a parser of whole numbers from low to high, also in the form 10e9, for `type` of an
+    argument."""
+
     def parse(text: str) -> int:
         with suppress(ValueError):
             value = int(text) if text.isdigit() else float(text)
@@ -197,18 +217,24 @@ def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
                 return int(value)
         bounds = f"of at least {low}" if high >= 1 << 60 else f"from {low} to {high}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+
     return parse
 
 
 def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
-    """Make a parser of finite numbers from low to high, or `above` low, for `type` of an argument."""
+    """Make a parser of finite numbers from low to high, or `above` low, for `type` of an
+    argument."""
+
     def parse(text: str) -> float:
         with suppress(ValueError):
             value = float(text)
             if low <= value <= high and value < math.inf and not (above and value == low):
                 return value
-        bounds = f"{'above' if above else 'of at least'} {low:g}" + (f", at most {high:g}" if high < math.inf else "")
+        bounds = f"{'above' if above else 'of at least'} {low:g}" + (
+            f", at most {high:g}" if high < math.inf else ""
+        )
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
+
     return parse
 
 
@@ -219,18 +245,22 @@ def quoted(path: object) -> str:
 
 
 def path_name(text: str) -> str:
-    """Refuse an empty path, which pathlib would turn into the working directory, and one with NUL, which no system call
-    takes, for `type` of an argument."""
+    """Refuse an empty path, which pathlib would turn into the working directory, and one with NUL,
+    which no system call takes, for `type` of an argument."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return text
 
 
-def run_program(main: Callable[[], int | None], prog: str, interrupted: str = "",
-                silent: tuple[type[Exception], ...] = ()) -> int:
-    """Run a command and return its exit status: 2 after an expected error, shown as one line on stderr, 1 if that is
-    divergence; 130 after Ctrl-C, with the line `interrupted` if given; 0 after a closed stdout; else its own. `silent`:
-    errors that another process prints."""
+def run_program(
+    main: Callable[[], int | None],
+    prog: str,
+    interrupted: str = "",
+    silent: tuple[type[Exception], ...] = (),
+) -> int:
+    """Run a command and return its exit status: 2 after an expected error, shown as one line on
+    stderr, 1 if that is divergence; 130 after Ctrl-C, with the line `interrupted` if given; 0 after
+    a closed stdout; else its own. `silent`: errors that another process prints."""
     open_closed_streams()
     try:
         if hasattr(sys.stdout, "reconfigure"):
@@ -238,7 +268,7 @@ def run_program(main: Callable[[], int | None], prog: str, interrupted: str = ""
         status = main() or 0
         sys.stdout.flush()
         return status
-    except BrokenPipeError:               # stdout is closed, as by `| head`
+    except BrokenPipeError:  # stdout is closed, as by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -256,19 +286,19 @@ def run_program(main: Callable[[], int | None], prog: str, interrupted: str = ""
 
 
 def open_closed_streams():
-    """Open standard streams that the caller closed, as by `>&-`, on /dev/null: else a file that is opened later takes
-    the place of one, and messages are written into it."""
+    """Open standard streams that the caller closed, as by `>&-`, on /dev/null: else a file that is
+    opened later takes the place of one, and messages are written into it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-    for name in ("stdout", "stderr"):     # sys.stdin stays None, which its readers report
+    for name in ("stdout", "stderr"):  # sys.stdin stays None, which its readers report
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
 
 
 def check_flags_early(parse_args: Callable, prog: str):
-    """Check the command line of a script before it imports torch, which takes seconds; exit if it is bad. Until the
-    import is done, Ctrl-C ends the process without a traceback."""
+    """Check the command line of a script before it imports torch, which takes seconds; exit if it
+    is bad. Until the import is done, Ctrl-C ends the process without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if status := run_program(lambda: parse_args() and None, prog):
         sys.exit(status)
@@ -276,11 +306,11 @@ def check_flags_early(parse_args: Callable, prog: str):
 
 
 def set_allocator():
-    """Let torch's CUDA allocator extend its segments, because the number of rows varies by step. Call it before torch
-    is imported; settings of the user stay.
+    """Let torch's CUDA allocator extend its segments, because the number of rows varies by step.
+    Call it before torch is imported; settings of the user stay.
 
-    Not on WSL2: drivers before R615 refuse to map such segments ("CUDA driver error: unknown error"), or report a lack
-    of memory as "device not ready" (pytorch/pytorch#192330)."""
+    Not on WSL2: drivers before R615 refuse to map such segments ("CUDA driver error: unknown
+    error"), or report a lack of memory as "device not ready" (pytorch/pytorch#192330)."""
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "microsoft" in platform.release().lower():
         return
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -298,30 +328,39 @@ def step_seed(seed: int, step: int, purpose: str) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Files
+
 
 @contextmanager
 def locked(directory: Path, file: Path | None = None):
-    """Lock a directory against other processes, or raise UsageError; the lock ends with the process. It is that of a
-    file, by default `.lock` in the directory, which is deleted in the end."""
-    import filelock                       # not at the top: exports have this module, and lock nothing
+    """Lock a directory against other processes, or raise UsageError; the lock ends with the
+    process. It is that of a file, by default `.lock` in the directory, which is deleted in the
+    end."""
+    import filelock  # not at the top: exports have this module, and lock nothing
+
     file = directory / ".lock" if file is None else file
-    lock = filelock.FileLock(file, fallback_to_soft=False)  # a soft lock would outlive a killed process
+    # a soft lock would outlive a killed process
+    lock = filelock.FileLock(file, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        raise UsageError(f"{directory}: another process is using it: wait for it, or use another directory (if there "
-                         f"is none, as after the failure of another machine, delete {file})") from None
+        raise UsageError(
+            f"{directory}: another process is using it: wait for it, or use another directory "
+            f"(if there "
+            f"is none, as after the failure of another machine, delete {file})"
+        ) from None
     except OSError as fault:
-        if fault.filename is not None:    # of opening the file, not of locking it
+        if fault.filename is not None:  # of opening the file, not of locking it
             raise
-        note(f"{directory} cannot be locked ({fault.strerror}): make sure that nothing else uses it")
+        note(
+            f"{directory} cannot be locked ({fault.strerror}): make sure that nothing else uses it"
+        )
     try:
         yield
     finally:
         with suppress(OSError):
-            file.unlink()                 # before the release, lest it be another process's
+            file.unlink()  # before the release, lest it be another process's
         lock.release()
 
 
@@ -336,16 +375,17 @@ def sync(path: Path):
 
 @contextmanager
 def durable(path: Path, mode: str = "w") -> Iterator[IO]:
-    """Write a file atomically: once it is complete and synced it replaces the old one, so that a kill or power loss
-    leaves one of the two; an exception keeps the old one. Yields the temporary file beside it, of a name that nobody
-    can guess and put a link there, and that two processes do not share."""
+    """Write a file atomically: once it is complete and synced it replaces the old one, so that a
+    kill or power loss leaves one of the two; an exception keeps the old one. Yields the temporary
+    file beside it, of a name that nobody can guess and put a link there, and that two processes do
+    not share."""
     if path.exists() and not path.is_file():  # os.replace would replace a device such as /dev/null
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         file = open(temporary, mode.replace("w", "x"))
     except OSError as fault:
-        fault.filename = str(path)        # the name that the user knows
+        fault.filename = str(path)  # the name that the user knows
         raise
     with file:
         try:
@@ -360,10 +400,14 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
 
 
 def delete_unfinished(directory: Path, *patterns: str):
-    """Delete the temporary files of `durable` that killed processes left of files with these names."""
+    """Delete the temporary files of `durable` that killed processes left of files with these
+    names."""
     for pattern in patterns:
         for unfinished in directory.glob(f".{pattern}*.tmp"):
             try:
                 unfinished.unlink(missing_ok=True)
-            except OSError as fault:      # immutable, of another owner: it only takes space
-                note(f"{unfinished}, which a killed process left, cannot be deleted: {fault.strerror}")
+            except OSError as fault:  # immutable, of another owner: it only takes space
+                note(
+                    f"{unfinished}, which a killed process left, cannot be deleted: "
+                    f"{fault.strerror}"
+                )

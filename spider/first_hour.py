@@ -1,14 +1,16 @@
-"""The first hour on a GPU: what nobody has run on one yet, in the order that finds most in the first minutes.
+"""The first hour on a GPU: what nobody has run on one yet, in the order that finds most in the
+first minutes.
 
-`python bench.py --first_hour DIR` runs the items of `plan_items` in turn, each in processes of its own, with a time
-limit. The directory has
+`python bench.py --first_hour DIR` runs the items of `plan_items` in turn, each in processes of its
+own, with a time limit. The directory has
 
     summary.md       a table of all items, with machine and versions
     results.jsonl    the same, a line each time an item ran
     ITEM/log.txt     what its commands printed; beside it metrics.jsonl of its runs, traces, texts
 
-Models and other large files are deleted after each item. The same command again runs the items that have not passed on
-this machine with these versions. This process never touches the GPU, so no item can spoil it for the next one.
+Models and other large files are deleted after each item. The same command again runs the items that
+have not passed on this machine with these versions. This process never touches the GPU, so no item
+can spoil it for the next one.
 """
 
 import gzip
@@ -35,12 +37,12 @@ from statistics import median
 from spider.common import ROOT, Parser, UsageError, durable, locked, one_line, path_name
 from spider.machine import read_trace
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One item
 
-HEARTBEAT = 30.0                          # seconds after which the last line of a log is printed
+HEARTBEAT = 30.0  # seconds after which the last line of a log is printed
 KEPT = (".txt", ".json", ".jsonl", ".gz", ".png")  # suffixes of files that stay after an item
-MARK = "SPIDER_FIRST_HOUR"                # environment variable of all processes of an item
+MARK = "SPIDER_FIRST_HOUR"  # environment variable of all processes of an item
 RESULTS = "results.jsonl"
 FAILED = "FAILED"
 
@@ -56,11 +58,12 @@ class Skipped(Exception):
 @dataclass(frozen=True)
 class Machine:
     """What the items run on."""
-    device: str                           # cuda or cpu
+
+    device: str  # cuda or cpu
     name: str
     gpus: int
     versions: str
-    has_fp8: bool = True                  # a CPU emulates it
+    has_fp8: bool = True  # a CPU emulates it
 
     @property
     def on_gpu(self) -> bool:
@@ -70,14 +73,25 @@ class Machine:
 class Trial:
     """A run of an item: its directory, its processes, and the figures that it found."""
 
-    def __init__(self, directory: Path, limit: float, machine: Machine, environ: Mapping[str, str],
-                 data_dir: str | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        limit: float,
+        machine: Machine,
+        environ: Mapping[str, str],
+        data_dir: str | None = None,
+    ):
         self.directory = directory
         self.log = directory / "log.txt"
         self.limit = limit
         self.deadline = time.monotonic() + limit
         self.machine = machine
-        self.environ = {**environ, MARK: str(directory), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        self.environ = {
+            **environ,
+            MARK: str(directory),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+        }
         self.data_dir = data_dir
         self.device = ("--device", machine.device)
         self.commands = []
@@ -91,31 +105,48 @@ class Trial:
         with self.log.open("a") as log:
             log.write(f"$ {self.commands[-1]}\n")
             log.flush()
-            self.started.append(subprocess.Popen(
-                words, cwd=ROOT, env=self.environ | environ, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True))
+            self.started.append(
+                subprocess.Popen(
+                    words,
+                    cwd=ROOT,
+                    env=self.environ | environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
         return self.started[-1]
 
-    def wait(self, process: subprocess.Popen, condition: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait until a process ends, and return its exit status, or until a condition holds. Raise Failed at the time
-        limit; then the log has the place where each process was."""
+    def wait(
+        self, process: subprocess.Popen, condition: Callable[[], bool] = lambda: False
+    ) -> int | None:
+        """Wait until a process ends, and return its exit status, or until a condition holds. Raise
+        Failed at the time limit; then the log has the place where each process was."""
         began = shown = time.monotonic()
         while process.poll() is None and not condition():
             now = time.monotonic()
             if now > self.deadline:
-                self.signal_all(signal.SIGABRT)               # faulthandler prints the stacks
+                self.signal_all(signal.SIGABRT)  # faulthandler prints the stacks
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(10)
-                raise Failed(f"not done after {self.limit:.0f} s: log.txt ends with the stack of each process")
+                raise Failed(
+                    f"not done after {self.limit:.0f} s: log.txt ends with the stack of each "
+                    f"process"
+                )
             if now > shown + HEARTBEAT:
                 shown = now
-                print(f"    {now - began:.0f} s: {last_line(self.log.read_text(errors='replace')):.90}", flush=True)
+                print(
+                    f"    {now - began:.0f} s: "
+                    f"{last_line(self.log.read_text(errors='replace')):.90}",
+                    flush=True,
+                )
             time.sleep(0.05)
         return process.returncode
 
     def run(self, *command: object, check: bool = True, **environ: str) -> tuple[int, str]:
-        """Run a command to its end; return its exit status and what it printed. Raise Failed for a status that is not
-        0, unless `check` is false."""
+        """Run a command to its end; return its exit status and what it printed. Raise Failed for a
+        status that is not 0, unless `check` is false."""
         before = self.log.stat().st_size if self.log.exists() else 0
         status = self.wait(self.start(*command, **environ))
         output = self.log.read_bytes()[before:].decode(errors="replace")
@@ -128,10 +159,13 @@ class Trial:
         return self.run(sys.executable, *arguments, **options)
 
     def train(self, name: str, *flags: object) -> list[dict]:
-        """Run train.py in a new directory; return the metrics of its steps. Raise Failed if one was skipped."""
+        """Run train.py in a new directory; return the metrics of its steps. Raise Failed if one was
+        skipped."""
         self.python("train.py", *flags, "--ckpt_dir", self.directory / name)
         lines = read_lines(self.directory / name / "metrics.jsonl")
-        if wrong := [line["step"] for line in lines if line["skipped"] or not math.isfinite(line["loss"])]:
+        if wrong := [
+            line["step"] for line in lines if line["skipped"] or not math.isfinite(line["loss"])
+        ]:
             raise Failed(f"loss or gradient is not finite in step {wrong[0]}")
         return lines
 
@@ -151,8 +185,8 @@ class Trial:
             process.poll()
 
     def processes(self, *environ: str) -> list[int]:
-        """Return the processes of this item; of those only the ones with these settings (NAME=value) in their
-        environment."""
+        """Return the processes of this item; of those only the ones with these settings
+        (NAME=value) in their environment."""
         wanted = {f"{MARK}={self.directory}".encode(), *(setting.encode() for setting in environ)}
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -163,7 +197,8 @@ class Trial:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Return the objects of a .jsonl file, without a last line that is not complete; none if there is no file."""
+    """Return the objects of a .jsonl file, without a last line that is not complete; none if there
+    is no file."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -195,21 +230,31 @@ def read_tables(output: str) -> dict[str, list[dict[str, str]]]:
     return tables
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What the items do
 
 # 1b at sizes at which a CPU takes seconds
-SMALL = ("--model=1b", "--n_loops=2", "--seq_len=64", "--micro_batch=2", "--eval_tokens=1024",
-         "--set=hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
-         "kv_lora_rank=16,qk_nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=32,intermediate_size=32,engram_dim=16,"
-         "n_routed_experts=2,moe_intermediate_size=16,engram_layers=0,engram_rows=300,engram_byte_rows=300,"
-         "engram_byte_dim=16")
-COMPILED_IS_EAGER = 0.03                  # largest relative difference of a loss, as in tests/test_compile.py
-# Nats by which the losses of 300 steps of `tiny` on a GPU in bf16 may differ from those on the CPU in fp32: at most in
-# the first six steps, before differences grow; in the median; in the median without the sign. Measured on a CPU, from
-# two starts (docs/results/performance.jsonl): bf16 differs by up to 0.0004, 0.0004 and 0.0030. Attention whose output
-# is zero for the last 100 rows differs by 0.0027, 0.0006 and 0.0035, attention whose output projections never learn by
-# 0.0114, 0.0082 and 0.0085. Not the largest of all steps, since one with a spike differs by up to 1.2.
+SMALL = (
+    "--model=1b",
+    "--n_loops=2",
+    "--seq_len=64",
+    "--micro_batch=2",
+    "--eval_tokens=1024",
+    "--set=hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,"
+    "q_lora_rank=16,"
+    "kv_lora_rank=16,qk_nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=32,"
+    "intermediate_size=32,engram_dim=16,"
+    "n_routed_experts=2,moe_intermediate_size=16,engram_layers=0,engram_rows=300,"
+    "engram_byte_rows=300,"
+    "engram_byte_dim=16",
+)
+COMPILED_IS_EAGER = 0.03  # largest relative difference of a loss, as in tests/test_compile.py
+# Nats by which the losses of 300 steps of `tiny` on a GPU in bf16 may differ from those on the CPU
+# in fp32: at most in the first six steps, before differences grow; in the median; in the median
+# without the sign. Measured on a CPU, from two starts (docs/results/performance.jsonl): bf16
+# differs by up to 0.0004, 0.0004 and 0.0030. Attention whose output is zero for the last 100 rows
+# differs by 0.0027, 0.0006 and 0.0035, attention whose output projections never learn by 0.0114,
+# 0.0082 and 0.0085. Not the largest of all steps, since one with a spike differs by up to 1.2.
 FIRST_STEPS, SHIFT, SPREAD = 0.0015, 0.002, 0.006
 
 
@@ -231,21 +276,38 @@ def run_tests(trial: Trial, path: Path):
     """Run the tests of a file that need CUDA."""
     if importlib.util.find_spec("pytest") is None:
         raise Skipped('pytest is not installed: pip install -e ".[test]"')
-    _, output = trial.python("-m", "pytest", "-q", "-m", "gpu", "-rs", "--basetemp", trial.directory / "files", path)
+    _, output = trial.python(
+        "-m", "pytest", "-q", "-m", "gpu", "-rs", "--basetemp", trial.directory / "files", path
+    )
     if not re.search(r"\d+ passed", output):
-        raise Skipped(next(iter(re.findall(r"^SKIPPED.*?: (.*)$", output, re.MULTILINE)), "no test ran"))
+        raise Skipped(
+            next(iter(re.findall(r"^SKIPPED.*?: (.*)$", output, re.MULTILINE)), "no test ran")
+        )
     trial.figures["tests"] = last_line(output)
 
 
 def train_briefly(trial: Trial, *flags: str):
-    """Train three steps, evaluate, sample, save. Losses must be those of the eager run, if there was one."""
+    """Train three steps, evaluate, sample, save. Losses must be those of the eager run, if there
+    was one."""
     if "--precision=fp8" in flags and not trial.machine.has_fp8:
         raise Skipped("this GPU has no FP8")
-    lines = trial.train("run", *model_of(trial), "--mock_data", "--max_steps=3", "--eval_every=2", "--sample_every=3",
-                        *flags, *trial.device)
+    lines = trial.train(
+        "run",
+        *model_of(trial),
+        "--mock_data",
+        "--max_steps=3",
+        "--eval_every=2",
+        "--sample_every=3",
+        *flags,
+        *trial.device,
+    )
     last = lines[-1]
-    trial.figures |= {"loss": last["loss"], "val_loss": last["val_loss"], "bytes/s": last["tok_per_sec"],
-                      "allocated, GB": last["memory"]}
+    trial.figures |= {
+        "loss": last["loss"],
+        "val_loss": last["val_loss"],
+        "bytes/s": last["tok_per_sec"],
+        "allocated, GB": last["memory"],
+    }
     eager = read_lines(trial.directory.parent / "eager" / "run" / "metrics.jsonl")
     if trial.directory.name != "eager" and len(eager) == len(lines):
         apart = max(abs(line["loss"] / other["loss"] - 1) for line, other in zip(lines, eager))
@@ -255,16 +317,33 @@ def train_briefly(trial: Trial, *flags: str):
 
 
 def check_memory_accesses(trial: Trial):
-    """Train a step of `tiny` under compute-sanitizer. Each tensor is an allocation of its own: in the caching
-    allocator's segments an access beyond a tensor would be one of its neighbour."""
-    path = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    """Train a step of `tiny` under compute-sanitizer. Each tensor is an allocation of its own: in
+    the caching allocator's segments an access beyond a tensor would be one of its neighbour."""
+    path = shutil.which(
+        "compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
+    )
     if path is None:
         raise Skipped("compute-sanitizer, which comes with the CUDA toolkit, is not installed")
     status, output = trial.run(
-        path, "--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9", sys.executable, "train.py",
-        "--model=tiny", "--mock_data", "--seq_len=256", "--micro_batch=4", "--max_steps=1", "--eval_every=0",
-        "--compile=off", *trial.device, "--ckpt_dir", trial.directory / "run", check=False,
-        PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        path,
+        "--tool=memcheck",
+        "--report-api-errors=no",
+        "--error-exitcode=9",
+        sys.executable,
+        "train.py",
+        "--model=tiny",
+        "--mock_data",
+        "--seq_len=256",
+        "--micro_batch=4",
+        "--max_steps=1",
+        "--eval_every=0",
+        "--compile=off",
+        *trial.device,
+        "--ckpt_dir",
+        trial.directory / "run",
+        check=False,
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+    )
     trial.figures["memcheck"] = last_line(output, "ERROR SUMMARY").strip("= ")
     if status:
         invalid = last_line(output, r"Invalid __\w+__") or reason_of(output)
@@ -275,43 +354,81 @@ def prepare_text(trial: Trial) -> Path | str:
     """Return a directory of shards: --data_dir, or the project's own text."""
     if trial.data_dir:
         return trial.data_dir
-    names = "README.md", "docs", "spider", "tests", "train.py", "data.py", "sample.py", "spider_model.py", "tile_moe.py"
+    names = (
+        "README.md",
+        "docs",
+        "spider",
+        "tests",
+        "train.py",
+        "data.py",
+        "sample.py",
+        "spider_model.py",
+        "tile_moe.py",
+    )
     inputs = [ROOT / name for name in names if (ROOT / name).exists()]
     trial.python("data.py", "prepare", *inputs, "--ext=.py,.md", "--out", trial.directory / "data")
     return trial.directory / "data"
 
 
 def compare_with_cpu(trial: Trial):
-    """Train `tiny` on real text from the same weights on the GPU in bf16 and on the CPU in fp32; compare each loss."""
+    """Train `tiny` on real text from the same weights on the GPU in bf16 and on the CPU in fp32;
+    compare each loss."""
     steps, seq_len = (300, 4096) if trial.machine.on_gpu else (8, 256)
-    base = ("--model=tiny", "--data_dir", prepare_text(trial), f"--seq_len={seq_len}", "--micro_batch=1",
-            f"--target_tokens={steps * seq_len}", "--eval_every=0", "--dropout=0", "--no-engram_reset")
+    base = (
+        "--model=tiny",
+        "--data_dir",
+        prepare_text(trial),
+        f"--seq_len={seq_len}",
+        "--micro_batch=1",
+        f"--target_tokens={steps * seq_len}",
+        "--eval_every=0",
+        "--dropout=0",
+        "--no-engram_reset",
+    )
     if not trial.machine.on_gpu:
         base = *base, "--set=engram_rows=1000,engram_byte_rows=1000"
     trial.train("start", *base, "--device=cpu", "--precision=fp32", "--max_steps=1")
-    base = *base, "--resume", trial.directory / "start", "--reset_steps"  # GPUs draw other weights from a seed
+    # GPUs draw other weights from a seed
+    base = *base, "--resume", trial.directory / "start", "--reset_steps"
     here = trial.train("device", *base, *trial.device, "--compile=off")
     there = trial.train("cpu", *base, "--device=cpu", "--precision=fp32")
     apart = [line["loss"] - other["loss"] for line, other in zip(here, there)]
     first = max(map(abs, apart[:6]))
     shift = median(apart)
     spread = median(map(abs, apart))
-    trial.figures |= {"steps": len(apart), "loss": here[-1]["loss"], "bytes/s": here[-1]["tok_per_sec"],
-                      "difference from the CPU's, first six steps": first, "... median": shift,
-                      "... median without its sign": spread, "... largest": max(apart, key=abs)}
+    trial.figures |= {
+        "steps": len(apart),
+        "loss": here[-1]["loss"],
+        "bytes/s": here[-1]["tok_per_sec"],
+        "difference from the CPU's, first six steps": first,
+        "... median": shift,
+        "... median without its sign": spread,
+        "... largest": max(apart, key=abs),
+    }
     if len(apart) < steps:
         raise Failed(f"{len(apart)} steps of {steps}")
     if trial.machine.on_gpu and (first > FIRST_STEPS or abs(shift) > SHIFT or spread > SPREAD):
-        raise Failed(f"the losses differ from the CPU's by {first:.4f} in the first six steps, {shift:.4f} in the "
-                     f"median, {spread:.4f} without its sign: more than rounding ({FIRST_STEPS}, {SHIFT}, {SPREAD})")
+        raise Failed(
+            f"the losses differ from the CPU's by {first:.4f} in the first six steps, "
+            f"{shift:.4f} in the "
+            f"median, {spread:.4f} without its sign: more than rounding ({FIRST_STEPS}, {SHIFT}, "
+            f"{SPREAD})"
+        )
 
 
 def use_checkpoint(trial: Trial):
     """Train a step; let sample.py write, evaluate and export."""
-    trial.train("run", *model_of(trial), "--mock_data", "--max_steps=1", "--eval_every=0", "--compile=off",
-                *trial.device)
+    trial.train(
+        "run",
+        *model_of(trial),
+        "--mock_data",
+        "--max_steps=1",
+        "--eval_every=0",
+        "--compile=off",
+        *trial.device,
+    )
     text = trial.directory / "text.txt"
-    text.write_bytes((ROOT / "train.py").read_bytes()[:20_000 if trial.machine.on_gpu else 500])
+    text.write_bytes((ROOT / "train.py").read_bytes()[: 20_000 if trial.machine.on_gpu else 500])
     sample = "sample.py", trial.directory / "run"
     trial.python(*sample, "--prompt=def ", "--bytes=100", *trial.device)
     found = trial.directory / "eval.json"
@@ -321,19 +438,36 @@ def use_checkpoint(trial: Trial):
         trial.figures["export"] = "skipped: safetensors is not installed"
         return
     trial.python(*sample, "--export", trial.directory / "export")
-    trial.python("sample.py", trial.directory / "export", "--prompt=def ", "--bytes=100", *trial.device)
+    trial.python(
+        "sample.py", trial.directory / "export", "--prompt=def ", "--bytes=100", *trial.device
+    )
 
 
 def measure(trial: Trial, sections: str, *flags: object):
     """Measure by bench.py. A section that fails does not hide the figures of the others."""
-    status, output = trial.python("bench.py", f"--only={sections}", *flags, *trial.device, check=False)
-    shown = ("ms", "bytes/s", "MFU", "TB/s or TFLOP/s", "estimated, GB", "allocated, GB", "reserved, GB",
-             "the GPU works, ms", "kernels", "gradient, relative", "--precision auto should be", "error")
+    status, output = trial.python(
+        "bench.py", f"--only={sections}", *flags, *trial.device, check=False
+    )
+    shown = (
+        "ms",
+        "bytes/s",
+        "MFU",
+        "TB/s or TFLOP/s",
+        "estimated, GB",
+        "allocated, GB",
+        "reserved, GB",
+        "the GPU works, ms",
+        "kernels",
+        "gradient, relative",
+        "--precision auto should be",
+        "error",
+    )
     for name, rows in read_tables(output).items():
         for row in rows:
             what = row.get("what") or row.get("backend") or row.get("precision")
             trial.figures[f"{name}: {what}" if what else name] = ", ".join(
-                f"{column} {row[column]}" for column in shown if row.get(column))
+                f"{column} {row[column]}" for column in shown if row.get(column)
+            )
     if status:
         raise Failed(f"exit status {status}: {reason_of(output)}")
 
@@ -341,7 +475,11 @@ def measure(trial: Trial, sections: str, *flags: object):
 def measure_short_documents(trial: Trial):
     """Measure a step of the default batch, filled with lines of about 50 bytes as documents."""
     lines = []
-    for path in [*ROOT.glob("*.py"), *(ROOT / "spider").glob("*.py"), *(ROOT / "tests").glob("*.py")]:
+    for path in [
+        *ROOT.glob("*.py"),
+        *(ROOT / "spider").glob("*.py"),
+        *(ROOT / "tests").glob("*.py"),
+    ]:
         lines += [line for line in path.read_text().splitlines() if 30 <= len(line) <= 70]
     text = trial.directory / "lines.jsonl"
     text.write_text("".join(f"{json.dumps({'text': line})}\n" for line in lines))
@@ -357,14 +495,26 @@ def batch_of_recipe(trial: Trial) -> tuple[str, ...]:
 def trace_steps(trial: Trial):
     """Keep a profiler's trace of compiled steps, compressed; a CPU does not compile."""
     compile_it = "on" if trial.machine.on_gpu else "off"
-    trial.train("run", *model_of(trial), "--mock_data", "--max_steps=6", "--eval_every=0", f"--compile={compile_it}",
-                "--profile", *trial.device)
+    trial.train(
+        "run",
+        *model_of(trial),
+        "--mock_data",
+        "--max_steps=6",
+        "--eval_every=0",
+        f"--compile={compile_it}",
+        "--profile",
+        *trial.device,
+    )
     trace = trial.directory / "run" / "trace.json"
     work = read_trace(trace)
     if trial.machine.on_gpu and not work.kernels:
-        raise Failed("the profiler saw no kernel: CUPTI does not work here, so bench.py shows none either")
-    trial.figures |= {"the GPU works, share of three steps": work.busy / max(1e-9, work.span),
-                      "kernels and copies": work.kernels}
+        raise Failed(
+            "the profiler saw no kernel: CUPTI does not work here, so bench.py shows none either"
+        )
+    trial.figures |= {
+        "the GPU works, share of three steps": work.busy / max(1e-9, work.span),
+        "kernels and copies": work.kernels,
+    }
     with trace.open("rb") as plain, gzip.open(f"{trace}.gz", "wb") as packed:
         shutil.copyfileobj(plain, packed)
     trace.unlink()
@@ -375,14 +525,31 @@ def kill_a_rank(trial: Trial):
     if trial.machine.on_gpu and trial.machine.gpus < 2:
         raise Skipped("there is one GPU")
     run = trial.directory / "run"
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
-               "--shards=2", *model_of(trial), "--mock_data", "--eval_every=0", "--ckpt_every=3", "--compile=off",
-               *trial.device, "--ckpt_dir", run)
+    command = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "train.py",
+        "--shards=2",
+        *model_of(trial),
+        "--mock_data",
+        "--eval_every=0",
+        "--ckpt_every=3",
+        "--compile=off",
+        *trial.device,
+        "--ckpt_dir",
+        run,
+    )
     job = trial.start(*command, "--max_steps=1000000")
     trial.wait(job, lambda: any(run.glob("spider-step*.pt")))
     if job.returncode is not None:
-        raise Failed(f"exit status {job.returncode}: {reason_of(trial.log.read_text(errors='replace'))}")
-    os.kill(min(trial.processes("LOCAL_RANK=1")), signal.SIGKILL)  # the others are what the rank has started
+        raise Failed(
+            f"exit status {job.returncode}: {reason_of(trial.log.read_text(errors='replace'))}"
+        )
+    # the others are what the rank has started
+    os.kill(min(trial.processes("LOCAL_RANK=1")), signal.SIGKILL)
     killed = time.monotonic()
     if trial.wait(job) == 0:
         raise Failed("torchrun ended with status 0 after one of its ranks had been killed")
@@ -392,20 +559,24 @@ def kill_a_rank(trial: Trial):
     lines = read_lines(run / "metrics.jsonl")
     if "resuming from" not in output or [line["step"] for line in lines] != [*range(1, done + 4)]:
         raise Failed(f"the same command did not resume and train to step {done + 3}")
-    trial.figures |= {"steps before and after": f"{done}, {lines[-1]['step']}", "loss": lines[-1]["loss"],
-                      "bytes/s": lines[-1]["tok_per_sec"]}
+    trial.figures |= {
+        "steps before and after": f"{done}, {lines[-1]['step']}",
+        "loss": lines[-1]["loss"],
+        "bytes/s": lines[-1]["tok_per_sec"],
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # All items
 
 
 @dataclass(frozen=True)
 class Item:
     """What to run, and for how long at most."""
+
     name: str
-    what: str                             # for the terminal and the summary
-    limit: float                          # seconds
+    what: str  # for the terminal and the summary
+    limit: float  # seconds
     work: Callable[[Trial], None]
     needs_gpu: bool = False
 
@@ -415,11 +586,25 @@ FIRST_TESTS = "tile_moe", "grouped_triton", "tile_kernels", "compile"
 
 def items_of_tests() -> list[Item]:
     """Return an item for each file with tests that need CUDA, those of kernels first."""
-    paths = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu\n" in path.read_text()]
+    paths = [
+        path
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        if "mark.gpu\n" in path.read_text()
+    ]
     found = {path.stem.removeprefix("test_"): path for path in paths}
-    order = sorted(found, key=lambda name: FIRST_TESTS.index(name) if name in FIRST_TESTS else len(FIRST_TESTS))
-    return [Item(f"test_{name}", f"tests of {found[name].name} that need CUDA", 600,
-                 lambda trial, path=found[name]: run_tests(trial, path), needs_gpu=True) for name in order]
+    order = sorted(
+        found, key=lambda name: FIRST_TESTS.index(name) if name in FIRST_TESTS else len(FIRST_TESTS)
+    )
+    return [
+        Item(
+            f"test_{name}",
+            f"tests of {found[name].name} that need CUDA",
+            600,
+            lambda trial, path=found[name]: run_tests(trial, path),
+            needs_gpu=True,
+        )
+        for name in order
+    ]
 
 
 def plan_items(on_gpu: bool) -> list[Item]:
@@ -429,34 +614,93 @@ def plan_items(on_gpu: bool) -> list[Item]:
     tests = items_of_tests()
     kernels = [item for item in tests if item.name.removeprefix("test_") in FIRST_TESTS]
     return [
-        Item("machine", "GPU, versions, a test of torch.compile (up to a minute)", 300, inspect_machine),
+        Item(
+            "machine",
+            "GPU, versions, a test of torch.compile (up to a minute)",
+            300,
+            inspect_machine,
+        ),
         *kernels,
-        Item("eager", "three steps of 1b, an evaluation, a sample, a checkpoint", 300,
-             lambda trial: train_briefly(trial, "--compile=off")),
-        Item("compiled", "the same compiled (minutes before the first step)", 900,
-             lambda trial: train_briefly(trial, compiled)),
-        Item("compiled_fp8", "the same compiled in FP8 (minutes before the first step)", 900,
-             lambda trial: train_briefly(trial, compiled, "--precision=fp8")),
-        Item("memcheck", "a step of tiny under compute-sanitizer", 600, check_memory_accesses, needs_gpu=True),
-        Item("text", "300 steps of tiny on real text, the losses beside those of the CPU", 900, compare_with_cpu),
+        Item(
+            "eager",
+            "three steps of 1b, an evaluation, a sample, a checkpoint",
+            300,
+            lambda trial: train_briefly(trial, "--compile=off"),
+        ),
+        Item(
+            "compiled",
+            "the same compiled (minutes before the first step)",
+            900,
+            lambda trial: train_briefly(trial, compiled),
+        ),
+        Item(
+            "compiled_fp8",
+            "the same compiled in FP8 (minutes before the first step)",
+            900,
+            lambda trial: train_briefly(trial, compiled, "--precision=fp8"),
+        ),
+        Item(
+            "memcheck",
+            "a step of tiny under compute-sanitizer",
+            600,
+            check_memory_accesses,
+            needs_gpu=True,
+        ),
+        Item(
+            "text",
+            "300 steps of tiny on real text, the losses beside those of the CPU",
+            900,
+            compare_with_cpu,
+        ),
         Item("sample", "sample.py, --eval and --export of a checkpoint of 1b", 600, use_checkpoint),
-        Item("short_documents", "an eager step of 1b on documents of 50 bytes", 300, measure_short_documents),
+        Item(
+            "short_documents",
+            "an eager step of 1b on documents of 50 bytes",
+            300,
+            measure_short_documents,
+        ),
         *(item for item in tests if item not in kernels),
-        Item("two_gpus", "two ranks with --shards 2, one of them killed, and resumed", 600, kill_a_rank),
+        Item(
+            "two_gpus",
+            "two ranks with --shards 2, one of them killed, and resumed",
+            600,
+            kill_a_rank,
+        ),
         Item("trace", "a profiler's trace of compiled steps of 1b", 600, trace_steps),
-        Item("ceilings", "rates of copies and products", 300, lambda trial: measure(trial, "ceilings")),
-        Item("step", "a compiled step of 448 x 256 bytes in bf16 and in FP8", 1500,
-             lambda trial: measure(trial, sections, *(() if on_gpu else SMALL))),
-        Item("step_2048", "a compiled step of 64 x 2,048 bytes in bf16 and in FP8", 1500,
-             lambda trial: measure(trial, sections, *batch_of_recipe(trial))),
-        Item("step_eager", "an eager step of 448 x 256 bytes", 300,
-             lambda trial: measure(trial, "eager", *(() if on_gpu else SMALL))),
-        Item("experts", "the routed experts by backend", 300,
-             lambda trial: measure(trial, "experts", *(() if on_gpu else SMALL))),
+        Item(
+            "ceilings",
+            "rates of copies and products",
+            300,
+            lambda trial: measure(trial, "ceilings"),
+        ),
+        Item(
+            "step",
+            "a compiled step of 448 x 256 bytes in bf16 and in FP8",
+            1500,
+            lambda trial: measure(trial, sections, *(() if on_gpu else SMALL)),
+        ),
+        Item(
+            "step_2048",
+            "a compiled step of 64 x 2,048 bytes in bf16 and in FP8",
+            1500,
+            lambda trial: measure(trial, sections, *batch_of_recipe(trial)),
+        ),
+        Item(
+            "step_eager",
+            "an eager step of 448 x 256 bytes",
+            300,
+            lambda trial: measure(trial, "eager", *(() if on_gpu else SMALL)),
+        ),
+        Item(
+            "experts",
+            "the routed experts by backend",
+            300,
+            lambda trial: measure(trial, "experts", *(() if on_gpu else SMALL)),
+        ),
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The machine
 
 # In a process of its own, so that a GPU that no process can use ends that one alone
@@ -476,15 +720,23 @@ PACKAGES = "torch", "triton", "torchao", "tile-kernels"
 def probe(device: str, environ: Mapping[str, str]) -> Machine:
     """Find out what the items will run on, and whether a GPU computes. Raise UsageError if not."""
     try:
-        done = subprocess.run([sys.executable, "-c", PROBE, device], cwd=ROOT, env=environ, capture_output=True,
-                              text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, device],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     except subprocess.TimeoutExpired:
         raise UsageError("the GPU does not answer within two minutes; look at nvidia-smi") from None
     if done.returncode:
         raise UsageError(f"the GPU is unusable: {reason_of(done.stderr)}")
     cuda, has_fp8, *gpus = json.loads(done.stdout.splitlines()[-1])
     if device == "cuda" and not gpus:
-        raise UsageError("no CUDA device is visible; --device cpu runs a small form, which tests the commands")
+        raise UsageError(
+            "no CUDA device is visible; --device cpu runs a small form, which tests the commands"
+        )
     installed = {package.name.lower(): package.version for package in metadata.distributions()}
     versions = [f"Python {platform.python_version()}", f"CUDA {cuda}"]
     versions += [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
@@ -494,19 +746,28 @@ def probe(device: str, environ: Mapping[str, str]) -> Machine:
 
 def commit() -> str:
     """Return the project's commit, with + after it if files have changed since."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True
+    )
     return done.stdout.strip() or "unknown"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The hour
 
 
-def run(directory: Path, only: str | None, flags: list[str], environ: Mapping[str, str],
-        items: list[Item] | None = None) -> int:
-    """Run the items that have not passed, or those that are named (NAME,...). Return 0, or 1 if one has failed.
+def run(
+    directory: Path,
+    only: str | None,
+    flags: list[str],
+    environ: Mapping[str, str],
+    items: list[Item] | None = None,
+) -> int:
+    """Run the items that have not passed, or those that are named (NAME,...). Return 0, or 1 if one
+    has failed.
 
-    Raise UsageError for a bad flag, a directory of something else, or a GPU that is unusable at the start."""
+    Raise UsageError for a bad flag, a directory of something else, or a GPU that is unusable at the
+    start."""
     parser = Parser(prog="bench.py --first_hour DIR")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--data_dir", type=path_name)
@@ -514,24 +775,36 @@ def run(directory: Path, only: str | None, flags: list[str], environ: Mapping[st
     items = plan_items(args.device == "cuda") if items is None else items
     names = only.split(",") if only else []
     if unknown := {*names} - {item.name for item in items}:
-        raise UsageError(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(item.name for item in items)}")
+        raise UsageError(
+            f"--only: {', '.join(sorted(unknown))}: not among "
+            f"{', '.join(item.name for item in items)}"
+        )
     directory = directory.resolve()
     if directory.exists() and any(directory.iterdir()) and not (directory / RESULTS).exists():
         raise UsageError(f"{directory} holds other files: name a new directory")
     machine = probe(args.device, environ)
     directory.mkdir(parents=True, exist_ok=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    hour = Hour(directory, machine, environ, os.path.abspath(args.data_dir) if args.data_dir else None, items,
-                commit())
+    hour = Hour(
+        directory,
+        machine,
+        environ,
+        os.path.abspath(args.data_dir) if args.data_dir else None,
+        items,
+        commit(),
+    )
     with locked(directory), exiting_on(signal.SIGTERM, signal.SIGHUP):
         return hour.run(names)
 
 
 @contextmanager
 def exiting_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Let signals end this process like Ctrl-C, so that it ends those of an item. One that is ignored stays so."""
+    """Let signals end this process like Ctrl-C, so that it ends those of an item. One that is
+    ignored stays so."""
+
     def leave(number: int, _):
         sys.exit(128 + number)
+
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -546,6 +819,7 @@ def exiting_on(*numbers: signal.Signals) -> Iterator[None]:
 @dataclass
 class Hour:
     """All items on one machine, and the directory of their results."""
+
     directory: Path
     machine: Machine
     environ: Mapping[str, str]
@@ -554,20 +828,38 @@ class Hour:
     commit: str
 
     def run(self, names: list[str]) -> int:
-        """Run the items with these names, or all that have not passed here. Stop early only if no process can use the
-        GPU any more."""
+        """Run the items with these names, or all that have not passed here. Stop early only if no
+        process can use the GPU any more."""
         results = self.directory / RESULTS
         results.touch()
-        latest = {record["item"]: record for record in read_lines(results)
-                  if (record["machine"], record["versions"]) == (self.machine.name, self.machine.versions)}
+        latest = {
+            record["item"]: record
+            for record in read_lines(results)
+            if (record["machine"], record["versions"]) == (self.machine.name, self.machine.versions)
+        }
         passed = {name for name, record in latest.items() if record["status"] == "passed"}
-        due = [item for item in self.items if (item.name in names if names else item.name not in passed)]
-        print(f"{self.title()}\n{len(due)} of {len(self.items)} items to run, at most "
-              f"{sum(item.limit for item in due) / 60:.0f} minutes in all; results in {self.directory}", flush=True)
+        due = [
+            item
+            for item in self.items
+            if (item.name in names if names else item.name not in passed)
+        ]
+        print(
+            f"{self.title()}\n{len(due)} of {len(self.items)} items to run, at most "
+            f"{sum(item.limit for item in due) / 60:.0f} minutes in all; results in "
+            f"{self.directory}",
+            flush=True,
+        )
         for number, item in enumerate(due, 1):
-            print(f"[{number}/{len(due)}] {item.name}: {item.what}; at most {item.limit / 60:.0f} min", flush=True)
+            print(
+                f"[{number}/{len(due)}] {item.name}: {item.what}; at most {item.limit / 60:.0f} "
+                f"min",
+                flush=True,
+            )
             record = latest[item.name] = self.perform(item)
-            print(f"    {record['status']} after {record['seconds']:.0f} s: {describe(record)}", flush=True)
+            print(
+                f"    {record['status']} after {record['seconds']:.0f} s: {describe(record)}",
+                flush=True,
+            )
             with results.open("a") as file:
                 file.write(f"{json.dumps(record)}\n")
             self.write_summary(latest)
@@ -575,16 +867,23 @@ class Hour:
                 try:
                     probe(self.machine.device, self.environ)
                 except UsageError as fault:
-                    print(f"stopped: {fault}; once a new process can use it, the same command runs the rest")
+                    print(
+                        f"stopped: {fault}; once a new process can use it, the same command runs "
+                        f"the rest"
+                    )
                     break
-        print((self.directory / "summary.md").read_text() if due else "all items have passed", flush=True)
+        print(
+            (self.directory / "summary.md").read_text() if due else "all items have passed",
+            flush=True,
+        )
         return int(any(record["status"] == FAILED for record in latest.values()))
 
     def perform(self, item: Item) -> dict:
-        """Run an item in a new directory of its own, and end all its processes; return its record."""
+        """Run an item in a new directory of its own, and end all its processes; return its
+        record."""
         own = self.directory / item.name
         trial = Trial(own, item.limit, self.machine, self.environ, self.data_dir)
-        trial.end()                       # what a killed process like this one has left
+        trial.end()  # what a killed process like this one has left
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
         began = time.monotonic()
@@ -597,24 +896,39 @@ class Hour:
             status, reason = "skipped", str(why)
         except Failed as why:
             status, reason = FAILED, str(why)
-        except Exception as fault:        # a file or a table is not as this module expects
+        except Exception as fault:  # a file or a table is not as this module expects
             status, reason = FAILED, f"{fault!r:.300}"
         finally:
             trial.end()
             for path in own.rglob("*"):
                 if path.is_file() and path.suffix not in KEPT:
                     path.unlink()
-        return {"item": item.name, "status": status, "seconds": round(time.monotonic() - began, 1), "reason": reason,
-                "figures": trial.figures, "commands": trial.commands, "machine": self.machine.name,
-                "versions": self.machine.versions, "commit": self.commit, "time": time.time()}
+        return {
+            "item": item.name,
+            "status": status,
+            "seconds": round(time.monotonic() - began, 1),
+            "reason": reason,
+            "figures": trial.figures,
+            "commands": trial.commands,
+            "machine": self.machine.name,
+            "versions": self.machine.versions,
+            "commit": self.commit,
+            "time": time.time(),
+        }
 
     def title(self) -> str:
         return f"{self.machine.name}; {self.machine.versions}; commit {self.commit}"
 
     def write_summary(self, latest: Mapping[str, dict]):
         """Write the table of all items, from the last record of each."""
-        lines = ["# The first hour on a card", "", self.title(), "", "| item | what | status | seconds | figures |",
-                 "|---|---|---|---|---|"]
+        lines = [
+            "# The first hour on a card",
+            "",
+            self.title(),
+            "",
+            "| item | what | status | seconds | figures |",
+            "|---|---|---|---|---|",
+        ]
         for item in self.items:
             cells = [item.name, item.what, "not run", "", ""]
             if record := latest.get(item.name):

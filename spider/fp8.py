@@ -1,15 +1,17 @@
 """FP8 by torchao (tensorwise): which Linears it converts, and their scales.
 
-A product of FP8 numbers has a scale for each of its two tensors. torchao's dynamic scale is made from the tensor's
-largest number, which is known only when all of the tensor is: then the cast is a kernel of its own. Two kinds of scales
-are known beforehand here, so that a compiled layer casts in the kernel that computes the numbers:
+A product of FP8 numbers has a scale for each of its two tensors. torchao's dynamic scale is made
+from the tensor's largest number, which is known only when all of the tensor is: then the cast is a
+kernel of its own. Two kinds of scales are known beforehand here, so that a compiled layer casts in
+the kernel that computes the numbers:
 
-    inputs behind rms_norm      at most sqrt(D) in size, with which they cannot exceed e4m3's range
-    gradients of outputs        those of a mean over the step's targets, so about as large as 1 / bytes: GRAD_SCALE puts
-                                them into e5m2's range, a factor of 2^32; larger ones saturate
+    inputs behind rms_norm   at most sqrt(D) in size, with which they cannot exceed e4m3's range
+    gradients of outputs     those of a mean over the step's targets, so about as large as
+                             1 / bytes: GRAD_SCALE puts them into e5m2's range, a factor of 2^32;
+                             larger ones saturate
 
-Both are powers of two, which round nothing. Weights, and the inputs of o_proj, down_proj and core.out_proj, have
-dynamic scales. docs/results/performance.md has the loss with both kinds.
+Both are powers of two, which round nothing. Weights, and the inputs of o_proj, down_proj and
+core.out_proj, have dynamic scales. docs/results/performance.md has the loss with both kinds.
 """
 
 import math
@@ -22,11 +24,21 @@ from spider.layers import Linear
 from spider.machine import quiet
 
 # Modules with one of these in their name stay in high precision.
-NEVER_FP8 = ("boundary_predictor", "loop_embedding", "engram", "layernorm", "norm", "embed_tokens", "lm_head",
-             "halt_predictor", "router")
-# Times the bytes of a step. Gradients times those bytes have root mean squares from 5e-7 (in the core, while its output
-# projection is still near 0) to 10, largest values from 1e-5 to 50 (of core.out_proj, in the first steps; later 1).
-# e5m2 then holds 6e-8 to 224. Where bytes without a target are many, gradients are larger by bytes / targets.
+NEVER_FP8 = (
+    "boundary_predictor",
+    "loop_embedding",
+    "engram",
+    "layernorm",
+    "norm",
+    "embed_tokens",
+    "lm_head",
+    "halt_predictor",
+    "router",
+)
+# Times the bytes of a step. Gradients times those bytes have root mean squares from 5e-7 (in the
+# core, while its output projection is still near 0) to 10, largest values from 1e-5 to 50 (of
+# core.out_proj, in the first steps; later 1). e5m2 then holds 6e-8 to 224. Where bytes without a
+# target are many, gradients are larger by bytes / targets.
 GRAD_SCALE = 256
 
 
@@ -36,8 +48,8 @@ def takes_fp8(module: nn.Module, name: str) -> bool:
 
 
 def input_scale(linear: Linear) -> float | None:
-    """Return the scale of a Linear's inputs, if it is known beforehand: the largest power of two with which numbers of
-    at most sqrt(in_features) stay within e4m3's range."""
+    """Return the scale of a Linear's inputs, if it is known beforehand: the largest power of two
+    with which numbers of at most sqrt(in_features) stay within e4m3's range."""
     if not getattr(linear, "normed_input", False):
         return None
     largest = math.sqrt(linear.in_features)
@@ -45,22 +57,28 @@ def input_scale(linear: Linear) -> float | None:
 
 
 def grad_scale(step_bytes: int) -> float:
-    """Return the scale of the gradients of outputs, of a loss that is a mean over step_bytes: a power of two."""
+    """Return the scale of the gradients of outputs, of a loss that is a mean over step_bytes: a
+    power of two."""
     return 2.0 ** round(math.log2(GRAD_SCALE * step_bytes))
 
 
 def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_bytes: int):
-    """Replace the model's Linears by torchao's Float8Linear (tensorwise), in place; parameters stay the same objects.
+    """Replace the model's Linears by torchao's Float8Linear (tensorwise), in place; parameters stay
+    the same objects.
 
-    Weights are cast once per optimizer step (Spider.cast_weights_once); evaluation does not use FP8. torchao's axiswise
-    recipe does not work with activation checkpointing. `experts`: convert the stacked expert weights too, with scales
-    by row and column. step_bytes: bytes of an optimizer step on this rank, over which the loss is a mean.
+    Weights are cast once per optimizer step (Spider.cast_weights_once); evaluation does not use
+    FP8. torchao's axiswise recipe does not work with activation checkpointing. `experts`: convert
+    the stacked expert weights too, with scales by row and column. step_bytes: bytes of an optimizer
+    step on this rank, over which the loss is a mean.
     """
     with quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+        from torchao.float8.float8_training_tensor import (
+            GemmInputRole,
+            hp_tensor_and_scale_to_float8,
+        )
 
     @torch._dynamo.allow_in_graph
     class CastGradient(torch.autograd.Function):
@@ -75,35 +93,47 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
         @staticmethod
         def backward(ctx, grad: Tensor):
             (scale,) = ctx.saved_tensors
-            grad = torch.where(grad.isfinite(), grad, math.nan)       # saturation would hide an infinity
-            grad = hp_tensor_and_scale_to_float8(grad, scale, torch.float8_e5m2, ctx.mm_config,
-                                                 GemmInputRole.GRAD_OUTPUT)
+            grad = torch.where(grad.isfinite(), grad, math.nan)  # saturation would hide an infinity
+            grad = hp_tensor_and_scale_to_float8(
+                grad, scale, torch.float8_e5m2, ctx.mm_config, GemmInputRole.GRAD_OUTPUT
+            )
             return grad, None, None
 
     class FP8Linear(Float8Linear):
-        """Float8Linear whose weight may be cast beforehand, and some of whose scales are known beforehand."""
+        """Float8Linear whose weight may be cast beforehand, and some of whose scales are known
+        beforehand."""
+
         cast = None
-        scale_of_input: Tensor | None     # fp32, no dimensions; None: dynamic
+        scale_of_input: Tensor | None  # fp32, no dimensions; None: dynamic
         scale_of_grad: Tensor
 
         def build_mm_configs(self):
-            """Build torchao's settings of the three products for row counts that are multiples of 16, and for others.
-            Not in forward: Dynamo of torch 2.11 cannot construct named tuples inside a graph."""
+            """Build torchao's settings of the three products for row counts that are multiples of
+            16, and for others. Not in forward: Dynamo of torch 2.11 cannot construct named tuples
+            inside a graph."""
             self.mm_config_aligned, self.mm_config_ragged = self.mm_config(16), self.mm_config(1)
 
         def mm_config(self, rows: int):
-            """Pad only inner dimensions that are not multiples of 16: torchao copies a tensor even if the padding is
-            empty."""
-            inner = self.in_features, self.out_features, rows  # of forward, the input's and the weight's gradient
-            return type(self.linear_mm_config)(*(product._replace(pad_inner_dim=size % 16 > 0)
-                                                 for product, size in zip(self.linear_mm_config, inner)))
+            """Pad only inner dimensions that are not multiples of 16: torchao copies a tensor even
+            if the padding is empty."""
+            # of forward, the input's and the weight's gradient
+            inner = self.in_features, self.out_features, rows
+            return type(self.linear_mm_config)(
+                *(
+                    product._replace(pad_inner_dim=size % 16 > 0)
+                    for product, size in zip(self.linear_mm_config, inner)
+                )
+            )
 
         def cast_weight(self, dtype: torch.dtype):
             if not self.training:
                 return Linear.cast_weight(self, dtype)
             self.cast = hp_tensor_to_float8_dynamic(
-                self.weight.t(), self.config.cast_config_weight.target_dtype, self.mm_config_aligned,
-                gemm_input_role=GemmInputRole.WEIGHT)
+                self.weight.t(),
+                self.config.cast_config_weight.target_dtype,
+                self.mm_config_aligned,
+                gemm_input_role=GemmInputRole.WEIGHT,
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.training:
@@ -112,8 +142,9 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
             rows = x.numel() // x.shape[-1]
             mm_config = self.mm_config_ragged if rows % 16 else self.mm_config_aligned
             if self.scale_of_input is not None:
-                x = hp_tensor_and_scale_to_float8(x, self.scale_of_input, torch.float8_e4m3fn, mm_config,
-                                                  GemmInputRole.INPUT)
+                x = hp_tensor_and_scale_to_float8(
+                    x, self.scale_of_input, torch.float8_e4m3fn, mm_config, GemmInputRole.INPUT
+                )
             y = matmul_with_hp_or_float8_args.apply(x, weight, mm_config, self.config)
             y = CastGradient.apply(y, self.scale_of_grad, mm_config)
             return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -128,26 +159,36 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
     for value in {*of_inputs.values(), of_grads} - {None}:
         scales[value] = torch.full((), value, dtype=torch.float32, device=device)
 
-    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True,
-                     emulate=device.type == "cpu")
+    config = replace(
+        Float8LinearConfig.from_recipe_name("tensorwise"),
+        pad_inner_dim=True,
+        emulate=device.type == "cpu",
+    )
     convert_to_float8_training(model, config=config, module_filter_fn=takes_fp8)
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
             module.__class__ = FP8Linear
             module.build_mm_configs()
-            module.scale_of_input = scales[of_inputs[name]]           # no buffers: they stay fp32
+            module.scale_of_input = scales[of_inputs[name]]  # no buffers: they stay fp32
             module.scale_of_grad = scales[of_grads]
-        elif hasattr(module, "fp8"):       # MoE
+        elif hasattr(module, "fp8"):  # MoE
             module.fp8 = experts
 
 
 def describe_fp8(model: nn.Module, experts: bool) -> str:
     """Describe in one line which Linears FP8 converts. Call it before the conversion."""
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    ]
     kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
     count = sum(takes_fp8(module, name) for name, module in linears)
-    line = f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}"
+    line = (
+        f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}"
+    )
     if model.config.has_experts:
-        line += "; routed experts in FP8 with row and column scales" if experts else (
-            "; routed experts in bf16, since their products are small (see --fp8_experts)")
+        line += (
+            "; routed experts in FP8 with row and column scales"
+            if experts
+            else ("; routed experts in bf16, since their products are small (see --fp8_experts)")
+        )
     return line

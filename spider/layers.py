@@ -1,7 +1,8 @@
 """Layers over packed rows: Linears that cast their weights, RMSNorm, dropout, MLA, SwiGLU, Block.
 
-Parameters are fp32 (or another dtype, if converted); products run in `Spider.compute_dtype`, the dtype of activations.
-Sums over rows, routing and losses are at least fp32. Shapes: M rows, D hidden size, H heads.
+Parameters are fp32 (or another dtype, if converted); products run in `Spider.compute_dtype`, the
+dtype of activations. Sums over rows, routing and losses are at least fp32. Shapes: M rows, D hidden
+size, H heads.
 """
 
 from collections.abc import Callable
@@ -14,18 +15,23 @@ from torch import Tensor, nn
 from spider.config import SpiderConfig
 from spider.packing import ALL_ROWS, ActiveRows, Cache, Packing, causal_mask
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Linears. The loops of the core, recomputation and micro-steps all use the same weights, so inside `cast_weights_once`
-# each weight is cast once per optimizer step, and its gradients are summed before the cast back.
+# --------------------------------------------------------------------------------------------------
+# Linears. The loops of the core, recomputation and micro-steps all use the same weights, so inside
+# `cast_weights_once` each weight is cast once per optimizer step, and its gradients are summed
+# before the cast back.
 
 
 class Linear(nn.Linear):
-    """nn.Linear that casts its weight to the input's dtype; initialized only by Spider.init_weights."""
+    """nn.Linear that casts its weight to the input's dtype; initialized only by
+    Spider.init_weights."""
 
-    cast: Tensor | None = None            # the cast weight, inside cast_weights_once
+    cast: Tensor | None = None  # the cast weight, inside cast_weights_once
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, normed_input: bool = False):
-        """normed_input: whether rms_norm makes the inputs, so that they are at most sqrt(in_features) in size."""
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, normed_input: bool = False
+    ):
+        """normed_input: whether rms_norm makes the inputs, so that they are at most
+        sqrt(in_features) in size."""
         super().__init__(in_features, out_features, bias=bias)
         self.normed_input = normed_input
 
@@ -37,12 +43,15 @@ class Linear(nn.Linear):
             self.cast = self.weight.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, weight_of(self, x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return F.linear(
+            x, weight_of(self, x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        )
 
 
 class WideLinear(Linear):
-    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting predictors. Nothing
-    here allows TF32, nor does torch by default. `cast` has the terms of the weight, see WideProduct."""
+    """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting
+    predictors. Nothing here allows TF32, nor does torch by default. `cast` has the terms of the
+    weight, see WideProduct."""
 
     def cast_weight(self, dtype: torch.dtype):
         if self.weight.is_cuda and dtype == torch.bfloat16 and self.weight.dtype == torch.float32:
@@ -51,19 +60,23 @@ class WideLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = wide(self.weight)
         if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
-            y = WideProduct.apply(x, weight, bf16_terms(weight.detach()) if self.cast is None else self.cast)
+            y = WideProduct.apply(
+                x, weight, bf16_terms(weight.detach()) if self.cast is None else self.cast
+            )
             return y if self.bias is None else y + self.bias
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        return F.linear(x.to(dtype), weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        return F.linear(
+            x.to(dtype), weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        )
 
 
 class WideProduct(torch.autograd.Function):
-    """Multiply bf16 x [M, D] by an fp32 weight [N, D] to fp32 [M, N], as exactly as fp32 does, but on the tensor cores
-    of bf16, which are more than ten times as fast.
+    """Multiply bf16 x [M, D] by an fp32 weight [N, D] to fp32 [M, N], as exactly as fp32 does, but
+    on the tensor cores of bf16, which are more than ten times as fast.
 
-    An fp32 number is the sum of three in bf16, of 8 bits each, and products of two bf16 numbers are exact in fp32,
-    which also sums them. So this is one product with three times the columns. terms [3 * N, D]: those of the weight,
-    which itself only receives the gradient."""
+    An fp32 number is the sum of three in bf16, of 8 bits each, and products of two bf16 numbers are
+    exact in fp32, which also sums them. So this is one product with three times the columns. terms
+    [3 * N, D]: those of the weight, which itself only receives the gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, terms):
@@ -73,21 +86,23 @@ class WideProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, terms = ctx.saved_tensors
-        of_grad = bf16_terms(grad, dim=1)                                                    # [M, 3 * N]
+        of_grad = bf16_terms(grad, dim=1)  # [M, 3 * N]
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:       # rounded to bf16, for which two terms of each suffice, and three products
+        if ctx.needs_input_grad[0]:
+            # rounded to bf16, for which two terms of each suffice, and three products
             first, second, _ = of_grad.chunk(3, dim=1)
             of_weight = terms.chunk(3)
-            grad_x = (torch.cat((first, first, second), dim=1)
-                      @ torch.cat((of_weight[0], of_weight[1], of_weight[0])))
+            grad_x = torch.cat((first, first, second), dim=1) @ torch.cat(
+                (of_weight[0], of_weight[1], of_weight[0])
+            )
         if ctx.needs_input_grad[1]:
             grad_weight = mm_to_fp32(of_grad.mT, x).unflatten(0, (3, -1)).sum(0)
         return grad_x, grad_weight, None
 
 
 def bf16_terms(x: Tensor, dim: int = 0) -> Tensor:
-    """Split fp32 numbers into three in bf16, side by side along a dimension, whose sum they are up to the smallest
-    exponents."""
+    """Split fp32 numbers into three in bf16, side by side along a dimension, whose sum they are up
+    to the smallest exponents."""
     first = x.to(torch.bfloat16)
     rest = x - first
     second = rest.to(torch.bfloat16)
@@ -101,10 +116,14 @@ def mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """Return a Linear's weight in a dtype, using its cast if there is one. That of a wrapped Linear, as peft makes
-    them, is its product with a unit matrix."""
+    """Return a Linear's weight in a dtype, using its cast if there is one. That of a wrapped
+    Linear, as peft makes them, is its product with a unit matrix."""
     if not hasattr(linear, "cast"):
-        return linear(torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)).to(dtype).mT
+        return (
+            linear(torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device))
+            .to(dtype)
+            .mT
+        )
     if linear.cast is not None and linear.cast.dtype == dtype:
         return linear.cast
     return linear.weight.to(dtype)
@@ -117,11 +136,13 @@ def wide(x: Tensor) -> Tensor:
 
 @contextmanager
 def cast_weights_once(model: nn.Module):
-    """Cast weights to `compute_dtype` once for all passes inside. Every module with a `cast_weight(dtype)` method keeps
-    its cast in `cast`. Use it around all passes of an optimizer step: weights must not change inside."""
+    """Cast weights to `compute_dtype` once for all passes inside. Every module with a
+    `cast_weight(dtype)` method keeps its cast in `cast`. Use it around all passes of an optimizer
+    step: weights must not change inside."""
     modules = [module for module in model.modules() if hasattr(module, "cast_weight")]
     try:
-        if model.casts_early:             # FSDP casts in the forward of each group, after it has gathered the weights
+        if model.casts_early:
+            # FSDP casts in the forward of each group, after it has gathered the weights
             for module in modules:
                 module.cast_weight(model.compute_dtype)
         yield
@@ -130,7 +151,7 @@ def cast_weights_once(model: nn.Module):
             module.cast = None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # RMSNorm without weights; the Linear that follows makes them redundant
 
 
@@ -138,7 +159,11 @@ def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) over the last dimension."""
     if x.is_cuda:
         return F.rms_norm(x, x.shape[-1:], eps=eps)
-    return _RMSNormCPU.apply(x, eps) if torch.is_grad_enabled() else (x * inverse_rms(x, eps)).to(x.dtype)
+    return (
+        _RMSNormCPU.apply(x, eps)
+        if torch.is_grad_enabled()
+        else (x * inverse_rms(x, eps)).to(x.dtype)
+    )
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -165,11 +190,14 @@ class _RMSNormCPU(torch.autograd.Function):
         return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1) * scale, None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Noise and dropout as functions of seed and position: neither ranks, micro-steps nor restarts change them
+# --------------------------------------------------------------------------------------------------
+# Noise and dropout as functions of seed and position: neither ranks, micro-steps nor restarts
+# change them
 
 
-def byte_noise(seed: int | Tensor | None, sequences: int, length: int, device: torch.device) -> Tensor:
+def byte_noise(
+    seed: int | Tensor | None, sequences: int, length: int, device: torch.device
+) -> Tensor:
     """Return a random number per byte, int64 [sequences, length]; row i is a function of seed + i.
 
     Without a seed, torch's default generator draws them."""
@@ -182,7 +210,10 @@ def byte_noise(seed: int | Tensor | None, sequences: int, length: int, device: t
 def splitmix(start: Tensor | int, index: Tensor) -> Tensor:
     """Return the numbers at `index` of the splitmix64 sequence from `start`, int64."""
     z = start + index * (0x9E3779B97F4A7C15 - (1 << 64))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
+    for shift, factor in (
+        (30, 0xBF58476D1CE4E5B9 - (1 << 64)),
+        (27, 0x94D049BB133111EB - (1 << 64)),
+    ):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
@@ -193,22 +224,24 @@ def uniform(number: Tensor) -> Tensor:
 
 
 def dropped(x: Tensor, rate: float, noise: Tensor | None, site: int) -> Tensor:
-    """Apply dropout of a rate to x [n, D]; without noise return x. The mask is a function of the row's noise, int64
-    [n], and of the site."""
+    """Apply dropout of a rate to x [n, D]; without noise return x. The mask is a function of the
+    row's noise, int64 [n], and of the site."""
     if noise is None or not rate:
         return x
     salt = splitmix(site, torch.arange(1, x.shape[1] + 1, device=x.device)).int()
-    z = (noise.int()[:, None] ^ salt).mul_(0x2C1B3C6D)                                       # a 32-bit hash
+    z = (noise.int()[:, None] ^ salt).mul_(0x2C1B3C6D)  # a 32-bit hash
     z = ((z >> 15) & 0x1FFFF).bitwise_xor_(z).mul_(0x297A2D39)
     return x * (z >= round((rate - 0.5) * (1 << 32))) / (1 - rate)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Multi-head latent attention (MLA, arXiv 2405.04434): keys and values are projections of one narrow latent per row
+# --------------------------------------------------------------------------------------------------
+# Multi-head latent attention (MLA, arXiv 2405.04434): keys and values are projections of one narrow
+# latent per row
 
 
 class _Rotate(torch.autograd.Function):
-    """Apply the rotary embedding in place to the last numbers of each head: x [rows, H * head_dim]."""
+    """Apply the rotary embedding in place to the last numbers of each head: x [rows, H *
+    head_dim]."""
 
     @staticmethod
     def forward(ctx, x, heads, cos, sin):
@@ -225,37 +258,42 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Rotate x by its rows' angles in place, or back (direction -1)."""
-    rope = x.view(len(x), heads, -1)[:, :, -cos.shape[2]:]
+    rope = x.view(len(x), heads, -1)[:, :, -cos.shape[2] :]
     swapped = rope.roll(cos.shape[2] // 2, -1)
     rope.mul_(cos).addcmul_(swapped, sin, value=direction)
     return x
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """Attend causally inside each document by torch's variable-length kernel: q, k, v [rows, H, head_dim] -> [rows,
-    H * head_dim]."""
+    """Attend causally inside each document by torch's variable-length kernel: q, k, v [rows, H,
+    head_dim] -> [rows, H * head_dim]."""
     from torch.nn.attention.varlen import varlen_attn
+
     cu, longest = packing.cu_seqlens, packing.extent.shape[0]
-    return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)).flatten(1)
+    return varlen_attn(
+        q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)
+    ).flatten(1)
 
 
 def attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
-    """Attend in the same way by padded batches of documents, where there is no such kernel: qkv [rows, H, 3, head_dim]
-    -> [rows, H * head_dim]."""
+    """Attend in the same way by padded batches of documents, where there is no such kernel: qkv
+    [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
     sizes = [documents * length for documents, length in packing.buckets]
     if packing.padded_row is not None:
         qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.padded_row, qkv)
     batches = qkv.split(sizes) if len(sizes) > 1 else [qkv]
-    batches = [_attend_batch(batch.unflatten(0, bucket), packing.window).flatten(0, 1)
-               for batch, bucket in zip(batches, packing.buckets)]
+    batches = [
+        _attend_batch(batch.unflatten(0, bucket), packing.window).flatten(0, 1)
+        for batch, bucket in zip(batches, packing.buckets)
+    ]
     out = torch.cat(batches) if len(batches) > 1 else batches[0]
     return out if packing.padded_row is None else out.index_select(0, packing.padded_row)
 
 
 def _attend_batch(qkv: Tensor, window: int) -> Tensor:
-    """Attend in a padded batch: qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H * head_dim]. Padding
-    follows the last row, so the causal mask hides it. With a window, blocks of that size attend to themselves and the
-    block before."""
+    """Attend in a padded batch: qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H *
+    head_dim]. Padding follows the last row, so the causal mask hides it. With a window, blocks of
+    that size attend to themselves and the block before."""
     documents, longest = qkv.shape[:2]
     if not 0 < window < longest:
         return _attend_block(*qkv.unbind(3), longest)
@@ -267,17 +305,20 @@ def _attend_batch(qkv: Tensor, window: int) -> Tensor:
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Attend from the last n of m rows, each to at most `window` rows: q [B, n, H, head_dim], k, v [B, m, H, head_dim]
-    -> [B, n, H * head_dim]."""
+    """Attend from the last n of m rows, each to at most `window` rows: q [B, n, H, head_dim], k, v
+    [B, m, H, head_dim] -> [B, n, H * head_dim]."""
     batch, n, heads, width = q.shape
     m = k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if q.dtype == torch.bfloat16 and m <= 2048:  # up to there plain bf16 products are faster than SDPA on a CPU
+    if q.dtype == torch.bfloat16 and m <= 2048:
+        # up to there plain bf16 products are faster than SDPA on a CPU
         q, k, v = (t.reshape(batch * heads, -1, width) for t in (q, k, v))
         outs = []
         for rows in q.split(512, dim=1):  # skip keys after the last of these rows
             last = min(m, m - n + 512 * len(outs) + rows.shape[1])
-            score = torch.baddbmm(causal_mask(rows, last, window), rows, k[:, :last].mT, alpha=width ** -0.5)
+            score = torch.baddbmm(
+                causal_mask(rows, last, window), rows, k[:, :last].mT, alpha=width**-0.5
+            )
             outs.append(torch.bmm(score.softmax(-1), v[:, :last]))
         out = (torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]).view(batch, heads, n, width)
     elif m > n:
@@ -288,7 +329,8 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention; later rows read only a row's latent, kv_lora_rank + qk_rope_head_dim numbers."""
+    """Multi-head latent attention; later rows read only a row's latent, kv_lora_rank +
+    qk_rope_head_dim numbers."""
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
@@ -296,50 +338,66 @@ class MLA(nn.Module):
         head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
         self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank, normed_input=True)
         self.q_b_proj = Linear(c.q_lora_rank, c.n_heads * head_dim, normed_input=True)
-        self.kv_a_proj = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, normed_input=True)
-        self.kv_b_proj = Linear(c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim), normed_input=True)
+        self.kv_a_proj = Linear(
+            c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, normed_input=True
+        )
+        self.kv_b_proj = Linear(
+            c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim), normed_input=True
+        )
         self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
 
-    def forward(self, x: Tensor, packing: Packing, active: ActiveRows, latent: Tensor | None = None,
-                cache: Cache | None = None) -> tuple[Tensor, Tensor]:
-        """Attend from the active rows x [n, D] -> [n, D]; also return the latents [rows, kv_lora_rank + rope], not
-        rotated, in which inactive rows keep the given ones of the loop before. A cache has earlier latents, normed and
-        rotated."""
+    def forward(
+        self,
+        x: Tensor,
+        packing: Packing,
+        active: ActiveRows,
+        latent: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend from the active rows x [n, D] -> [n, D]; also return the latents [rows,
+        kv_lora_rank + rope], not rotated, in which inactive rows keep the given ones of the loop
+        before. A cache has earlier latents, normed and rotated."""
         c = self.config
         latent = active.merge(latent, self.kv_a_proj(x))
         rows, heads = len(latent), c.n_heads
         q = active.scatter(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
-        if not isinstance(self.q_b_proj, Linear):  # FP8's output is a view, which autograd does not let us modify
+        if not isinstance(self.q_b_proj, Linear):
+            # FP8's output is a view, which autograd does not let us modify
             q = q.clone()
-        q = _Rotate.apply(q, heads, packing.cos, packing.sin).view(rows, heads, -1)          # [rows, H, nope + rope]
+        # [rows, H, nope + rope]
+        q = _Rotate.apply(q, heads, packing.cos, packing.sin).view(rows, heads, -1)
         c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         c_kv, k_rope = rms_norm(c_kv), _Rotate.apply(k_rope.clone(), 1, packing.cos, packing.sin)
         if cache is not None:
             return self.o_proj(active.select(self.absorbed(q, c_kv, k_rope, cache))), latent
-        kv = self.kv_b_proj(c_kv).view(rows, heads, -1)                                      # [rows, H, nope + v]
+        kv = self.kv_b_proj(c_kv).view(rows, heads, -1)  # [rows, H, nope + v]
         k_nope, v = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
-        k_rope = k_rope[:, None].expand(-1, heads, -1)                                       # shared by the heads
+        k_rope = k_rope[:, None].expand(-1, heads, -1)  # shared by the heads
         if packing.buckets is None:
-            v = v if c.qk_nope_head_dim % 8 == 0 else v.contiguous()                         # 16-byte alignment
+            v = v if c.qk_nope_head_dim % 8 == 0 else v.contiguous()  # 16-byte alignment
             out = attend_varlen(q, torch.cat((k_nope, k_rope), dim=-1), v, packing)
         else:
-            out = attend_padded(torch.cat((q, k_nope, k_rope, v), dim=-1).view(rows, heads, 3, -1), packing)
+            out = attend_padded(
+                torch.cat((q, k_nope, k_rope, v), dim=-1).view(rows, heads, 3, -1), packing
+            )
         return self.o_proj(active.select(out)), latent
 
     def absorbed(self, q: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
-        """Attend over the latents directly -> [rows, H * v_head_dim], without expanding them to keys and values: q
-        (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times the weighted sum of c."""
+        """Attend over the latents directly -> [rows, H * v_head_dim], without expanding them to
+        keys and values: q (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times the
+        weighted sum of c."""
         c = self.config
-        weight = weight_of(self.kv_b_proj, c_kv.dtype).view(c.n_heads, -1, c.kv_lora_rank)   # [H, nope + v, c_kv]
+        # [H, nope + v, c_kv]
+        weight = weight_of(self.kv_b_proj, c_kv.dtype).view(c.n_heads, -1, c.kv_lora_rank)
         w_uk, w_uv = weight.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=1)
         q_nope, q_rope = q.split_with_sizes((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_rope), dim=-1)
         held = torch.cat((c_kv, k_rope), dim=-1)
-        out = cache.attend(q, held, c.v_head_dim ** -0.5, c.kv_lora_rank)                    # [rows, H, c_kv]
+        out = cache.attend(q, held, c.v_head_dim**-0.5, c.kv_lora_rank)  # [rows, H, c_kv]
         return torch.bmm(out.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Feed-forward, and the layer at byte rate
 
 
@@ -357,9 +415,10 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A dense layer of prelude or coda, [M, D] -> [M, D]. The core's layer is RecurrentBlock in spider_model.py."""
+    """A dense layer of prelude or coda, [M, D] -> [M, D]. The core's layer is RecurrentBlock in
+    spider_model.py."""
 
-    compiled: Callable | None = None      # of `in_one_graph`, see Spider.compile_layers
+    compiled: Callable | None = None  # of `in_one_graph`, see Spider.compile_layers
 
     def __init__(self, config: SpiderConfig, attention_class: type[nn.Module] = MLA):
         super().__init__()

@@ -1,8 +1,9 @@
-"""Spider with Hugging Face's interfaces: configuration, model with its decoding cache, byte tokenizer.
+"""Spider with Hugging Face's interfaces: configuration, model with its decoding cache, byte
+tokenizer.
 
-`sample.py CHECKPOINT --export DIR` copies this adapter together with the modules that it imports, so that
-AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) works without the rest of the project. It reads only
-config.json and the safetensors.
+`sample.py CHECKPOINT --export DIR` copies this adapter together with the modules that it imports,
+so that AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) works without the rest of
+the project. It reads only config.json and the safetensors.
 """
 
 import logging
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 level = logging.root.manager.disable
-logging.disable(logging.WARNING)          # transformers imports torchao, which warns of each kernel that it cannot load
+# transformers imports torchao, which warns of each kernel that it cannot load
+logging.disable(logging.WARNING)
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
@@ -29,34 +31,47 @@ from spider.packing import document_cu_seqlens
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
-require_version("transformers>=5.24", "Earlier releases pass the decoding cache by another name, `past_key_values`.")
+require_version(
+    "transformers>=5.24",
+    "Earlier releases pass the decoding cache by another name, `past_key_values`.",
+)
 
 
 class SpiderHFConfig(PreTrainedConfig):
-    """config.json: `spider` has the fields of SpiderConfig, `n_loops` the loops in training, `training` the facts of
-    the model card; the other fields are for other libraries."""
+    """config.json: `spider` has the fields of SpiderConfig, `n_loops` the loops in training,
+    `training` the facts of the model card; the other fields are for other libraries."""
+
     model_type = "spider"
-    keys_to_ignore_at_inference = ["cache", "nats_per_byte"]  # so compute_metrics receives logits alone
+    # so compute_metrics receives logits alone
+    keys_to_ignore_at_inference = ["cache", "nats_per_byte"]
 
     def __init__(self, spider: dict | None = None, n_loops: int | None = None, **others):
-        config = SpiderConfig.from_saved(spider or {})                                       # validates every field
+        config = SpiderConfig.from_saved(spider or {})  # validates every field
         self.spider = asdict(config)
         self.n_loops = config.n_loops if n_loops is None else n_loops
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
-        self.num_hidden_layers = config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers
+        self.num_hidden_layers = (
+            config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers
+        )
         self.num_attention_heads = config.n_heads
-        ids = dict(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID, tie_word_embeddings=False)
-        super().__init__(**(ids | {name: value for name, value in others.items() if name not in vars(self)}))
+        ids = dict(
+            pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID, tie_word_embeddings=False
+        )
+        super().__init__(
+            **(ids | {name: value for name, value in others.items() if name not in vars(self)})
+        )
 
 
 class SpiderCache:
     """The decoding state as transformers' cache; each step updates it in place."""
+
     is_compileable = is_croppable = False
-    is_linear = (False,)                  # per layer, whether it is linear attention
+    is_linear = (False,)  # per layer, whether it is linear attention
 
     def __init__(self, state: DecodingState):
         self.state = state
-        self.ids = state.position.new_empty(len(state.position), 0)  # [B, bytes so far], including padding
+        # [B, bytes so far], including padding
+        self.ids = state.position.new_empty(len(state.position), 0)
         self.right_padded = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -71,43 +86,57 @@ class SpiderCache:
 @dataclass
 class SpiderCausalLMOutput(ModelOutput):
     """The output of SpiderForCausalLM.forward."""
-    loss: Tensor | None = None            # in training mode to minimize, in evaluation mode the cross-entropy
-    logits: Tensor | None = None          # [B, T, vocab_size]
+
+    loss: Tensor | None = None  # in training mode to minimize, in evaluation mode the cross-entropy
+    logits: Tensor | None = None  # [B, T, vocab_size]
     cache: SpiderCache | None = None
-    nats_per_byte: Tensor | None = None   # the cross-entropy of this pass
+    nats_per_byte: Tensor | None = None  # the cross-entropy of this pass
 
 
 class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     """Spider as a causal language model.
 
-    `dtype` sets the dtype of products; parameters stay fp32, as in training. `half()`, `to(dtype)` and the like cast
-    both. Use float16 only for inference, since gradients are often too small for it.
+    `dtype` sets the dtype of products; parameters stay fp32, as in training. `half()`, `to(dtype)`
+    and the like cast both. Use float16 only for inference, since gradients are often too small for
+    it.
 
-    generate() decodes byte by byte with a DecodingState. That cannot be rolled back, so assisted generation is refused.
-    Train with Spider's train.py: other optimizers do not update the Engram tables, whose gradients are not in
-    weight.grad (see docs/guide/your-own-loop.md in the project)."""
+    generate() decodes byte by byte with a DecodingState. That cannot be rolled back, so assisted
+    generation is refused. Train with Spider's train.py: other optimizers do not update the
+    Engram tables, whose gradients are not in weight.grad (see docs/guide/your-own-loop.md in the
+    project)."""
+
     config_class = SpiderHFConfig
     _is_stateful = True
-    accepts_loss_kwargs = True            # of the Trainer: forward takes num_items_in_batch
+    accepts_loss_kwargs = True  # of the Trainer: forward takes num_items_in_batch
     supports_gradient_checkpointing = True
 
     def __init__(self, config: SpiderHFConfig):
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("quantization_config is not available in Spider: model.to(torch.bfloat16) halves its size")
+            raise ValueError(
+                "quantization_config is not available in Spider: model.to(torch.bfloat16) halves "
+                "its size"
+            )
         if config._attn_implementation not in (None, "eager"):
-            raise ValueError(f"attn_implementation={config._attn_implementation!r} is not available in Spider, which "
-                             f"chooses its attention kernels itself: leave it out")
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} is not available in "
+                f"Spider, which "
+                f"chooses its attention kernels itself: leave it out"
+            )
         super().__init__(config)
-        # For other classes, the Trainer's label smoothing does not shift labels, and so trains a copier.
+        # For other classes, the Trainer's label smoothing does not shift labels, and so trains a
+        # copier.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[type(self).__name__] = type(self).__name__
         # transformers casts loaded weights to these dtypes
         self.spider = Spider(SpiderConfig.from_saved(config.spider)).float()
-        self.spider.compute_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        self.spider.compute_dtype = (
+            config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        )
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Set the constants of tables that are not in the files; Spider or the files set all other values."""
+        """Set the constants of tables that are not in the files; Spider or the files set all other
+        values."""
         if isinstance(module, EngramTable):
             multiplier = module.multiplier.clone()
             module.init_hash(0)
@@ -121,7 +150,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Tell whether layers are recomputed in backward; gradient_checkpointing_enable() and _disable() set it."""
+        """Tell whether layers are recomputed in backward; gradient_checkpointing_enable() and
+        _disable() set it."""
         return self.spider.recompute != "nothing"
 
     @gradient_checkpointing.setter
@@ -129,10 +159,12 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         self.spider.recompute = "all" if enable else "nothing"
 
     def enable_input_require_grads(self):
-        """Do nothing: only reentrant checkpointing, which this model does not use, needs inputs with gradients."""
+        """Do nothing: only reentrant checkpointing, which this model does not use, needs inputs
+        with gradients."""
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_, **__):
-        """Accept the present size alone, which fine-tuning scripts ask for; raise ValueError for any other."""
+        """Accept the present size alone, which fine-tuning scripts ask for; raise ValueError for
+        any other."""
         if new_num_tokens not in (None, self.spider.config.vocab_size):
             raise ValueError("the vocabulary of bytes is fixed")
 
@@ -143,22 +175,40 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def zero_grad(self, set_to_none: bool = True):
         self.spider.zero_grad(set_to_none)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, cache: SpiderCache | None = None,
-                                      attention_mask: Tensor | None = None, use_cache: bool | None = None,
-                                      n_loops: int | None = None, output_attentions: bool | None = None,
-                                      output_hidden_states: bool | None = None, **_) -> dict:
-        """Return the inputs of the next step: the part of input_ids [B, T] that is not in the cache. Raise ValueError
-        if there is none, or the cache is of other ids."""
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        cache: SpiderCache | None = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        n_loops: int | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **_,
+    ) -> dict:
+        """Return the inputs of the next step: the part of input_ids [B, T] that is not in the
+        cache. Raise ValueError if there is none, or the cache is of other ids."""
         seen = 0
         if isinstance(cache, SpiderCache):
             seen = cache.get_seq_length()
             if input_ids.shape[1] <= seen or not torch.equal(input_ids[:, :seen], cache.ids):
-                raise ValueError("cache: input_ids must continue the ids that it has read; start another text without")
-        return dict(input_ids=input_ids[:, seen:], attention_mask=attention_mask, cache=cache, use_cache=use_cache,
-                    n_loops=n_loops, output_attentions=output_attentions, output_hidden_states=output_hidden_states)
+                raise ValueError(
+                    "cache: input_ids must continue the ids that it has read; start another text "
+                    "without"
+                )
+        return dict(
+            input_ids=input_ids[:, seen:],
+            attention_mask=attention_mask,
+            cache=cache,
+            use_cache=use_cache,
+            n_loops=n_loops,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+        )
 
     def generate(self, inputs: Tensor | None = None, **kwargs):
-        """Generate as transformers does; an empty prompt, like none, is the beginning of a document."""
+        """Generate as transformers does; an empty prompt, like none, is the beginning of a
+        document."""
         inputs = kwargs.pop("input_ids", inputs)
         if inputs is not None and inputs.shape[-1] == 0:
             inputs = inputs.new_full((len(inputs), 1), BOS_ID, dtype=torch.int64)
@@ -166,21 +216,31 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         with self.spider.cast_weights_once():
             return super().generate(inputs, **kwargs)
 
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                labels: Tensor | None = None, cache: SpiderCache | None = None, use_cache: bool | None = None,
-                n_loops: int | None = None, return_dict: bool | None = None,
-                num_items_in_batch: Tensor | int | None = None, **others) -> SpiderCausalLMOutput | tuple:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        cache: SpiderCache | None = None,
+        use_cache: bool | None = None,
+        n_loops: int | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **others,
+    ) -> SpiderCausalLMOutput | tuple:
         """Compute logits and, given labels, the loss; padding affects neither.
 
-        input_ids [B, T] int64. attention_mask [B, bytes so far]: 0 only at the ends of rows. labels [B, T]: shifted
-        here, as everywhere in transformers, so pass input_ids; labels of -100, PAD and padding are ignored. n_loops:
-        defaults to that of training. Padding is where the mask is 0, and PAD at the ends of rows.
+        input_ids [B, T] int64. attention_mask [B, bytes so far]: 0 only at the ends of rows. labels
+        [B, T]: shifted here, as everywhere in transformers, so pass input_ids; labels of -100, PAD
+        and padding are ignored. n_loops: defaults to that of training. Padding is where the mask is
+        0, and PAD at the ends of rows.
 
-        Without a cache this is the full pass: `loss` is the loss to minimize, a mean over bytes and passes, and in
-        evaluation mode the cross-entropy alone, `nats_per_byte`. num_items_in_batch: of the Trainer, the labels of all
-        passes of an optimizer step; `loss` is then this pass's share of the step's loss, see share_of_step. With
-        use_cache, which does not allow labels, a SpiderCache is created or continued; the logits are the same. The mask
-        of a continued cache is not read. others: what other models take, such as inputs_embeds, as None or False. Raise
+        Without a cache this is the full pass: `loss` is the loss to minimize, a mean over bytes and
+        passes, and in evaluation mode the cross-entropy alone, `nats_per_byte`. num_items_in_batch:
+        of the Trainer, the labels of all passes of an optimizer step; `loss` is then this pass's
+        share of the step's loss, see share_of_step. With use_cache, which does not allow labels, a
+        SpiderCache is created or continued; the logits are the same. The mask of a continued cache
+        is not read. others: what other models take, such as inputs_embeds, as None or False. Raise
         ValueError for any other value, and for a mask with holes."""
         for name in ("output_attentions", "output_hidden_states"):
             others[name] = others.get(name) or getattr(self.config, name, None)
@@ -194,9 +254,14 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             check_ids("labels", labels, *input_ids.shape)
         if cache is not None and not isinstance(cache, SpiderCache):
-            raise ValueError("cache must be the cache that an earlier call returned; leave it out to start a text")
+            raise ValueError(
+                "cache must be the cache that an earlier call returned; leave it out to start a "
+                "text"
+            )
         if cache is not None and len(cache.ids) != len(input_ids):
-            raise ValueError(f"cache: it continues {len(cache.ids)} rows, but input_ids has {len(input_ids)}")
+            raise ValueError(
+                f"cache: it continues {len(cache.ids)} rows, but input_ids has {len(input_ids)}"
+            )
         fed, cu_seqlens, share = input_ids, None, 1.0
         if cache is None or not cache.get_seq_length():
             kept, input_ids = without_padding(input_ids, attention_mask)
@@ -204,21 +269,27 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             if labels is not None:
                 share = share_of_step(labels, kept, num_items_in_batch)
                 # the first byte has no context
-                labels = labels.masked_fill(~(kept & F.pad(kept[:, :-1], (1, 0))) | (labels == PAD_ID), -100)
+                labels = labels.masked_fill(
+                    ~(kept & F.pad(kept[:, :-1], (1, 0))) | (labels == PAD_ID), -100
+                )
         if use_cache or cache is not None:
             if labels is not None:
                 raise ValueError("labels: the loss needs a full pass, without cache and use_cache")
             if cache is None:
                 cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
             if cache.right_padded:
-                raise ValueError("attention_mask: to continue a text, pad on the left (padding_side='left')")
+                raise ValueError(
+                    "attention_mask: to continue a text, pad on the left (padding_side='left')"
+                )
             if not cache.get_seq_length():
                 cache.right_padded = bool((kept.any(1) & ~kept[:, -1]).any())
             output = SpiderCausalLMOutput(None, self.spider.step(input_ids, cache.state), cache)
             cache.ids = torch.cat((cache.ids, fed), dim=1)
         else:
             shifted = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
-            full = self.spider(input_ids.where(kept, PAD_ID), shifted, n_loops, cu_seqlens=cu_seqlens)
+            full = self.spider(
+                input_ids.where(kept, PAD_ID), shifted, n_loops, cu_seqlens=cu_seqlens
+            )
             loss = full.loss if self.training else full.nats_per_byte
             if loss is not None:
                 loss = loss * share
@@ -227,15 +298,23 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return which bytes are not padding, bool [B, T], and input_ids [B, T] in which padding does not affect them.
-    attention_mask [B, T], 0 or 1. Padding is where the mask is 0, and PAD at the ends of rows.
+    """Return which bytes are not padding, bool [B, T], and input_ids [B, T] in which padding does
+    not affect them. attention_mask [B, T], 0 or 1. Padding is where the mask is 0, and PAD at the
+    ends of rows.
 
-    Left padding becomes a document of its own, PAD ... EOS, after which the text starts another one; a row without any
-    text ends with BOS, as an empty prompt does. Causal layers never see right padding."""
-    if attention_mask is not None and (attention_mask.shape != input_ids.shape or (
-            F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0).sum(1).gt(1).any()):
-        raise ValueError("attention_mask must have the shape of input_ids, with contiguous ones in each row")
-    input_ids = input_ids if attention_mask is None else input_ids.where(attention_mask != 0, PAD_ID)
+    Left padding becomes a document of its own, PAD ... EOS, after which the text starts another
+    one; a row without any text ends with BOS, as an empty prompt does. Causal layers never see
+    right padding."""
+    if attention_mask is not None and (
+        attention_mask.shape != input_ids.shape
+        or (F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0).sum(1).gt(1).any()
+    ):
+        raise ValueError(
+            "attention_mask must have the shape of input_ids, with contiguous ones in each row"
+        )
+    input_ids = (
+        input_ids if attention_mask is None else input_ids.where(attention_mask != 0, PAD_ID)
+    )
     real = (input_ids != PAD_ID).int()
     in_front, behind = real.cumsum(1) == 0, real.flip(1).cumsum(1).flip(1) == 0
     ends = in_front & ~F.pad(in_front[:, 1:], (0, 1))
@@ -245,43 +324,57 @@ def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[T
     return kept, text
 
 
-def share_of_step(labels: Tensor, kept: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
-    """Return the share of a pass's labels [B, T], not shifted, in num_items_in_batch, those of all passes of an
-    optimizer step; 1 if the Trainer does not give it. kept: see without_padding.
+def share_of_step(
+    labels: Tensor, kept: Tensor, num_items_in_batch: Tensor | int | None
+) -> Tensor | float:
+    """Return the share of a pass's labels [B, T], not shifted, in num_items_in_batch, those of all
+    passes of an optimizer step; 1 if the Trainer does not give it. kept: see without_padding.
 
-    The Trainer adds up the losses of the passes, so each is weighted by its share. Labels are counted as the Trainer
-    counts them: then the shares add up to 1, the terms that are means over bytes equal those of one large pass, and the
-    other terms (balance, halting, segments), which are means over a pass, are averaged. Raise ValueError where labels
-    of padding would distort the shares."""
+    The Trainer adds up the losses of the passes, so each is weighted by its share. Labels are
+    counted as the Trainer counts them: then the shares add up to 1, the terms that are means over
+    bytes equal those of one large pass, and the other terms (balance, halting, segments), which are
+    means over a pass, are averaged. Raise ValueError where labels of padding would distort the
+    shares."""
     if num_items_in_batch is None:
         return 1.0
     counted = labels[:, 1:] != -100
     share = counted.sum() / max(1, num_items_in_batch)
     if (counted & ~kept[:, 1:]).any() and share != 1:
-        raise ValueError("labels: with gradient accumulation, those of padding must be -100, since the Trainer counts "
-                         "all others")
+        raise ValueError(
+            "labels: with gradient accumulation, those of padding must be -100, since the "
+            "Trainer counts "
+            "all others"
+        )
     return share
 
 
 SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"} | {
-    i: f"<reserved_{i}>" for i in range(EOS_ID + 1, VOCAB_SIZE)}
+    i: f"<reserved_{i}>" for i in range(EOS_ID + 1, VOCAB_SIZE)
+}
 SPECIAL_IDS = {name: i for i, name in SPECIAL.items()}
 
 
 class SpiderTokenizer(PreTrainedTokenizer):
-    """The byte tokenizer: ids 0-255 are the UTF-8 bytes of a text, see tokenizer.py. A pair of texts is two documents;
-    no text can spell a special id. BOS is only added with add_bos_token, since most texts are excerpts of a document,
-    and lm-evaluation-harness adds its own.
+    """The byte tokenizer: ids 0-255 are the UTF-8 bytes of a text, see tokenizer.py. A pair of
+    texts is two documents; no text can spell a special id. BOS is only added with add_bos_token,
+    since most texts are excerpts of a document, and lm-evaluation-harness adds its own.
 
-    `errors` is that of bytes.decode for decoding. With "surrogateescape" any bytes survive the round trip."""
+    `errors` is that of bytes.decode for decoding. With "surrogateescape" any bytes survive the
+    round trip."""
+
     vocab_files_names = {}
     model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
 
     def __init__(self, errors: str = "replace", add_bos_token: bool = False, **others):
         self.errors, self.add_bos_token = errors, add_bos_token
-        special = dict(pad_token=SPECIAL[PAD_ID], bos_token=SPECIAL[BOS_ID], eos_token=SPECIAL[EOS_ID],
-                       split_special_tokens=True, padding_side="left")
+        special = dict(
+            pad_token=SPECIAL[PAD_ID],
+            bos_token=SPECIAL[BOS_ID],
+            eos_token=SPECIAL[EOS_ID],
+            split_special_tokens=True,
+            padding_side="left",
+        )
         super().__init__(errors=errors, add_bos_token=add_bos_token, **(special | others))
 
     @property
@@ -292,7 +385,8 @@ class SpiderTokenizer(PreTrainedTokenizer):
         return {chr(i): i for i in range(256)} | SPECIAL_IDS
 
     def _tokenize(self, text: str, **_) -> list[str]:
-        text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)     # surrogates that stand for no byte
+        # surrogates that stand for no byte
+        text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)
         return [chr(byte) for byte in text.encode("utf-8", "surrogateescape")]
 
     def _convert_token_to_id(self, token: str) -> int | None:
@@ -306,20 +400,34 @@ class SpiderTokenizer(PreTrainedTokenizer):
         pieces = (token.encode("latin-1" if len(token) == 1 else "ascii") for token in tokens)
         return b"".join(pieces).decode("utf-8", self.errors)
 
-    def _decode(self, token_ids, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None,
-                **_) -> str:
-        """Decode ids; those above 255 are dropped with skip_special_tokens, else written by name."""
+    def _decode(
+        self,
+        token_ids,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **_,
+    ) -> str:
+        """Decode ids; those above 255 are dropped with skip_special_tokens, else written by
+        name."""
         ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
         return self.convert_tokens_to_string(
-            [self._convert_id_to_token(i) for i in ids if i < 256 or not skip_special_tokens])
+            [self._convert_id_to_token(i) for i in ids if i < 256 or not skip_special_tokens]
+        )
 
-    def build_inputs_with_special_tokens(self, token_ids_0: list[int], token_ids_1: list[int] | None = None):
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ):
         pair = [] if token_ids_1 is None else [EOS_ID, BOS_ID, *token_ids_1]
         return [BOS_ID] * self.add_bos_token + [*token_ids_0, *pair]
 
-    def get_special_tokens_mask(self, token_ids_0, token_ids_1=None, already_has_special_tokens: bool = False):
-        ids = token_ids_0 if already_has_special_tokens else self.build_inputs_with_special_tokens(
-            token_ids_0, token_ids_1)
+    def get_special_tokens_mask(
+        self, token_ids_0, token_ids_1=None, already_has_special_tokens: bool = False
+    ):
+        ids = (
+            token_ids_0
+            if already_has_special_tokens
+            else self.build_inputs_with_special_tokens(token_ids_0, token_ids_1)
+        )
         return [int(i > 255) for i in ids]
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple:

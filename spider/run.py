@@ -1,5 +1,5 @@
-"""A run in progress: its position and losses (`RunProgress`), metrics.jsonl (`Metrics`), signals (`StopSignals`), wandb
-and the profiler."""
+"""A run in progress: its position and losses (`RunProgress`), metrics.jsonl (`Metrics`), signals
+(`StopSignals`), wandb and the profiler."""
 
 import json
 import math
@@ -19,40 +19,46 @@ from spider import common
 from spider.common import Stopped, UsageError
 from tokenizer import VOCAB_SIZE
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Progress
 
-RECENT = 64                               # losses that a new one is judged by
-SPIKE_AFTER = 20                          # of them, before any is called a spike
+RECENT = 64  # losses that a new one is judged by
+SPIKE_AFTER = 20  # of them, before any is called a spike
 
 
 class StepEvents(NamedTuple):
     """What the log says of a step beside its metrics."""
-    spike: bool = False                   # its loss is one
+
+    spike: bool = False  # its loss is one
     begins_epoch: bool = False
-    cleared: bool = False                 # the Engram tables were cleared after it
+    cleared: bool = False  # the Engram tables were cleared after it
 
 
 @dataclass
 class RunProgress:
     """Position and losses of a run; saved with every checkpoint."""
-    step: int = 0                         # optimizer steps done
-    bytes_seen: int = 0                   # training bytes consumed, PAD included
-    epoch: int = 0                        # of the last step that was not skipped
-    best_loss: float = math.inf           # lowest validation loss, nats per byte
-    val_loss: float | None = None         # validation loss after the last step, if it was evaluated
-    unimproved: int = 0                   # last evaluations in a row that did not lower best_loss
-    metrics: dict | None = None           # of the last step: its line of metrics.jsonl
-    recent: list = field(default_factory=list)  # the last RECENT losses
-    lowest_peak: float = math.inf         # the smallest max(recent) so far
-    exploded: bool = False                # whether the last 4 losses exceed 1.5 * lowest_peak, or the last one that
-                                          # of guessing by more than 1
-    skipped: int = 0                      # last steps in a row that were not finite
-    wandb: dict | None = None             # name and id of the wandb run
-    n_loops: int = 1                      # loops in training; may be more than the model was built for
 
-    def record(self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False) -> StepEvents:
-        """Record a completed step; return what the log says of it. cleared: the Engram tables, after the step."""
+    step: int = 0  # optimizer steps done
+    bytes_seen: int = 0  # training bytes consumed, PAD included
+    epoch: int = 0  # of the last step that was not skipped
+    best_loss: float = math.inf  # lowest validation loss, nats per byte
+    val_loss: float | None = None  # validation loss after the last step, if it was evaluated
+    unimproved: int = 0  # last evaluations in a row that did not lower best_loss
+    metrics: dict | None = None  # of the last step: its line of metrics.jsonl
+    recent: list = field(default_factory=list)  # the last RECENT losses
+    lowest_peak: float = math.inf  # the smallest max(recent) so far
+    # whether the last 4 losses exceed 1.5 * lowest_peak, or the last one that of guessing by more
+    # than 1
+    exploded: bool = False
+    skipped: int = 0  # last steps in a row that were not finite
+    wandb: dict | None = None  # name and id of the wandb run
+    n_loops: int = 1  # loops in training; may be more than the model was built for
+
+    def record(
+        self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False
+    ) -> StepEvents:
+        """Record a completed step; return what the log says of it. cleared: the Engram tables,
+        after the step."""
         self.step += 1
         self.bytes_seen = bytes_seen
         self.val_loss = None
@@ -87,30 +93,33 @@ class RunProgress:
         self.exploded = False
 
     def forget_losses(self, evaluations: bool):
-        """Forget recent losses, since other flags or data change the loss; and `evaluations`, of other data."""
+        """Forget recent losses, since other flags or data change the loss; and `evaluations`, of
+        other data."""
         self.forget_recent()
         self.unimproved = 0
         if evaluations:
             self.best_loss, self.val_loss = math.inf, None
 
     def watch(self, loss: float) -> bool:
-        """Note a finite loss; return whether it is a spike. It is judged by the largest of the recent losses, not by
-        their mean, since documents may differ much from one another."""
+        """Note a finite loss; return whether it is a spike. It is judged by the largest of the
+        recent losses, not by their mean, since documents may differ much from one another."""
         spike = len(self.recent) >= SPIKE_AFTER and loss > 1.2 * max(self.recent)
         self.recent = [*self.recent, loss][-RECENT:]
-        self.exploded = min(self.recent[-4:]) > 1.5 * self.lowest_peak or loss > 1 + math.log(VOCAB_SIZE)
+        self.exploded = min(self.recent[-4:]) > 1.5 * self.lowest_peak or loss > 1 + math.log(
+            VOCAB_SIZE
+        )
         if len(self.recent) >= SPIKE_AFTER:
             self.lowest_peak = min(self.lowest_peak, max(self.recent))
         return spike
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # metrics.jsonl
 
 
 def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the numbers of each line of metrics.jsonl, None for those that were not finite; nothing if there is no such
-    file."""
+    """Yield the numbers of each line of metrics.jsonl, None for those that were not finite; nothing
+    if there is no such file."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -119,13 +128,21 @@ def read_lines(path: Path) -> Iterator[dict]:
                 line = json.loads(line)
             except (ValueError, RecursionError):  # cut short by a kill, or not ours
                 continue
-            if isinstance(line, dict) and type(line.get("step")) is int and 0 <= line["step"] < 1 << 62:
-                yield {name: value for name, value in line.items()
-                       if value is None or isinstance(value, (int, float)) and abs(value) < 1e300}
+            if (
+                isinstance(line, dict)
+                and type(line.get("step")) is int
+                and 0 <= line["step"] < 1 << 62
+            ):
+                yield {
+                    name: value
+                    for name, value in line.items()
+                    if value is None or isinstance(value, (int, float)) and abs(value) < 1e300
+                }
 
 
 class Metrics:
-    """Write metrics.jsonl, a line per step. If the disk is full, log that once, and write the lines later."""
+    """Write metrics.jsonl, a line per step. If the disk is full, log that once, and write the lines
+    later."""
 
     def __init__(self, path: Path, step: int):
         """Keep the lines before `step`; the run writes all further ones again."""
@@ -137,8 +154,10 @@ class Metrics:
 
     def write(self, numbers: Mapping):
         """Write the line of a step; non-finite numbers become null."""
-        finite = {name: value if value is not None and math.isfinite(value) else None
-                  for name, value in numbers.items()}
+        finite = {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in numbers.items()
+        }
         with self.lock:
             self.pending += json.dumps(finite).encode() + b"\n"
         try:
@@ -158,7 +177,7 @@ class Metrics:
     def _write_pending(self):
         with self.lock:
             while self.pending:
-                self.pending = self.pending[self.file.write(self.pending):]
+                self.pending = self.pending[self.file.write(self.pending) :]
 
     def sync(self):
         """Sync all lines to disk, or raise OSError; a checkpoint is renamed only after this."""
@@ -166,31 +185,33 @@ class Metrics:
         os.fsync(self.file.fileno())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Signals
 
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
-QUITS = signal.SIGTERM, signal.SIGINT     # these end the process at once when they are repeated
-REPEATED = 5.0                            # seconds within which torchrun repeats a signal to its ranks
+QUITS = signal.SIGTERM, signal.SIGINT  # these end the process at once when they are repeated
+REPEATED = 5.0  # seconds within which torchrun repeats a signal to its ranks
 
 
 class StopSignals:
-    """Handle the signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal) and SIGUSR1 (which
-    Slurm users send before the time limit).
+    """Handle the signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal)
+    and SIGUSR1 (which Slurm users send before the time limit).
 
-    The first one sets `asked`, so that the run stops after the step and saves. The same one again, of QUITS, ends the
-    process at once; but within the REPEATED seconds a rank ignores it, as torchrun's copy of a signal that was sent to
-    both. Another one does not: systemd and Slurm send two kinds in a row. Where `raises` is set, as before the loop
-    begins, the first one raises Stopped. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
+    The first one sets `asked`, so that the run stops after the step and saves. The same one again,
+    of QUITS, ends the process at once; but within the REPEATED seconds a rank ignores it, as
+    torchrun's copy of a signal that was sent to both. Another one does not: systemd and Slurm send
+    two kinds in a row. Where `raises` is set, as before the loop begins, the first one raises
+    Stopped. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
 
-    Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and they `agree`."""
+    Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and
+    they `agree`."""
 
     def __init__(self, ranks: int = 1, by_torchrun: bool = False):
         self.ranks = ranks
-        self.repeats = ranks > 1 or by_torchrun      # whether torchrun may copy a signal
-        self.asked: signal.Signals | None = None     # the first signal of this process
-        self.agreed: signal.Signals | None = None    # the signal that stops all ranks
-        self.received: dict[int, float] = {}         # monotonic time of the first signal of each kind
+        self.repeats = ranks > 1 or by_torchrun  # whether torchrun may copy a signal
+        self.asked: signal.Signals | None = None  # the first signal of this process
+        self.agreed: signal.Signals | None = None  # the signal that stops all ranks
+        self.received: dict[int, float] = {}  # monotonic time of the first signal of each kind
         self.raises = True
 
     def __enter__(self):
@@ -227,21 +248,22 @@ class StopSignals:
         if self.ranks == 1:
             self.agreed = self.asked
         more = "; repeat to quit at once" if number in QUITS else ""
-        with suppress(OSError):           # stderr may be gone; the logger may be busy
+        with suppress(OSError):  # stderr may be gone; the logger may be busy
             os.write(2, f"{self.asked.name}: stopping{more}\n".encode())
         if self.raises:
             raise Stopped("stopped before the first step")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # wandb and the profiler
 
 
 class Tracker:
-    """The wandb run of --run. If wandb fails after its start, that is logged once, and the run goes on without it."""
+    """The wandb run of --run. If wandb fails after its start, that is logged once, and the run goes
+    on without it."""
 
     def __init__(self, wandb_run):
-        self.wandb_run = wandb_run        # None once it failed
+        self.wandb_run = wandb_run  # None once it failed
 
     def log(self, metrics: Mapping, step: int):
         """Log a step's metrics."""
@@ -250,9 +272,10 @@ class Tracker:
     def finish(self):
         """End the wandb run."""
         self._try(lambda wandb_run: wandb_run.finish())
-        if self.wandb_run is None:        # else wandb's exit hook fails again, with a traceback
+        if self.wandb_run is None:  # else wandb's exit hook fails again, with a traceback
             with suppress(Exception):
                 import wandb
+
                 wandb.teardown()
 
     def _try(self, work: Callable):
@@ -260,15 +283,23 @@ class Tracker:
             return
         try:
             work(self.wandb_run)
-        except Exception as fault:        # its service died, the disk is full, ...
+        except Exception as fault:  # its service died, the disk is full, ...
             self.wandb_run = None
-            logger.error(f"wandb failed: {type(fault).__name__}: {fault}; this run logs to metrics.jsonl alone")
+            logger.error(
+                f"wandb failed: {type(fault).__name__}: {fault}; this run logs to metrics.jsonl "
+                f"alone"
+            )
 
 
-def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunProgress, closing: ExitStack,
-                in_place: bool) -> Tracker | None:
-    """Start the wandb run of --run, or return None. in_place: the run resumes in its own directory, and so does the
-    wandb run of that name that its checkpoint recorded; else a new one begins."""
+def start_wandb(
+    name: str | None,
+    settings: Mapping[str, object],
+    progress: RunProgress,
+    closing: ExitStack,
+    in_place: bool,
+) -> Tracker | None:
+    """Start the wandb run of --run, or return None. in_place: the run resumes in its own directory,
+    and so does the wandb run of that name that its checkpoint recorded; else a new one begins."""
     if not in_place:
         progress.wandb = None
     if not name:
@@ -277,9 +308,14 @@ def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunP
     run_id = recorded.get("id") if recorded.get("name") == name else None
     try:
         import wandb
-        wandb_run = wandb.init(project="spider", name=name, id=run_id, resume="allow", config=dict(settings))
-    except Exception as fault:            # installation, settings, network or service
-        raise UsageError(f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network") from None
+
+        wandb_run = wandb.init(
+            project="spider", name=name, id=run_id, resume="allow", config=dict(settings)
+        )
+    except Exception as fault:  # installation, settings, network or service
+        raise UsageError(
+            f"--run: wandb does not start: {fault}; WANDB_MODE=offline needs no network"
+        ) from None
     progress.wandb = dict(name=name, id=wandb_run.id)
     tracker = Tracker(wandb_run)
     closing.callback(tracker.finish)
@@ -289,8 +325,11 @@ def start_wandb(name: str | None, settings: Mapping[str, object], progress: RunP
 def start_profiler(directory: Path, closing: ExitStack):
     """Profile steps 3 to 5 of this process; write trace.json for chrome://tracing or Perfetto."""
     from torch.profiler import profile, schedule
-    profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
-                       on_trace_ready=lambda done: done.export_chrome_trace(str(directory / "trace.json")))
+
+    profiler = profile(
+        schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(directory / "trace.json")),
+    )
     profiler.start()
     closing.callback(profiler.stop)
     return profiler

@@ -12,11 +12,17 @@ PROGRESS = "prepare: ", "verify: "
 
 
 def complaint(capsys, *argv) -> str:
-    """Return the complaint of data.py about a command line; fail unless it is one line on stderr, and the status 2."""
+    """Return the complaint of data.py about a command line; fail unless it is one line on stderr,
+    and the status 2."""
     status = data.main([*map(str, argv)])
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if not line.startswith(PROGRESS)]
-    assert (status, len(lines), out) == (2, 1, "") and lines[0].startswith("data.py: error: "), (argv, status, err, out)
+    assert (status, len(lines), out) == (2, 1, "") and lines[0].startswith("data.py: error: "), (
+        argv,
+        status,
+        err,
+        out,
+    )
     assert lines[0].isprintable()
     return lines[0]
 
@@ -42,7 +48,9 @@ def joined(directory: Path, split: str) -> bytes:
 def documents(directory: Path, split: str) -> list[bytes]:
     """The documents of a split; fails where one does not begin with BOS and end with EOS."""
     out = []
-    for ids in np.split(ids := np.frombuffer(joined(directory, split), "<u2"), np.flatnonzero(ids == EOS_ID) + 1)[:-1]:
+    for ids in np.split(
+        ids := np.frombuffer(joined(directory, split), "<u2"), np.flatnonzero(ids == EOS_ID) + 1
+    )[:-1]:
         assert ids[0] == BOS_ID and ids[-1] == EOS_ID and (ids[1:-1] < 256).all()
         out.append(ids[1:-1].astype(np.uint8).tobytes())
     return out

@@ -1,4 +1,5 @@
-"""Shared by test files: a small model with every component awake, bytes for it, and whole small runs."""
+"""Shared by test files: a small model with every component awake, bytes for it, and whole small
+runs."""
 
 import json
 import multiprocessing
@@ -11,9 +12,13 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CACHE = tempfile.TemporaryDirectory()     # before transformers is imported: no network, nothing in the home directory
-os.environ |= dict(HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-os.environ["OMP_NUM_THREADS"] = "1"       # before torch is: to small models more give nothing, and workers share cores
+# before transformers is imported: no network, nothing in the home directory
+CACHE = tempfile.TemporaryDirectory()
+os.environ |= dict(
+    HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
+)
+# before torch is: to small models more give nothing, and workers share cores
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest
@@ -41,7 +46,8 @@ def pytest_collection_modifyitems(items):
 
 
 def has_fp8(experts: bool = False) -> bool:
-    """Return whether the GPU multiplies in FP8, or also the grouped product that `--fp8_experts` takes."""
+    """Return whether the GPU multiplies in FP8, or also the grouped product that `--fp8_experts`
+    takes."""
     if experts:
         return multiplies_at_once(torch.device("cuda"), torch.bfloat16)
     return torch.cuda.get_device_capability() >= (8, 9)
@@ -49,7 +55,8 @@ def has_fp8(experts: bool = False) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts():
-    """Tests and the processes that they start hear SIGINT and SIGHUP, also under nohup or as a background job."""
+    """Tests and the processes that they start hear SIGINT and SIGHUP, also under nohup or as a
+    background job."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -60,20 +67,22 @@ def interrupts():
 
 @pytest.fixture(scope="session")
 def processes():
-    """A server that has imported everything, from which runs and ranks are forked in a tenth of a second (jobs.py)."""
+    """A server that has imported everything, from which runs and ranks are forked in a tenth of a
+    second (jobs.py)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["jobs", "bitsandbytes"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))         # it does not take sys.path from here
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # it does not take sys.path from here
         forkserver.ensure_running()
     return context
 
 
 def do_nothing_slow(patch=setattr):
-    """Draw no curves.png and time no step: both take longer than a small run. Tests of these undo it."""
+    """Draw no curves.png and time no step: both take longer than a small run. Tests of these undo
+    it."""
     patch(curves, "draw_curves", lambda *_: None)
     patch(train, "time_steps", lambda *_: 1000.0)
-    patch(estimate, "free_memory", lambda device: 1e15)               # whatever else runs on this machine
+    patch(estimate, "free_memory", lambda device: 1e15)  # whatever else runs on this machine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,10 +94,29 @@ def nothing_slow():
 
 def small_config(**changes) -> SpiderConfig:
     """Every component at a size for tests."""
-    sizes = dict(hidden_size=32, n_prelude_layers=1, n_recurrent_layers=2, n_coda_layers=1, n_loops=2, n_heads=2,
-                 q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16,
-                 intermediate_size=48, n_routed_experts=4, moe_intermediate_size=16, lora_rank=4, engram_layers=(1,),
-                 engram_heads=2, engram_rows=200, engram_dim=8, engram_byte_rows=300, engram_byte_dim=8)
+    sizes = dict(
+        hidden_size=32,
+        n_prelude_layers=1,
+        n_recurrent_layers=2,
+        n_coda_layers=1,
+        n_loops=2,
+        n_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        intermediate_size=48,
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        lora_rank=4,
+        engram_layers=(1,),
+        engram_heads=2,
+        engram_rows=200,
+        engram_dim=8,
+        engram_byte_rows=300,
+        engram_byte_dim=8,
+    )
     return SpiderConfig(**(sizes | changes))
 
 
@@ -99,7 +127,15 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "offset_proj" in name or name.endswith(
-                    ("table.weight", "conv_weight", "lora_up", "null_segment", "out_proj.weight", "bias")):
+                (
+                    "table.weight",
+                    "conv_weight",
+                    "lora_up",
+                    "null_segment",
+                    "out_proj.weight",
+                    "bias",
+                )
+            ):
                 p.add_(torch.randn_like(p) * 0.5)
         if config.boundaries == "flexitokens" and config.n_recurrent_layers:
             model.boundary_predictor[2].weight.normal_(std=1.0)
@@ -113,7 +149,7 @@ def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
                 linear.weight.normal_(std=0.3)
         for memory in (model.engram_input, model.engram_output):
             if memory is not None and memory.followed is not None:
-                memory.followed[:, :MatchMemory.NOTHING + 1].normal_(std=0.3)
+                memory.followed[:, : MatchMemory.NOTHING + 1].normal_(std=0.3)
     model.to(dtype)
     model.compute_dtype = dtype
     return model.train()
@@ -128,11 +164,14 @@ def world_of(device: str = "cpu") -> World:
 
 def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
     """The plan that train.py makes of flags; without the machine's environment."""
-    return train.settle(train.parse_args([*argv], environ=environ or {}), world_of(device), **settings)
+    return train.settle(
+        train.parse_args([*argv], environ=environ or {}), world_of(device), **settings
+    )
 
 
 def gradients(model: Spider) -> dict:
-    """Gradients by parameter's name, None where there is none; of Engram tables the sums of what they gathered."""
+    """Gradients by parameter's name, None where there is none; of Engram tables the sums of what
+    they gathered."""
     found = {name: p.grad for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         if isinstance(module, EngramTable) and module.gathered():
@@ -172,16 +211,24 @@ atexit.register(lambda: print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/st
 
 
 def measured(code: str, *argv) -> tuple[subprocess.CompletedProcess, int]:
-    """Run Python code in a process of its own; also its peak memory in kB, to which getrusage would add this one's."""
-    done = subprocess.run([sys.executable, "-c", MEASURED + code, *argv], cwd=ROOT, text=True, capture_output=True)
+    """Run Python code in a process of its own; also its peak memory in kB, to which getrusage would
+    add this one's."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED + code, *argv], cwd=ROOT, text=True, capture_output=True
+    )
     return done, int(done.stdout.split()[-1])
 
 
-SMALL = ("hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,"
-         "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,n_routed_experts=4,"
-         "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,engram_dim=8,"
-         "engram_byte_rows=300,engram_byte_dim=8,boundaries=flexitokens,boundary_prior=0.15,"
-         "boundary_alpha=0.16666666666666666,boundary_sigma=0.0115,segment_offsets=1,core_loss_weight=0")
+SMALL = (
+    "hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,"
+    "q_lora_rank=16,"
+    "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,"
+    "intermediate_size=48,n_routed_experts=4,"
+    "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,"
+    "engram_dim=8,"
+    "engram_byte_rows=300,engram_byte_dim=8,boundaries=flexitokens,boundary_prior=0.15,"
+    "boundary_alpha=0.16666666666666666,boundary_sigma=0.0115,segment_offsets=1,core_loss_weight=0"
+)
 
 
 @pytest.fixture
@@ -200,15 +247,39 @@ def make_shards(directory):
     return directory
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Runs
 
 
 def run_flags(shards, directory, *flags, steps=6) -> list[str]:
     """The command line of a run of a small model."""
-    return ["--data_dir", str(shards), "--seq_len", "32", "--micro_batch", "2", "--max_steps", str(steps),
-            "--ckpt_every", "100", "--ckpt_dir", str(directory), "--set", SMALL, "--n_loops", "2", "--lr", "0.01",
-            "--eval_every", "4", "--log_every", "1", "--device", "cpu", *flags]
+    return [
+        "--data_dir",
+        str(shards),
+        "--seq_len",
+        "32",
+        "--micro_batch",
+        "2",
+        "--max_steps",
+        str(steps),
+        "--ckpt_every",
+        "100",
+        "--ckpt_dir",
+        str(directory),
+        "--set",
+        SMALL,
+        "--n_loops",
+        "2",
+        "--lr",
+        "0.01",
+        "--eval_every",
+        "4",
+        "--log_every",
+        "1",
+        "--device",
+        "cpu",
+        *flags,
+    ]
 
 
 def run(tmp_path, shards, *flags, steps=6, ckpt="run"):
@@ -229,10 +300,12 @@ def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
     """The same, stopped by SIGTERM in each step of `cuts` and resumed by the same command."""
     argv, take_step = run_flags(shards, tmp_path / ckpt, *flags, steps=steps), train.train_step
     for cut in cuts:
+
         def stopped(state, cut=cut):
             if state.progress.step + 1 == cut:
                 os.kill(os.getpid(), signal.SIGTERM)
             return take_step(state)
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "train_step", stopped)
             assert command_line(argv) == 128 + signal.SIGTERM
@@ -242,15 +315,20 @@ def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of a run."""
+    """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of
+    a run."""
     by_step = dict(zip(range(2, 22, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1)))
     record = RunProgress.record_evaluation
-    monkeypatch.setattr(RunProgress, "record_evaluation", lambda progress, loss, counts: record(
-        progress, by_step.get(progress.step, 2.2), counts))
+    monkeypatch.setattr(
+        RunProgress,
+        "record_evaluation",
+        lambda progress, loss, counts: record(progress, by_step.get(progress.step, 2.2), counts),
+    )
 
 
 def refused(argv, capsys, status=2, program="train.py", main=command_line) -> str:
-    """The last line of a command that fails, which is its only error; nothing is printed on stdout."""
+    """The last line of a command that fails, which is its only error; nothing is printed on
+    stdout."""
     assert main([*map(str, argv)]) == status
     out, err = capsys.readouterr()
     lines = err.splitlines()
@@ -265,11 +343,18 @@ def final_state(directory):
 
 def without_clock(line: dict) -> dict:
     """A line of metrics.jsonl without the numbers that depend on the clock."""
-    return {name: value for name, value in line.items() if name not in ("tok_per_sec", "bf16_mfu", "memory", "time")}
+    return {
+        name: value
+        for name, value in line.items()
+        if name not in ("tok_per_sec", "bf16_mfu", "memory", "time")
+    }
 
 
 def metrics(directory) -> list[dict]:
-    return [without_clock(json.loads(line)) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        without_clock(json.loads(line))
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def assert_same(a, b, where=""):
@@ -289,7 +374,8 @@ def assert_same(a, b, where=""):
 
 
 def assert_same_runs(one, other):
-    """Equality to the bit of the last checkpoints of two runs, and of their lines of metrics.jsonl."""
+    """Equality to the bit of the last checkpoints of two runs, and of their lines of
+    metrics.jsonl."""
     one_state, other_state = final_state(one), final_state(other)
     for state in (one_state, other_state):
         state["metrics"] = without_clock(state["metrics"])

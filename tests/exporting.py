@@ -17,13 +17,16 @@ from spider_model import Spider
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """A checkpoint whose model has every component awake, with the metrics of a run of six steps."""
+    """A checkpoint whose model has every component awake, with the metrics of a run of six
+    steps."""
     root = tmp_path_factory.mktemp("run")
     directory, config = run(root, make_shards(root / "data")), small_config()
     weights = awake(config).state_dict()
-    weights["lm_head.weight"] *= 20       # what is likely is told from what is not
+    weights["lm_head.weight"] *= 20  # what is likely is told from what is not
     path = directory / "spider-step6.pt"
-    torch.save(final_state(directory) | dict(model_state_dict=weights, cfg=asdict(config), n_loops=3), path)
+    torch.save(
+        final_state(directory) | dict(model_state_dict=weights, cfg=asdict(config), n_loops=3), path
+    )
     return path
 
 
@@ -41,15 +44,18 @@ def spider(checkpoint) -> Spider:
 
 def export_without_end(checkpoint: str, directory: str):
     """Export until a signal comes: half of the weights are written."""
+
     def write_half(weights, path, metadata):
         path.write_bytes(b"half")
         time.sleep(3600)
+
     safetensors.torch.save_file = write_half
     sys.exit(sample.main([checkpoint, "--export", directory]))
 
 
 def loaded(directory, **settings):
     from transformers import AutoModelForCausalLM  # takes a second, which other tests need not wait
+
     return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **settings)
 
 
@@ -60,6 +66,7 @@ def model(exported):
 
 def loaded_tokenizer(directory, **settings):
     from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=True, **settings)
 
 

@@ -1,10 +1,12 @@
-"""Golden values: what five optimizer steps of small runs give, from the command line to the last checkpoint.
+"""Golden values: what five optimizer steps of small runs give, from the command line to the last
+checkpoint.
 
-    python tests/golden.py                # write what is missing or has changed; CONTRIBUTING.md says when one may
-    python tests/golden.py --spread       # print how far other processors are, as emulated on this one
+    python tests/golden.py           # write what is missing or has changed (see CONTRIBUTING.md)
+    python tests/golden.py --spread  # print how far other processors are, as emulated here
 
-The rest of the suite compares the code with itself; these numbers stay when the code changes. A run is fp32 on one
-thread, its text is made here, and all flags that training reads are given: the defaults of presets are in `recipes`.
+The rest of the suite compares the code with itself; these numbers stay when the code changes. A run
+is fp32 on one thread, its text is made here, and all flags that training reads are given: the
+defaults of presets are in `recipes`.
 """
 
 import json
@@ -20,9 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]                # for the script; pytest has done so
+sys.path[:0] = [str(ROOT)]  # for the script; pytest has done so
 
-import conftest                           # before torch is imported: one thread
+import conftest  # before torch is imported: one thread
 import numpy as np
 import pytest
 import torch
@@ -37,62 +39,104 @@ from tokenizer import encode
 
 FILE = ROOT / "tests" / "golden.json"
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Runs
 
-FLAGS = """--device cpu --precision fp32 --moe_backend grouped --compile off --recompute nothing
-    --seed 2 --seq_len 96 --micro_batch 2 --grad_accum 1 --max_steps 5 --target_tokens 4608
-    --engram_lr 0.2 --no-engram_reset --schedule cosine --warmup_steps 2 --wsd_decay_fraction 0.2
-    --min_lr_fraction 0.15 --weight_decay 0.2 --dropout 0 --beta1 0.85 --beta2 0.93 --momentum 0.9 --grad_clip 1
-    --ckpt_every 5 --eval_every 5 --eval_tokens 200""".split()
+FLAGS = """
+    --device cpu --precision fp32 --moe_backend grouped --compile off --recompute nothing --seed 2
+    --seq_len 96 --micro_batch 2 --grad_accum 1 --max_steps 5 --target_tokens 4608 --engram_lr 0.2
+    --no-engram_reset --schedule cosine --warmup_steps 2 --wsd_decay_fraction 0.2 --min_lr_fraction
+    0.15 --weight_decay 0.2 --dropout 0 --beta1 0.85 --beta2 0.93 --momentum 0.9 --grad_clip 1
+    --ckpt_every 5 --eval_every 5 --eval_tokens 200
+""".split()
 
-SMALL = ("hidden_size=32,n_prelude_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,kv_lora_rank=16,"
-         "qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,moe_intermediate_size=16,"
-         "lora_rank=4,engram_heads=2,engram_rows=200,engram_dim=8,engram_byte_rows=300,engram_byte_dim=8")
+SMALL = (
+    "hidden_size=32,n_prelude_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,kv_lora_rank=16,"
+    "qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,"
+    "moe_intermediate_size=16,"
+    "lora_rank=4,engram_heads=2,engram_rows=200,engram_dim=8,engram_byte_rows=300,engram_byte_dim=8"
+)
 TWO_LAYERS = f"{SMALL},n_recurrent_layers=2,engram_layers=1,n_routed_experts=8"
 
 # Of `tiny` only the tables are smaller; the others have the structure of their preset in small.
 MODELS = {
     "tiny": ["--model", "tiny", "--n_loops", "1", "--set", "engram_byte_rows=1000"],
-    "words": ["--model", "tiny", "--n_loops", "1", "--set", "engram_byte_rows=1000,boundaries=words"],
+    "words": [
+        "--model",
+        "tiny",
+        "--n_loops",
+        "1",
+        "--set",
+        "engram_byte_rows=1000,boundaries=words",
+    ],
     "small": ["--model", "small", "--n_loops", "1", "--set", f"{SMALL},n_routed_experts=0"],
     "base": ["--model", "base", "--n_loops", "1", "--set", f"{SMALL},n_routed_experts=8"],
     "1b": ["--model", "1b", "--n_loops", "2", "--set", TWO_LAYERS],
     "original": ["--model", "original", "--n_loops", "2", "--set", TWO_LAYERS],
 }
-# Not adamw8bit: a rounding error that moves one of its states to the next of 256 values changes the update by percents.
+# Not adamw8bit: a rounding error that moves one of its states to the next of 256 values changes the
+# update by percents.
 MUON = ["--optimizer", "muon", "--lr", "0.01"]
 ADAMW = ["--optimizer", "adamw", "--lr", "0.004"]
 CASES = {f"{model} muon": [*MODELS[model], *MUON] for model in ("tiny", "words", "1b", "original")}
-CASES |= {f"{model} adamw": [*MODELS[model], *ADAMW] for model in ("tiny", "words", "1b", "original")}
+CASES |= {
+    f"{model} adamw": [*MODELS[model], *ADAMW] for model in ("tiny", "words", "1b", "original")
+}
 CASES |= {
     "small": [*MODELS["small"], *MUON],
     "base": [*MODELS["base"], *ADAMW],
-    # Two sources, whose first epochs end after different steps; some steps are clipped, and segments halt in some loop.
-    "everything": ["--model", "1b", "--n_loops", "3", "--random_loops", "--set", f"{TWO_LAYERS},act_threshold=0.1",
-                   "--data_dir", "a:3,b:1", "--seq_len", "48", "--grad_accum", "2", "--engram_reset", "--dropout",
-                   "0.8", "--grad_clip", "1.1", "--schedule", "wsd", "--wsd_decay_fraction", "0.98", *MUON],
-    # By AdamW, since in a step with a segment per document Muon makes an update of the noise in attention's gradient.
+    # Two sources, whose first epochs end after different steps; some steps are clipped, and
+    # segments halt in some loop.
+    "everything": [
+        "--model",
+        "1b",
+        "--n_loops",
+        "3",
+        "--random_loops",
+        "--set",
+        f"{TWO_LAYERS},act_threshold=0.1",
+        "--data_dir",
+        "a:3,b:1",
+        "--seq_len",
+        "48",
+        "--grad_accum",
+        "2",
+        "--engram_reset",
+        "--dropout",
+        "0.8",
+        "--grad_clip",
+        "1.1",
+        "--schedule",
+        "wsd",
+        "--wsd_decay_fraction",
+        "0.98",
+        *MUON,
+    ],
+    # By AdamW, since in a step with a segment per document Muon makes an update of the noise in
+    # attention's gradient.
     "boundaries from step 29": [*MODELS["1b"], *ADAMW],
     "boundaries from step 57": [*MODELS["tiny"], *MUON],
 }
 
 
 def class_of(case: str) -> type[Spider]:
-    """Return the class of a case's model; learned boundaries may begin as after some steps, since they trust their
-    regression only from step 30 on, and fully after step 60."""
+    """Return the class of a case's model; learned boundaries may begin as after some steps, since
+    they trust their regression only from step 30 on, and fully after step 60."""
     _, _, steps = case.partition("from step ")
 
     class Later(Spider):
         def init_weights(self):
             super().init_weights()
             self.boundary_predictor.steps.fill_(int(steps))
+
     return Later if steps else Spider
 
 
-WORDS = """the a of and in to is was it for on as with by at from his her an or which were been they you all one when
-    there into can more if no out so what up said about time some could two them like then little river stone window
-    morning garden letter música naïve""".split()
+WORDS = """
+    the a of and in to is was it for on as with by at from his her an or which were been they you
+    all one when there into can more if no out so what up said about time some could two them like
+    then little river stone window morning garden letter música naïve
+""".split()
 
 
 def draws(seed: int) -> Iterator[int]:
@@ -110,7 +154,7 @@ def documents(count: int, seed: int) -> np.ndarray:
     for _ in range(count):
         words = []
         for _ in range(2 + next(numbers) % 24):
-            within = 1 + next(numbers) % len(WORDS)          # so that the first words are the most frequent
+            within = 1 + next(numbers) % len(WORDS)  # so that the first words are the most frequent
             words.append(WORDS[next(numbers) % within])
         ids += encode(" ".join(words).capitalize() + ".")
     return np.array(ids, "<u2")
@@ -125,12 +169,14 @@ def write_data(directory: Path):
 
 
 def observe(case: str, directory: Path) -> dict:
-    """Run a case in an empty directory; return its `metrics`, those of metrics.jsonl by step, and its `weights`."""
+    """Run a case in an empty directory; return its `metrics`, those of metrics.jsonl by step, and
+    its `weights`."""
     write_data(directory)
     argv = [*FLAGS, "--data_dir", "data", *CASES[case], "--ckpt_dir", "run"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(directory)            # the names of a mixture's sources are among the metrics
-        patch.setattr(optim, "multiplies_bf16", lambda device: False)  # Muon's products: in fp32 everywhere
+        patch.chdir(directory)  # the names of a mixture's sources are among the metrics
+        # Muon's products: in fp32 everywhere
+        patch.setattr(optim, "multiplies_bf16", lambda device: False)
         assert train.command_line(argv, class_of(case)) == 0
     state = torch.load(directory / "run" / "spider-step5.pt", weights_only=True)
     metrics = defaultdict(list)
@@ -145,7 +191,7 @@ def rounded(number: float) -> float:
     return float(f"{number:.8g}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is kept of weights
 
 FAMILIES = {
@@ -183,28 +229,33 @@ FAMILIES = {
 
 
 def of_weights(state: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Return the norm of each family of weights, and a projection to a fixed direction, of about the same size."""
+    """Return the norm of each family of weights, and a projection to a fixed direction, of about
+    the same size."""
     found = {}
     for family, pattern in FAMILIES.items():
-        tensors = [state[name].double().flatten() for name in sorted(state) if re.search(pattern, name)]
+        tensors = [
+            state[name].double().flatten() for name in sorted(state) if re.search(pattern, name)
+        ]
         if tensors:
             values = torch.cat(tensors)
             number = torch.arange(1, len(values) + 1) * 2654435761 % (1 << 32)
-            direction = number.double() / (1 << 31) - 1                                      # even in [-1, 1]
+            direction = number.double() / (1 << 31) - 1  # even in [-1, 1]
             found[family] = [rounded(values.norm()), rounded(values @ direction)]
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Defaults
 
 RECIPES = {model: ["--model", model] for model in PRESETS} | {
     "tiny, 1,003,520 bytes": ["--model", "tiny", "--target_tokens", "1003520"],
     "tiny, 20 steps": ["--model", "tiny", "--target_tokens", "81920"],
 }
-TRAINED = """n_loops random_loops seq_len micro_batch grad_accum seed target_tokens max_steps optimizer lr engram_lr
-    engram_reset schedule warmup_steps wsd_decay_fraction min_lr_fraction weight_decay dropout beta1 beta2 momentum
-    grad_clip max_skipped eval_every eval_tokens patience""".split()
+TRAINED = """
+    n_loops random_loops seq_len micro_batch grad_accum seed target_tokens max_steps optimizer lr
+    engram_lr engram_reset schedule warmup_steps wsd_decay_fraction min_lr_fraction weight_decay
+    dropout beta1 beta2 momentum grad_clip max_skipped eval_every eval_tokens patience
+""".split()
 
 
 def recipes() -> dict[str, dict]:
@@ -217,16 +268,22 @@ def recipes() -> dict[str, dict]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Comparison
 
-# The largest differences between processors, by `python tests/golden.py --spread` (relative; of weights relative to
-# their norm): an AMD EPYC with AVX512 (family 25, model 17), torch 2.13.0+cpu, against the same with AVX2 alone, with
-# no vector instructions, with MKL's products for SSE2, and four times with every weight one unit in the last place off
-# at the start.
-MEASURED = {"losses": 2.5e-7, "grad_norm": 3.2e-7, "loss terms": 4.3e-6, "norms of weights": 2.5e-6,
-            "projections of weights": 8.6e-5}
-TOLERANCE = {kind: 4 * difference for kind, difference in MEASURED.items()} | {"counts": 1e-6}  # counts did not differ
+# The largest differences between processors, by `python tests/golden.py --spread` (relative; of
+# weights relative to their norm): an AMD EPYC with AVX512 (family 25, model 17), torch 2.13.0+cpu,
+# against the same with AVX2 alone, with no vector instructions, with MKL's products for SSE2, and
+# four times with every weight one unit in the last place off at the start.
+MEASURED = {
+    "losses": 2.5e-7,
+    "grad_norm": 3.2e-7,
+    "loss terms": 4.3e-6,
+    "norms of weights": 2.5e-6,
+    "projections of weights": 8.6e-5,
+}
+# counts did not differ
+TOLERANCE = {kind: 4 * difference for kind, difference in MEASURED.items()} | {"counts": 1e-6}
 
 
 def kind_of(metric: str) -> str:
@@ -238,7 +295,8 @@ def kind_of(metric: str) -> str:
 
 
 def differences(expected: dict, observed: dict) -> Iterator[tuple[str, float, str]]:
-    """Compare a case with what is expected; yield the kind, the difference and the place of each number."""
+    """Compare a case with what is expected; yield the kind, the difference and the place of each
+    number."""
     for metric, values in expected["metrics"].items():
         found = observed["metrics"].get(metric, [])
         if len(found) != len(values):
@@ -257,19 +315,24 @@ def too_large(expected: dict, observed: dict) -> list[str]:
     found = []
     for kind, difference, place in differences(expected, observed):
         share = difference / TOLERANCE[kind]
-        if not share <= 1:                # NaN is not
+        if not share <= 1:  # NaN is not
             found.append((share, f"{place}: {difference:.1e}, tolerance {TOLERANCE[kind]:.1e}"))
     return [line for _, line in sorted(found, reverse=True)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The script
 
 
 def product_changes(root: Path) -> list[str]:
     """Return the files outside of tests/ that differ from the last commit."""
-    status = subprocess.run(["git", "status", "--porcelain", "--no-renames"], cwd=root, text=True, capture_output=True,
-                            check=True)
+    status = subprocess.run(
+        ["git", "status", "--porcelain", "--no-renames"],
+        cwd=root,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     return [line[3:] for line in status.stdout.splitlines() if not line[3:].startswith("tests/")]
 
 
@@ -284,36 +347,55 @@ def observe_all() -> dict[str, dict]:
 def write():
     """Write the file. A case whose values are within tolerance keeps those that it has."""
     if changes := product_changes(ROOT):
-        sys.exit(f"tests/golden.py: {', '.join(changes)} differ from the last commit: golden values have a commit of "
-                 f"their own, after the code that they judge (CONTRIBUTING.md)")
+        sys.exit(
+            f"tests/golden.py: {', '.join(changes)} differ from the last commit: golden values "
+            f"have a commit of "
+            f"their own, after the code that they judge (CONTRIBUTING.md)"
+        )
     before = json.loads(FILE.read_text())["runs"] if FILE.exists() else {}
     runs = {}
     for case, observed in observe_all().items():
         runs[case] = before.get(case, dict(metrics={}, weights={}))
         changes = too_large(runs[case], observed)
-        if changes or any(runs[case][part].keys() != observed[part].keys() for part in ("metrics", "weights")):
+        if changes or any(
+            runs[case][part].keys() != observed[part].keys() for part in ("metrics", "weights")
+        ):
             print("; ".join([f"{case}: written", *changes[:3]]))
             runs[case] = observed
     text = json.dumps(dict(runs=runs, recipes=recipes()), indent=1)
-    lists = re.compile(r"\[[^][{}]*\]")     # innermost ones, each on a line of its own
+    lists = re.compile(r"\[[^][{}]*\]")  # innermost ones, each on a line of its own
     FILE.write_text(lists.sub(lambda found: json.dumps(json.loads(found[0])), text) + "\n")
 
 
 def spread():
-    """Print the largest differences from the file by kind: on this processor, on others that it can emulate, and with
-    every weight one unit in the last place off at the start, at random."""
+    """Print the largest differences from the file by kind: on this processor, on others that it can
+    emulate, and with every weight one unit in the last place off at the start, at random."""
     expected = json.loads(FILE.read_text())["runs"]
-    emulated = {"this processor": {}, "no vector instructions": dict(ATEN_CPU_CAPABILITY="default"),
-                "AVX2": dict(ATEN_CPU_CAPABILITY="avx2"), "MKL's SSE2": dict(MKL_CBWR="COMPATIBLE")}
+    emulated = {
+        "this processor": {},
+        "no vector instructions": dict(ATEN_CPU_CAPABILITY="default"),
+        "AVX2": dict(ATEN_CPU_CAPABILITY="avx2"),
+        "MKL's SSE2": dict(MKL_CBWR="COMPATIBLE"),
+    }
     emulated |= {f"one unit off, seed {seed}": dict(ONE_UNIT_OFF=str(seed)) for seed in range(4)}
     for name, environment in emulated.items():
-        done = subprocess.run([sys.executable, __file__, "--observe"], env=os.environ | environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--observe"],
+            env=os.environ | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=True,
+        )
         largest = defaultdict(float)
         for case, observed in json.loads(done.stdout).items():
             for kind, difference, _ in differences(expected[case], observed):
                 largest[kind] = max(largest[kind], difference)
-        print(f"{name:24}", ", ".join(f"{kind} {difference:.1e}" for kind, difference in largest.items()), flush=True)
+        print(
+            f"{name:24}",
+            ", ".join(f"{kind} {difference:.1e}" for kind, difference in largest.items()),
+            flush=True,
+        )
 
 
 def start_one_unit_off(seed: int):
@@ -326,7 +408,8 @@ def start_one_unit_off(seed: int):
         if not model.embed_tokens.is_meta:
             generator = torch.Generator().manual_seed(seed)
             for p in model.parameters():
-                p.mul_(1 + (torch.randint(0, 3, p.shape, generator=generator) - 1) * 2.0 ** -23)
+                p.mul_(1 + (torch.randint(0, 3, p.shape, generator=generator) - 1) * 2.0**-23)
+
     spider_model.init_weights = init_weights
 
 

@@ -1,7 +1,8 @@
 """Two hosts, each in namespaces of its own with a cable between them.
 
-A host is a process with its own network, names, mounts and processes. All that runs there ends with it, and it ends by
-itself after LIFETIME, whatever happens to the tests; the machine's own network is never touched.
+A host is a process with its own network, names, mounts and processes. All that runs there ends with
+it, and it ends by itself after LIFETIME, whatever happens to the tests; the machine's own network
+is never touched.
 """
 
 import os
@@ -17,7 +18,7 @@ import pytest
 from conftest import ROOT, make_shards
 from jobs import LIMIT
 
-LIFETIME = 900                            # seconds after which a host ends by itself
+LIFETIME = 900  # seconds after which a host ends by itself
 
 
 class Host:
@@ -25,30 +26,55 @@ class Host:
 
     def __init__(self, number: int, names: Path):
         self.name, self.address, self.logs = f"node{number}", f"10.0.0.{number + 1}", names.parent
-        script = (f"mount --bind {names} /etc/hosts && hostname {self.name} && ip link set lo up && echo up && "
-                  f"exec sleep {LIFETIME}")
-        self.holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child",
-                                        "--mount-proc", "sh", "-c", script], stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, text=True)
+        script = (
+            f"mount --bind {names} /etc/hosts && hostname {self.name} && ip link set lo up && "
+            f"echo up && "
+            f"exec sleep {LIFETIME}"
+        )
+        self.holder = subprocess.Popen(
+            [
+                "unshare",
+                "--net",
+                "--uts",
+                "--mount",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount-proc",
+                "sh",
+                "-c",
+                script,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         if self.holder.stdout.readline() != "up\n":
             self.die()
             pytest.skip(f"no namespaces here: {self.holder.stderr.read().strip()}")
-        pid = self.holder.pid             # of unshare; the namespaces are those of its child
+        pid = self.holder.pid  # of unshare; the namespaces are those of its child
         self.pid = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
 
     def inside(self, *command, **more) -> subprocess.Popen:
-        return subprocess.Popen(["nsenter", "--target", self.pid, "--all", f"--wd={ROOT}", *command], **more)
+        return subprocess.Popen(
+            ["nsenter", "--target", self.pid, "--all", f"--wd={ROOT}", *command], **more
+        )
 
     def do(self, *command):
         assert self.inside(*command).wait(60) == 0, command
 
     def ranks(self, word: str = "train.py") -> list[int]:
-        """Processes of train.py with a word in their command line that run here, as the machine outside counts them."""
+        """Processes of train.py with a word in their command line that run here, as the machine
+        outside counts them."""
         here, found = os.readlink(f"/proc/{self.pid}/ns/pid"), []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                if words[1:3] == ["-u", "train.py"] and word in words and os.readlink(f"/proc/{pid}/ns/pid") == here:
+                if (
+                    words[1:3] == ["-u", "train.py"]
+                    and word in words
+                    and os.readlink(f"/proc/{pid}/ns/pid") == here
+                ):
                     found.append(int(pid))
         return found
 
@@ -57,7 +83,8 @@ class Host:
         self.inside("sh", "-c", "kill -9 -1").wait(60)
 
     def die(self):
-        """End it with all that runs on it; without a word to the other host, if the cable is down."""
+        """End it with all that runs on it; without a word to the other host, if the cable is
+        down."""
         self.holder.kill()
         self.holder.wait(60)
 
@@ -69,8 +96,14 @@ class Launch:
         self.log = host.logs / f"{host.name}-{time.monotonic_ns()}.log"
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         with open(self.log, "w") as log:
-            self.process = host.inside("bash", "-c", f"cd {directory} && {command}", stdout=log, stderr=log,
-                                       env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path})
+            self.process = host.inside(
+                "bash",
+                "-c",
+                f"cd {directory} && {command}",
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path},
+            )
 
     def end(self, limit: float = LIMIT) -> tuple[int, str]:
         """Wait for its end; return its status and output."""
@@ -85,8 +118,24 @@ class Launch:
 
 
 def plug_in(one: Host, other: Host):
-    subprocess.run(["ip", "link", "add", "eth0", "netns", one.pid, "type", "veth", "peer", "name", "eth0", "netns",
-                    other.pid], check=True)
+    subprocess.run(
+        [
+            "ip",
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            one.pid,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            other.pid,
+        ],
+        check=True,
+    )
     for host in (one, other):
         host.do("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
         host.do("ip", "link", "set", "eth0", "up")

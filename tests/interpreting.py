@@ -1,13 +1,18 @@
-"""Triton's interpreter, mended: it truncates where numbers are converted, multiplies bf16 as integers, and lacks what
-CUDA's libdevice adds to Triton's own functions."""
+"""Triton's interpreter, mended: it truncates where numbers are converted, multiplies bf16 as
+integers, and lacks what CUDA's libdevice adds to Triton's own functions."""
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
-           "fp8e5": torch.float8_e5m2}
+FORMATS = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
 
 
 def decode(bits, dtype) -> torch.Tensor:
@@ -17,7 +22,9 @@ def decode(bits, dtype) -> torch.Tensor:
 def convert_float(bits, source, target, rounding_mode):
     """Convert numbers, given as their bits, from one format to another."""
     numbers = decode(bits, source).float().to(FORMATS[target.scalar.name])
-    return numbers.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[numbers.itemsize]).numpy()
+    return numbers.view(
+        {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[numbers.itemsize]
+    ).numpy()
 
 
 def dot(self, a, b, total, *_):
@@ -33,4 +40,4 @@ def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
 
 interpreter._convert_float, interpreter._patch_lang_tensor = convert_float, patch_tensor
 interpreter.InterpreterBuilder.create_dot = dot
-tl.math.mul_rn = lambda a, b: a * b       # a product that a compiler does not fuse with a sum
+tl.math.mul_rn = lambda a, b: a * b  # a product that a compiler does not fuse with a sum

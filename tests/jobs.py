@@ -1,4 +1,5 @@
-"""Runs in processes of their own: forked, on one rank or several under gloo, with faults; by torchrun, as users do."""
+"""Runs in processes of their own: forked, on one rank or several under gloo, with faults; by
+torchrun, as users do."""
 
 import errno
 import os
@@ -19,15 +20,17 @@ from spider import checkpoint, common, optim
 from spider.distributed import World
 from train import command_line
 
-LIMIT = 240                               # seconds in which processes must have ended, on a busy machine
-IN_GROUP = "STILL IN ITS GROUP"           # a line in the log, of which NCCL would make several
+LIMIT = 240  # seconds in which processes must have ended, on a busy machine
+IN_GROUP = "STILL IN ITS GROUP"  # a line in the log, of which NCCL would make several
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Faults, each applied in one process: (fault, rank, argument)
 
+
 def at_step(step, before=None, after=lambda sums: sums):
-    """Call `before` with the model, and change the sums of the losses by `after`, in a step of this process."""
+    """Call `before` with the model, and change the sums of the losses by `after`, in a step of this
+    process."""
     accumulate, steps = train.accumulate, iter(range(1 << 30))
 
     def faulty(model, *rest):
@@ -36,6 +39,7 @@ def at_step(step, before=None, after=lambda sums: sums):
             before(model)
         sums, counts = accumulate(model, *rest)
         return after(sums) if now else sums, counts
+
     train.accumulate = faulty
 
 
@@ -46,6 +50,7 @@ def nan(step):
 def out_of_memory(step):
     def fail(*_):
         raise MemoryError("can't allocate memory: you tried to allocate 1 GB")
+
     at_step(step, before=lambda model: model.core.register_forward_pre_hook(fail))
 
 
@@ -55,9 +60,11 @@ def signalled(step):
 
 def signalled_twice(step):
     """As a rank of torchrun, if a signal is sent to both."""
+
     def signal_twice(_):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
+
     at_step(step, before=signal_twice)
 
 
@@ -68,9 +75,11 @@ def child_of_torchrun(_):
 
 def sleeps(name):
     """A function of train.py takes an hour, longer than Job.end waits."""
+
     def sleep(*_, **__):
         print("SLEEPS", file=sys.stderr, flush=True)
         time.sleep(3600)
+
     setattr(train, name, sleep)
 
 
@@ -86,6 +95,7 @@ def full_disk(step):
         if state["step"] <= step:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, state)
+
     checkpoint.write_archive = faulty
 
 
@@ -100,8 +110,9 @@ def late(seconds):
     time.sleep(seconds)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Forked processes
+
 
 def reserve_port() -> socket.socket:
     """Bind a port on which nobody listens: nobody else gets it."""
@@ -112,8 +123,14 @@ def reserve_port() -> socket.socket:
 
 
 def meet(rank, ranks, port):
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ |= dict(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
 
 
 def work_in_group(rank, ranks, shards, port, work):
@@ -128,8 +145,10 @@ def run_ranks(processes, work, ranks: int, shards: int) -> list[int]:
     """Run `work`, a function of a module, of a World on several ranks; return the exit statuses."""
     with reserve_port() as reserved:
         port = reserved.getsockname()[1]
-        forked = [processes.Process(target=work_in_group, args=(rank, ranks, shards, port, work))
-                  for rank in range(ranks)]
+        forked = [
+            processes.Process(target=work_in_group, args=(rank, ranks, shards, port, work))
+            for rank in range(ranks)
+        ]
         for process in forked:
             process.start()
         for process in forked:
@@ -147,7 +166,7 @@ def child(rank, ranks, ports, argvs, directory, environ, out, log, faults):
     sys.stderr = open(log, "a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
     do_nothing_slow()
-    if ranks > 1:                         # Muon's products too in fp32, where another order of sums shows least
+    if ranks > 1:  # Muon's products too in fp32, where another order of sums shows least
         optim.multiplies_bf16 = lambda device: False
     for fault, victim, argument in faults:
         if victim == rank:
@@ -169,8 +188,20 @@ class Job:
         ports = [reserved.getsockname()[1] for reserved in self.reserved]
         name = f".job-{time.monotonic_ns()}"
         self.stdout, self.log = directory / f"{name}.out", directory / f"{name}.log"
-        settings = ranks, ports, argvs, str(directory), environ, str(self.stdout), str(self.log), faults
-        self.ranks = [processes.Process(target=child, args=(rank, *settings), daemon=True) for rank in range(ranks)]
+        settings = (
+            ranks,
+            ports,
+            argvs,
+            str(directory),
+            environ,
+            str(self.stdout),
+            str(self.log),
+            faults,
+        )
+        self.ranks = [
+            processes.Process(target=child, args=(rank, *settings), daemon=True)
+            for rank in range(ranks)
+        ]
         for process in self.ranks:
             process.start()
 
@@ -211,20 +242,44 @@ def runs_alone(argv):
         assert command_line(argv) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Programs of their own
+
 
 def command(*argv, cwd, **environ) -> subprocess.CompletedProcess:
     """Run train.py as a user does."""
-    env = {name: value for name, value in os.environ.items() if name.lower() not in train.ENVIRONMENT} | environ
-    return subprocess.run([sys.executable, str(ROOT / "train.py"), *map(str, argv)], cwd=cwd, env=env, text=True,
-                          errors="replace", capture_output=True, timeout=600)
+    env = {
+        name: value for name, value in os.environ.items() if name.lower() not in train.ENVIRONMENT
+    } | environ
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *map(str, argv)],
+        cwd=cwd,
+        env=env,
+        text=True,
+        errors="replace",
+        capture_output=True,
+        timeout=600,
+    )
 
 
 def torchrun(argv, *more):
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                             *more, "train.py", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                            start_new_session=True)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            *more,
+            "train.py",
+            *argv,
+        ],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def workers(directory) -> list[int]:
@@ -240,8 +295,9 @@ def workers(directory) -> list[int]:
     return sorted(found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is read of them
+
 
 def until(condition, seconds=LIMIT):
     deadline = time.monotonic() + seconds
@@ -260,14 +316,25 @@ def last_lines(log: str) -> list[str]:
 
 
 def assert_same_losses(one, other, steps=20):
-    """Losses, norms and evaluations of two runs agree to fp32 rounding, amplified by so many steps."""
+    """Losses, norms and evaluations of two runs agree to fp32 rounding, amplified by so many
+    steps."""
     one, other = metrics(one), metrics(other)
     assert len(one) == len(other) == steps
     for a, b in zip(one, other):
         assert a.keys() == b.keys()
-        for name in ("loss", "total_loss", "val_loss", "mean_loops", "bytes_per_segment", "boundary_loss",
-                     "core_loss"):
-            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=5e-5, abs=1e-7), (a["step"], name)
+        for name in (
+            "loss",
+            "total_loss",
+            "val_loss",
+            "mean_loops",
+            "bytes_per_segment",
+            "boundary_loss",
+            "core_loss",
+        ):
+            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=5e-5, abs=1e-7), (
+                a["step"],
+                name,
+            )
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
         # A near-tie in the choice of an expert moves these; they are means over micro-batches.
         assert a["aux_loss"] == pytest.approx(b["aux_loss"], rel=0.02)

@@ -1,5 +1,5 @@
-"""Record a run of train.py from outside: each pass of its model, what its optimizers receive and change, its files, its
-log. torch's own hooks do this; no function of the product is replaced."""
+"""Record a run of train.py from outside: each pass of its model, what its optimizers receive and
+change, its files, its log. torch's own hooks do this; no function of the product is replaced."""
 
 import io
 import json
@@ -13,7 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from spider.checkpoint import checkpoint_path
 from spider_model import Spider
@@ -22,14 +25,16 @@ from train import command_line
 
 class Call(NamedTuple):
     """A call of a module: its first input and its (first) output."""
+
     x: Tensor
     y: Tensor
 
 
 @dataclass
 class Pass:
-    """A forward pass of the model: the arguments by name, and the calls of each module by the module's name, those of
-    recomputation in the backward pass included."""
+    """A forward pass of the model: the arguments by name, and the calls of each module by the
+    module's name, those of recomputation in the backward pass included."""
+
     given: dict = field(default_factory=dict)
     called: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     segments: int = 0
@@ -37,8 +42,10 @@ class Pass:
 
 @dataclass
 class Update:
-    """A step of the optimizers: its passes and, by parameter, weights and gradients before it, weights and state after
-    it. `lookups`: of Engram tables, the rows [n] that were looked up and their gradients [n, dim]."""
+    """A step of the optimizers: its passes and, by parameter, weights and gradients before it,
+    weights and state after it. `lookups`: of Engram tables, the rows [n] that were looked up and
+    their gradients [n, dim]."""
+
     passes: list[Pass] = field(default_factory=list)
     before: dict[str, Tensor] = field(default_factory=dict)
     gradient: dict[str, Tensor] = field(default_factory=dict)
@@ -53,17 +60,20 @@ class Update:
 @dataclass
 class Recording:
     """A run that has ended."""
+
     status: int
     log: str
     printed: str
     directory: Path
-    updates: list[Update]                 # steps that changed weights
-    evaluated: list[Pass]                 # passes in evaluation mode
+    updates: list[Update]  # steps that changed weights
+    evaluated: list[Pass]  # passes in evaluation mode
 
     @property
     def lines(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def column(self, name: str) -> list:
         """Return a number of every line of metrics.jsonl that has it."""
@@ -71,7 +81,10 @@ class Recording:
 
     @property
     def saved_steps(self) -> list[int]:
-        return sorted(int(path.stem.removeprefix("spider-step")) for path in self.directory.glob("spider-step*.pt"))
+        return sorted(
+            int(path.stem.removeprefix("spider-step"))
+            for path in self.directory.glob("spider-step*.pt")
+        )
 
     def checkpoint(self, step: int) -> Path:
         return checkpoint_path(self.directory, step)
@@ -90,11 +103,13 @@ class Recorder:
 
     def __enter__(self):
         self.updates, self.evaluated = [], []
-        self.modules, self.parameters = {}, {}       # names in the model that ran last
-        self.handles = [register_module_forward_pre_hook(self._before_module),
-                        register_module_forward_hook(self._after_module, with_kwargs=True),
-                        register_optimizer_step_pre_hook(self._before_step),
-                        register_optimizer_step_post_hook(self._after_step)]
+        self.modules, self.parameters = {}, {}  # names in the model that ran last
+        self.handles = [
+            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_hook(self._after_module, with_kwargs=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
         return self
 
     def __exit__(self, *_):
@@ -116,7 +131,9 @@ class Recorder:
 
     def _after_module(self, module, inputs, options, output):
         if isinstance(module, Spider):
-            self.current.given = signature(Spider.forward).bind(module, *inputs, **options).arguments
+            self.current.given = (
+                signature(Spider.forward).bind(module, *inputs, **options).arguments
+            )
             self.current.segments = int(output.segments)
         elif module in self.modules and inputs and isinstance(inputs[0], Tensor):
             y = output[0] if isinstance(output, tuple) else output
@@ -136,8 +153,11 @@ class Recorder:
         update = self.updates[-1]
         for p in parameters_of(optimizer):
             update.after[self.parameters[p]] = p.detach().clone()
-            update.state[self.parameters[p]] = {name: value.clone() for name, value in optimizer.state[p].items()
-                                                if isinstance(value, Tensor)}
+            update.state[self.parameters[p]] = {
+                name: value.clone()
+                for name, value in optimizer.state[p].items()
+                if isinstance(value, Tensor)
+            }
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -146,8 +166,14 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def recorded(directory: Path, argv: list[str]) -> Recording:
     """Run train.py with these arguments, of which --ckpt_dir is `directory`."""
-    with redirect_stderr(io.StringIO()) as log, redirect_stdout(io.StringIO()) as printed, Recorder() as recorder:
+    with (
+        redirect_stderr(io.StringIO()) as log,
+        redirect_stdout(io.StringIO()) as printed,
+        Recorder() as recorder,
+    ):
         status = command_line(argv)
     if recorder.updates and not recorder.updates[-1].after:
-        recorder.updates.pop()            # passes of a step that was skipped
-    return Recording(status, log.getvalue(), printed.getvalue(), directory, recorder.updates, recorder.evaluated)
+        recorder.updates.pop()  # passes of a step that was skipped
+    return Recording(
+        status, log.getvalue(), printed.getvalue(), directory, recorder.updates, recorder.evaluated
+    )

@@ -10,21 +10,24 @@ import torch.nn.functional as F
 import tile_moe
 
 N, K, E, D, WIDTH = 37, 2, 5, 32, 16
-INSTALLED = pytest.mark.skipif(importlib.util.find_spec("tile_kernels") is None,
-                               reason='needs pip install -e ".[tile]"')
+INSTALLED = pytest.mark.skipif(
+    importlib.util.find_spec("tile_kernels") is None, reason='needs pip install -e ".[tile]"'
+)
 
 
 class Kernels:
-    """TileKernels as in their sources: the same requirements of arguments, results for NaN, an order of their own
-    inside an expert, and NaN where they write nothing. A fault on the device is an IndexError."""
+    """TileKernels as in their sources: the same requirements of arguments, results for NaN, an
+    order of their own inside an expert, and NaN where they write nothing. A fault on the device is
+    an IndexError."""
 
     @staticmethod
     def topk_gate(scores, num_topk):
         assert scores.dim() == 2 and scores.is_contiguous() and scores.dtype == torch.float32
-        scores, chosen = F.pad(scores, (0, -scores.shape[1] % 32), value=-math.inf), []       # a warp a row
+        # a warp a row
+        scores, chosen = F.pad(scores, (0, -scores.shape[1] % 32), value=-math.inf), []
         for _ in range(num_topk):
             best = scores.nan_to_num(-math.inf, math.inf, -math.inf).amax(1, keepdim=True)
-            found = torch.where(scores == best, torch.arange(scores.shape[1]), 2 ** 31 - 1).amin(1)
+            found = torch.where(scores == best, torch.arange(scores.shape[1]), 2**31 - 1).amin(1)
             scores[torch.arange(scores.shape[1]) == found[:, None]] = -math.inf
             chosen.append(found)
         return torch.stack(chosen, 1)
@@ -41,25 +44,47 @@ class Kernels:
         share = num_experts / (len(topk_idx) * num_aux_topk)
         if not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
             raise IndexError("device-side assert triggered")
-        return torch.stack([sum([share] * int((topk_idx == e).sum()), torch.zeros(())) for e in range(num_experts)])
+        return torch.stack(
+            [sum([share] * int((topk_idx == e).sum()), torch.zeros(())) for e in range(num_experts)]
+        )
 
     @staticmethod
     def get_fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment):
         assert topk_idx.is_contiguous() and topk_idx.dtype == torch.int64
-        to_expert, to_token, to_slot = (torch.full((num_expanded_tokens,), -1, dtype=torch.int32) for _ in range(3))
-        to_pos, starts, ends, end = torch.full((topk_idx.numel(),), -1, dtype=torch.int32), [], [], 0
+        to_expert, to_token, to_slot = (
+            torch.full((num_expanded_tokens,), -1, dtype=torch.int32) for _ in range(3)
+        )
+        to_pos, starts, ends, end = (
+            torch.full((topk_idx.numel(),), -1, dtype=torch.int32),
+            [],
+            [],
+            0,
+        )
         if not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
             raise IndexError("an illegal memory access was encountered")
         for expert in range(num_experts):
             slots = (topk_idx.flatten() == expert).nonzero().flatten().flip(0).int()
             rows = slice(end, end + len(slots))
-            to_expert[rows], to_slot[rows], to_token[rows] = expert, slots, slots // topk_idx.shape[1]
+            to_expert[rows], to_slot[rows], to_token[rows] = (
+                expert,
+                slots,
+                slots // topk_idx.shape[1],
+            )
             to_pos[slots] = torch.arange(end, end + len(slots), dtype=torch.int32)
             starts.append(end)
             end += -(-len(slots) // alignment) * alignment
             ends.append(end)
         start, end = torch.tensor(starts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-        return to_expert, to_token, to_slot, to_pos.view(topk_idx.shape), start, end, end - start, []
+        return (
+            to_expert,
+            to_token,
+            to_slot,
+            to_pos.view(topk_idx.shape),
+            start,
+            end,
+            end - start,
+            [],
+        )
 
     @staticmethod
     def expand_to_fused(x, token_topk_to_pos, pos_to_expert):

@@ -16,13 +16,25 @@ from spider_model import Spider
 SMALL = ["--device=cpu", "--seq_len=32", "--micro_batch=2"]
 
 
-@pytest.mark.parametrize("flags, complaint", (
-    (["--set", "nonsense=1"], "nonsense"), (["--seq_len", "4e18"], "--seq_len: '4e18' is not"), (["--x"], "--x"),
-    (["--model", "2b"], "2b"), (["--only", "eager,x"], "--only: x: not among machine, ceilings, eager")))
+@pytest.mark.parametrize(
+    "flags, complaint",
+    (
+        (["--set", "nonsense=1"], "nonsense"),
+        (["--seq_len", "4e18"], "--seq_len: '4e18' is not"),
+        (["--x"], "--x"),
+        (["--model", "2b"], "2b"),
+        (["--only", "eager,x"], "--only: x: not among machine, ceilings, eager"),
+    ),
+)
 def test_a_bad_flag_is_one_line_before_anything_is_measured(flags, complaint, capsys):
     assert bench.main([*SMALL, *flags]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("bench.py: error: ") and complaint in err
+    assert (
+        out == ""
+        and err.count("\n") == 1
+        and err.startswith("bench.py: error: ")
+        and complaint in err
+    )
 
 
 def test_a_failing_section_does_not_end_the_others_but_an_unusable_gpu_does(monkeypatch, capsys):
@@ -31,44 +43,68 @@ def test_a_failing_section_does_not_end_the_others_but_an_unusable_gpu_does(monk
 
     def poison(b):
         b.wait = lambda: fail(b)
-    monkeypatch.setattr(bench, "SECTIONS", dict(fail=fail, works=lambda b: print("it works"), poison=poison))
+
+    monkeypatch.setattr(
+        bench, "SECTIONS", dict(fail=fail, works=lambda b: print("it works"), poison=poison)
+    )
     assert bench.main([*SMALL, "--only", "fail,works,poison,works"]) == 1
     out = capsys.readouterr().out
     assert "\nfail: FAILED: AssertionError('two\\nlines')\nTraceback" in out
-    assert out.count("it works\n") == 1 and out.index("it works\n") < out.index("the GPU is unusable")
+    assert out.count("it works\n") == 1 and out.index("it works\n") < out.index(
+        "the GPU is unusable"
+    )
 
 
 def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
     b, multiplied = bench.Bench([*SMALL, *SMALL_1B]), []
     step = bench.Step(b, b.plan())
     before = {name: p.clone() for name, p in step.model.named_parameters()}
-    monkeypatch.setattr(optim, "orthogonalize", lambda matrices, *rest, work=optim.orthogonalize: (
-        multiplied.append(len(matrices)), work(matrices, *rest))[1])
+    monkeypatch.setattr(
+        optim,
+        "orthogonalize",
+        lambda matrices, *rest, work=optim.orthogonalize: (
+            multiplied.append(len(matrices)),
+            work(matrices, *rest),
+        )[1],
+    )
     step()
     by_name = step.optimizers.by_name
     assert by_name.keys() == {"muon", "adamw", "engram"}
     for optimizer in by_name.values():
         assert all(optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
-    assert sum(multiplied) == sum(p[..., 0, 0].numel() for p in by_name["muon"].param_groups[0]["params"])
+    assert sum(multiplied) == sum(
+        p[..., 0, 0].numel() for p in by_name["muon"].param_groups[0]["params"]
+    )
     for name, p in step.model.named_parameters():
         torch.testing.assert_close(p, before[name], rtol=0, atol=1e-12)
 
 
 def test_a_kind_of_step_is_built_and_measured_once_also_where_two_sections_ask(monkeypatch, capsys):
     built = []
-    monkeypatch.setattr(train, "build_model", lambda *rest, build=train.build_model: (built.append(1), build(*rest))[1])
+    monkeypatch.setattr(
+        train,
+        "build_model",
+        lambda *rest, build=train.build_model: (built.append(1), build(*rest))[1],
+    )
     b = bench.Bench([*SMALL, *SMALL_1B])
     first = bench.measure_step(b, "--compile=off")
     assert bench.measure_step(b, "--compile=off", f"--precision={b.plan().precision}") == first
     assert len(built) == 1 and capsys.readouterr().out.count("### step of 2 x 64 bytes") == 1
 
 
-@pytest.mark.parametrize("flags, split", (
-    ((), (448, 1)), (("--global_batch=131072", "--seq_len=2048"), (64, 1)), (("--micro_batch=3",), (3, 1)),
-    (("--grad_accum=2",), (64, 2))))
+@pytest.mark.parametrize(
+    "flags, split",
+    (
+        ((), (448, 1)),
+        (("--global_batch=131072", "--seq_len=2048"), (64, 1)),
+        (("--micro_batch=3",), (3, 1)),
+        (("--grad_accum=2",), (64, 2)),
+    ),
+)
 def test_the_batch_on_a_gpu_is_the_recommended_one_unless_a_flag_sets_it(flags, split, monkeypatch):
     monkeypatch.setattr(machine, "resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(machine, "memory_of", lambda *_: 139.8 * (1 << 30))  # which NVIDIA calls 141 GB
+    # which NVIDIA calls 141 GB
+    monkeypatch.setattr(machine, "memory_of", lambda *_: 139.8 * (1 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H200")
@@ -78,7 +114,8 @@ def test_the_batch_on_a_gpu_is_the_recommended_one_unless_a_flag_sets_it(flags, 
 
 def test_text_is_synthetic_unless_data_dir_is_given(shards):
     assert [str(source) for source in bench.Bench(SMALL).sources] != [
-        str(source) for source in bench.Bench([*SMALL, "--data_dir", str(shards)]).sources]
+        str(source) for source in bench.Bench([*SMALL, "--data_dir", str(shards)]).sources
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
@@ -88,7 +125,9 @@ def test_a_profiler_that_does_not_work_is_a_remark_in_the_table(capsys):
 
 
 def test_the_compilers_test_is_announced(monkeypatch, capsys):
-    monkeypatch.setattr(machine, "obstacle_to_compile", lambda device: print("tested") or "no compiler")
+    monkeypatch.setattr(
+        machine, "obstacle_to_compile", lambda device: print("tested") or "no compiler"
+    )
     bench.describe_machine(bench.Bench(SMALL))
     assert "minute" in capsys.readouterr().out.partition("tested")[0]
     assert bench.main([*SMALL, "--only=compiled"]) == 1
@@ -96,20 +135,37 @@ def test_the_compilers_test_is_announced(monkeypatch, capsys):
 
 
 def test_what_a_gpu_does_in_a_trace_counts_once_where_it_overlaps(tmp_path):
-    spans = (("kernel", 1000, 2000), ("gpu_memcpy", 2500, 1000), ("kernel", 5000, 500), ("cpu_op", 0, 90000),
-             ("gpu_user_annotation", 0, 90000), ("kernel", 1100, 10))
+    spans = (
+        ("kernel", 1000, 2000),
+        ("gpu_memcpy", 2500, 1000),
+        ("kernel", 5000, 500),
+        ("cpu_op", 0, 90000),
+        ("gpu_user_annotation", 0, 90000),
+        ("kernel", 1100, 10),
+    )
     events = [{"ph": "X", "cat": kind, "ts": start, "dur": length} for kind, start, length in spans]
     for found, wanted in ((events, (3.0, 4.5, 4)), (events[3:4], (0.0, 0.0, 0))):
-        (tmp_path / "trace.json").write_text(json.dumps(dict(traceEvents=[{"ph": "M", "name": "x"}, *found])))
+        (tmp_path / "trace.json").write_text(
+            json.dumps(dict(traceEvents=[{"ph": "M", "name": "x"}, *found]))
+        )
         assert machine.read_trace(tmp_path / "trace.json") == wanted
 
 
 @pytest.mark.slow
 def test_every_section_but_fp8_measures_on_a_cpu(monkeypatch, capsys):
-    monkeypatch.setattr(Spider, "compile_layers", partialmethod(Spider.compile_layers, backend="aot_eager"))  # seconds
+    # seconds
+    monkeypatch.setattr(
+        Spider, "compile_layers", partialmethod(Spider.compile_layers, backend="aot_eager")
+    )
     assert bench.main(SMALL) == 0
     out = capsys.readouterr().out
     assert [title.replace("fp32", "bf16") for title in re.findall("### (.*)", out)] == [
-        "machine", "ceilings", *(f"step of 2 x 32 bytes, bf16, compile {switch}, recompute nothing"
-                                 for switch in ("off", "on")), "experts"]
+        "machine",
+        "ceilings",
+        *(
+            f"step of 2 x 32 bytes, bf16, compile {switch}, recompute nothing"
+            for switch in ("off", "on")
+        ),
+        "experts",
+    ]
     assert "\nfp8: skipped" in out and re.search(r"\| grouped \| \d+ \| [\d.]+ \|  \|", out)

@@ -1,6 +1,8 @@
-"""torch.compile: each kind of layer is one graph, few graphs serve every size, and the choice of --compile.
+"""torch.compile: each kind of layer is one graph, few graphs serve every size, and the choice of
+--compile.
 
-On a CPU, layers take the form that they have on a GPU; graphs are made, but not translated to kernels."""
+On a CPU, layers take the form that they have on a GPU; graphs are made, but not translated to
+kernels."""
 
 from dataclasses import replace
 
@@ -11,7 +13,18 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import train
-from conftest import awake, documents, gradients, has_fp8, metrics, run_flags, settled, small_config, text, world_of
+from conftest import (
+    awake,
+    documents,
+    gradients,
+    has_fp8,
+    metrics,
+    run_flags,
+    settled,
+    small_config,
+    text,
+    world_of,
+)
 from data import Batch
 from spider import machine
 from spider.common import UsageError
@@ -32,8 +45,11 @@ def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
     document = torch.searchsorted(cu_seq_q[1:], row, right=True)
     hidden = (document[:, None] != document) | (row[:, None] < row)
     score = torch.einsum("qhd,khd->hqk", q, k).float() * q.shape[-1] ** -0.5
-    out = torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype), v)
-    computed = row - cu_seq_q.index_select(0, document) < max_q          # the kernel leaves other rows as they are
+    out = torch.einsum(
+        "hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype), v
+    )
+    # the kernel leaves other rows as they are
+    computed = row - cu_seq_q.index_select(0, document) < max_q
     return torch.where(computed[:, None, None], out, torch.nan)
 
 
@@ -47,6 +63,7 @@ def as_on_a_gpu(monkeypatch):
         packing.buckets = packing.padded_row = None
         packing.extent = torch.empty(packing.longest, 0)
         return packing
+
     monkeypatch.setattr(Packing, "build", without_buckets)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)
     torch._dynamo.reset()
@@ -62,17 +79,22 @@ def model_as_on_a_gpu(recompute: bool = True, dtype=torch.bfloat16, **changes) -
 
 
 class Graphs:
-    """A backend that keeps the operations of its graphs, forward and backward, and runs them unchanged."""
+    """A backend that keeps the operations of its graphs, forward and backward, and runs them
+    unchanged."""
 
     def __init__(self):
         self.forward, self.backward = [], []
-        self.backend = aot_autograd(fw_compiler=self.keep(self.forward), bw_compiler=self.keep(self.backward),
-                                    partition_fn=min_cut_rematerialization_partition)
+        self.backend = aot_autograd(
+            fw_compiler=self.keep(self.forward),
+            bw_compiler=self.keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
 
     def keep(self, graphs):
         def compiler(module, inputs):
             graphs.append([str(node.target) for node in module.graph.nodes])
             return make_boxed_func(module.forward)
+
         return compiler
 
 
@@ -82,7 +104,11 @@ def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_
     ids, products = torch.cat([documents(30, 20, 14), text(1, 64)]), {}
     for recompute in (True, False):
         graphs, results = Graphs(), []
-        for dtype, compiled in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        for dtype, compiled in (
+            (torch.float32, False),
+            (torch.bfloat16, False),
+            (torch.bfloat16, True),
+        ):
             model = model_as_on_a_gpu(recompute, dtype, boundaries="words")
             if compiled:
                 model.compile_layers(backend=graphs.backend, fullgraph=True)
@@ -95,12 +121,15 @@ def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_
             if grad is not None:
                 off, otherwise = ((grad - other[name]).norm() for other in (found, eager))
                 assert off <= 2 * otherwise + 0.02 * grad.norm() + 1e-4, name
-        # Byte layers are one kind; those of the core are two, with memory and without, in the first loop and in later
-        # ones. So is the injection, in the first loop and in later ones. What the memory computes once is the last.
+        # Byte layers are one kind; those of the core are two, with memory and without, in the first
+        # loop and in later ones. So is the injection, in the first loop and in later ones. What the
+        # memory computes once is the last.
         assert len(graphs.forward) == len(graphs.backward) == 8
         assert any("aten.sort" in target for graph in graphs.forward for target in graph)
         assert not any("aten.sort" in target for graph in graphs.backward for target in graph)
-        products[recompute] = sum(target.startswith("aten.mm") for graph in graphs.backward for target in graph)
+        products[recompute] = sum(
+            target.startswith("aten.mm") for graph in graphs.backward for target in graph
+        )
     assert products[True] > products[False]
 
 
@@ -116,7 +145,8 @@ def test_layers_in_emulated_fp8_are_one_graph_each_with_the_gradients_of_eager_o
         results.append(gradients(model))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 5
     for name, grad in results[0].items():
-        if grad is not None:              # e5m2 has two bits, so that sums in another order may differ by a fifth
+        if grad is not None:
+            # e5m2 has two bits, so that sums in another order may differ by a fifth
             assert (results[1][name] - grad).norm() <= 0.3 * grad.norm(), name
 
 
@@ -130,8 +160,17 @@ def test_no_graph_is_added_after_the_first_step_for_other_segments_documents_and
             model.boundary_predictor[2].bias.fill_((-2.0, 0.5, -1.0)[step % 3])
         ids = text(4, 64, seed=step)
         if step % 2:
-            ids = torch.cat([documents(*(8,) * (step % 4), 64 - 8 * (step % 4), seed=step + i) for i in range(4)])
-        rates.add(step_alone(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3)["bytes_per_segment"])
+            ids = torch.cat(
+                [
+                    documents(*(8,) * (step % 4), 64 - 8 * (step % 4), seed=step + i)
+                    for i in range(4)
+                ]
+            )
+        rates.add(
+            step_alone(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3)[
+                "bytes_per_segment"
+            ]
+        )
         made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert max(rates) > 1.5 * min(rates) and made == [8] * 12
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -140,6 +179,7 @@ def test_no_graph_is_added_after_the_first_step_for_other_segments_documents_and
 def test_only_passes_with_gradients_are_compiled_until_layers_are_uncompiled():
     def never(module, inputs):
         raise AssertionError("compiled")
+
     model = awake(small_config())
     model.compile_layers(backend=never)
     with torch.no_grad():
@@ -160,7 +200,9 @@ def test_a_core_whose_graph_would_break_stays_uncompiled_for_a_reason():
     assert "--moe_backend grouped" in model.compile_layers(backend="eager")
     assert model.core.layers[0].compiled is None and model.prelude[0].compiled is not None
     model.set_backend("grouped")
-    assert model.compile_layers(backend="eager") is None and model.core.layers[0].compiled is not None
+    assert (
+        model.compile_layers(backend="eager") is None and model.core.layers[0].compiled is not None
+    )
 
 
 def test_experts_in_fp32_run_uncompiled_inside_a_compiled_function():
@@ -168,8 +210,10 @@ def test_experts_in_fp32_run_uncompiled_inside_a_compiled_function():
     torch._dynamo.utils.counters.clear()
     ends, results = torch.tensor([5, 8], dtype=torch.int32), []
     for function in (grouped_product, torch.compile(grouped_product, backend="aot_eager")):
-        rows, weights = (torch.linspace(-1, 1, shape.numel()).view(shape).requires_grad_()
-                         for shape in (torch.Size((8, 16)), torch.Size((2, 16, 16))))
+        rows, weights = (
+            torch.linspace(-1, 1, shape.numel()).view(shape).requires_grad_()
+            for shape in (torch.Size((8, 16)), torch.Size((2, 16, 16)))
+        )
         product = function(rows, weights, ends)
         results.append((product, *torch.autograd.grad(product.square().sum(), (rows, weights))))
     assert all(map(torch.equal, *results))
@@ -179,17 +223,25 @@ def test_experts_in_fp32_run_uncompiled_inside_a_compiled_function():
 @pytest.fixture
 def gpu(monkeypatch):
     """Pretend that there is a GPU of a capability, on which torch.compile works or not."""
+
     def pretend(capability=(9, 0), obstacle=None):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-        monkeypatch.setattr("torch.cuda.is_bf16_supported",
-                            lambda including_emulation=True: including_emulation or capability >= (8, 0))
+        monkeypatch.setattr(
+            "torch.cuda.is_bf16_supported",
+            lambda including_emulation=True: including_emulation or capability >= (8, 0),
+        )
         monkeypatch.setattr(machine, "obstacle_to_compile", lambda device: obstacle)
         return torch.device("cuda")
+
     return pretend
 
 
-@pytest.mark.parametrize("capability, precision", (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")), ids=str)
-def test_auto_compiles_on_a_gpu_and_takes_bf16_where_the_hardware_has_it(gpu, capability, precision):
+@pytest.mark.parametrize(
+    "capability, precision", (((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")), ids=str
+)
+def test_auto_compiles_on_a_gpu_and_takes_bf16_where_the_hardware_has_it(
+    gpu, capability, precision
+):
     device = gpu(capability)
     assert resolve_compile("auto", device)[0] and resolve_precision("auto", device)[0] == precision
     if capability > (8, 9):
@@ -208,13 +260,20 @@ def test_compilation_that_fails_is_an_error_under_on_and_a_reason_under_auto(gpu
     assert not resolve_compile("auto", CPU)[0] and resolve_compile("on", CPU)[0]
 
 
-def test_the_test_of_the_compiler_finds_errors_with_and_without_a_message_and_wrong_values(monkeypatch):
+def test_the_test_of_the_compiler_finds_errors_with_and_without_a_message_and_wrong_values(
+    monkeypatch,
+):
     def broken(*message):
         def compile(function):
             raise RuntimeError(*message)
+
         return compile
-    for compile, shown in ((broken("no compiler\nand much more"), "(no compiler)"), (broken(), "(RuntimeError)"),
-                           (lambda function: lambda x: 2 * function(x), "fails here")):
+
+    for compile, shown in (
+        (broken("no compiler\nand much more"), "(no compiler)"),
+        (broken(), "(RuntimeError)"),
+        (lambda function: lambda x: 2 * function(x), "fails here"),
+    ):
         monkeypatch.setattr("torch.compile", compile)
         obstacle = machine.obstacle_to_compile(CPU)
         assert shown in obstacle and "\n" not in obstacle
@@ -224,14 +283,20 @@ def test_the_test_of_the_compiler_finds_errors_with_and_without_a_message_and_wr
 
 @pytest.mark.parametrize("compile, status", (("on", 2), ("auto", 0)))
 def test_layers_that_fail_to_compile_run_uncompiled_under_auto_and_end_the_run_under_on(
-        compile, status, tmp_path, shards, monkeypatch, capsys):
+    compile, status, tmp_path, shards, monkeypatch, capsys
+):
     def broken(function, **settings):
         def fail(*args):
             raise RuntimeError
+
         return fail if function.__name__ == "in_one_graph" else function
+
     monkeypatch.setattr("torch.compile", broken)
     monkeypatch.setattr(machine, "resolve_compile", lambda name, device: (True, ""))
-    assert train.command_line(run_flags(shards, tmp_path / "run", "--compile", compile, steps=2)) == status
+    assert (
+        train.command_line(run_flags(shards, tmp_path / "run", "--compile", compile, steps=2))
+        == status
+    )
     shown = capsys.readouterr().err
     assert "torch.compile fails here (RuntimeError)" in shown and "Traceback" not in shown
     assert status or len(metrics(tmp_path / "run")) == 2
@@ -244,12 +309,23 @@ def test_compiled_training_on_a_gpu_follows_eager_training(precision):
     world, losses = world_of("cuda"), {}
     if precision == "fp8" and not has_fp8():
         pytest.skip("this GPU has no FP8")
-    config = small_config(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, n_heads=4, q_lora_rank=64,
-                          kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64)
+    config = small_config(
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        n_heads=4,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+    )
     for compiled in ("off", "on"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        plan = settled("--compile", "off", "--precision", precision, "--seq_len", "256", "--micro_batch", "8")
+        plan = settled(
+            "--compile", "off", "--precision", precision, "--seq_len", "256", "--micro_batch", "8"
+        )
         plan = replace(plan, config=config, flags=plan.flags | dict(compile=compiled))
         model = train.build_model(plan, world)
         optimizers = Optimizers(model)
@@ -262,5 +338,7 @@ def test_compiled_training_on_a_gpu_follows_eager_training(precision):
                 ids = torch.cat([documents(100, 156 - step, step, seed=step + i) for i in range(8)])
             batch = Batch.of(ids, ids, step).to(world.device)
             losses[compiled].append(step_alone(model, optimizers, [batch], 2)["loss"])
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (compiled == "off" or graphs)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (
+            compiled == "off" or graphs
+        )
     assert losses["on"] == pytest.approx(losses["off"], rel=0.03)

@@ -1,4 +1,5 @@
-"""data.py: shards of any origin, the order of training, batches, validation rows, verify and show."""
+"""data.py: shards of any origin, the order of training, batches, validation rows, verify and
+show."""
 
 import hashlib
 import json
@@ -28,10 +29,11 @@ from spider import common
 from spider.packing import longest_bound
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Order
 
-@given(st.data(), st.integers(1, 255), st.integers(0, 3), st.integers(0, 2 ** 63))
+
+@given(st.data(), st.integers(1, 255), st.integers(0, 3), st.integers(0, 2**63))
 @settings(max_examples=150, deadline=None)
 def test_every_epoch_covers_each_target_exactly_once(draw, targets, epoch, seed):
     seq_len = draw.draw(st.integers(1, targets))
@@ -42,27 +44,43 @@ def test_every_epoch_covers_each_target_exactly_once(draw, targets, epoch, seed)
     counted = labels != -100
     assert sorted(labels[counted].tolist()) == list(range(1, targets + 1))
     assert (ids[counted] == labels[counted] - 1).all() and (ids[~counted] == PAD_ID).all()
-    assert (counted[:, 1:] <= counted[:, :-1]).all()          # a short window is filled at its end
+    assert (counted[:, 1:] <= counted[:, :-1]).all()  # a short window is filled at its end
 
 
 def test_the_order_is_that_of_every_version():
-    """Stretches of 64 sequences, so that checkpoints of runs resume with the bytes that come next."""
+    """Stretches of 64 sequences, so that checkpoints of runs resume with the bytes that come
+    next."""
     one = Loader([source(range(251))], 16, 1)
     mixture = Loader([source(range(251), weight=0.7), source(range(20, 200), weight=0.3)], 16, 1)
-    for loader, first, digest in ((one, 0, "e77f9ec93055275e"), (one, 25_000, "f779e3482e77c273"),
-                                  (mixture, 9_970, "cbbdf5bbe8e7dca2")):
+    for loader, first, digest in (
+        (one, 0, "e77f9ec93055275e"),
+        (one, 25_000, "f779e3482e77c273"),
+        (mixture, 9_970, "cbbdf5bbe8e7dca2"),
+    ):
         ids, labels = loader.rows(np.arange(first, first + 64))
-        assert hashlib.sha256(ids.numpy().tobytes() + labels.numpy().tobytes()).hexdigest().startswith(digest)
+        assert (
+            hashlib.sha256(ids.numpy().tobytes() + labels.numpy().tobytes())
+            .hexdigest()
+            .startswith(digest)
+        )
 
 
 def shape(micro_batch: int, grad_accum: int = 1, ranks: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(micro_batch=micro_batch, grad_accum=grad_accum, ranks=ranks,
-                           sequences=micro_batch * grad_accum * ranks)
+    return SimpleNamespace(
+        micro_batch=micro_batch,
+        grad_accum=grad_accum,
+        ranks=ranks,
+        sequences=micro_batch * grad_accum * ranks,
+    )
 
 
 @pytest.mark.parametrize("first", (30, BLOCK - 7))
-@pytest.mark.parametrize("micro_batch, grad_accum, ranks", [(16, 1, 1), (4, 4, 1), (8, 1, 2), (1, 8, 2), (2, 1, 8)])
-def test_the_global_batch_is_the_same_on_any_ranks_and_micro_steps(micro_batch, grad_accum, ranks, first):
+@pytest.mark.parametrize(
+    "micro_batch, grad_accum, ranks", [(16, 1, 1), (4, 4, 1), (8, 1, 2), (1, 8, 2), (2, 1, 8)]
+)
+def test_the_global_batch_is_the_same_on_any_ranks_and_micro_steps(
+    micro_batch, grad_accum, ranks, first
+):
     loader = Loader([source(range(200)), source(range(50, 250), name="t", weight=0.5)], 8, 5)
     ids, labels = loader.rows(np.arange(first, first + 16))
     noise = next(loader.batches(7, first, shape(16))).noise_seed
@@ -71,8 +89,11 @@ def test_the_global_batch_is_the_same_on_any_ranks_and_micro_steps(micro_batch, 
         assert len(batches) == grad_accum
         for micro_step, batch in enumerate(batches):
             begin = (micro_step * ranks + rank) * micro_batch
-            assert torch.equal(batch.ids, ids[begin:begin + micro_batch])
-            assert torch.equal(batch.labels, labels[begin:begin + micro_batch]) and batch.noise_seed == noise + begin
+            assert torch.equal(batch.ids, ids[begin : begin + micro_batch])
+            assert (
+                torch.equal(batch.labels, labels[begin : begin + micro_batch])
+                and batch.noise_seed == noise + begin
+            )
 
 
 def test_a_batch_counts_its_targets_its_bytes_and_its_documents():
@@ -82,10 +103,23 @@ def test_a_batch_counts_its_targets_its_bytes_and_its_documents():
     assert batch.longest == 4
 
 
-@pytest.mark.parametrize("lengths, length, bound", (
-    ((3, 97), 100, 100), ((50, 50), 100, 64), ((32, 32, 36), 100, 64), ((33, 31, 36), 100, 64), ((32,) * 3, 96, 32),
-    ((1,) * 100, 100, 16), ((2, 2), 2, 2), ((1025, 1023), 2048, 2048), ((1024, 1024), 2048, 1024)))
-def test_the_bound_of_documents_is_a_power_of_two_at_least_16_and_at_most_a_sequence(lengths, length, bound):
+@pytest.mark.parametrize(
+    "lengths, length, bound",
+    (
+        ((3, 97), 100, 100),
+        ((50, 50), 100, 64),
+        ((32, 32, 36), 100, 64),
+        ((33, 31, 36), 100, 64),
+        ((32,) * 3, 96, 32),
+        ((1,) * 100, 100, 16),
+        ((2, 2), 2, 2),
+        ((1025, 1023), 2048, 2048),
+        ((1024, 1024), 2048, 1024),
+    ),
+)
+def test_the_bound_of_documents_is_a_power_of_two_at_least_16_and_at_most_a_sequence(
+    lengths, length, bound
+):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     assert longest_bound(cu_seqlens, length) == bound
 
@@ -99,13 +133,16 @@ def test_the_feed_gives_the_batches_of_step_after_step_and_fetches_the_next_one_
             assert torch.equal(batch.ids, other.ids) and batch.noise_seed == other.noise_seed
     feed.fetched.result()
     monkeypatch.setattr(Stream, "rows", lambda *_: 1 / 0)
-    feed.take()                           # was fetched before
+    feed.take()  # was fetched before
     with pytest.raises(ZeroDivisionError):
         feed.take()
 
 
-def test_the_feeds_copies_to_a_gpu_may_end_late_since_no_other_batch_takes_their_memory(monkeypatch):
-    """Pinned memory and copies are stand-ins here: a copy takes place long after the call that begins it."""
+def test_the_feeds_copies_to_a_gpu_may_end_late_since_no_other_batch_takes_their_memory(
+    monkeypatch,
+):
+    """Pinned memory and copies are stand-ins here: a copy takes place long after the call that
+    begins it."""
     pinned, copies, device = [], [], torch.device("cuda")
 
     def pin_memory(tensor):
@@ -118,6 +155,7 @@ def test_the_feeds_copies_to_a_gpu_may_end_late_since_no_other_batch_takes_their
         assert kwargs == dict(non_blocking=True) and any(tensor is one for one in pinned)
         copies.append((torch.zeros_like(tensor), tensor))
         return copies[-1][0]
+
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
     loader = Loader([source(range(200))], 8, 5)
@@ -129,7 +167,9 @@ def test_the_feeds_copies_to_a_gpu_may_end_late_since_no_other_batch_takes_their
     for step, batches in enumerate(taken):
         for batch, other in zip(batches, loader.batches(step, 6 * step, shape(2, 3)), strict=True):
             for name in ("ids", "labels", "cu_seqlens"):
-                (arrived,) = [on_device for on_device, _ in copies if on_device is getattr(batch, name)]
+                (arrived,) = [
+                    on_device for on_device, _ in copies if on_device is getattr(batch, name)
+                ]
                 assert torch.equal(arrived, getattr(other, name))
 
 
@@ -149,7 +189,9 @@ Feed(Slow(), None, 0, torch.device("cpu"), 0, 0)
 
 
 def test_a_process_that_ends_while_a_step_is_fetched_succeeds():
-    done = subprocess.run([sys.executable, "-c", FETCH_AT_THE_END], cwd=ROOT, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH_AT_THE_END], cwd=ROOT, text=True, capture_output=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -165,40 +207,54 @@ def test_sources_have_their_exact_shares_in_every_block_and_every_block_an_order
     assert [label == 200 for label in orders[0]] != [label == 200 for label in orders[1]]
 
 
-MIXTURES = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 9)), min_size=2, max_size=3)  # targets, weight
+# targets, weight
+MIXTURES = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 9)), min_size=2, max_size=3)
 
 
-@given(MIXTURES, st.data(), st.integers(20, 300), st.integers(0, 2 ** 63))
+@given(MIXTURES, st.data(), st.integers(20, 300), st.integers(0, 2**63))
 @settings(max_examples=60, deadline=None)
-def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(mixture, draw, block, seed):
+def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(
+    mixture, draw, block, seed
+):
     seq_len, count = draw.draw(st.integers(1, min(targets for targets, _ in mixture))), 600
-    sources = [source(range(81 * k, 81 * k + targets + 1), name=str(k), weight=weight)
-               for k, (targets, weight) in enumerate(mixture)]
+    sources = [
+        source(range(81 * k, 81 * k + targets + 1), name=str(k), weight=weight)
+        for k, (targets, weight) in enumerate(mixture)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "BLOCK", block)
         loader = Loader(sources, seq_len, seed)
         rows = loader.rows(np.arange(count))
         labels = [row[row != -100].tolist() for row in rows[1]]
-        owners, windows = [row[0] // 81 for row in labels], [-(-targets // seq_len) for targets, _ in mixture]
+        owners, windows = (
+            [row[0] // 81 for row in labels],
+            [-(-targets // seq_len) for targets, _ in mixture],
+        )
         for k, (targets, _) in enumerate(mixture):
             own = [row for row, owner in zip(labels, owners) if owner == k]
             for start in range(0, len(own), windows[k]):
-                read = sorted(label for row in own[start:start + windows[k]] for label in row)
+                read = sorted(label for row in own[start : start + windows[k]] for label in row)
                 whole = list(range(81 * k + 1, 81 * k + targets + 1))
-                assert read == whole if start + windows[k] <= len(own) else len({*read}) == len(read)
-        for g in range(0, count, 23):                         # so often was each one read to its end before
+                assert (
+                    read == whole if start + windows[k] <= len(own) else len({*read}) == len(read)
+                )
+        for g in range(0, count, 23):  # so often was each one read to its end before
             passes = [owners[:g].count(k) // windows[k] for k in range(len(mixture))]
             assert loader.epochs(g).tolist() == passes
             assert loader.epoch(g) == sum(map(mul, loader.counts.tolist(), passes)) // block
-        first = draw.draw(st.integers(0, count - 1))          # and another process goes on anywhere
+        first = draw.draw(st.integers(0, count - 1))  # and another process goes on anywhere
         again = next(Loader(sources, seq_len, seed).batches(0, first, shape(count - first)))
-        assert torch.equal(again.ids, rows[0][first:]) and torch.equal(again.labels, rows[1][first:])
+        assert torch.equal(again.ids, rows[0][first:]) and torch.equal(
+            again.labels, rows[1][first:]
+        )
 
 
 def validation_targets(sources, seq_len: int, tokens: int) -> dict[str, list[int]]:
     """Return the targets that each source validates with."""
-    return {name: labels[labels != -100].tolist()
-            for name, (_, labels) in validation_sets(sources, seq_len, tokens).items()}
+    return {
+        name: labels[labels != -100].tolist()
+        for name, (_, labels) in validation_sets(sources, seq_len, tokens).items()
+    }
 
 
 def test_validation_sets_hold_the_first_targets_shared_by_weight():
@@ -207,7 +263,7 @@ def test_validation_sets_hold_the_first_targets_shared_by_weight():
     assert labels.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, -100, -100]]
     assert ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, PAD_ID, PAD_ID]]
     none = source(range(9), [], "none", 4.0)
-    for seq_len in (4, 7):                                    # the cut does not change the bytes
+    for seq_len in (4, 7):  # the cut does not change the bytes
         found = validation_targets([a, none, b], seq_len, 32)
         assert [*found.items()] == [("a", [*range(1, 13)]), ("b", [*range(101, 105)])]
     for val, tokens in ([], 10), ([1], 10), ([1, 2], 0):
@@ -215,14 +271,27 @@ def test_validation_sets_hold_the_first_targets_shared_by_weight():
             validation_sets([source([1, 2], val)], 4, tokens)
     padding = source(range(9), [PAD_ID] * 9, "padding", 1.0)
     assert [*validation_sets([a, padding], 4, 10)] == ["a"]
-    assert validation_targets([a, b], 4, 1000) == dict(a=[*range(1, 50)], b=[*range(101, 106)])  # no more than there is
+    # no more than there is
+    assert validation_targets([a, b], 4, 1000) == dict(a=[*range(1, 50)], b=[*range(101, 106)])
 
 
-@pytest.mark.parametrize("sources, said", [
-    ([source(range(64))], "s: a sequence of 64 bytes is longer than the data (63 bytes): lower --seq_len"),
-    ([source([])], "s: a sequence of 64 bytes is longer than the data (0 bytes): lower --seq_len"),
-    ([source(range(99)), source(range(99), name="t", weight=1e-5)], "t: weight 1e-05 is less than one sequence"),
-])
+@pytest.mark.parametrize(
+    "sources, said",
+    [
+        (
+            [source(range(64))],
+            "s: a sequence of 64 bytes is longer than the data (63 bytes): lower --seq_len",
+        ),
+        (
+            [source([])],
+            "s: a sequence of 64 bytes is longer than the data (0 bytes): lower --seq_len",
+        ),
+        (
+            [source(range(99)), source(range(99), name="t", weight=1e-5)],
+            "t: weight 1e-05 is less than one sequence",
+        ),
+    ],
+)
 def test_sources_that_cannot_be_drawn_from_are_refused(sources, said):
     with pytest.raises(common.DataError) as fault:
         Loader(sources, 64, 0)
@@ -230,15 +299,21 @@ def test_sources_that_cannot_be_drawn_from_are_refused(sources, said):
     Loader([source(range(65))], 64, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Shards
 
 
 def test_the_cut_into_files_does_not_change_what_is_read():
     ids = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint16)
-    shards = Stream([Shard(f"{i}", part) for i, part in enumerate(np.split(ids, [1, 2, 300, 333, 999]))])
-    loaders = [Loader([Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)]
-    assert all(torch.equal(*pair) for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders)))
+    shards = Stream(
+        [Shard(f"{i}", part) for i, part in enumerate(np.split(ids, [1, 2, 300, 333, 999]))]
+    )
+    loaders = [
+        Loader([Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)
+    ]
+    assert all(
+        torch.equal(*pair) for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders))
+    )
     assert shards.where(300) == "3: byte offset 0"
     assert shards.slice(298, 400).slice(1, 9).where(0) == "2: byte offset 594"
 
@@ -249,12 +324,18 @@ def test_mock_data_are_documents_easy_to_learn_and_a_function_of_the_seed():
     assert np.array_equal(ids, again.train.read(0, len(again.train)))
     assert not np.array_equal(ids[:500], other.train.read(0, 500))
     assert 900_000 < len(ids) < 2_000_000 and len(mock.val) > 20_000
-    assert (ids == BOS_ID).sum() == (ids == EOS_ID).sum() == 5000 and ids[0] == BOS_ID and ids.max() == EOS_ID
+    assert (
+        (ids == BOS_ID).sum() == (ids == EOS_ID).sum() == 5000
+        and ids[0] == BOS_ID
+        and ids.max() == EOS_ID
+    )
     text = ids[ids < 256].astype(np.uint8).tobytes()
     assert len(zlib.compress(text)) < 0.15 * len(text) and len(set(text)) < 26
 
 
-def test_shards_of_others_load_from_nested_and_linked_folders_once_in_order_of_their_names(tmp_path):
+def test_shards_of_others_load_from_nested_and_linked_folders_once_in_order_of_their_names(
+    tmp_path,
+):
     shards = tmp_path / "shards"
     write_shard(shards / "b" / "part-2.bin", [5, 6])
     write_shard(shards / "b" / "part-10.bin", [3, 4])
@@ -264,7 +345,7 @@ def test_shards_of_others_load_from_nested_and_linked_folders_once_in_order_of_t
     write_shard(shards / ".hidden" / "x.bin", [99])
     (shards / "c").mkdir()
     (shards / "c" / "validation").symlink_to(tmp_path / "far")
-    (shards / "b" / "again").symlink_to(shards)               # a circle
+    (shards / "b" / "again").symlink_to(shards)  # a circle
     (shards / "b" / "z.bin").symlink_to(shards / "a.bin")
     (shards / "metadata.json").write_text('{"tokens": 9, "shards": 14}')  # of somebody else's kind
     [found] = open_data(str(shards))
@@ -289,7 +370,9 @@ def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
     write_shard(tmp_path / "a.bin", np.arange(1000) % 256)
     write_shard(tmp_path / "b.bin", np.arange(1000, 1005) % 256)
     [found] = open_data(str(tmp_path))
-    assert len(found.train) == 995 and found.val.read(0, 10).tolist() == [i % 256 for i in range(995, 1005)]
+    assert len(found.train) == 995 and found.val.read(0, 10).tolist() == [
+        i % 256 for i in range(995, 1005)
+    ]
     assert found.val.where(0) == f"{tmp_path}/a.bin: byte offset 1990"
     assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
 
@@ -298,8 +381,12 @@ def test_a_mixture_names_directories_and_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("web", "code", "a:1"):
         write_shard(tmp_path / name / "x.bin", range(200))
-    assert [(s.name, s.weight) for s in open_data("web:3,code:1")] == [("web", 0.75), ("code", 0.25)]
-    assert [(s.name, s.weight) for s in open_data("a:1")] == [("a:1", 1.0)]      # a directory of that name
+    assert [(s.name, s.weight) for s in open_data("web:3,code:1")] == [
+        ("web", 0.75),
+        ("code", 0.25),
+    ]
+    # a directory of that name
+    assert [(s.name, s.weight) for s in open_data("a:1")] == [("a:1", 1.0)]
     (tmp_path / "link").symlink_to("web")
     for spec in ("web:0.7,code:0.2,web:0.1", "web:1,link:1"):
         with pytest.raises(common.DataError, match="a directory is named twice"):
@@ -309,7 +396,9 @@ def test_a_mixture_names_directories_and_weights(tmp_path, monkeypatch):
 SENTINELS = [0, 1, 2, 3, BOS_ID, PAD_ID, EOS_ID, 259, VOCAB_SIZE - 1]
 
 
-def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_unchanged_and_only_pad_is_no_target(tmp_path):
+def test_ids_of_a_foreign_shard_are_read_unchanged_and_only_pad_is_no_target(
+    tmp_path,
+):
     write_shard(tmp_path / "x.bin", [*SENTINELS, 65] * 30)
     [found] = sources = open_data(str(tmp_path))
     ids, labels = Loader(sources, len(found.train) - 1, 0).rows(np.arange(1))
@@ -319,16 +408,25 @@ def test_sentinels_and_control_bytes_in_a_foreign_shard_are_read_unchanged_and_o
 
 
 ENTRY = dict(name="t.bin", split="train", ids=2, sha256=64 * "0")
-BAD_ENTRIES = [("entry", entry) for entry in (None, 5, "t.bin", [], [ENTRY])] + [
-    (field, {**ENTRY, field: value}) for field, values in dict(
-        name=(None, 5, ["t.bin"], "", "t.txt", "/t.bin", "../t.bin", "a/../t.bin", "t\0.bin"),
-        split=(None, True, "valid", "x", ["train"]),
-        ids=(None, True, -2, 0, 2.0, "2", [2], 10 ** 4299),
-        sha256=(None, 5, "", "0" * 63, "0" * 63 + "\n", "Z" * 64)).items() for value in values] + [
-    (field, {key: value for key, value in ENTRY.items() if key != field}) for field in ENTRY]
+BAD_ENTRIES = (
+    [("entry", entry) for entry in (None, 5, "t.bin", [], [ENTRY])]
+    + [
+        (field, {**ENTRY, field: value})
+        for field, values in dict(
+            name=(None, 5, ["t.bin"], "", "t.txt", "/t.bin", "../t.bin", "a/../t.bin", "t\0.bin"),
+            split=(None, True, "valid", "x", ["train"]),
+            ids=(None, True, -2, 0, 2.0, "2", [2], 10**4299),
+            sha256=(None, 5, "", "0" * 63, "0" * 63 + "\n", "Z" * 64),
+        ).items()
+        for value in values
+    ]
+    + [(field, {key: value for key, value in ENTRY.items() if key != field}) for field in ENTRY]
+)
 
 
-@pytest.mark.parametrize("field, entry", BAD_ENTRIES, ids=[str(entry)[:60] for _, entry in BAD_ENTRIES])
+@pytest.mark.parametrize(
+    "field, entry", BAD_ENTRIES, ids=[str(entry)[:60] for _, entry in BAD_ENTRIES]
+)
 def test_a_bad_entry_of_metadata_is_one_line_that_names_it(tmp_path, capsys, field, entry):
     write_shard(tmp_path / "t.bin", [1, 2])
     metadata = dict(vocab_size=VOCAB_SIZE, shards=[dict(ENTRY), entry])
@@ -345,21 +443,29 @@ def test_a_shard_that_metadata_lists_twice_is_refused(tmp_path, capsys):
     assert "metadata.json: lists t.bin twice" in complaint(capsys, "verify", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "\xff", '{"vocab_size": %s}' % ("1" * 5000)])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "", "\xff", '{"vocab_size": %s}' % ("1" * 5000)]
+)
 def test_metadata_that_are_not_json_are_one_line(tmp_path, capsys, text):
     write_shard(tmp_path / "t.bin", [1, 2])
     (tmp_path / "metadata.json").write_text(text, encoding="latin-1")
     assert f"{tmp_path}/metadata.json: not JSON" in complaint(capsys, "verify", tmp_path)
 
 
-@pytest.mark.parametrize("shards", ["", ', "shards": null', ', "shards": {}', ', "shards": "t.bin"'])
+@pytest.mark.parametrize(
+    "shards", ["", ', "shards": null', ', "shards": {}', ', "shards": "t.bin"']
+)
 def test_metadata_of_ours_without_a_list_of_shards_are_one_line(tmp_path, capsys, shards):
     write_shard(tmp_path / "t.bin", [1, 2])
     (tmp_path / "metadata.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}{shards}}}')
-    assert f"{tmp_path}/metadata.json: has no list of shards" in complaint(capsys, "verify", tmp_path)
+    assert f"{tmp_path}/metadata.json: has no list of shards" in complaint(
+        capsys, "verify", tmp_path
+    )
 
 
-@pytest.mark.parametrize("text", ["null", "5", '"x"', "[]", "{}", '{"vocab_size": 9, "shards": 5}', '{"shards": [5]}'])
+@pytest.mark.parametrize(
+    "text", ["null", "5", '"x"', "[]", "{}", '{"vocab_size": 9, "shards": 5}', '{"shards": [5]}']
+)
 def test_metadata_of_another_program_count_as_none(tmp_path, capsys, text):
     write_shard(tmp_path / "t.bin", [1, 2])
     (tmp_path / "metadata.json").write_text(text)
@@ -371,15 +477,21 @@ def socket_at(path):
     socket.socket(socket.AF_UNIX).bind(str(path))
 
 
-SPECIAL = {"directory": lambda path: path.mkdir(), "pipe": os.mkfifo, "socket": socket_at,
-           "dead link": lambda path: path.symlink_to("nowhere"), "loop": lambda path: path.symlink_to(path),
-           "device": lambda path: path.symlink_to("/dev/zero")}
+SPECIAL = {
+    "directory": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+    "socket": socket_at,
+    "dead link": lambda path: path.symlink_to("nowhere"),
+    "loop": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
 
 
 @pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
 def test_what_is_no_file_in_place_of_metadata_or_a_shard_is_one_line_and_is_not_waited_for(
-        tmp_path, monkeypatch, capsys, make):
-    monkeypatch.chdir(tmp_path)                               # the path of a socket has at most 107 bytes
+    tmp_path, monkeypatch, capsys, make
+):
+    monkeypatch.chdir(tmp_path)  # the path of a socket has at most 107 bytes
     write_shard(Path("m", "u.bin"), [1, 2])
     make(Path("m", "metadata.json"))
     for command in ("verify", "show"):
@@ -399,18 +511,23 @@ def test_directories_that_are_linked_into_one_another_are_searched_once(tmp_path
         (tmp_path / name).symlink_to(tmp_path / "a")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     assert data.files_below(str(tmp_path)) == [f"{tmp_path}/0/x.bin", f"{tmp_path}/b.bin"]
-    (tmp_path / "0.bin").symlink_to(tmp_path / "a" / "x.bin")  # of several paths to a file the first is listed
+    # of several paths to a file the first is listed
+    (tmp_path / "0.bin").symlink_to(tmp_path / "a" / "x.bin")
     assert data.files_below(str(tmp_path)) == [f"{tmp_path}/0.bin", f"{tmp_path}/b.bin"]
 
 
-def test_a_directory_that_cannot_be_read_is_an_error_and_not_left_out(tmp_path, monkeypatch, capsys):
+def test_a_directory_that_cannot_be_read_is_an_error_and_not_left_out(
+    tmp_path, monkeypatch, capsys
+):
     write_shard(tmp_path / "a" / "x.bin", [1, 2])
     write_shard(tmp_path / "b" / "x.bin", [1, 2])
+
     def scandir(path, real=os.scandir):
         if path == f"{tmp_path}/b":
             raise PermissionError(13, "Permission denied", path)
         return real(path)
-    monkeypatch.setattr(os, "scandir", scandir)               # root may read everything
+
+    monkeypatch.setattr(os, "scandir", scandir)  # root may read everything
     assert f"{tmp_path}/b: Permission denied" in complaint(capsys, "verify", tmp_path)
 
 
@@ -432,15 +549,43 @@ def cut_off(path):
 
 
 FAULTS = {
-    "missing directory": (lambda p: None, "{p}/nowhere", ["{p}/nowhere: no such directory", "data.py prepare"]),
-    "no shard": (lambda p: (p / "x.txt").write_text("x"), "{p}", ["{p}: no .bin file", "data.py prepare"]),
-    "empty file": (lambda p: write_shard(p / "a" / "x.bin", []), "{p}", ["{p}/a/x.bin: has 0 bytes"]),
-    "odd length": (lambda p: (p / "x.bin").write_bytes(b"abc"), "{p}", ["{p}/x.bin: has 3 bytes", "an odd number"]),
+    "missing directory": (
+        lambda p: None,
+        "{p}/nowhere",
+        ["{p}/nowhere: no such directory", "data.py prepare"],
+    ),
+    "no shard": (
+        lambda p: (p / "x.txt").write_text("x"),
+        "{p}",
+        ["{p}: no .bin file", "data.py prepare"],
+    ),
+    "empty file": (
+        lambda p: write_shard(p / "a" / "x.bin", []),
+        "{p}",
+        ["{p}/a/x.bin: has 0 bytes"],
+    ),
+    "odd length": (
+        lambda p: (p / "x.bin").write_bytes(b"abc"),
+        "{p}",
+        ["{p}/x.bin: has 3 bytes", "an odd number"],
+    ),
     "cut off": (cut_off, "{p}", ["{p}/t.bin: has 4 bytes", "says 6"]),
     "lost": (lambda p: described(p, dict(name="u.bin", ids=1)), "{p}", ["{p}/u.bin: missing"]),
-    "broken metadata": (lambda p: (p / "metadata.json").write_text("{"), "{p}", ["{p}/metadata.json: not JSON"]),
-    "bad id": (lambda p: write_shard(p / "x.bin", [1, 2, 272]), "{p}", ["{p}/x.bin", "offset 4", "id 272", "271"]),
-    "only validation": (lambda p: write_shard(p / "val.bin", [1]), "{p}", ["{p}", "none for training"]),
+    "broken metadata": (
+        lambda p: (p / "metadata.json").write_text("{"),
+        "{p}",
+        ["{p}/metadata.json: not JSON"],
+    ),
+    "bad id": (
+        lambda p: write_shard(p / "x.bin", [1, 2, 272]),
+        "{p}",
+        ["{p}/x.bin", "offset 4", "id 272", "271"],
+    ),
+    "only validation": (
+        lambda p: write_shard(p / "val.bin", [1]),
+        "{p}",
+        ["{p}", "none for training"],
+    ),
     "bad weight": (lambda p: None, "web:x,code:1", ["web:x,code:1", "dir:weight"]),
     "zero weight": (lambda p: None, "web:0,code:1", ["web:0,code:1", "positive weights"]),
     "nan weight": (lambda p: None, "web:nan,code:1", ["positive weights"]),
@@ -458,23 +603,36 @@ def test_bad_data_is_one_line_that_names_the_place(tmp_path, make, spec, said):
     assert "\n" not in message and all(part.format(p=tmp_path) in message for part in said), message
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # verify and show
 
 
 def test_verify_notices_what_changed(tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 300)
     out = tmp_path / "o"
-    assert prepare(tmp_path / "a.txt", "--out", out, "--shard_mb", "0.02") == 0 and data.main(["verify", str(out)]) == 0
+    assert (
+        prepare(tmp_path / "a.txt", "--out", out, "--shard_mb", "0.02") == 0
+        and data.main(["verify", str(out)]) == 0
+    )
     assert f"{out}: 8 shards are valid\n" in capsys.readouterr().out
     shard = out / "train-00001.bin"
     sound = shard.read_bytes()
-    for change, said in [(bytes([sound[0], sound[1], sound[2] ^ 1]) + sound[3:], "SHA-256"), (sound[:-2], "truncated"),
-                         (sound[:4] + b"\xff\xff" + sound[6:], "byte offset 4: id 65535"), (b"", "truncated")]:
+    for change, said in [
+        (bytes([sound[0], sound[1], sound[2] ^ 1]) + sound[3:], "SHA-256"),
+        (sound[:-2], "truncated"),
+        (sound[:4] + b"\xff\xff" + sound[6:], "byte offset 4: id 65535"),
+        (b"", "truncated"),
+    ]:
         shard.write_bytes(change)
         assert data.main(["verify", str(out)]) == 2
-        line, last = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("verify: ")]
-        assert str(shard) in line and said in line and last.endswith(f"{out}: 1 of 8 shards are damaged")
+        line, last = [
+            line for line in capsys.readouterr().err.splitlines() if not line.startswith("verify: ")
+        ]
+        assert (
+            str(shard) in line
+            and said in line
+            and last.endswith(f"{out}: 1 of 8 shards are damaged")
+        )
     shard.unlink()
     assert "train-00001.bin: missing" in complaint(capsys, "verify", out)
     (out / "metadata.json").unlink()
@@ -483,20 +641,28 @@ def test_verify_notices_what_changed(tmp_path, capsys):
 
 
 def test_show_prints_what_the_loader_gives(tmp_path, capsys):
-    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, 1500)         # what is no UTF-8, every id above 255
+    # what is no UTF-8, every id above 255
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, 1500)
     write_shard(tmp_path / "a" / "1.bin", ids[:500])
     write_shard(tmp_path / "a" / "2.bin", ids[500:900])
     write_shard(tmp_path / "b" / "x.bin", ids[900:])
     spec, first, count = f"{tmp_path}/a:2,{tmp_path}/b:1", 20, 60
     loader = Loader(open_data(spec), 64, 3)
-    rows = [torch.cat((ids[:1], labels)) for ids, labels in zip(*loader.rows(np.arange(first, first + count)))]
-    assert data.main(["show", spec, *f"--seq_len 64 --seed 3 --first {first} --count {count}".split()]) == 0
+    rows = [
+        torch.cat((ids[:1], labels))
+        for ids, labels in zip(*loader.rows(np.arange(first, first + count)))
+    ]
+    assert (
+        data.main(["show", spec, *f"--seq_len 64 --seed 3 --first {first} --count {count}".split()])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * count and all(line.isprintable() for line in lines)
     for g, (row, head, text) in enumerate(zip(rows, lines[::2], lines[1::2]), first):
         assert text == "    " + common.printable(row.masked_fill(row < 0, PAD_ID).tolist())
         number, epoch, name, path, offset = re.fullmatch(
-            r"(.*): epoch (.*), (.*), (.*): byte offset (.*)", head).groups()
+            r"(.*): epoch (.*), (.*), (.*): byte offset (.*)", head
+        ).groups()
         assert int(number) == g and path.startswith(name)
         assert np.fromfile(path, "<u2", 1, offset=int(offset))[0] == row[0]
         assert int(epoch) == loader.epochs(g)[int(name.endswith("b"))]
@@ -507,7 +673,12 @@ def test_show_prints_what_the_loader_gives(tmp_path, capsys):
 
 
 def test_shards_are_read_where_python_has_no_modules_of_unix(shards):
-    code = ("import sys; sys.modules.update(dict.fromkeys(('fcntl', 'grp', 'pwd', 'resource', 'termios'))); "
-            "import data; print(len(data.open_data(sys.argv[1])[0].train))")
-    done = subprocess.run([sys.executable, "-c", code, shards], cwd=ROOT, capture_output=True, text=True)
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('fcntl', 'grp', 'pwd', 'resource', "
+        "'termios'))); "
+        "import data; print(len(data.open_data(sys.argv[1])[0].train))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, shards], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stdout == "640\n", done.stderr

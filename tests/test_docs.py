@@ -13,7 +13,8 @@ from spider.config import SpiderConfig
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 ENTRIES = {"train": "command_line", "sample": "main", "data": "main", "bench": "main"}
-FORMER = re.compile(r"commit|earlier|not kept|then\)")  # a command of an older commit stands in a line that says so
+# a command of an older commit stands in a line that says so
+FORMER = re.compile(r"commit|earlier|not kept|then\)")
 
 
 def prose(page) -> str:
@@ -39,18 +40,25 @@ def flags_of(script: str, command: str = "") -> set[str]:
     """Return the flags in the help of a script, or of one of its commands."""
     out = Output()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        getattr(importlib.import_module(script), ENTRIES[script])([*([command] if command else []), "--help"])
+        getattr(importlib.import_module(script), ENTRIES[script])(
+            [*([command] if command else []), "--help"]
+        )
     usage = out.getvalue()
     assert "--help" in usage
     return set(re.findall(r"--\w+", usage))
 
 
 def commands(page) -> list[tuple[str, str]]:
-    """Return (script, arguments) of every command of ours in a page; what follows a comment or a pipe is left out."""
+    """Return (script, arguments) of every command of ours in a page; what follows a comment or a
+    pipe is left out."""
     text = page.read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if not FORMER.search(line)]
-    return [(script, re.split(r" # |\s{2,}#|`|\||&&|> ", rest)[0]) for line in lines for script, rest in
-            re.findall(r"\b(train|sample|data|bench)\.py((?: .*)?)$", line) if rest]
+    return [
+        (script, re.split(r" # |\s{2,}#|`|\||&&|> ", rest)[0])
+        for line in lines
+        for script, rest in re.findall(r"\b(train|sample|data|bench)\.py((?: .*)?)$", line)
+        if rest
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -81,13 +89,19 @@ def test_the_tree_in_readme_names_every_script_and_folder():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_in_a_command_is_one_of_its_script(page):
     for script, rest in commands(page):
-        command = (re.match(r" (prepare|verify|show)\b", rest) or [""])[0].strip() if script == "data" else ""
+        command = (
+            (re.match(r" (prepare|verify|show)\b", rest) or [""])[0].strip()
+            if script == "data"
+            else ""
+        )
         for word in rest.split():
             if word.startswith("--"):
                 assert re.match(r"--\w+", word)[0] in flags_of(script, command), (script, word)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "results" not in page.parts], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "results" not in page.parts], ids=lambda page: page.name
+)
 def test_every_command_that_trains_has_a_directory_of_its_own(page):
     """In the default one it would resume whatever was trained there before."""
     for script, rest in commands(page):
@@ -96,7 +110,12 @@ def test_every_command_that_trains_has_a_directory_of_its_own(page):
 
 
 def test_every_part_that_the_guide_switches_off_can_be():
-    table = (ROOT / "docs/guide/training.md").read_text().split("can be switched off")[1].split("\n\n")[1]
+    table = (
+        (ROOT / "docs/guide/training.md")
+        .read_text()
+        .split("can be switched off")[1]
+        .split("\n\n")[1]
+    )
     changes = re.findall(r"`(\w+=[\w+]*)`", table)
     assert len(changes) > 10
     for change in changes:

@@ -1,4 +1,5 @@
-"""Estimates of a run: memory, what is recomputed for it, segments, the rate that a dry run expects."""
+"""Estimates of a run: memory, what is recomputed for it, segments, the rate that a dry run
+expects."""
 
 import json
 import math
@@ -29,18 +30,21 @@ from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 from train import time_steps
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Memory
 
 
 class Live(TorchDispatchMode):
     """Bytes of the tensors made inside it that are alive, and the most there were."""
+
     live = peak = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
-        given, made = ({t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)}
-                       for tree in ((args, kwargs), out))
+        given, made = (
+            {t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)}
+            for tree in ((args, kwargs), out)
+        )
         for storage in made - given:
             self.live += storage.nbytes()
             weakref.finalize(storage, self.end, storage.nbytes())
@@ -51,20 +55,42 @@ class Live(TorchDispatchMode):
         self.live -= size
 
 
-RECOMPUTED = dict(least=("--recompute", "all"), less=("--recompute", "core"),
-                  more=("--recompute", "nothing", "--grad_accum", "2"))
+RECOMPUTED = dict(
+    least=("--recompute", "all"),
+    less=("--recompute", "core"),
+    more=("--recompute", "nothing", "--grad_accum", "2"),
+)
 LENGTHS = {"whole rows": (256,), "halves": (129, 127)}
 TELLING = "least-halves-bf16", "less-whole rows-fp32", "more-whole rows-bf16", "more-halves-fp32"
 
 
-@pytest.mark.parametrize("flags, lengths, precision", [
-    pytest.param(flags, lengths, precision, id=name, marks=() if name in TELLING else pytest.mark.slow)
-    for recomputed, flags in RECOMPUTED.items() for rows, lengths in LENGTHS.items() for precision in ("fp32", "bf16")
-    for name in (f"{recomputed}-{rows}-{precision}",)])
+@pytest.mark.parametrize(
+    "flags, lengths, precision",
+    [
+        pytest.param(
+            flags, lengths, precision, id=name, marks=() if name in TELLING else pytest.mark.slow
+        )
+        for recomputed, flags in RECOMPUTED.items()
+        for rows, lengths in LENGTHS.items()
+        for precision in ("fp32", "bf16")
+        for name in (f"{recomputed}-{rows}-{precision}",)
+    ],
+)
 def test_the_estimate_bounds_the_memory_of_a_step_whatever_its_documents(lengths, flags, precision):
     """Halves are the worst case if one row is whole: all of them are padded to its length."""
-    plan = settled("--model", "tiny", "--seq_len", "256", "--micro_batch", "8", "--n_loops", "2", "--precision",
-                   precision, *flags)
+    plan = settled(
+        "--model",
+        "tiny",
+        "--seq_len",
+        "256",
+        "--micro_batch",
+        "8",
+        "--n_loops",
+        "2",
+        "--precision",
+        precision,
+        *flags,
+    )
     model = train.build_model(plan, world_of())
     memory = estimate_memory(model, plan, plan.recompute, world_of())
     ids = text(8, 256)
@@ -72,31 +98,55 @@ def test_the_estimate_bounds_the_memory_of_a_step_whatever_its_documents(lengths
     ids[1:, ends - 1] = train.tokenizer.EOS_ID
     with Live() as measured:
         train.accumulate(model, [Batch.of(ids, ids, 0)] * plan.grad_accum, 2)
-    fixed = {"parameters", "optimizer", "process at start", "checkpoint copy", "oneDNN kernels (at most)"}
+    fixed = {
+        "parameters",
+        "optimizer",
+        "process at start",
+        "checkpoint copy",
+        "oneDNN kernels (at most)",
+    }
     estimated = sum(size for name, size in memory.items() if name not in fixed)
     assert measured.peak < estimated < 2 * measured.peak
 
 
 def test_auto_recomputes_the_least_that_fits_with_room_to_spare_and_all_if_nothing_does():
     needs = dict(nothing=dict(a=50.0, b=10.0), core=dict(a=30.0, b=10.0), all=dict(a=20.0, b=5.0))
+
     def of_a_split(i, recompute):
         return needs[recompute]
+
     for there, chosen in ((71, "nothing"), (70, "core"), (48, "core"), (47, "all"), (5, "all")):
         assert choose_memory(1, "auto", of_a_split, there) == (0, chosen, needs[chosen])
     assert choose_memory(1, "core", of_a_split, 5) == (0, "core", needs["core"])
 
 
 def test_the_largest_micro_batch_that_fits_is_chosen_before_any_recomputation():
-    def estimate(i, recompute):           # micro-batches of 8, 4, 2 and 1
+    def estimate(i, recompute):  # micro-batches of 8, 4, 2 and 1
         return dict(all=(8, 4, 2, 1)[i] * dict(nothing=10, core=5, all=3)[recompute])
-    for there, wanted in ((95, (0, "nothing")), (80, (1, "nothing")), (12, (3, "nothing")), (6, (3, "core")),
-                          (1, (3, "all"))):
+
+    for there, wanted in (
+        (95, (0, "nothing")),
+        (80, (1, "nothing")),
+        (12, (3, "nothing")),
+        (6, (3, "core")),
+        (1, (3, "all")),
+    ):
         assert choose_memory(4, "auto", estimate, there)[:2] == wanted
 
 
 def estimated(*flags, recompute: str, precision="bf16") -> float:
     """GB of a step of 1b on a GPU."""
-    plan = settled("--model", "1b", "--seq_len", "256", "--micro_batch", "112", "--precision", precision, *flags)
+    plan = settled(
+        "--model",
+        "1b",
+        "--seq_len",
+        "256",
+        "--micro_batch",
+        "112",
+        "--precision",
+        precision,
+        *flags,
+    )
     with torch.device("meta"):
         model = Spider(plan.config)
     return sum(estimate_memory(model, plan, recompute, world_of("cuda")).values()) / 1e9
@@ -106,22 +156,38 @@ def test_more_recomputation_takes_less_memory_and_more_rows_take_more():
     step = partial(estimated, "--set", "boundary_rate=0.3")  # the design's 3.3 bytes per segment
     nothing, core, everything = (step(recompute=recompute) for recompute in RECOMPUTE)
     assert everything < 0.8 * core and core < 0.6 * nothing
-    assert step("--grad_accum", "4", recompute="core") > core + 3 and step(recompute="core", precision="fp8") > core
+    assert (
+        step("--grad_accum", "4", recompute="core") > core + 3
+        and step(recompute="core", precision="fp8") > core
+    )
     assert step("--seq_len", "2048", "--micro_batch", "64", recompute="core") > 2.5 * core
 
 
-@pytest.mark.parametrize("sequences, length, documents, expected", ((448, 256, 448, 1.41e9), (64, 2048, 2685, 3.89e9)))
-def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_bytes(sequences, length, documents,
-                                                                                  expected, tmp_path):
-    """Of 16 heads of 128, in flash_api.cpp: [bytes + 128 * documents, heads, width]. The second text is lines of 49
-    bytes, of which some end with EOS and the others begin with BOS; each sequence begins a document, too."""
+@pytest.mark.parametrize(
+    "sequences, length, documents, expected", ((448, 256, 448, 1.41e9), (64, 2048, 2685, 3.89e9))
+)
+def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_bytes(
+    sequences, length, documents, expected, tmp_path
+):
+    """Of 16 heads of 128, in flash_api.cpp: [bytes + 128 * documents, heads, width]. The second
+    text is lines of 49 bytes, of which some end with EOS and the others begin with BOS; each
+    sequence begins a document, too."""
     ids = np.full(100_000, ord("a"), "<u2")
     if documents > sequences:
         ids[49:50_000:50] = EOS_ID
         ids[50_050::50] = BOS_ID
     ids.tofile(tmp_path / "train-0.bin")
-    plan = settled("--model", "1b", "--seq_len", str(length), "--micro_batch", str(sequences), "--precision", "bf16",
-                   sources=open_data(str(tmp_path)))
+    plan = settled(
+        "--model",
+        "1b",
+        "--seq_len",
+        str(length),
+        "--micro_batch",
+        str(sequences),
+        "--precision",
+        "bf16",
+        sources=open_data(str(tmp_path)),
+    )
     with torch.device("meta"):
         model = Spider(plan.config)
     found = estimate_memory(model, plan, "nothing", world_of("cuda"))[FLASH_BACKWARD]
@@ -147,11 +213,30 @@ def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, s
 @pytest.mark.slow
 def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_path):
     """With the process itself and the copy for checkpoints; upper bounds stand apart."""
-    done = command("--mock_data", "--max_steps", "3", "--ckpt_every", "2", "--eval_every", "0", "--ckpt_dir", tmp_path,
-                   "--model", "tiny", "--device", "cpu", "--seq_len", "1024", cwd=tmp_path)
+    done = command(
+        "--mock_data",
+        "--max_steps",
+        "3",
+        "--ckpt_every",
+        "2",
+        "--eval_every",
+        "0",
+        "--ckpt_dir",
+        tmp_path,
+        "--model",
+        "tiny",
+        "--device",
+        "cpu",
+        "--seq_len",
+        "1024",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
-    line, = [line for line in done.stderr.splitlines() if "memory: about" in line]
-    said = {name: float(size) for name, size in re.findall(r"[,:] ([a-z][A-Za-z ()]*?) (\d+\.\d\d)(?=,|$)", line)}
+    (line,) = [line for line in done.stderr.splitlines() if "memory: about" in line]
+    said = {
+        name: float(size)
+        for name, size in re.findall(r"[,:] ([a-z][A-Za-z ()]*?) (\d+\.\d\d)(?=,|$)", line)
+    }
     peak = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory"]
     total = float(re.search(r"about (\S+) GB", line)[1])
     assert total == pytest.approx(sum(said.values()), abs=0.05)
@@ -160,51 +245,96 @@ def test_a_run_takes_no_more_memory_than_its_line_says_and_not_much_less(tmp_pat
     assert 0.6 * peak < sure and peak < 1.1 * total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The dry run
 
 
 @pytest.mark.parametrize("short", ((), ("memory",), ("disk",), ("memory", "disk")), ids="-".join)
-def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(tmp_path, shards, monkeypatch, short, capsys):
+def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(
+    tmp_path, shards, monkeypatch, short, capsys
+):
     if "memory" in short:
         monkeypatch.setattr(machine, "memory_of", lambda *_: 1e6)
     if "disk" in short:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e5))
-    assert train.command_line(run_flags(shards, tmp_path / "run", "--dry_run")) == (1 if short else 0)
+    assert train.command_line(run_flags(shards, tmp_path / "run", "--dry_run")) == (
+        1 if short else 0
+    )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"verdict: {'NOT ENOUGH ' + ' and '.join(short) if short else 'enough memory and disk'}"
-    order = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in (
-        "parameters by component", "flags", "data: ", "model tiny", "memory: about", "disk: ", "run: ", "verdict: ")]
+    assert (
+        lines[-1]
+        == f"verdict: {'NOT ENOUGH ' + ' and '.join(short) if short else 'enough memory and disk'}"
+    )
+    order = [
+        next(i for i, line in enumerate(lines) if line.startswith(start))
+        for start in (
+            "parameters by component",
+            "flags",
+            "data: ",
+            "model tiny",
+            "memory: about",
+            "disk: ",
+            "run: ",
+            "verdict: ",
+        )
+    ]
     assert order == sorted(order) and order[-1] - order[2] < 12 and not (tmp_path / "run").exists()
 
 
-def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothing(tmp_path, shards, monkeypatch,
-                                                                                  capsys):
+def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothing(
+    tmp_path, shards, monkeypatch, capsys
+):
     """Two micro-steps of two sequences each; a clock by which everything takes half a second."""
     seen, accumulate, update = [], train.accumulate, train.update
-    monkeypatch.setattr(train, "accumulate", lambda model, batches, loops: (
-        seen.append((model.dropout, loops, [(tuple(batch.ids.shape), batch.noise_seed) for batch in batches])),
-        accumulate(model, batches, loops))[1])
+    monkeypatch.setattr(
+        train,
+        "accumulate",
+        lambda model, batches, loops: (
+            seen.append(
+                (
+                    model.dropout,
+                    loops,
+                    [(tuple(batch.ids.shape), batch.noise_seed) for batch in batches],
+                )
+            ),
+            accumulate(model, batches, loops),
+        )[1],
+    )
     monkeypatch.setattr(train, "update", lambda *args: (seen.append("update"), update(*args))[1])
     monkeypatch.setattr(train, "time_steps", time_steps)
     monkeypatch.setattr(train.time, "perf_counter", partial(next, count(0, 0.5)))
     before = contents(shards)
-    argv = run_flags(shards, tmp_path / "run", "--dry_run", "--grad_accum", "2", "--target_tokens", "12800")
+    argv = run_flags(
+        shards, tmp_path / "run", "--dry_run", "--grad_accum", "2", "--target_tokens", "12800"
+    )
     assert train.command_line(argv) == 0
     assert "at 256 bytes/s, as timed" in capsys.readouterr().out
     noise = [train.step_seed(0, step, "noise") for step in range(50, 55)]
     assert seen[1::2] == ["update"] * 5 and seen[::2] == [
-        (seen[0][0], 2, [((2, 32), seed), ((2, 32), seed + 2)]) for seed in noise]
-    assert 0.4 < seen[0][0] <= 0.5 and contents(shards) == before and os.listdir(tmp_path) == ["data"]
+        (seen[0][0], 2, [((2, 32), seed), ((2, 32), seed + 2)]) for seed in noise
+    ]
+    assert (
+        0.4 < seen[0][0] <= 0.5 and contents(shards) == before and os.listdir(tmp_path) == ["data"]
+    )
 
 
-@pytest.mark.parametrize("reason, because", (("slow", "a step takes too long"), ("full", "there is too little memory"),
-                                             ("ranks", "there are several ranks"), ("compiled", "compiling")))
+@pytest.mark.parametrize(
+    "reason, because",
+    (
+        ("slow", "a step takes too long"),
+        ("full", "there is too little memory"),
+        ("ranks", "there are several ranks"),
+        ("compiled", "compiling"),
+    ),
+)
 def test_the_dry_run_times_no_step_where_that_would_take_long(tmp_path, reason, because):
     plan, world = settled("--ckpt_dir", str(tmp_path), "--seq_len", "64"), world_of()
     world.ranks = 2 if reason == "ranks" else 1
-    plan = replace(plan, flags=plan.flags | dict(compile="auto" if reason == "compiled" else "off"),
-                   memory=dict(activations=math.inf if reason == "full" else 1.0))
+    plan = replace(
+        plan,
+        flags=plan.flags | dict(compile="auto" if reason == "compiled" else "off"),
+        memory=dict(activations=math.inf if reason == "full" else 1.0),
+    )
     bound = 1.0 if reason == "slow" else 1e6
     assert because in estimate.obstacle_to_timing(plan, world, bound)
 
@@ -230,11 +360,15 @@ def test_the_estimate_counts_the_batches_of_a_step_and_of_the_next_one(shards):
     plan = settled("--model", "tiny", "--seq_len", "32", "--micro_batch", "4", "--grad_accum", "3")
     feed = Feed(Loader(open_data(str(shards)), 32, 0), plan, 0, torch.device("cpu"), 0, 0)
     held = [*feed.take(), *feed.take()]
-    assert plan.memory[estimate.BATCHES] == sum(batch.ids.nbytes + batch.labels.nbytes for batch in held)
+    assert plan.memory[estimate.BATCHES] == sum(
+        batch.ids.nbytes + batch.labels.nbytes for batch in held
+    )
 
 
 @pytest.mark.parametrize("flag", ("--grad_accum", "--micro_batch", "--global_batch"))
-def test_the_largest_batch_that_a_flag_takes_is_refused_before_anything_is_built(tmp_path, shards, capsys, flag):
+def test_the_largest_batch_that_a_flag_takes_is_refused_before_anything_is_built(
+    tmp_path, shards, capsys, flag
+):
     line = refused(run_flags(shards, tmp_path / "run", flag, str(1 << 61)), capsys)
     named = "--micro_batch" if flag == "--micro_batch" else "--grad_accum"
     assert line.startswith(f"train.py: error: {named}: ") and "but this machine has" in line

@@ -5,23 +5,34 @@ import torch
 from torch.nn import attention
 
 from spider import flash_attention
-from spider.flash_attention import IMPLEMENTATIONS, attend_by_mask, choose_flash_attention, is_usable
+from spider.flash_attention import (
+    IMPLEMENTATIONS,
+    attend_by_mask,
+    choose_flash_attention,
+    is_usable,
+)
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Install FA4 and FA3, with a kernel for each that a test replaces; return the kernels by name."""
+    """Install FA4 and FA3, with a kernel for each that a test replaces; return the kernels by
+    name."""
     kernels = {implementation.name: attend_by_mask for implementation in IMPLEMENTATIONS}
     active = [None]
     monkeypatch.setattr(flash_attention, "is_usable", lambda implementation, device: True)
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", lambda name: active.__setitem__(0, name))
-    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: active.__setitem__(0, None))
+    monkeypatch.setattr(
+        attention, "activate_flash_attention_impl", lambda name: active.__setitem__(0, name)
+    )
+    monkeypatch.setattr(
+        attention, "restore_flash_attention_impl", lambda: active.__setitem__(0, None)
+    )
 
     def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
         assert window_size[1] == 0 and max_q == max_k == int(cu_seq_q.diff().max())
         return kernels[active[0]](q, k, v, cu_seq_q, window_size[0] + 1)
+
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     return kernels, active
 
@@ -46,14 +57,22 @@ def test_the_first_version_that_passes_the_test_is_used_and_the_log_says_so(inst
     assert choose_flash_attention(CPU, 2, 16, 64) == "attention by FA4" and installed[1] == ["FA4"]
 
 
-@pytest.mark.parametrize("fault, named", (
-    (refuse, "RuntimeError: windowed attention not supported)"), (without_causality, "its value is off"),
-    (wrong_gradient, "its gradient of k is off by 10.0%"), (without_window, "on this GPU within a window of 64")))
+@pytest.mark.parametrize(
+    "fault, named",
+    (
+        (refuse, "RuntimeError: windowed attention not supported)"),
+        (without_causality, "its value is off"),
+        (wrong_gradient, "its gradient of k is off by 10.0%"),
+        (without_window, "on this GPU within a window of 64"),
+    ),
+)
 def test_a_version_that_fails_or_is_wrong_is_not_used_and_the_log_says_why(installed, fault, named):
     kernels, active = installed
     kernels["FA4"] = fault
     line = choose_flash_attention(CPU, 2, 16, 64)
-    assert line.startswith("FA4 not used: ") and named in line and line.endswith("; attention by FA3")
+    assert (
+        line.startswith("FA4 not used: ") and named in line and line.endswith("; attention by FA3")
+    )
     assert active == ["FA3"]
     kernels["FA3"] = fault
     assert choose_flash_attention(CPU, 2, 16, 64).count("not used") == 2 and active == [None]

@@ -24,12 +24,18 @@ def test_presets_give_the_golden_flags_and_configuration():
 
 
 def test_every_golden_value_belongs_to_a_case():
-    assert GOLDEN["runs"].keys() == golden.CASES.keys() and GOLDEN["recipes"].keys() == golden.RECIPES.keys()
+    assert (
+        GOLDEN["runs"].keys() == golden.CASES.keys()
+        and GOLDEN["recipes"].keys() == golden.RECIPES.keys()
+    )
 
 
 def test_golden_values_are_not_written_while_product_files_differ_from_the_last_commit(tmp_path):
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True
+        )
+
     (tmp_path / "tests").mkdir()
     for name in ("train.py", "tests/golden.json"):
         (tmp_path / name).write_text("1")

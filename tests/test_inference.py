@@ -26,10 +26,21 @@ def written_by(monkeypatch, capsysbinary, model, turns: list[str], stop=None) ->
         if (line := next(lines, None)) is None:
             raise EOFError
         return line
+
     monkeypatch.setattr(builtins, "input", ask)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    sampler = Sampler(model, bytes=9, temperature=0, top_k=None, top_p=None, no_repeat_ngram_size=0, samples=1, seed=0,
-                      raw=True, stop=stop)
+    sampler = Sampler(
+        model,
+        bytes=9,
+        temperature=0,
+        top_k=None,
+        top_p=None,
+        no_repeat_ngram_size=0,
+        samples=1,
+        seed=0,
+        raw=True,
+        stop=stop,
+    )
     converse(sampler, model.decoding_state())
     return written[1:]
 
@@ -38,16 +49,20 @@ def test_a_dialogue_continues_from_all_that_was_typed_and_written(monkeypatch, c
     model, text = awake(small_config(), seed=1).eval(), b""
     turns = ["ab", "", "c\\", "d", "", os.fsdecode(b"\xff")]
     written = written_by(monkeypatch, capsysbinary, model, turns)
-    assert written.pop(2) == b""                          # the break of the line that went on
+    assert written.pop(2) == b""  # the break of the line that went on
     for typed, answer in zip((b"ab", b"", b"c\nd", b"", b"\xff"), written):
         if typed and text and not text.endswith(b"\n"):
             text += b"\n"
         text += typed
-        assert answer == bytes(model.generate([BOS_ID, *text], 9, temperature=0)) and len(answer) == 9
+        assert (
+            answer == bytes(model.generate([BOS_ID, *text], 9, temperature=0)) and len(answer) == 9
+        )
         text += answer
 
 
-def test_ctrl_c_ends_a_turn_and_what_was_written_until_then_stays_in_context(monkeypatch, capsysbinary):
+def test_ctrl_c_ends_a_turn_and_what_was_written_until_then_stays_in_context(
+    monkeypatch, capsysbinary
+):
     model, generate_batch = awake(small_config(), seed=1).eval(), Spider.generate_batch
 
     def interrupted(*args, **kwargs):
@@ -55,6 +70,7 @@ def test_ctrl_c_ends_a_turn_and_what_was_written_until_then_stays_in_context(mon
             if number == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             yield column
+
     monkeypatch.setattr(Spider, "generate_batch", interrupted)
     first, second = written_by(monkeypatch, capsysbinary, model, ["ab", "cd"])
     monkeypatch.undo()
@@ -64,7 +80,9 @@ def test_ctrl_c_ends_a_turn_and_what_was_written_until_then_stays_in_context(mon
 
 
 @pytest.mark.parametrize("typed", ("c", ""))
-def test_input_after_a_stop_text_follows_it_directly_and_an_empty_one_continues(monkeypatch, capsysbinary, typed):
+def test_input_after_a_stop_text_follows_it_directly_and_an_empty_one_continues(
+    monkeypatch, capsysbinary, typed
+):
     model = awake(small_config(), seed=1).eval()
     answer = bytes(model.generate([BOS_ID, *b"ab"], 9, temperature=0))
     stop = answer[3:5]
@@ -78,7 +96,9 @@ def test_input_after_a_stop_text_follows_it_directly_and_an_empty_one_continues(
 
 def test_after_the_end_of_a_document_a_dialogue_begins_another(monkeypatch, capsysbinary):
     model, fed, read = awake(small_config(), seed=1).eval(), [], Sampler.read
-    monkeypatch.setattr(Sampler, "read", lambda self, state, ids: fed.append(ids) or read(self, state, ids))
+    monkeypatch.setattr(
+        Sampler, "read", lambda self, state, ids: fed.append(ids) or read(self, state, ids)
+    )
     monkeypatch.setattr(Spider, "generate_batch", lambda *args, **kwargs: iter([[100]]))
     written_by(monkeypatch, capsysbinary, model, ["ab", "c", ""])
     assert fed == [[BOS_ID, *b"ab"], [EOS_ID, BOS_ID, *b"c"], [EOS_ID, BOS_ID]]
@@ -86,8 +106,10 @@ def test_after_the_end_of_a_document_a_dialogue_begins_another(monkeypatch, caps
 
 @pytest.mark.parametrize("size", (1, 2, 3, 5))
 def test_no_sequence_is_written_twice_as_in_transformers(size):
-    """Beside transformers' processor of the same name; EOS and what the model writes are not changed by another."""
+    """Beside transformers' processor of the same name; EOS and what the model writes are not
+    changed by another."""
     from transformers import NoRepeatNGramLogitsProcessor
+
     written = torch.randint(0, 4, (3, 40), generator=torch.Generator().manual_seed(size))
     logits = torch.randn(3, 272)
     for n in (0, 1, size - 1, size, 40):
@@ -95,13 +117,17 @@ def test_no_sequence_is_written_twice_as_in_transformers(size):
         if n < size:
             assert torch.equal(found, logits)
         else:
-            assert torch.equal(found, NoRepeatNGramLogitsProcessor(size)(written[:, :n], logits.clone()))
+            assert torch.equal(
+                found, NoRepeatNGramLogitsProcessor(size)(written[:, :n], logits.clone())
+            )
     model = awake(small_config()).eval()
     state = model.decoding_state(2)
     first = model.step(torch.full((2, 1), BOS_ID), state)[:, -1]
-    columns = [*zip(*model.generate_batch(first, state, 30, temperature=0, no_repeat_ngram_size=size))]
+    columns = [
+        *zip(*model.generate_batch(first, state, 30, temperature=0, no_repeat_ngram_size=size))
+    ]
     for row in columns:
-        grams = [row[i:i + size] for i in range(len(row) - size + 1)]
+        grams = [row[i : i + size] for i in range(len(row) - size + 1)]
         assert len(grams) == len(set(grams))
 
 
@@ -114,5 +140,7 @@ def test_windows_predict_every_byte_once_after_half_a_window_or_all_that_there_i
             assert len(ids) <= batch and ids.shape == labels.shape == (len(ids), seq_len)
             for row, offset in (labels != -100).nonzero().tolist():
                 seen.append(byte := int(labels[row, offset]))
-                assert ids[row, offset] == (byte - 1 if byte else BOS_ID) and offset >= min(byte, seq_len // 2)
+                assert ids[row, offset] == (byte - 1 if byte else BOS_ID) and offset >= min(
+                    byte, seq_len // 2
+                )
         assert sorted(seen) == list(range(length))

@@ -1,4 +1,5 @@
-"""The optimizers: Muon and its stacks, the rows of Engram tables, and which parameters belong to which."""
+"""The optimizers: Muon and its stacks, the rows of Engram tables, and which parameters belong to
+which."""
 
 import math
 import warnings
@@ -13,11 +14,18 @@ from data import Batch
 from jobs import run_ranks
 from spider.distributed import ShardedParameter
 from spider.memory import EngramTable
-from spider.optim import (MatrixAssignment, Muon, Optimizers, RowwiseAdagrad, kinds_of, load_optimizer_state,
-                          orthogonalize)
+from spider.optim import (
+    MatrixAssignment,
+    Muon,
+    Optimizers,
+    RowwiseAdagrad,
+    kinds_of,
+    load_optimizer_state,
+    orthogonalize,
+)
 from train import step_alone
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Muon
 
 
@@ -28,7 +36,9 @@ def test_orthogonalize_moves_singular_values_towards_one_for_every_matrix_of_a_s
         out = orthogonalize(matrices).float()
         values = torch.linalg.svdvals(out)
         assert values.min() > 0.4 and values.max() < 1.4
-        assert (torch.nn.functional.cosine_similarity(out.flatten(1), matrices.flatten(1)) > 0.8).all()
+        assert (
+            torch.nn.functional.cosine_similarity(out.flatten(1), matrices.flatten(1)) > 0.8
+        ).all()
 
 
 def test_muon_treats_a_stack_as_its_matrices_and_follows_its_definition():
@@ -46,7 +56,7 @@ def test_muon_treats_a_stack_as_its_matrices_and_follows_its_definition():
         for _ in range(4):
             gram = x @ x.mT
             x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-        exact = exact * (1 - 0.1 * 0.1) - 0.1 * 0.2 * 24 ** 0.5 * x.mT
+        exact = exact * (1 - 0.1 * 0.1) - 0.1 * 0.2 * 24**0.5 * x.mT
         stack.grad = grad.clone()
         for single, part in zip(singles, grad):
             single.grad = part.clone()
@@ -66,7 +76,9 @@ def test_at_a_rate_of_zero_muon_keeps_weights_to_the_bit_and_updates_its_momentu
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], 0.05 * p.grad)
 
 
-@pytest.mark.parametrize("backend,dtype", (("loop", "float32"), ("grouped", "float32"), ("grouped", "bfloat16")))
+@pytest.mark.parametrize(
+    "backend,dtype", (("loop", "float32"), ("grouped", "float32"), ("grouped", "bfloat16"))
+)
 def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(backend, dtype):
     """Nor their momentum; the rest of the stack moves, and so do they when they are needed."""
     model = awake(small_config(n_loops=3))
@@ -76,14 +88,23 @@ def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(bac
     optimizers.set_lr(0.01, 1.0)
     batch = [Batch.of(text(4, 32, seed=1), text(4, 32, seed=2), 0)]
     moe, core = model.core.layers[0].moe, model.core
-    idle = {"w_gate": (moe.w_gate, 1), "w_up": (moe.w_up, 1), "w_down": (moe.w_down, 1),
-            "lora_down": (core.lora_down, 2), "lora_up": (core.lora_up, 2)}
+    idle = {
+        "w_gate": (moe.w_gate, 1),
+        "w_up": (moe.w_up, 1),
+        "w_down": (moe.w_down, 1),
+        "lora_down": (core.lora_down, 2),
+        "lora_up": (core.lora_up, 2),
+    }
 
     def slices() -> dict:
         """(weight, momentum) of every matrix of the stacks."""
         momentum = optimizers.by_name["muon"].state
-        return {(name, i): (p[i].detach().clone(), momentum[p]["momentum_buffer"][i].clone())
-                for name, (p, _) in idle.items() for i in range(len(p))}
+        return {
+            (name, i): (p[i].detach().clone(), momentum[p]["momentum_buffer"][i].clone())
+            for name, (p, _) in idle.items()
+            for i in range(len(p))
+        }
+
     step_alone(model, optimizers, batch, 3)
     before = slices()
     assert all(momentum.any() for _, momentum in before.values())
@@ -111,12 +132,13 @@ def test_two_shards_exchange_their_only_matrix_in_bf16(processes):
     assert run_ranks(processes, orthogonalize_the_only_matrix, ranks=2, shards=2) == [0, 0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Engram tables
 
 
 def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
-    """A table [rows, 3] of zeros whose bytes are its addresses, for a prime of rows, and its optimizer."""
+    """A table [rows, 3] of zeros whose bytes are its addresses, for a prime of rows, and its
+    optimizer."""
     table = EngramTable((1,), 1, rows, 3)
     torch.nn.init.zeros_(table.weight)
     table.addresses = lambda shifted: shifted.T
@@ -125,7 +147,7 @@ def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
 
 def test_rowwise_adagrad_touches_looked_up_rows_only_and_scales_by_their_past():
     table, optimizer = small_table()
-    for expected in (0.5, 0.5 / 2 ** 0.5):
+    for expected in (0.5, 0.5 / 2**0.5):
         before = table.weight.detach().clone()
         table(torch.tensor([[2]])).sum().mul(7).backward()
         optimizer.step()
@@ -140,16 +162,18 @@ def test_rowwise_adagrad_touches_looked_up_rows_only_and_scales_by_their_past():
 @pytest.mark.parametrize("rows", (5, 101), ids=("summed by row", "listed"))
 @pytest.mark.parametrize("parts", (1, 2, 4))
 def test_a_rows_past_is_the_sum_of_its_lookups_squares_not_the_square_of_their_sum(rows, parts):
-    """Two lookups of squares 2 make 4; merged before, as torch adds sparse gradients on a CPU, they would make 8."""
+    """Two lookups of squares 2 make 4; merged before, as torch adds sparse gradients on a CPU, they
+    would make 8."""
     table, optimizer = small_table(rows)
     for part in torch.tensor([[2, 4, 2, 0]]).chunk(parts, dim=1):
-        (table(part) * 2 ** 0.5).sum().backward()
+        (table(part) * 2**0.5).sum().backward()
     optimizer.step()
     total = torch.zeros(rows)
     total[[0, 2, 4]] = torch.tensor([2.0, 4.0, 2.0])
     torch.testing.assert_close(optimizer.state[table.weight]["sum"], total)
     expected = torch.zeros(rows, 3)
-    expected[[0, 2, 4]] = torch.tensor([-0.5, -0.5 * 2 ** 0.5, -0.5])[:, None]  # lr * sum(g) / sqrt(sum)
+    # lr * sum(g) / sqrt(sum)
+    expected[[0, 2, 4]] = torch.tensor([-0.5, -0.5 * 2**0.5, -0.5])[:, None]
     torch.testing.assert_close(table.weight.detach(), expected)
 
 
@@ -161,7 +185,8 @@ def test_tables_gather_no_more_than_their_rows_whatever_the_number_of_micro_step
 
 
 def test_gathered_rows_are_forgotten_however_a_step_ends():
-    """A skipped step, the warm-up's zero_grad and a move through the meta device; a checkpoint never holds it."""
+    """A skipped step, the warm-up's zero_grad and a move through the meta device; a checkpoint
+    never holds it."""
     model = awake(small_config())
     tables = [module for module in model.modules() if isinstance(module, EngramTable)]
     keys, optimizers = model.state_dict().keys(), Optimizers(model, "adamw")
@@ -171,6 +196,7 @@ def test_gathered_rows_are_forgotten_however_a_step_ends():
         train.accumulate(model, batch, 2)
         assert all(table.gathered() and table.weight.grad is None for table in tables)
         assert model.state_dict().keys() == keys and not optimizers.by_name["engram"].state
+
     for forget in (model.zero_grad, optimizers.zero_grad):
         gather()
         forget()
@@ -202,13 +228,15 @@ def test_tables_that_no_optimizer_of_ours_steps_are_a_warning_once_a_process(mon
         assert not step_of(optimizers, model, optimizers.zero_grad)
     models = awake(small_config()), awake(small_config())
     before = models[0].engram_input.table.weight.detach().clone()
-    said = [step_of(torch.optim.AdamW(model.parameters()), model, model.zero_grad) for model in models]
+    said = [
+        step_of(torch.optim.AdamW(model.parameters()), model, model.zero_grad) for model in models
+    ]
     assert [len(lines) for lines in said] == [1, 0]
     assert "RowwiseAdagrad" in said[0][0] and "docs/guide/your-own-loop.md" in said[0][0]
     assert torch.equal(models[0].engram_input.table.weight, before)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # All of a model
 
 
@@ -230,7 +258,12 @@ def matrices_of(model) -> set[str]:
 def test_every_parameter_is_trained_once_tables_at_a_rate_of_their_own_without_decay(name):
     model = awake(small_config())
     optimizers = Optimizers(model, name)
-    owned = [p for part in optimizers.by_name.values() for group in part.param_groups for p in group["params"]]
+    owned = [
+        p
+        for part in optimizers.by_name.values()
+        for group in part.param_groups
+        for p in group["params"]
+    ]
     assert sorted(map(id, owned)) == sorted(map(id, model.parameters()))
     optimizers.set_lr(0.01, 1.0)
     tables = [id(m.weight) for m in model.modules() if isinstance(m, EngramTable)]
@@ -250,22 +283,42 @@ def test_every_parameter_is_trained_once_tables_at_a_rate_of_their_own_without_d
 def test_experts_and_hidden_matrices_go_to_muon_embeddings_head_and_router_do_not():
     model = awake(small_config())
     by_muon = matrices_of(model)
-    assert {"core.layers.0.moe.w_gate", "core.lora_up", "prelude.0.attention.q_a_proj.weight",
-            "core.layers.1.engram.key_proj.weight", "engram_output.proj.weight"} <= by_muon
-    assert not {"embed_tokens", "lm_head.weight", "core.layers.0.moe.router.weight", "core.loop_embedding",
-                "engram_output.gate.weight", "engram_input.table.weight", "core.halt_predictor.weight"} & by_muon
+    assert {
+        "core.layers.0.moe.w_gate",
+        "core.lora_up",
+        "prelude.0.attention.q_a_proj.weight",
+        "core.layers.1.engram.key_proj.weight",
+        "engram_output.proj.weight",
+    } <= by_muon
+    assert (
+        not {
+            "embed_tokens",
+            "lm_head.weight",
+            "core.layers.0.moe.router.weight",
+            "core.loop_embedding",
+            "engram_output.gate.weight",
+            "engram_input.table.weight",
+            "core.halt_predictor.weight",
+        }
+        & by_muon
+    )
 
 
 def test_of_modules_that_a_researcher_adds_linears_alone_go_to_muon_whatever_the_names():
     model = awake(small_config())
     before, block = matrices_of(model), model.prelude[0]
     block.conv, block.table = torch.nn.Conv1d(32, 32, 4, groups=32), torch.nn.Embedding(9, 32)
-    block.w_gate, block.w_up = torch.nn.Parameter(torch.ones(4, 32, 8)), torch.nn.Parameter(torch.ones(8, 32))
+    block.w_gate, block.w_up = (
+        torch.nn.Parameter(torch.ones(4, 32, 8)),
+        torch.nn.Parameter(torch.ones(8, 32)),
+    )
     block.more, block.pairs = torch.nn.Linear(32, 32), torch.nn.Bilinear(4, 4, 4)
     model.core.layers[0].moe.w_extra = torch.nn.Parameter(torch.ones(4, 32, 8))
     assert matrices_of(model) == before | {"prelude.0.more.weight"}
     optimizers = Optimizers(model)
-    by_adamw = {id(p) for group in optimizers.by_name["adamw"].param_groups for p in group["params"]}
+    by_adamw = {
+        id(p) for group in optimizers.by_name["adamw"].param_groups for p in group["params"]
+    }
     assert {id(block.conv.weight), id(block.w_gate), id(block.pairs.weight)} <= by_adamw
 
 
@@ -286,5 +339,7 @@ def test_tables_learn_alone_where_all_else_is_frozen():
     for weight in tables:
         weight.requires_grad_(True)
     before = [weight.clone() for weight in tables]
-    metrics = step_alone(model, Optimizers(model), [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)], 2)
+    metrics = step_alone(
+        model, Optimizers(model), [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)], 2
+    )
     assert metrics["grad_norm"] == 0 and not any(map(torch.equal, before, tables))

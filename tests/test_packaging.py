@@ -1,4 +1,5 @@
-"""The wheel: it holds the package and the scripts, which work in an environment without a checkout."""
+"""The wheel: it holds the package and the scripts, which work in an environment without a
+checkout."""
 
 import importlib.util
 import os
@@ -24,18 +25,29 @@ for name in sys.argv[2:]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build a wheel from a copy of the tree, since setuptools writes beside pyproject.toml; unpack it, as pip does."""
+    """Build a wheel from a copy of the tree, since setuptools writes beside pyproject.toml; unpack
+    it, as pip does."""
     pytest.importorskip("build")
     pytest.importorskip("setuptools", minversion="77")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    tracked = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True,
-                             check=True, text=True).stdout.split("\0")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.split("\0")
     for name in filter(None, tracked):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
-    done = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out], cwd=source,
-                          capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = out.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(out / "site")
@@ -44,47 +56,101 @@ def site(tmp_path_factory):
 
 def run(site: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Run Python with the wheel alone, in a directory without a checkout."""
-    done = subprocess.run([sys.executable, *arguments], cwd=directory, env=os.environ | dict(PYTHONPATH=str(site)),
-                          capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=os.environ | dict(PYTHONPATH=str(site)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     return done
 
 
 def program(page: str) -> str:
     """Return the blocks of a page of the guide as one program."""
-    return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide" / page).read_text(), re.DOTALL))
+    return "\n".join(
+        re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide" / page).read_text(), re.DOTALL)
+    )
 
 
 def test_the_wheel_holds_the_package_and_the_scripts_and_nothing_else(site):
     found = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
-    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "spider").rglob("*")
-               if path.is_file() and "__pycache__" not in path.parts}
+    package = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "spider").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert {name for name in found if ".dist-info/" not in name} == package | SCRIPTS
     assert any(name.endswith("/licenses/LICENSE") for name in found)
 
 
 def test_every_module_can_be_imported(site, tmp_path):
-    modules = {path.relative_to(site).with_suffix("").as_posix().replace("/", ".") for path in site.rglob("*.py")}
-    if importlib.util.find_spec("triton") is None:            # as beside a CPU build of torch
+    modules = {
+        path.relative_to(site).with_suffix("").as_posix().replace("/", ".")
+        for path in site.rglob("*.py")
+    }
+    if importlib.util.find_spec("triton") is None:  # as beside a CPU build of torch
         modules.remove("spider.grouped_triton")
     run(site, tmp_path, "-c", IMPORT_ALL, str(site), *sorted(modules))
 
 
 def test_the_program_of_trying_an_idea_trains_resumes_and_samples(site, tmp_path):
     (tmp_path / "my_idea.py").write_text(
-        program("trying-an-idea.md") + '\nif __name__ == "__main__":\n    raise SystemExit(main())\n')
+        program("trying-an-idea.md")
+        + '\nif __name__ == "__main__":\n    raise SystemExit(main())\n'
+    )
     for steps in ("1", "2"):
-        done = run(site, tmp_path, "my_idea.py", "--mock_data", "--max_steps", steps, "--seq_len=64", "--micro_batch=2",
-                   "--eval_every=0", "--device=cpu", "--ckpt_dir=run")
+        done = run(
+            site,
+            tmp_path,
+            "my_idea.py",
+            "--mock_data",
+            "--max_steps",
+            steps,
+            "--seq_len=64",
+            "--micro_batch=2",
+            "--eval_every=0",
+            "--device=cpu",
+            "--ckpt_dir=run",
+        )
     assert "resuming from" in done.stderr and "done: step 2" in done.stderr
-    run(site, tmp_path, "-c", "import my_idea; exit(my_idea.talk())", "run", "--prompt", "a", "--bytes", "4")
+    run(
+        site,
+        tmp_path,
+        "-c",
+        "import my_idea; exit(my_idea.talk())",
+        "run",
+        "--prompt",
+        "a",
+        "--bytes",
+        "4",
+    )
 
 
 def test_an_export_holds_license_and_code(site, tmp_path):
-    (site / "torch").mkdir()              # where pip installs, other packages are beside the project's
-    run(site, tmp_path, "-m", "train", "--mock_data", "--max_steps=1", "--seq_len=64", "--micro_batch=2",
-        "--eval_every=0", "--device=cpu", "--ckpt_dir=run")
+    (site / "torch").mkdir()  # where pip installs, other packages are beside the project's
+    run(
+        site,
+        tmp_path,
+        "-m",
+        "train",
+        "--mock_data",
+        "--max_steps=1",
+        "--seq_len=64",
+        "--micro_batch=2",
+        "--eval_every=0",
+        "--device=cpu",
+        "--ckpt_dir=run",
+    )
     run(site, tmp_path, "-m", "sample", "run", "--export", "exported")
     found = {path.name for path in (tmp_path / "exported").iterdir()}
-    assert {"LICENSE", "model.safetensors", "modeling_spider.py", "spider_model.py", "config.py"} <= found
+    assert {
+        "LICENSE",
+        "model.safetensors",
+        "modeling_spider.py",
+        "spider_model.py",
+        "config.py",
+    } <= found
     (site / "torch").rmdir()

@@ -19,7 +19,8 @@ def on_meta(config: SpiderConfig) -> Spider:
 
 CONFIGS = {name: SpiderConfig.preset(name) for name in PRESETS} | {
     "small test": small_config(segment_offsets=2),
-    "learned boundaries": small_config(boundaries="learned", engram_votes=2, engram_logits=True)}
+    "learned boundaries": small_config(boundaries="learned", engram_votes=2, engram_logits=True),
+}
 
 
 def test_every_parameter_has_a_row_of_its_own_in_the_table_and_every_row_a_parameter():
@@ -43,14 +44,20 @@ def test_1b_and_original_have_996m_parameters_in_the_shares_of_the_design(preset
     total = sum(count for count, _ in table.values())
     assert total == sum(p.numel() for p in model.parameters())
     assert abs(total / 996e6 - 1) < 0.005
-    assert 0.17 < sum(count for name, (count, _) in table.items() if name.startswith("Engram")) / total < 0.19
+    assert (
+        0.17
+        < sum(count for name, (count, _) in table.items() if name.startswith("Engram")) / total
+        < 0.19
+    )
     assert abs(estimate.flops_per_byte(model, 10 / 3, 6, 256) / 2.0e9 - 1) < 0.1
     assert abs(estimate.flops_per_byte(model, 1, 6, 256) / 4.8e9 - 1) < 0.15
 
 
 def test_base_has_about_the_compute_of_1b():
-    costs = [estimate.flops_per_byte(on_meta(config), config.bytes_per_segment, config.n_loops, 2048)
-             for config in map(SpiderConfig.preset, ("1b", "base"))]
+    costs = [
+        estimate.flops_per_byte(on_meta(config), config.bytes_per_segment, config.n_loops, 2048)
+        for config in map(SpiderConfig.preset, ("1b", "base"))
+    ]
     assert abs(costs[1] / costs[0] - 1) < 0.15
 
 
@@ -80,10 +87,15 @@ class Convolved(Block):
         self.scales[0].data.fill_(2)
 
 
-@pytest.mark.parametrize("changes", ({}, dict(boundaries="learned", segment_offsets=2, engram_votes=2)), ids=str)
+@pytest.mark.parametrize(
+    "changes", ({}, dict(boundaries="learned", segment_offsets=2, engram_votes=2)), ids=str
+)
 @pytest.mark.parametrize("block_class", (Block, Convolved))
-def test_initialization_on_the_meta_device_gives_the_values_of_a_direct_one(monkeypatch, block_class, changes):
-    """Modules that a subclass adds initialize themselves, and change no value of the model's own."""
+def test_initialization_on_the_meta_device_gives_the_values_of_a_direct_one(
+    monkeypatch, block_class, changes
+):
+    """Modules that a subclass adds initialize themselves, and change no value of the model's
+    own."""
     torch.manual_seed(1)
     plain = everything(Spider(config := small_config(**changes)))
     monkeypatch.setattr(Spider, "block_class", block_class)
@@ -91,11 +103,15 @@ def test_initialization_on_the_meta_device_gives_the_values_of_a_direct_one(monk
     direct, later = everything(Spider(config)), everything(from_meta(config))
     assert direct.keys() == later.keys() >= plain.keys()
     for name, tensor in direct.items():
-        assert torch.equal(tensor, later[name]) and (name not in plain or torch.equal(tensor, plain[name])), name
+        assert torch.equal(tensor, later[name]) and (
+            name not in plain or torch.equal(tensor, plain[name])
+        ), name
     if block_class is Convolved:
-        assert 0 < direct["prelude.0.conv.weight"].abs().max() <= 128 ** -0.5
+        assert 0 < direct["prelude.0.conv.weight"].abs().max() <= 128**-0.5
         assert not torch.equal(direct["prelude.0.conv.weight"], direct["coda.0.conv.weight"])
-        assert (direct["prelude.0.scales.0"] == 2).all() and (direct["coda.0.norm.running_var"] == 1).all()
+        assert (direct["prelude.0.scales.0"] == 2).all() and (
+            direct["coda.0.norm.running_var"] == 1
+        ).all()
 
 
 class Gained(Linear):
@@ -116,10 +132,14 @@ FORGOTTEN = {
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_a_tensor_that_nothing_initializes_is_an_error_with_its_name(monkeypatch, build, name):
     """However the model is built: values of a constructor are lost on the meta device."""
+
     class Forgetful(Block):
         def __init__(self, *given):
             super().__init__(*given)
             FORGOTTEN[name](self)
+
     monkeypatch.setattr(Spider, "block_class", Forgetful)
-    with pytest.raises(RuntimeError, match=f"uninitialized: prelude.0.{name}.*coda.0.{name}.*reset_parameters"):
+    with pytest.raises(
+        RuntimeError, match=f"uninitialized: prelude.0.{name}.*coda.0.{name}.*reset_parameters"
+    ):
         build(small_config())

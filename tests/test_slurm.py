@@ -1,4 +1,5 @@
-"""The batch script of docs/scaling.md under Slurm, on two hosts: its time limit, scancel, two jobs at once."""
+"""The batch script of docs/scaling.md under Slurm, on two hosts: its time limit, scancel, two jobs
+at once."""
 
 import os
 import re
@@ -54,8 +55,10 @@ class Slurm:
         self.hosts, self.directory = hosts, prepare(directory / "run")
         configuration = directory / "slurm.conf"
         configuration.write_text(CONFIGURATION.format(directory=directory))
-        (directory / "gres.conf").write_text(f"NodeName=node[0-1] Name=gpu File={directory}/gpu[0-1]\n")
-        for number in range(2):           # devices like /dev/null stand for GPUs
+        (directory / "gres.conf").write_text(
+            f"NodeName=node[0-1] Name=gpu File={directory}/gpu[0-1]\n"
+        )
+        for number in range(2):  # devices like /dev/null stand for GPUs
             os.mknod(directory / f"gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environ = os.environ | {"SLURM_CONF": str(configuration), "PATH": path}
@@ -73,7 +76,12 @@ class Slurm:
 
     def wait_until_up(self):
         try:
-            until(lambda: self.command("sinfo", "--noheader", "--format=%D %T").split() == ["2", "idle"], 60)
+            until(
+                lambda: (
+                    self.command("sinfo", "--noheader", "--format=%D %T").split() == ["2", "idle"]
+                ),
+                60,
+            )
         except AssertionError:
             pytest.fail(f"Slurm did not start\n{self.log.read_text()}")
 
@@ -85,8 +93,9 @@ class BatchJob:
         self.slurm, self.submitted = slurm, time.monotonic()
         script = slurm.directory / f"{name}.sh"
         script.write_text(script_of_docs(by_task))
-        self.id = slurm.command("sbatch", "--parsable", f"--job-name={name}", f"--chdir={slurm.directory}",
-                                str(script)).strip()
+        self.id = slurm.command(
+            "sbatch", "--parsable", f"--job-name={name}", f"--chdir={slurm.directory}", str(script)
+        ).strip()
         assert self.id, slurm.log.read_text()
         self.checkpoints = Path("checkpoints") / name
         self.log = slurm.directory / f"{name}-{self.id}.log"
@@ -97,14 +106,19 @@ class BatchJob:
         return self.slurm.directory / self.checkpoints
 
     def state(self) -> str:
-        return re.search(r"JobState=(\w+)", self.slurm.command("scontrol", "show", "job", self.id))[1]
+        return re.search(r"JobState=(\w+)", self.slurm.command("scontrol", "show", "job", self.id))[
+            1
+        ]
 
     def until(self, condition: Callable[[str], bool]) -> str:
         """Wait for a condition of its state; return the state."""
         deadline = time.monotonic() + LIMIT
         while not condition(state := self.state()):
             if time.monotonic() > deadline:
-                pytest.fail(f"{self.log.name} is {state}\n{self.log.read_text() if self.log.exists() else ''}")
+                pytest.fail(
+                    f"{self.log.name} is "
+                    f"{state}\n{self.log.read_text() if self.log.exists() else ''}"
+                )
             time.sleep(0.1)
         return state
 
@@ -118,7 +132,9 @@ class BatchJob:
     def freeze(self):
         """Stop its ranks, unasked, after a few steps."""
         self.until_steps(7)
-        self.frozen = [pid for host in self.slurm.hosts for pid in host.ranks(str(self.checkpoints))]
+        self.frozen = [
+            pid for host in self.slurm.hosts for pid in host.ranks(str(self.checkpoints))
+        ]
         for pid in self.frozen:
             os.kill(pid, signal.SIGSTOP)
         assert len(self.frozen) == 2, self.log.read_text()
@@ -132,17 +148,37 @@ class BatchJob:
 
 
 def script_of_docs(by_task: bool) -> str:
-    """The batch script of docs/scaling.md, on one CPU for eight GPUs a node, and with a small model."""
+    """The batch script of docs/scaling.md, on one CPU for eight GPUs a node, and with a small
+    model."""
     page = (ROOT / "docs" / "scaling.md").read_text()
     script = textwrap.dedent(re.search(r"^    #!/bin/bash\n(    .*\n|\n)+", page, re.MULTILINE)[0])
     if by_task:
-        lines = textwrap.dedent(re.search(r"^    export .*MASTER_ADDR.*\n(    .*\n)+", page, re.MULTILINE)[0])
-        script, replaced = re.subn(r"^srun .*?&\n", lambda _: lines, script, flags=re.MULTILINE | re.DOTALL)
+        lines = textwrap.dedent(
+            re.search(r"^    export .*MASTER_ADDR.*\n(    .*\n)+", page, re.MULTILINE)[0]
+        )
+        script, replaced = re.subn(
+            r"^srun .*?&\n", lambda _: lines, script, flags=re.MULTILINE | re.DOTALL
+        )
         assert replaced == 1
-    flags = run_flags("data", "checkpoints", "--ckpt_every", "1000", "--global_batch", "128", "--precision", "fp32",
-                      "--optimizer", "adamw", steps=STEPS)
-    for size, small in (("--gpus-per-node=8", "--gpus-per-node=1"), ("--cpus-per-task=64", "--cpus-per-task=1"),
-                        ("--shards 8", "--shards 1"), ("train.py", f"train.py {' '.join(flags)}")):
+    flags = run_flags(
+        "data",
+        "checkpoints",
+        "--ckpt_every",
+        "1000",
+        "--global_batch",
+        "128",
+        "--precision",
+        "fp32",
+        "--optimizer",
+        "adamw",
+        steps=STEPS,
+    )
+    for size, small in (
+        ("--gpus-per-node=8", "--gpus-per-node=1"),
+        ("--cpus-per-task=64", "--cpus-per-task=1"),
+        ("--shards 8", "--shards 1"),
+        ("train.py", f"train.py {' '.join(flags)}"),
+    ):
         assert script.count(size) == 1
         script = script.replace(size, small)
     return script
@@ -150,7 +186,9 @@ def script_of_docs(by_task: bool) -> str:
 
 def is_pending(number: int, pid: int) -> bool:
     """Return whether a signal was sent to a process that has not taken it yet."""
-    pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[
+        1
+    ]
     return bool(int(pending, 16) >> number - 1 & 1)
 
 
@@ -167,7 +205,8 @@ def slurm(tmp_path_factory):
 
 
 def test_a_job_at_its_time_limit_is_saved_requeued_and_ends_like_another_on_the_same_nodes(slurm):
-    """Ranks are frozen until Slurm sends its signal, which takes up to half a minute; so both runs are short."""
+    """Ranks are frozen until Slurm sends its signal, which takes up to half a minute; so both runs
+    are short."""
     limited = BatchJob(slurm, "limited")
     limited.freeze()
     other = BatchJob(slurm, "other")
@@ -178,7 +217,7 @@ def test_a_job_at_its_time_limit_is_saved_requeued_and_ends_like_another_on_the_
     limited.until(lambda state: state == "PENDING")
     assert final_state(limited.run)["step"] == len(metrics(limited.run)) < STEPS
     limited.set_limit(minutes=60)
-    other.thaw()                          # its torchrun must not depend on that of the job that ended
+    other.thaw()  # its torchrun must not depend on that of the job that ended
     for job in (other, limited):
         assert job.end() == "COMPLETED", job.log.read_text()
     assert_same_runs(limited.run, other.run)
@@ -197,4 +236,6 @@ def test_scancel_saves_and_ends_the_job_for_good(slurm):
 def test_tasks_of_one_gpu_each_are_ranks_without_torchrun(slurm):
     job = BatchJob(slurm, "by-task", by_task=True)
     assert job.end() == "COMPLETED", job.log.read_text()
-    assert len(metrics(job.run)) == STEPS and "2 ranks: 2 replicas of 1 shards" in job.log.read_text()
+    assert (
+        len(metrics(job.run)) == STEPS and "2 ranks: 2 replicas of 1 shards" in job.log.read_text()
+    )

@@ -1,9 +1,10 @@
 """A witness for every flag: a number that a run shows, beside the formula that it must follow.
 
-A row of the table is a function under `witness`, which names its flags. It runs train.py by its command line, on models
-of some thousand weights, and yields pairs: what the run shows in weights, gradients, products, metrics.jsonl, log or
-files, and what follows from the meaning of the flag, computed here in float64 and without the product's functions. So a
-flag that is ignored, or taken for another, fails. UNWITNESSED lists the other flags, with the reason.
+A row of the table is a function under `witness`, which names its flags. It runs train.py by its
+command line, on models of some thousand weights, and yields pairs: what the run shows in weights,
+gradients, products, metrics.jsonl, log or files, and what follows from the meaning of the flag,
+computed here in float64 and without the product's functions. So a flag that is ignored, or taken
+for another, fails. UNWITNESSED lists the other flags, with the reason.
 """
 
 import math
@@ -32,25 +33,37 @@ from spider.config import SpiderConfig
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
-FLAGS = {name for action in train.flag_parser()._actions for name in action.option_strings
-         if name.startswith("--") and not name.startswith("--no-")} - {"--help"}
-UNWITNESSED = {"--profile": "a trace, by a profiler that stays in its process: test_run has one of its own"}
-TABLE = []                                # of functions, with the names of what they are witnesses for
+FLAGS = {
+    name
+    for action in train.flag_parser()._actions
+    for name in action.option_strings
+    if name.startswith("--") and not name.startswith("--no-")
+} - {"--help"}
+UNWITNESSED = {
+    "--profile": "a trace, by a profiler that stays in its process: test_run has one of its own"
+}
+TABLE = []  # of functions, with the names of what they are witnesses for
 
 
 def witness(*names: str):
-    """Enter a function into the table as a witness for flags, fields of SpiderConfig or constants."""
+    """Enter a function into the table as a witness for flags, fields of SpiderConfig or
+    constants."""
+
     def enter(function: Callable) -> Callable:
         TABLE.append(pytest.param(function, id=" ".join(names)))
         return function
+
     return enter
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Runs
 
-BASE = ("--optimizer adamw --precision fp32 --device cpu --seq_len 32 --micro_batch 2 --n_loops 2 --eval_every 0 "
-        "--ckpt_every 100")
+BASE = (
+    "--optimizer adamw --precision fp32 --device cpu --seq_len 32 --micro_batch 2 --n_loops 2 "
+    "--eval_every 0 "
+    "--ckpt_every 100"
+)
 BARE = f"{SMALL},n_recurrent_layers=0,n_coda_layers=0,engram_byte_orders=,engram_match_orders="
 ONE_LAYER = dict(n_recurrent_layers=1, engram_layers=(0,))
 
@@ -65,7 +78,7 @@ class Runs:
 
     def __init__(self, root: Path):
         self.root, self.done, self.starts = root, {}, {}
-        self.data = {"bytes": make_shards(root / "bytes")}       # 639 targets: 20 windows of 32
+        self.data = {"bytes": make_shards(root / "bytes")}  # 639 targets: 20 windows of 32
 
     def bare(self, flags: str = "", settings: str = "", **options) -> Recording:
         """Train a byte layer and a head from scratch."""
@@ -76,7 +89,8 @@ class Runs:
         return self(f"--model original --set {joined(SMALL, settings)} {flags}", **options)
 
     def awake(self, flags: str, changes: dict | None = None, **options) -> Recording:
-        """Train a small model with all components, in which no weight is 0, from a checkpoint of weights alone."""
+        """Train a small model with all components, in which no weight is 0, from a checkpoint of
+        weights alone."""
         config = small_config(**ONE_LAYER | (changes or {}))
         return self(f"--resume {self.start(config)} --reset_steps {flags}", **options)
 
@@ -85,16 +99,27 @@ class Runs:
         path = self.root / f"awake{len(self.starts)}.pt"
         if str(config) not in self.starts:
             weights = awake(config).state_dict()
-            torch.save(dict(model_state_dict=weights, optimizer_state_dict={}, step=0, cfg=asdict(config),
-                            recipe="original"), path)
+            torch.save(
+                dict(
+                    model_state_dict=weights,
+                    optimizer_state_dict={},
+                    step=0,
+                    cfg=asdict(config),
+                    recipe="original",
+                ),
+                path,
+            )
         return self.starts.setdefault(str(config), path)
 
-    def __call__(self, flags: str, steps: int = 2, data: str = "bytes", status: int = 0) -> Recording:
+    def __call__(
+        self, flags: str, steps: int = 2, data: str = "bytes", status: int = 0
+    ) -> Recording:
         """Run train.py with these flags, which override BASE, to an exit status."""
         key = flags, steps, data
         if key not in self.done:
             directory = self.root / f"run{len(self.done)}"
-            argv = f"{BASE} --data_dir {self.data.get(data, data)} --ckpt_dir {directory} --max_steps {steps} {flags}"
+            argv = f"{BASE} --data_dir {self.data.get(data, data)} --ckpt_dir {directory} "
+            argv += f"--max_steps {steps} {flags}"
             self.done[key] = recorded(directory, argv.split())
         assert self.done[key].status == status, self.done[key].log
         return self.done[key]
@@ -111,33 +136,41 @@ class Runs:
 def runs(tmp_path_factory):
     torch.use_deterministic_algorithms(False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optim, "multiplies_bf16", lambda device: False)     # Muon's products in fp32 on any machine
-        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)   # --deterministic sets both
+        # Muon's products in fp32 on any machine
+        patch.setattr(optim, "multiplies_bf16", lambda device: False)
+        # --deterministic sets both
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        patch.setenv("TARGET_TOKENS", "6400")        # so that a run of which --max_steps is ignored fails, and ends
+        # so that a run of which --max_steps is ignored fails, and ends
+        patch.setenv("TARGET_TOKENS", "6400")
         yield Runs(tmp_path_factory.mktemp("witnesses"))
 
 
 def compare(seen, expected, tolerance: float = 1e-4):
-    """Compare tensors by the norm of their difference, floats by their ratio, all else for equality."""
+    """Compare tensors by the norm of their difference, floats by their ratio, all else for
+    equality."""
     if isinstance(expected, Tensor):
         assert seen.shape == expected.shape
         assert (seen.double() - expected.double()).norm() <= tolerance * expected.double().norm()
-    elif isinstance(expected, float) or isinstance(expected, list) and isinstance(next(iter(expected), None), float):
+    elif (
+        isinstance(expected, float)
+        or isinstance(expected, list)
+        and isinstance(next(iter(expected), None), float)
+    ):
         assert seen == pytest.approx(expected, rel=tolerance, abs=0)
     else:
         assert seen == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rates: 8 steps to the horizon, 2 beyond it
 
 SCHEDULE = "--lr 0.008 --warmup_steps 2 --min_lr_fraction 0.25 --target_tokens 512"
 
 
 def rates(decay: Callable[[float], float]) -> list[float]:
-    """Return lr * n / 3 for the steps n = 1, 2 of the warm-up; then the decay, from 1 to 0 in 6 steps, above the
-    minimum."""
+    """Return lr * n / 3 for the steps n = 1, 2 of the warm-up; then the decay, from 1 to 0 in 6
+    steps, above the minimum."""
     warmup = [0.008 * n / 3 for n in (1, 2)]
     return warmup + [0.008 * (0.25 + 0.75 * decay(min(1, n / 6))) for n in range(8)]
 
@@ -156,11 +189,14 @@ def wsd(runs):
     yield run.column("lr"), rates(lambda done: min(1, (1 - done) / 0.5))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Optimizers: two steps, at rates of 0.01 and 0.02, of all parameters of a model with all components
 
-STEPS = ("--optimizer muon --lr 0.02 --warmup_steps 1 --weight_decay 0.5 --beta1 0.8 --beta2 0.9 --momentum 0.7 "
-         "--engram_lr 0.05 --grad_clip 0")
+STEPS = (
+    "--optimizer muon --lr 0.02 --warmup_steps 1 --weight_decay 0.5 --beta1 0.8 --beta2 0.9 "
+    "--momentum 0.7 "
+    "--engram_lr 0.05 --grad_clip 0"
+)
 RATES = 0.01, 0.02
 
 
@@ -178,22 +214,28 @@ def averages(numbers: list[Tensor], beta: float) -> list[Tensor]:
 
 
 def adam_directions(gradients: list[Tensor], beta1: float, beta2: float) -> list[Tensor]:
-    """Return Adam's steps at a rate of 1 (Kingma and Ba 2015): averages of g and g^2, corrected for their start."""
+    """Return Adam's steps at a rate of 1 (Kingma and Ba 2015): averages of g and g^2, corrected for
+    their start."""
     means = averages(gradients, beta1)
     squares = averages([g * g for g in gradients], beta2)
-    return [mean / (1 - beta1 ** n) / ((square / (1 - beta2 ** n)).sqrt() + 1e-8)
-            for n, (mean, square) in enumerate(zip(means, squares), 1)]
+    return [
+        mean / (1 - beta1**n) / ((square / (1 - beta2**n)).sqrt() + 1e-8)
+        for n, (mean, square) in enumerate(zip(means, squares), 1)
+    ]
 
 
 def muon_directions(gradients: list[Tensor], momentum: float) -> list[Tensor]:
-    """Return Muon's steps at a rate of 1 for matrices [..., r, c] (Jordan et al. 2024): Nesterov's momentum, whose
-    singular values go through the quintic four times, in Moonlight's size (arXiv 2502.16982)."""
+    """Return Muon's steps at a rate of 1 for matrices [..., r, c] (Jordan et al. 2024): Nesterov's
+    momentum, whose singular values go through the quintic four times, in Moonlight's size (arXiv
+    2502.16982)."""
     directions = []
     for gradient, average in zip(gradients, averages(gradients, momentum)):
-        u, values, v = torch.linalg.svd((1 - momentum) * gradient + momentum * average, full_matrices=False)
+        u, values, v = torch.linalg.svd(
+            (1 - momentum) * gradient + momentum * average, full_matrices=False
+        )
         values = values / values.norm(dim=-1, keepdim=True)
         for _ in range(4):
-            values = 3.4445 * values - 4.7750 * values ** 3 + 2.0315 * values ** 5
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
         directions.append(0.2 * math.sqrt(max(gradient.shape[-2:])) * u @ (values[..., None] * v))
     return directions
 
@@ -217,7 +259,9 @@ def second_moment(runs):
     """exp_avg_sq: the same of g^2."""
     run = runs.awake(STEPS)
     for name in stepped_with(run.updates[0], "exp_avg_sq"):
-        for update, expected in zip(run.updates, averages([g * g for g in gradients(run, name)], 0.9)):
+        for update, expected in zip(
+            run.updates, averages([g * g for g in gradients(run, name)], 0.9)
+        ):
             yield update.state[name]["exp_avg_sq"], expected
 
 
@@ -234,26 +278,35 @@ def momentum(runs):
 def changes_of_weights(runs):
     """p changes by -rate * (direction + weight_decay * p), a vector by -rate * direction."""
     run = runs.awake(STEPS)
-    directions = {"exp_avg": lambda g: adam_directions(g, 0.8, 0.9),
-                  "momentum_buffer": lambda g: muon_directions(g, 0.7)}
+    directions = {
+        "exp_avg": lambda g: adam_directions(g, 0.8, 0.9),
+        "momentum_buffer": lambda g: muon_directions(g, 0.7),
+    }
     for key, directions_of in directions.items():
         for name in stepped_with(run.updates[0], key):
-            for update, rate, direction in zip(run.updates, RATES, directions_of(gradients(run, name))):
+            for update, rate, direction in zip(
+                run.updates, RATES, directions_of(gradients(run, name))
+            ):
                 before = update.before[name].double()
                 decay = 0.5 if before.ndim >= 2 else 0.0
                 expected = -rate * (direction + decay * before)
-                rounding = 1e-7 * before.norm() / expected.norm().clamp_min(1e-12)  # of weights in fp32
+                # of weights in fp32
+                rounding = 1e-7 * before.norm() / expected.norm().clamp_min(1e-12)
                 yield update.change(name), expected, 1e-3 + rounding
 
 
 @witness("--engram_lr")
 def rows_of_tables(runs):
-    """A row changes by -engram_lr * sum(g) / sqrt(sum of mean(g^2)): where it was looked up once, by engram_lr as its
-    root mean square. All other rows stay as they are: there is no decay."""
+    """A row changes by -engram_lr * sum(g) / sqrt(sum of mean(g^2)): where it was looked up once,
+    by engram_lr as its root mean square. All other rows stay as they are: there is no decay."""
     first = runs.awake(STEPS).updates[0]
     for name, (rows, gradient) in first.lookups.items():
-        sums = torch.zeros(first.before[name].shape, dtype=torch.float64).index_add_(0, rows, gradient.double())
-        squares = torch.zeros(len(sums), dtype=torch.float64).index_add_(0, rows, gradient.double().square().mean(1))
+        sums = torch.zeros(first.before[name].shape, dtype=torch.float64).index_add_(
+            0, rows, gradient.double()
+        )
+        squares = torch.zeros(len(sums), dtype=torch.float64).index_add_(
+            0, rows, gradient.double().square().mean(1)
+        )
         yield first.change(name), -0.05 * sums / squares.sqrt().clamp_min(1e-30)[:, None]
         lookups = torch.bincount(rows, minlength=len(sums))
         sizes = first.change(name)[lookups == 1].square().mean(1).sqrt()
@@ -263,11 +316,13 @@ def rows_of_tables(runs):
 
 @witness("--grad_clip")
 def clipping(runs):
-    """Gradients reach the optimizers times min(1, grad_clip / norm), unchanged where it is 0. The norm is that of all
-    parameters but the tables, which are not clipped."""
+    """Gradients reach the optimizers times min(1, grad_clip / norm), unchanged where it is 0. The
+    norm is that of all parameters but the tables, which are not clipped."""
     unclipped = runs.awake(STEPS)
     first = unclipped.updates[0]
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in first.gradient.values()))
+    norm = math.sqrt(
+        sum(float(gradient.double().square().sum()) for gradient in first.gradient.values())
+    )
     yield unclipped.column("grad_norm")[0], norm
     for largest in (norm / 2, 2 * norm):
         run = runs.awake(f"{STEPS} --grad_clip {largest}", steps=1)
@@ -280,11 +335,15 @@ def clipping(runs):
 
 @witness("--optimizer")
 def optimizers(runs):
-    """Matrices have Muon's state by default, Adam's under adamw. Under adamw8bit a state of 4,096 numbers has 8 bits
-    each."""
+    """Matrices have Muon's state by default, Adam's under adamw. Under adamw8bit a state of 4,096
+    numbers has 8 bits each."""
     matrix, large = "prelude.0.attention.q_a_proj.weight", "lm_head.weight"
-    for flag, name, key, size in (("auto", matrix, "momentum_buffer", 4), ("adamw", matrix, "exp_avg", 4),
-                                  ("adamw8bit", matrix, "state1", 4), ("adamw8bit", large, "state1", 1)):
+    for flag, name, key, size in (
+        ("auto", matrix, "momentum_buffer", 4),
+        ("adamw", matrix, "exp_avg", 4),
+        ("adamw8bit", matrix, "state1", 4),
+        ("adamw8bit", large, "state1", 1),
+    ):
         update = runs.bare(f"--optimizer {flag}", steps=1).updates[0]
         yield update.state[name][key].element_size(), size
 
@@ -297,7 +356,7 @@ def rate_of_the_regression(runs):
     """Its rate is an eighth of lr."""
     first = runs.fresh("--lr 0.01 --warmup_steps 0", LEARNED, steps=1).updates[0]
     for name in ("boundary_predictor.regression.0.bias", "boundary_predictor.regression.2.bias"):
-        direction, = adam_directions([first.gradient[name].double()], 0.9, 0.95)
+        (direction,) = adam_directions([first.gradient[name].double()], 0.9, 0.95)
         yield first.change(name), -0.01 / 8 * direction, 1e-3
 
 
@@ -311,20 +370,29 @@ def skipped_steps(runs):
     yield run.column("skipped"), [True] * 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss: two micro-steps of a row; an eighth of the horizon is 4 steps, so that the first has a halting warm-up of 1/4
+# --------------------------------------------------------------------------------------------------
+# Loss: two micro-steps of a row; an eighth of the horizon is 4 steps, so that the first has a
+# halting warm-up of 1/4
 
-WEIGHTS = ("aux_loss_weight=0.5,z_loss_weight=0.25,ponder_weight=0.125,boundary_loss_weight=2,boundary_alpha=0.9,"
-           "boundary_lambda=2,boundary_sigma=0.1,expert_bias_rate=0.05")
-LOSSES = f"--micro_batch 1 --grad_accum 2 --seq_len 64 --n_loops 3 --target_tokens 4096 --set {WEIGHTS}"
+WEIGHTS = (
+    "aux_loss_weight=0.5,z_loss_weight=0.25,ponder_weight=0.125,boundary_loss_weight=2,"
+    "boundary_alpha=0.9,"
+    "boundary_lambda=2,boundary_sigma=0.1,expert_bias_rate=0.05"
+)
+LOSSES = (
+    f"--micro_batch 1 --grad_accum 2 --seq_len 64 --n_loops 3 --target_tokens 4096 --set {WEIGHTS}"
+)
 WARMUP = 1 / 4
 ROUTER, HALTING = "core.layers.0.moe.router", "core.halt_predictor"
 
 
 def outputs(run: Recording, module: str) -> list[list[Tensor]]:
-    """Return the outputs of a module of the core in the first step, by pass and call, without rows of padding. These
-    are the last ones in the first loop, and leave the core then."""
-    return [[call.y.double()[:one.segments] for call in one.called[module]] for one in run.updates[0].passes]
+    """Return the outputs of a module of the core in the first step, by pass and call, without rows
+    of padding. These are the last ones in the first loop, and leave the core then."""
+    return [
+        [call.y.double()[: one.segments] for call in one.called[module]]
+        for one in run.updates[0].passes
+    ]
 
 
 def chosen(scores: Tensor) -> Tensor:
@@ -335,15 +403,18 @@ def chosen(scores: Tensor) -> Tensor:
 def mean_over_visits(run: Recording, loss: Callable[[Tensor], Tensor]) -> float:
     """Return the mean of loss(router scores) over all visits of the core's layer."""
     visits = [loss(scores) for one in outputs(run, ROUTER) for scores in one]
-    assert len(visits) == 2 * 3           # passes, loops
+    assert len(visits) == 2 * 3  # passes, loops
     return float(torch.stack(visits).mean())
 
 
 @witness("aux_loss_weight")
 def load_balance(runs):
-    """aux_loss_weight * sum_e f_e * P_e: an expert's tokens relative to an even load, and its mean probability."""
+    """aux_loss_weight * sum_e f_e * P_e: an expert's tokens relative to an even load, and its mean
+    probability."""
     run = runs.awake(LOSSES, steps=1)
-    expected = mean_over_visits(run, lambda scores: chosen(scores) / (2 * len(scores) / 4) @ scores.softmax(-1).mean(0))
+    expected = mean_over_visits(
+        run, lambda scores: chosen(scores) / (2 * len(scores) / 4) @ scores.softmax(-1).mean(0)
+    )
     yield run.lines[0]["aux_loss"], 0.5 * expected
 
 
@@ -351,23 +422,29 @@ def load_balance(runs):
 def log_partition(runs):
     """z_loss_weight * the mean squared log-partition of the router."""
     run = runs.awake(LOSSES, steps=1)
-    yield run.lines[0]["z_loss"], 0.25 * mean_over_visits(run, lambda scores: scores.logsumexp(-1).square().mean())
+    yield (
+        run.lines[0]["z_loss"],
+        0.25 * mean_over_visits(run, lambda scores: scores.logsumexp(-1).square().mean()),
+    )
 
 
 @witness("expert_bias_rate")
 def selection_bias(runs):
-    """A step moves the bias, 0 at first, by expert_bias_rate * sign(mean load - load). The load is that of all loops
-    and micro-steps; with 16 experts its signs are not those of a part."""
+    """A step moves the bias, 0 at first, by expert_bias_rate * sign(mean load - load). The load is
+    that of all loops and micro-steps; with 16 experts its signs are not those of a part."""
     run = runs.awake(LOSSES, dict(n_routed_experts=16, n_recurrent_layers=2), steps=1)
     for moe in ("core.layers.0.moe", "core.layers.1.moe"):
         load = sum(chosen(scores) for one in outputs(run, f"{moe}.router") for scores in one)
-        yield run.saved(1)["model_state_dict"][f"{moe}.expert_bias"], 0.05 * (load.mean() - load).sign()
+        yield (
+            run.saved(1)["model_state_dict"][f"{moe}.expert_bias"],
+            0.05 * (load.mean() - load).sign(),
+        )
 
 
 @witness("ponder_weight", "HALTING_WARMUP")
 def ponder(runs):
-    """ponder_weight * warm-up * (loops + remainder). The remainder of a segment that only the last loop ends is 1 - the
-    sum of its probabilities before, which the warm-up multiplies, too."""
+    """ponder_weight * warm-up * (loops + remainder). The remainder of a segment that only the last
+    loop ends is 1 - the sum of its probabilities before, which the warm-up multiplies, too."""
     run = runs.awake(LOSSES, steps=1)
     costs = []
     for first, second, _ in outputs(run, HALTING):
@@ -378,9 +455,12 @@ def ponder(runs):
 
 @witness("act_threshold")
 def halting(runs):
-    """A segment halts in the first of two loops if its probability, times the warm-up, reaches act_threshold."""
+    """A segment halts in the first of two loops if its probability, times the warm-up, reaches
+    act_threshold."""
+
     def probabilities(run):
         return [first.sigmoid() for first, *_ in outputs(run, HALTING)]
+
     threshold = WARMUP * float(torch.cat(probabilities(runs.awake(LOSSES, steps=1))).mean())
     run = runs.awake(f"{LOSSES},act_threshold={threshold} --n_loops 2", steps=1)
     loops = [1 + float((WARMUP * p < threshold).double().mean()) for p in probabilities(run)]
@@ -390,7 +470,8 @@ def halting(runs):
 
 @witness("boundary_loss_weight", "boundary_alpha", "boundary_lambda", "boundary_sigma")
 def band_of_boundaries(runs):
-    """boundary_loss_weight * the distance of the boundaries per byte from [alpha - lambda * sigma, alpha]."""
+    """boundary_loss_weight * the distance of the boundaries per byte from [alpha - lambda * sigma,
+    alpha]."""
     below = runs.awake(LOSSES, steps=1).lines[0]
     yield below["boundary_loss"], 2 * (0.9 - 2 * 0.1 - 1 / below["bytes_per_segment"])
     above = runs.awake(f"{LOSSES},boundary_alpha=0.1", steps=1).lines[0]
@@ -406,13 +487,15 @@ def prior(runs):
 
 @witness("boundary_rate")
 def rate_of_boundaries(runs):
-    """A segment has 1 / boundary_rate bytes in the first step; ends of documents and random boundaries are few."""
+    """A segment has 1 / boundary_rate bytes in the first step; ends of documents and random
+    boundaries are few."""
     run = runs.fresh("--lr 0.01 --warmup_steps 0", LEARNED, steps=1)
     yield run.lines[0]["bytes_per_segment"], 1 / 0.25, 0.1
 
 
 def padded(runs: Runs) -> str:
-    """Make data of which two fifths are PAD, in runs of 40 bytes, so that windows have unlike numbers of targets."""
+    """Make data of which two fifths are PAD, in runs of 40 bytes, so that windows have unlike
+    numbers of targets."""
     place = np.arange(640)
     return runs.write("padded", np.where(place % 100 < 40, PAD_ID, place % 26 + 97))
 
@@ -426,34 +509,48 @@ def labels_of(passes: list[Pass]) -> Tensor:
 
 @witness("core_loss_weight")
 def loss_of_the_core(runs):
-    """core_loss_weight * the mean over all targets of the nats by which the core alone predicts them."""
-    run = runs.awake("--micro_batch 1 --grad_accum 4 --set core_loss_weight=0.5", steps=1, data=padded(runs))
+    """core_loss_weight * the mean over all targets of the nats by which the core alone predicts
+    them."""
+    run = runs.awake(
+        "--micro_batch 1 --grad_accum 4 --set core_loss_weight=0.5", steps=1, data=padded(runs)
+    )
     passes = run.updates[0].passes
     alone = torch.cat([one.called["lm_head"][1].y for one in passes])
-    yield run.lines[0]["core_loss"], 0.5 * float(F.cross_entropy(alone.double(), labels_of(passes), ignore_index=-100))
+    yield (
+        run.lines[0]["core_loss"],
+        0.5 * float(F.cross_entropy(alone.double(), labels_of(passes), ignore_index=-100)),
+    )
 
 
 @witness("weight of the boundaries' own loss")
 def surprise(runs):
     """0.001 * the mean of (ln(272) + surprise - nats)^2 in the first step."""
     run = runs.fresh("--lr 0.01 --warmup_steps 0", LEARNED, steps=1)
-    one, = run.updates[0].passes
+    (one,) = run.updates[0].passes
     predicted = one.called["boundary_predictor"][0].y[:, 0].double()
-    nats = F.cross_entropy(one.called["lm_head"][0].y.double(), one.given["labels"].flatten(), reduction="none")
-    yield run.lines[0]["surprise_loss"], 0.001 * float((math.log(272) + predicted - nats).square().mean())
+    nats = F.cross_entropy(
+        one.called["lm_head"][0].y.double(), one.given["labels"].flatten(), reduction="none"
+    )
+    yield (
+        run.lines[0]["surprise_loss"],
+        0.001 * float((math.log(272) + predicted - nats).square().mean()),
+    )
 
 
 @witness("sum of the losses")
 def total_loss(runs):
     """The loss in nats, and the terms above."""
     line = runs.awake(LOSSES, steps=1).lines[0]
-    terms = sum(line[name] for name in ("boundary_loss", "aux_loss", "z_loss", "ponder_loss", "core_loss"))
+    terms = sum(
+        line[name] for name in ("boundary_loss", "aux_loss", "z_loss", "ponder_loss", "core_loss")
+    )
     yield line["total_loss"], line["loss"] + terms
 
 
 @witness("weight of a micro-step")
 def micro_steps(runs):
-    """All targets of a step weigh the same in its loss and gradient, however few are in a micro-step: PAD is none."""
+    """All targets of a step weigh the same in its loss and gradient, however few are in a
+    micro-step: PAD is none."""
     run = runs.bare("--micro_batch 1 --grad_accum 4 --grad_clip 0", data=padded(runs))
     for update, line in zip(run.updates, run.lines):
         calls = [one.called["lm_head"][0] for one in update.passes]
@@ -466,25 +563,34 @@ def micro_steps(runs):
         yield update.gradient["lm_head.weight"], error.T @ inputs / len(error)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Dropout and tables by epoch: 4 windows of 32 in each step and epoch
+
 
 @witness("--dropout", "DROPOUT_EPOCHS")
 def dropout(runs):
-    """Of the core's input and output 0 is dropped in the first epoch, half of the rate in the sixth, all of it from the
-    eleventh on; of bytes, before and after the core, a fifth of that."""
+    """Of the core's input and output 0 is dropped in the first epoch, half of the rate in the
+    sixth, all of it from the eleventh on; of bytes, before and after the core, a fifth of that."""
     runs.write("short", np.arange(129) % 26 + 97)
-    run = runs.fresh("--dropout 0.5 --micro_batch 4 --n_loops 1", "boundary_prior=0.8,boundary_loss_weight=0", steps=12,
-                     data="short")
+    run = runs.fresh(
+        "--dropout 0.5 --micro_batch 4 --n_loops 1",
+        "boundary_prior=0.8,boundary_loss_weight=0",
+        steps=12,
+        data="short",
+    )
     yield run.column("epoch"), [*range(12)]
     for step, rate in ((1, 0.0), (6, 0.25), (11, 0.5), (12, 0.5)):
         update = run.updates[step - 1]
         called = update.passes[0].called
         # Where the core's input is dropped, its layer reads only the embedding of the loop.
         core_input = called["core.layers.0"][0].x - update.before["core.loop_embedding"][0]
-        for x, expected in ((called["boundary_predictor"][0].x, rate / 5), (core_input, rate),
-                            (called["core.out_proj"][0].x, rate), (called["coda.0"][0].x, rate / 5)):
-            rows = x[x.any(dim=1)]        # without those that pad the core's
+        for x, expected in (
+            (called["boundary_predictor"][0].x, rate / 5),
+            (core_input, rate),
+            (called["core.out_proj"][0].x, rate),
+            (called["coda.0"][0].x, rate / 5),
+        ):
+            rows = x[x.any(dim=1)]  # without those that pad the core's
             yield float((rows == 0).double().mean()), expected, 0.15
         # What is kept grows by 1 / (1 - rate), from a mean square of 1.
         output = called["core.out_proj"][0].x
@@ -502,7 +608,7 @@ def cleared_tables(runs):
         yield run.updates[1].before["engram_input.table.weight"].any(), True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Batches and their order
 
 
@@ -513,49 +619,81 @@ def rows_of(run: Recording) -> Tensor:
 
 @witness("--seq_len", "--micro_batch", "--grad_accum", "--global_batch")
 def batches(runs):
-    """A step has grad_accum passes of micro_batch sequences of seq_len bytes, or as many as make global_batch bytes;
-    the sequences are the same, however they are split."""
+    """A step has grad_accum passes of micro_batch sequences of seq_len bytes, or as many as make
+    global_batch bytes; the sequences are the same, however they are split."""
     whole = runs.bare("--micro_batch 4 --seq_len 16")
-    for flags, passes, sequences in (("--micro_batch 4", 1, 4), ("--micro_batch 2 --grad_accum 2", 2, 2),
-                                     ("--micro_batch 1 --global_batch 64", 4, 1)):
+    for flags, passes, sequences in (
+        ("--micro_batch 4", 1, 4),
+        ("--micro_batch 2 --grad_accum 2", 2, 2),
+        ("--micro_batch 1 --global_batch 64", 4, 1),
+    ):
         run = runs.bare(f"{flags} --seq_len 16")
         for update in run.updates:
-            yield [one.given["input_ids"].shape for one in update.passes], [(sequences, 16)] * passes
+            yield (
+                [one.given["input_ids"].shape for one in update.passes],
+                [(sequences, 16)] * passes,
+            )
         yield run.column("bytes_seen"), [64, 128]
         yield rows_of(run), rows_of(whole)
 
 
 def seed_of(purpose: str, seed: int, step: int) -> int:
     """Return the number below 2^62 that all randomness of a step is made of."""
-    return int.from_bytes(blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest(), "little") >> 2
+    return (
+        int.from_bytes(
+            blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest(), "little"
+        )
+        >> 2
+    )
 
 
 @witness("--seed")
 def seed(runs):
-    """Other weights, another order, other noise, another text; the noise of a step's row i is that of its seed + i."""
+    """Other weights, another order, other noise, another text; the noise of a step's row i is that
+    of its seed + i."""
     zero, three = runs.bare(), runs.bare("--seed 3 --micro_batch 1 --grad_accum 2")
-    yield torch.equal(three.updates[0].before["lm_head.weight"], zero.updates[0].before["lm_head.weight"]), False
+    yield (
+        torch.equal(
+            three.updates[0].before["lm_head.weight"], zero.updates[0].before["lm_head.weight"]
+        ),
+        False,
+    )
     yield torch.equal(rows_of(three), rows_of(zero)), False
     for step, update in enumerate(three.updates):
         yield [one.given["noise_seed"] - seed_of("noise", 3, step) for one in update.passes], [0, 1]
-    words = [words_of(runs.bare(f"--mock_data --micro_batch 64 --seed {seed}", steps=1)) for seed in (0, 3)]
+    words = [
+        words_of(runs.bare(f"--mock_data --micro_batch 64 --seed {seed}", steps=1))
+        for seed in (0, 3)
+    ]
     yield len(words[0] & words[1]) < len(words[0]) / 2, True
 
 
 def words_of(run: Recording) -> set[bytes]:
-    """Return the words of a run's sequences, without the first and last one of each, which may be cut."""
+    """Return the words of a run's sequences, without the first and last one of each, which may be
+    cut."""
     words = set()
     for row in rows_of(run).tolist():
-        words.update(bytes(number for number in row if number < 256).replace(b".", b"").split()[1:-1])
+        words.update(
+            bytes(number for number in row if number < 256).replace(b".", b"").split()[1:-1]
+        )
     return words
 
 
 @witness("--data_dir")
 def mixture(runs):
-    """Three of four sequences are from the source of weight 3; which ones they are depends on the seed."""
+    """Three of four sequences are from the source of weight 3; which ones they are depends on the
+    seed."""
     names = [runs.data[runs.write(letter, [ord(letter)] * 1000)] for letter in "ab"]
-    zero, three = (rows_of(runs.bare(f"--seq_len 4 --micro_batch 400 --seed {seed}", steps=1,
-                                     data=f"{names[0]}:3,{names[1]}:1"))[:, 0] for seed in (0, 3))
+    zero, three = (
+        rows_of(
+            runs.bare(
+                f"--seq_len 4 --micro_batch 400 --seed {seed}",
+                steps=1,
+                data=f"{names[0]}:3,{names[1]}:1",
+            )
+        )[:, 0]
+        for seed in (0, 3)
+    )
     yield float((zero == ord("a")).double().mean()), 0.75, 0.05
     yield torch.equal(zero, three), False
 
@@ -567,7 +705,7 @@ def mock_data(runs):
     yield {*ids} <= {*b"bdfgklmnprstaeiou .", BOS_ID, EOS_ID} and len(ids) > 10, True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Horizons in bytes, of which a step has 64; and where a run begins
 
 
@@ -591,31 +729,42 @@ def minutes(runs):
 def bytes_per_parameter(runs):
     """Without rows of tables, which are looked up, nor those of matches."""
     run = runs.fresh("--target_param_data_ratio 20", steps=1)
-    parameters = sum(p.numel() for name, p in run.updates[0].before.items()
-                     if not name.endswith((".table.weight", ".followed")))
+    parameters = sum(
+        p.numel()
+        for name, p in run.updates[0].before.items()
+        if not name.endswith((".table.weight", ".followed"))
+    )
     yield run.saved(1)["flags"]["target_tokens"], 20 * parameters
 
 
 @witness("--target_flops")
 def flops(runs):
-    """6 FLOPs a byte for each weight of a product, and attention to half the sequence: products with keys and values,
-    2 * head width * heads each, and twice that again in the backward pass."""
+    """6 FLOPs a byte for each weight of a product, and attention to half the sequence: products
+    with keys and values, 2 * head width * heads each, and twice that again in the backward pass."""
     run = runs.bare("--target_flops 1e9", steps=1)
-    weights = sum(p.numel() for name, p in run.updates[0].before.items() if p.ndim == 2 and name != "embed_tokens")
+    weights = sum(
+        p.numel()
+        for name, p in run.updates[0].before.items()
+        if p.ndim == 2 and name != "embed_tokens"
+    )
     of_a_byte = 6 * weights + 3 * (2 * 2 * 16 * 2) * 32 / 2
     yield run.saved(1)["flags"]["target_tokens"], math.ceil(1e9 / of_a_byte)
 
 
 @witness("--resume")
 def resumed(runs):
-    """The step after the checkpoint's, with its weights, its optimizer's state and its position in the data."""
+    """The step after the checkpoint's, with its weights, its optimizer's state and its position in
+    the data."""
     first, whole = runs.bare(), runs.bare("", steps=3)
     run = runs.bare(f"--resume {first.checkpoint(2)}", steps=3)
     yield len(run.updates), 1
     yield run.lines[-1]["bytes_seen"], 3 * 64
     yield rows_of(run), rows_of(whole)[4:]
     yield run.updates[0].before["lm_head.weight"], first.updates[1].after["lm_head.weight"], 0
-    yield run.updates[0].state["lm_head.weight"]["exp_avg"], whole.updates[2].state["lm_head.weight"]["exp_avg"]
+    yield (
+        run.updates[0].state["lm_head.weight"]["exp_avg"],
+        whole.updates[2].state["lm_head.weight"]["exp_avg"],
+    )
 
 
 @witness("--reset_steps")
@@ -626,7 +775,10 @@ def reset(runs):
     yield run.column("step"), [1]
     yield rows_of(run), rows_of(first)[:2]
     yield run.updates[0].before["lm_head.weight"], first.updates[1].after["lm_head.weight"], 0
-    yield run.updates[0].state["lm_head.weight"]["exp_avg"], 0.1 * run.updates[0].gradient["lm_head.weight"]
+    yield (
+        run.updates[0].state["lm_head.weight"]["exp_avg"],
+        0.1 * run.updates[0].gradient["lm_head.weight"],
+    )
 
 
 @witness("epoch of a run whose data grew")
@@ -639,13 +791,14 @@ def epoch_of_grown_data(runs):
     yield run.saved(3)["epoch"], 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Model
 
 
 @witness("--model")
 def presets(runs):
-    """small has a warm-up of a 25th of the 100 steps and a window of 64 bytes, original of 10 steps and none."""
+    """small has a warm-up of a 25th of the 100 steps and a window of 64 bytes, original of 10 steps
+    and none."""
     for name, steps, window in (("small", 4, 64), ("original", 10, 0)):
         state = runs.bare(f"--model {name} --dropout 0", steps=1).saved(1)
         yield (state["flags"]["warmup_steps"], state["cfg"]["byte_window"]), (steps, window)
@@ -659,8 +812,8 @@ def settings(runs):
 
 @witness("--n_loops")
 def loops(runs):
-    """Without halting every segment visits the layers so many times, in evaluation too, and also if the model was built
-    for fewer loops."""
+    """Without halting every segment visits the layers so many times, in evaluation too, and also if
+    the model was built for fewer loops."""
     run = runs.awake("--n_loops 3 --eval_every 1", dict(act=False), steps=1)
     yield run.column("mean_loops"), [3.0]
     for one in (run.updates[0].passes[0], run.evaluated[0]):
@@ -673,10 +826,13 @@ def random_loops(runs):
     run = runs.bare("--random_loops --n_loops 2 --seed 3", steps=8)
     draws = [np.random.default_rng(seed_of("loops", 3, step)).poisson(2) for step in range(8)]
     assert 0 in draws
-    yield [update.passes[0].given["n_loops"] for update in run.updates], [max(1, draw) for draw in draws]
+    yield (
+        [update.passes[0].given["n_loops"] for update in run.updates],
+        [max(1, draw) for draw in draws],
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Machine
 
 
@@ -688,17 +844,22 @@ def device(runs):
 
 
 def rounded(x: Tensor, largest: float | None = None) -> Tensor:
-    """Round a tensor to e4m3, with one scale by its largest number, or by the largest that there can be."""
+    """Round a tensor to e4m3, with one scale by its largest number, or by the largest that there
+    can be."""
     scale = 448 / x.abs().max() if largest is None else 2.0 ** math.floor(math.log2(448 / largest))
     return (x * scale).float().to(torch.float8_e4m3fn).double() / scale
 
 
 @witness("--precision")
 def products(runs):
-    """A product of fp32, bf16 or e4m3 numbers. The results of the last are bf16, or fp32 where bf16 is emulated."""
+    """A product of fp32, bf16 or e4m3 numbers. The results of the last are bf16, or fp32 where bf16
+    is emulated."""
     name = "prelude.0.ffn.gate_up_proj"
-    for flag, operand, tolerance in (("fp32", lambda x: x, 1e-6), ("bf16", lambda x: x.bfloat16().double(), 4e-3),
-                                     ("fp8", rounded, 1e-2)):
+    for flag, operand, tolerance in (
+        ("fp32", lambda x: x, 1e-6),
+        ("bf16", lambda x: x.bfloat16().double(), 4e-3),
+        ("fp8", rounded, 1e-2),
+    ):
         first = runs.bare(f"--precision {flag}", steps=1).updates[0]
         x, y = first.passes[-1].called[name][0]
         weight = first.before[f"{name}.weight"].double()
@@ -710,16 +871,23 @@ def products(runs):
 
 @witness("--fp8_experts")
 def experts(runs):
-    """The routed experts are off by about 6.4% with e4m3 numbers, by less than 1% with bf16: rounding to three bits is
-    off by 2.6% (root mean square), and the inputs and weights of three products are rounded independently."""
+    """The routed experts are off by about 6.4% with e4m3 numbers, by less than 1% with bf16:
+    rounding to three bits is off by 2.6% (root mean square), and the inputs and weights of three
+    products are rounded independently."""
     for flag, low, high in (("--fp8_experts", 0.05, 0.08), ("", 0, 0.01)):
-        first = runs.fresh(f"--precision fp8 --seq_len 64 {flag}", "n_shared_experts=0", steps=1).updates[0]
-        w_gate, w_up, w_down = (first.before[f"core.layers.0.moe.w_{name}"].double() for name in ("gate", "up", "down"))
-        found = []                        # of the first visit of each pass, without rows of padding
+        first = runs.fresh(
+            f"--precision fp8 --seq_len 64 {flag}", "n_shared_experts=0", steps=1
+        ).updates[0]
+        w_gate, w_up, w_down = (
+            first.before[f"core.layers.0.moe.w_{name}"].double() for name in ("gate", "up", "down")
+        )
+        found = []  # of the first visit of each pass, without rows of padding
         for one in first.passes:
-            x, y = (tensor[:one.segments].double() for tensor in one.called["core.layers.0.moe"][0])
-            scores = one.called[ROUTER][0].y[:one.segments].double()
-            each = (F.silu(x @ w_gate) * (x @ w_up)) @ w_down                                 # [E, N, D]
+            x, y = (
+                tensor[: one.segments].double() for tensor in one.called["core.layers.0.moe"][0]
+            )
+            scores = one.called[ROUTER][0].y[: one.segments].double()
+            each = (F.silu(x @ w_gate) * (x @ w_up)) @ w_down  # [E, N, D]
             best = scores.topk(2)
             weights = torch.zeros_like(scores).scatter(1, best.indices, best.values.softmax(-1))
             found.append((y, torch.einsum("ne,end->nd", weights, each)))
@@ -741,7 +909,8 @@ class Operations(TorchDispatchMode):
 
 @witness("--moe_backend")
 def backends(runs):
-    """A visit of `grouped` has two grouped products, and each of those two in the backward pass; `loop` has none."""
+    """A visit of `grouped` has two grouped products, and each of those two in the backward pass;
+    `loop` has none."""
     for backend, products in (("grouped", 2 * 2 * 3), ("loop", 0)):
         with Operations() as operations:
             runs.fresh(f"--moe_backend {backend} --n_loops 2", steps=1)
@@ -750,9 +919,13 @@ def backends(runs):
 
 @witness("--recompute", "--no_gradient_checkpointing")
 def recomputation(runs):
-    """Layers of which nothing is kept are computed twice: in each of two loops, and at byte rate."""
-    for flag, core, byte_layer in (("--recompute core", 4, 1), ("--recompute all", 4, 2),
-                                   ("--recompute all --no_gradient_checkpointing", 2, 1)):
+    """Layers of which nothing is kept are computed twice: in each of two loops, and at byte
+    rate."""
+    for flag, core, byte_layer in (
+        ("--recompute core", 4, 1),
+        ("--recompute all", 4, 2),
+        ("--recompute all --no_gradient_checkpointing", 2, 1),
+    ):
         called = runs.fresh(f"{flag} --n_loops 2", steps=1).updates[0].passes[0].called
         yield len(called["core.layers.0.attention.q_a_proj"]), core
         yield len(called["prelude.0.attention.q_a_proj"]), byte_layer
@@ -760,14 +933,29 @@ def recomputation(runs):
 
 @witness("--compile")
 def compilation(runs):
-    """torch.compile gets the functions of byte layers and, under bf16, of the core and its parts."""
+    """torch.compile gets the functions of byte layers and, under bf16, of the core and its
+    parts."""
     compiled_in_bf16 = ["Block", "RecurrentCore", "RecurrentBlock", "SegmentEngram"]
-    for flags, expected in (("--compile --precision bf16", compiled_in_bf16), ("--compile off", [])):
+    for flags, expected in (
+        ("--compile --precision bf16", compiled_in_bf16),
+        ("--compile off", []),
+    ):
         compiled = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "compile", lambda function, **_: compiled.append(function.__qualname__) or function)
+            patch.setattr(
+                torch,
+                "compile",
+                lambda function, **_: compiled.append(function.__qualname__) or function,
+            )
             runs.fresh(flags, steps=1)
-        yield [name.removesuffix(".in_one_graph") for name in compiled if name.endswith(".in_one_graph")], expected
+        yield (
+            [
+                name.removesuffix(".in_one_graph")
+                for name in compiled
+                if name.endswith(".in_one_graph")
+            ],
+            expected,
+        )
 
 
 @witness("--deterministic")
@@ -789,6 +977,7 @@ def ranks(runs):
     def join(**given):
         seen.append(given)
         raise RuntimeError("the others are not there")
+
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(RANK=0, WORLD_SIZE=4, LOCAL_RANK=0, LOCAL_WORLD_SIZE=4).items():
             patch.setenv(name, str(value))
@@ -799,7 +988,7 @@ def ranks(runs):
     yield seen, [timedelta(seconds=7.5), dict(shape=(2, 2))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Checkpoints, evaluation, log
 
 
@@ -820,7 +1009,9 @@ def nats_of(model: Spider, ids: Tensor, labels: Tensor) -> tuple[float, int]:
     """Return the nats and the number of a row's targets, in evaluation mode."""
     with torch.no_grad():
         logits = model.eval()(ids[None]).logits[0].double()
-    return float(F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")), int((labels != -100).sum())
+    return float(F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")), int(
+        (labels != -100).sum()
+    )
 
 
 @witness("--eval_tokens")
@@ -830,16 +1021,25 @@ def validation_loss(runs):
     state = run.saved(2)
     model = Spider(SpiderConfig(**state["cfg"]))
     model.load_state_dict(state["model_state_dict"])
-    ids = torch.from_numpy(np.fromfile(runs.data["bytes"] / "val-0.bin", "<u2")[:101].astype(np.int64))
-    nats = [nats_of(model, ids[i:min(i + 32, 100)], ids[i + 1:i + 33])[0] for i in range(0, 100, 32)]
+    ids = torch.from_numpy(
+        np.fromfile(runs.data["bytes"] / "val-0.bin", "<u2")[:101].astype(np.int64)
+    )
+    nats = [
+        nats_of(model, ids[i : min(i + 32, 100)], ids[i + 1 : i + 33])[0] for i in range(0, 100, 32)
+    ]
     yield run.lines[-1]["val_loss"], sum(nats) / 100
     yield run.lines[-1]["val_bpb"], sum(nats) / 100 / math.log(2)
 
 
 @witness("evaluation on two ranks")
 def shared_evaluation(runs):
-    """The mean over all targets of five rows, in batches of two, of which the second rank has one less."""
-    model, ids, labels = awake(small_config(boundaries="words", **ONE_LAYER)), text(5, 32), text(5, 32, seed=1)
+    """The mean over all targets of five rows, in batches of two, of which the second rank has one
+    less."""
+    model, ids, labels = (
+        awake(small_config(boundaries="words", **ONE_LAYER)),
+        text(5, 32),
+        text(5, 32, seed=1),
+    )
     labels[1, 3:], labels[2, 9:] = -100, -100
     of_first = []
     world = world_of()
@@ -854,7 +1054,8 @@ def shared_evaluation(runs):
     yield of_first[0][1], targets[0] + targets[1] + targets[4]
 
 
-WORSE = "--lr 10 --warmup_steps 200 --eval_every 1 --patience 3"  # at growing rates, the loss soon grows
+# at growing rates, the loss soon grows
+WORSE = "--lr 10 --warmup_steps 200 --eval_every 1 --patience 3"
 
 
 @witness("--patience")
@@ -879,10 +1080,10 @@ def samples(runs):
     """Of another seed, another text."""
     flags = "--sample_every 2 --sample_prompt abc"
     first = runs.bare(flags)
-    line, = first.logged(" continues ")
-    _, _, sample = line.partition(" ")    # without the time
+    (line,) = first.logged(" continues ")
+    _, _, sample = line.partition(" ")  # without the time
     yield sample.startswith("step 2 continues 'abc': "), True
-    line, = runs.bare(f"{flags} --seed 3 --resume {first.checkpoint(2)}").logged(" continues ")
+    (line,) = runs.bare(f"{flags} --seed 3 --resume {first.checkpoint(2)}").logged(" continues ")
     yield line.endswith(sample), False
 
 
@@ -897,9 +1098,15 @@ def log(runs):
 def wandb(runs):
     """wandb gets the name of the run, and each line of metrics.jsonl."""
     names, lines = [], []
-    logged = SimpleNamespace(id="id", finish=lambda: None, log=lambda numbers, step: lines.append(numbers["loss"]))
+    logged = SimpleNamespace(
+        id="id", finish=lambda: None, log=lambda numbers, step: lines.append(numbers["loss"])
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda name, **_: names.append(name) or logged))
+        patch.setitem(
+            sys.modules,
+            "wandb",
+            SimpleNamespace(init=lambda name, **_: names.append(name) or logged),
+        )
         run = runs.bare("--run smoke")
     yield names, ["smoke"]
     yield lines, run.column("loss")
@@ -918,7 +1125,7 @@ def config_file(runs):
     yield runs.bare(f"--config {runs.root / 'flags.toml'}", steps=1).column("lr"), [0.25]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The test
 
 

@@ -1,17 +1,30 @@
-"""Variants of the small model: components left out, added or changed. The invariants of the model hold for all."""
+"""Variants of the small model: components left out, added or changed. The invariants of the model
+hold for all."""
 
 VARIANTS = {
-    "everything": {}, "words": dict(boundaries="words"), "learned boundaries": dict(boundaries="learned"),
-    "segment offsets": dict(segment_offsets=4, boundaries="words"), "one loop": dict(n_loops=1),
-    "no core": dict(n_recurrent_layers=0), "no prelude": dict(n_prelude_layers=0), "no coda": dict(n_coda_layers=0),
-    "no halting": dict(act=False), "no adapters": dict(lora_rank=0), "byte window": dict(byte_window=5),
-    "no experts": dict(n_routed_experts=0, n_shared_experts=3), "no shared expert": dict(n_shared_experts=0),
+    "everything": {},
+    "words": dict(boundaries="words"),
+    "learned boundaries": dict(boundaries="learned"),
+    "segment offsets": dict(segment_offsets=4, boundaries="words"),
+    "one loop": dict(n_loops=1),
+    "no core": dict(n_recurrent_layers=0),
+    "no prelude": dict(n_prelude_layers=0),
+    "no coda": dict(n_coda_layers=0),
+    "no halting": dict(act=False),
+    "no adapters": dict(lora_rank=0),
+    "byte window": dict(byte_window=5),
+    "no experts": dict(n_routed_experts=0, n_shared_experts=3),
+    "no shared expert": dict(n_shared_experts=0),
     "no segment engram": dict(engram_layers=()),
     "two segment engrams": dict(n_recurrent_layers=3, engram_layers=(2, 0)),
-    "no byte tables": dict(engram_byte_orders=()), "no matches": dict(engram_match_orders=()),
+    "no byte tables": dict(engram_byte_orders=()),
+    "no matches": dict(engram_match_orders=()),
     "no engram": dict(engram_byte_orders=(), engram_match_orders=(), engram_layers=()),
-    "matches by words alone": dict(engram_byte_orders=(), engram_match_orders=(), engram_match_words=(1, 3)),
-    "votes and logits": dict(engram_votes=4, engram_match_orders=(1, 2, 5), engram_match_words=(1,),
-                             engram_logits=True),
+    "matches by words alone": dict(
+        engram_byte_orders=(), engram_match_orders=(), engram_match_words=(1, 3)
+    ),
+    "votes and logits": dict(
+        engram_votes=4, engram_match_orders=(1, 2, 5), engram_match_words=(1,), engram_logits=True
+    ),
     "votes without tables": dict(engram_byte_orders=(), engram_votes=1),
 }

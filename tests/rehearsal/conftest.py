@@ -1,18 +1,21 @@
-"""Prove the GPU step without a GPU: each test runs in a process of its own, in which a stand-in for the CUDA driver is
-loaded before torch. It needs a CUDA build of torch and a C++ compiler, but no GPU:
+"""Prove the GPU step without a GPU: each test runs in a process of its own, in which a stand-in for
+the CUDA driver is loaded before torch. It needs a CUDA build of torch and a C++ compiler, but no
+GPU:
 
-    torch=2.13.0              # and 2.11.0, the ends of pyproject.toml's range; `pip install -e .` takes the newest
-    python -m venv cuda && cuda/bin/pip install torch==$torch torchao==0.18.0 numpy loguru transformers safetensors \
-        expecttest pytest filelock tile-kernels==1.0.0 tilelang==0.1.9 apache-tvm-ffi==0.1.9 \
-        nvidia-cuda-{nvcc,crt,cccl,runtime}==13.0.* nvidia-nvvm==13.0.*          # about 3 minutes, 5.2 GB
-    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal          # about 25 minutes of a core
-    cuda/bin/python -m pytest -m "rehearsal and slow" tests/rehearsal              # about 25 more
+    torch=2.13.0  # and 2.11.0: the ends of pyproject.toml's range
+    python -m venv cuda && cuda/bin/pip install torch==$torch torchao==0.18.0 numpy loguru \
+        transformers safetensors expecttest pytest filelock tile-kernels==1.0.0 \
+        tilelang==0.1.9 apache-tvm-ffi==0.1.9 \
+        nvidia-cuda-{nvcc,crt,cccl,runtime}==13.0.* nvidia-nvvm==13.0.*  # about 3 minutes, 5.2 GB
+    cuda/bin/python -m pytest -m "rehearsal and not slow" tests/rehearsal  # 25 minutes of a core
+    cuda/bin/python -m pytest -m "rehearsal and slow" tests/rehearsal      # 25 more
 
-PyPI has the CUDA build. Where pip is configured to take a CPU build (`cuda/bin/python -c "import torch;
-print(torch.version.cuda)"` prints None), unset PIP_FIND_LINKS and PIP_INDEX_URL, and set PIP_CONFIG_FILE=/dev/null.
+PyPI has the CUDA build. Where pip is configured to take a CPU build (`cuda/bin/python -c "import
+torch; print(torch.version.cuda)"` prints None), unset PIP_FIND_LINKS and PIP_INDEX_URL, and set
+PIP_CONFIG_FILE=/dev/null.
 
-gpu.py makes Spider's steps of fake tensors, and their compiled code; refusals.py watches them. `-rP` shows the figures
-of tests that pass.
+gpu.py makes Spider's steps of fake tensors, and their compiled code; refusals.py watches them.
+`-rP` shows the figures of tests that pass.
 """
 
 import os
@@ -33,28 +36,41 @@ BUILT = tempfile.TemporaryDirectory()
 def pytest_pycollect_makemodule():
     """Skip all modules of tests before they import Triton."""
     if torch.version.cuda is None or shutil.which(COMPILER) is None:
-        pytest.skip("needs a CUDA build of torch, and g++ or the C++ compiler named in CXX; see "
-                    "tests/rehearsal/conftest.py")
+        pytest.skip(
+            "needs a CUDA build of torch, and g++ or the C++ compiler named in CXX; see "
+            "tests/rehearsal/conftest.py"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test in a child process, with its module's ENVIRONMENT added; in the child, run it as usual."""
+    """Run a test in a child process, with its module's ENVIRONMENT added; in the child, run it as
+    usual."""
     if "IN_REHEARSAL" in os.environ:
-        os.environ.pop("LD_PRELOAD", None)                            # not for the programs that it starts
+        os.environ.pop("LD_PRELOAD", None)  # not for the programs that it starts
         return None
-    environment = dict(IN_REHEARSAL="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore",
-                       LD_PRELOAD=build_stand_in())
+    environment = dict(
+        IN_REHEARSAL="1",
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+        PYTHONWARNINGS="ignore",
+        LD_PRELOAD=build_stand_in(),
+    )
     environment |= getattr(pyfuncitem.module, "ENVIRONMENT", {})
     options = "-qsrs --no-header --show-capture=no -o addopts= -p no:cacheprovider".split()
-    done = subprocess.run([sys.executable, "-m", "pytest", pyfuncitem.nodeid, *options], text=True,
-                          cwd=pyfuncitem.config.rootpath, env=os.environ | environment,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", pyfuncitem.nodeid, *options],
+        text=True,
+        cwd=pyfuncitem.config.rootpath,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode:
         pytest.fail(done.stdout, pytrace=False)
     if "SKIPPED" in done.stdout:
-        pytest.skip(done.stdout[done.stdout.index("SKIPPED"):])
-    print(done.stdout)                    # figures, which pytest -rP shows
+        pytest.skip(done.stdout[done.stdout.index("SKIPPED") :])
+    print(done.stdout)  # figures, which pytest -rP shows
     return True
 
 
@@ -63,7 +79,12 @@ def build_stand_in() -> str:
     """Compile absent_cuda.cpp (seconds); return the library's path."""
     torch_at = Path(torch.__file__).parent
     library = f"{BUILT.name}/absent_cuda.so"
-    flags = (f"-std=c++20 -shared -fPIC -I{torch_at}/include -L{torch_at}/lib -Wl,-rpath,{torch_at}/lib "
-             f"-Wl,--no-as-needed,--allow-shlib-undefined -lc10 -ltorch_cpu")
-    subprocess.run([COMPILER, Path(__file__).with_name("absent_cuda.cpp"), "-o", library, *flags.split()], check=True)
+    flags = (
+        f"-std=c++20 -shared -fPIC -I{torch_at}/include -L{torch_at}/lib -Wl,-rpath,{torch_at}/lib "
+        f"-Wl,--no-as-needed,--allow-shlib-undefined -lc10 -ltorch_cpu"
+    )
+    subprocess.run(
+        [COMPILER, Path(__file__).with_name("absent_cuda.cpp"), "-o", library, *flags.split()],
+        check=True,
+    )
     return library

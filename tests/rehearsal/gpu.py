@@ -1,6 +1,7 @@
-"""An absent GPU: Spider's models and steps on torch's fake tensors, which have a device, a shape and strides, but no
-memory. After `stand_in` torch reports a GPU; inside `FakeTensorMode` every tensor is fake; after `generating` Inductor
-makes the code that it makes for the card. A test has a process of its own (conftest.py), so nothing is undone."""
+"""An absent GPU: Spider's models and steps on torch's fake tensors, which have a device, a shape
+and strides, but no memory. After `stand_in` torch reports a GPU; inside `FakeTensorMode` every
+tensor is fake; after `generating` Inductor makes the code that it makes for the card. A test has a
+process of its own (conftest.py), so nothing is undone."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,7 +34,11 @@ WORLD.device, WORLD.all = DEVICE, bool
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 188}  # A100, RTX 4090, H100, B200, RTX 6000
 # Presets with their own widths, one layer of each kind, and loops.
 LAYERS = "n_prelude_layers=1,n_coda_layers=1,n_recurrent_layers=2,engram_layers=1"
-MODELS = {"1b": (LAYERS, 2), "base": ("n_prelude_layers=1,n_coda_layers=1", 1), "original": (LAYERS, 2)}
+MODELS = {
+    "1b": (LAYERS, 2),
+    "base": ("n_prelude_layers=1,n_coda_layers=1", 1),
+    "original": (LAYERS, 2),
+}
 
 
 def always(answer):
@@ -45,38 +50,71 @@ def stand_in(architecture: int = 90):
     """Make torch report one GPU of an architecture."""
     train.logger.remove()
     properties = SimpleNamespace(
-        name=f"sm_{architecture}", major=architecture // 10, minor=architecture % 10,
-        multi_processor_count=PROCESSORS[architecture], total_memory=150 << 30, warp_size=32,
-        max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536)
+        name=f"sm_{architecture}",
+        major=architecture // 10,
+        minor=architecture % 10,
+        multi_processor_count=PROCESSORS[architecture],
+        total_memory=150 << 30,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+    )
     answers = dict(
-        is_available=True, device_count=1, current_device=0, get_device_name=properties.name, is_bf16_supported=True,
-        get_device_properties=properties, get_device_capability=divmod(architecture, 10), set_device=None,
-        _exchange_device=0, _maybe_exchange_device=0, _lazy_init=None, is_current_stream_capturing=False,
-        get_rng_state=torch.zeros(16, dtype=torch.uint8), set_rng_state=None)
+        is_available=True,
+        device_count=1,
+        current_device=0,
+        get_device_name=properties.name,
+        is_bf16_supported=True,
+        get_device_properties=properties,
+        get_device_capability=divmod(architecture, 10),
+        set_device=None,
+        _exchange_device=0,
+        _maybe_exchange_device=0,
+        _lazy_init=None,
+        is_current_stream_capturing=False,
+        get_rng_state=torch.zeros(16, dtype=torch.uint8),
+        set_rng_state=None,
+    )
     for name, answer in answers.items():
         setattr(torch.cuda, name, always(answer))
-    CudaInterface.get_device_properties, CudaInterface.is_bf16_supported = always(properties), always(True)
-    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=always(GPUTarget("cuda", architecture, 32))))
-    tile_moe.find_obstacle = always(None)                             # it reads values
+    CudaInterface.get_device_properties, CudaInterface.is_bf16_supported = (
+        always(properties),
+        always(True),
+    )
+    triton.runtime.driver.set_active(
+        SimpleNamespace(get_current_target=always(GPUTarget("cuda", architecture, 32)))
+    )
+    tile_moe.find_obstacle = always(None)  # it reads values
     fake_tensor.init_gpu_context = always(None)
-    FakeTensorMode.avoid_device_init = True                           # else constants of the host are copied there
+    FakeTensorMode.avoid_device_init = True  # else constants of the host are copied there
 
 
 def settle(model: str, *flags: str) -> Plan:
     """Settle the plan of a step of a model of MODELS, which train.py's flags may change."""
     layers, n_loops = MODELS[model]
-    small = [f"--model={model}", f"--set={layers}", f"--n_loops={n_loops}", "--seq_len=256", "--micro_batch=16",
-             "--compile=off", "--recompute=core", "--moe_backend=grouped"]
+    small = [
+        f"--model={model}",
+        f"--set={layers}",
+        f"--n_loops={n_loops}",
+        "--seq_len=256",
+        "--micro_batch=16",
+        "--compile=off",
+        "--recompute=core",
+        "--moe_backend=grouped",
+    ]
     return train.settle(train.parse_args([*small, *flags], environ={}), WORLD)
 
 
 def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
     """Build a plan's model and optimizers like train.py."""
+
     def absent(config) -> Spider:
         with DEVICE:
             model = Spider(config)
-        model.to_empty = model.float = always(model)                  # fake parameters cannot be replaced
+        model.to_empty = model.float = always(model)  # fake parameters cannot be replaced
         return model
+
     model = train.build_model(replace(plan, model_class=absent), WORLD)
     optimizers = train.optimizers_of(plan, model)
     optimizers.set_lr(plan.lr, 1.0)
@@ -86,37 +124,55 @@ def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
 
 
 def batch_of(plan: Plan, documents: int, longest: int | None = None) -> Batch:
-    """Make the batch of a micro-step. longest: bound of its documents' lengths, by default that of the sequences."""
+    """Make the batch of a micro-step. longest: bound of its documents' lengths, by default that of
+    the sequences."""
     ids = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device=DEVICE)
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device=DEVICE)
-    return Batch(ids, torch.empty_like(ids), 1 << 20, cu_seqlens, longest or plan.seq_len, ids.numel(),
-                 ids.numel())
+    return Batch(
+        ids,
+        torch.empty_like(ids),
+        1 << 20,
+        cu_seqlens,
+        longest or plan.seq_len,
+        ids.numel(),
+        ids.numel(),
+    )
 
 
-def step(plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int, longest: int | None = None):
+def step(
+    plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int, longest: int | None = None
+):
     """Run an optimizer step with this number of documents in each micro-step, see batch_of."""
     batches = [batch_of(plan, documents, longest)] * plan.grad_accum
-    train.step_alone(model, optimizers, batches, plan.n_loops, grad_clip=0.5)        # the norm is read as 1
+    # the norm is read as 1
+    train.step_alone(model, optimizers, batches, plan.n_loops, grad_clip=0.5)
 
 
 class Graph:
     """A graph for which Inductor has made code."""
 
-    running = False                       # whether one of them is
+    running = False  # whether one of them is
 
     def __init__(self, lowering):
-        self.source, self.module, self.backward = lowering.codegen()[0].value, lowering.orig_gm, lowering.is_backward
+        self.source, self.module, self.backward = (
+            lowering.codegen()[0].value,
+            lowering.orig_gm,
+            lowering.is_backward,
+        )
         self.inputs = [*self.module.graph.find_nodes(op="placeholder")]
         self.outputs = [*self.module.graph.output_node().args[0]]
-        self.__file__ = self.key = ""     # Inductor logs them
-        with V.set_graph_handler(lowering):                           # bytes that each Triton kernel reads and writes
-            self.moved = [node.get_read_write_buffers_sizes() for node in lowering.scheduler.nodes
-                          if not node.is_extern()]
+        self.__file__ = self.key = ""  # Inductor logs them
+        with V.set_graph_handler(lowering):  # bytes that each Triton kernel reads and writes
+            self.moved = [
+                node.get_read_write_buffers_sizes()
+                for node in lowering.scheduler.nodes
+                if not node.is_extern()
+            ]
         self.runs = 0
 
     def call(self, args):
         self.runs, Graph.running = self.runs + 1, True
-        with fx.traceback.preserve_node_meta():                       # refusals.place reads it
+        with fx.traceback.preserve_node_meta():  # refusals.place reads it
             results = fx.Interpreter(self.module).run(*args)
         Graph.running = False
         return results
@@ -140,11 +196,16 @@ def generating() -> list[Graph]:
         return graphs[-1]
 
     def fold_on_host(self, node):
-        with OnHost():                    # constants that Inductor folds are real tensors
+        with OnHost():  # constants that Inductor folds are real tensors
             return fold(self, node)
+
     GraphLowering.compile_to_module, folder._deduce_value = keep, fold_on_host
     joint_graph.lazy_init = always(None)  # patterns of real tensors
     triton_helpers.set_driver_to_gpu = always(None)
-    compile_fx.get_input_idxs_to_check = always([])                   # their addresses
-    config.compile_threads, config.use_static_cuda_launcher, torch.compiler.config.force_disable_caches = 1, False, True
+    compile_fx.get_input_idxs_to_check = always([])  # their addresses
+    (
+        config.compile_threads,
+        config.use_static_cuda_launcher,
+        torch.compiler.config.force_disable_caches,
+    ) = 1, False, True
     return graphs

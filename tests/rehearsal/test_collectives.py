@@ -1,5 +1,5 @@
-"""Several GPUs in one process: each rank in turn runs on fake CUDA tensors, under torch's "fake" process group. NCCL
-accepts each collective, and those of all ranks together."""
+"""Several GPUs in one process: each rank in turn runs on fake CUDA tensors, under torch's "fake"
+process group. NCCL accepts each collective, and those of all ranks together."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +13,9 @@ from rehearsal import gpu
 from rehearsal.refusals import Watch, of, tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._tools import fake_collectives  # noqa: F401  makes collectives take fake tensors
+
+# noqa: F401  makes collectives take fake tensors
+from torch.distributed._tools import fake_collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -50,7 +52,10 @@ def stand_in():
     """Make torch report GPUs, and start a fake process group instead of NCCL's."""
     gpu.stand_in()
     torch.cuda.Stream = torch.cuda.Event = AbsentStream
-    torch.cuda.current_stream, torch.cuda.stream = gpu.always(AbsentStream()), gpu.always(nullcontext())
+    torch.cuda.current_stream, torch.cuda.stream = (
+        gpu.always(AbsentStream()),
+        gpu.always(nullcontext()),
+    )
     start_group, make_mesh = dist.init_process_group, dist.init_device_mesh
 
     def start_fake_group(backend, store, device_id, **settings):
@@ -60,15 +65,18 @@ def stand_in():
     def make_real_mesh(*args, **settings):
         with _disable_current_modes():
             return make_mesh(*args, **settings)
+
     dist.init_process_group, dist.init_device_mesh = start_fake_group, make_real_mesh
     dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), None, None)])
-    World._require_own_gpu = gpu.always(None)                         # it reads the others' from the store
+    World._require_own_gpu = gpu.always(None)  # it reads the others' from the store
 
 
 @contextmanager
 def joined(rank: int, ranks: int, shards: int) -> Iterator[tuple[World, list[Collective]]]:
     """Join as a rank; yield its world, and the list of its collectives from now on."""
-    environ = dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    environ = dict(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
+    )
     world, calls = World(environ), []
     with CollectiveRecorder(calls.append):
         world.join(gpu.DEVICE, shards, 60.0)
@@ -94,33 +102,54 @@ def agree_on_host(patch):
 
 def broadcast_on_host(patch):
     broadcast = dist.broadcast_object_list
-    patch.setattr(dist, "broadcast_object_list", lambda objects, source, device: broadcast(objects, source))
+    patch.setattr(
+        dist, "broadcast_object_list", lambda objects, source, device: broadcast(objects, source)
+    )
 
 
 def receive_on_host(patch):
     exchange = distributed.exchange
-    patch.setattr(distributed, "exchange", lambda way, buffer, rank: exchange(
-        way, torch.empty_like(buffer, device="cpu"), rank))
+    patch.setattr(
+        distributed,
+        "exchange",
+        lambda way, buffer, rank: exchange(way, torch.empty_like(buffer, device="cpu"), rank),
+    )
 
 
 def test_a_tensor_of_the_host_is_found_in_an_agreement_a_broadcast_and_a_gathering():
     stand_in()
     calls = call_small_collectives()
-    assert {one.name for one in calls} == {"allreduce", "broadcast", "recv"} and not faults_of(calls)
-    for plant, name in ((agree_on_host, "allreduce"), (broadcast_on_host, "broadcast"), (receive_on_host, "recv")):
+    assert {one.name for one in calls} == {"allreduce", "broadcast", "recv"} and not faults_of(
+        calls
+    )
+    for plant, name in (
+        (agree_on_host, "allreduce"),
+        (broadcast_on_host, "broadcast"),
+        (receive_on_host, "recv"),
+    ):
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
             assert {*faults_of(call_small_collectives())} == {f"{name}: a tensor on the cpu"}
 
 
-@pytest.mark.parametrize("ranks, shards, flags", (
-    (4, 2, "--precision=bf16"), (2, 2, "--precision=fp8 --optimizer=adamw"),
-    pytest.param(16, 16, "--precision=bf16", marks=pytest.mark.slow)))
-def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_an_evaluation(ranks, shards, flags):
+@pytest.mark.parametrize(
+    "ranks, shards, flags",
+    (
+        (4, 2, "--precision=bf16"),
+        (2, 2, "--precision=fp8 --optimizer=adamw"),
+        pytest.param(16, 16, "--precision=bf16", marks=pytest.mark.slow),
+    ),
+)
+def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_an_evaluation(
+    ranks, shards, flags
+):
     """Of 16 shards, some have no matrix to orthogonalize."""
     stand_in()
-    words = (f"--model=tiny --seq_len=256 --micro_batch=4 --grad_accum=2 --compile=off --moe_backend=grouped "
-             f"--shards={shards} {flags}").split()
+    words = (
+        f"--model=tiny --seq_len=256 --micro_batch=4 --grad_accum=2 --compile=off "
+        f"--moe_backend=grouped "
+        f"--shards={shards} {flags}"
+    ).split()
     calls_by_rank, saved = [], None
     with FakeTensorMode(), WatchFake(700) as watch:
         with joined(0, ranks, shards) as (gpu.WORLD, calls):
@@ -133,16 +162,22 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
                 watch.waits.clear()
                 train.step_alone(model, optimizers, batches, plan.n_loops)
                 assert len(watch.waits) == plan.grad_accum + 1, watch.waits
-                state = dict(model=model.sharding.model_state(model), optimizers=optimizers.state_dict())
+                state = dict(
+                    model=model.sharding.model_state(model), optimizers=optimizers.state_dict()
+                )
                 copied = copy_to_host(state, None, gpu.WORLD.is_rank0)
                 saved = saved or copied
                 seen = saved if rank == 0 else tree_map_only(Tensor, lambda t: t.to("meta"), saved)
                 model.sharding.load_model(model, seen["model"])
                 model.sharding.own_optimizer_states(optimizers.by_name, seen["optimizers"])
-                train.evaluate(model, {"": (batches[0].ids, batches[0].ids)}, 3, plan.n_loops, gpu.WORLD)
+                train.evaluate(
+                    model, {"": (batches[0].ids, batches[0].ids)}, 3, plan.n_loops, gpu.WORLD
+                )
             calls_by_rank.append(calls)
     assert not watch.refused, pformat(watch.refused, width=200)
     assert not faults_of(sum(calls_by_rank, []))
     assert not disagreements(calls_by_rank)
     names = {one.name for one in calls_by_rank[0]}
-    assert names >= {"allgather_base", "reduce_scatter_base", "allreduce", "broadcast", "recv"}, names
+    assert names >= {"allgather_base", "reduce_scatter_base", "allreduce", "broadcast", "recv"}, (
+        names
+    )

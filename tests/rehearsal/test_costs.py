@@ -1,5 +1,5 @@
-"""Memory and FLOPs of a step, as --dry_run estimates them, beside what fake tensors hold and multiply; its kernels, and
-a lower bound of its time."""
+"""Memory and FLOPs of a step, as --dry_run estimates them, beside what fake tensors hold and
+multiply; its kernels, and a lower bound of its time."""
 
 from collections import defaultdict
 
@@ -17,29 +17,40 @@ from spider.distributed import Unsharded
 from tile_moe import ALIGNMENT
 
 pytestmark = pytest.mark.rehearsal
-STEPS = ("--precision=bf16 --recompute=core", "--precision=bf16 --recompute=nothing",
-         "--precision=bf16 --recompute=all --seq_len=2048 --micro_batch=64",
-         "--precision=bf16 --recompute=core --grad_accum=4", "--precision=bf16 --recompute=core --optimizer=adamw",
-         "--precision=fp8 --recompute=core --seq_len=2048 --micro_batch=64 --grad_accum=2")
+STEPS = (
+    "--precision=bf16 --recompute=core",
+    "--precision=bf16 --recompute=nothing",
+    "--precision=bf16 --recompute=all --seq_len=2048 --micro_batch=64",
+    "--precision=bf16 --recompute=core --grad_accum=4",
+    "--precision=bf16 --recompute=core --optimizer=adamw",
+    "--precision=fp8 --recompute=core --seq_len=2048 --micro_batch=64 --grad_accum=2",
+)
 
 
 @pytest.mark.parametrize("flags", STEPS)
 def test_memory_is_within_a_tenth_of_the_estimate(flags):
     gpu.stand_in()
     # Fewer layers and loops of the core; its widths and the bytes of 1b.
-    plan = gpu.settle("1b", "--set=n_recurrent_layers=2,engram_layers=1", "--micro_batch=112", *flags.split())
-    with FakeTensorMode(), Watch(int(plan.micro_batch * plan.seq_len / plan.config.bytes_per_segment)):
+    plan = gpu.settle(
+        "1b", "--set=n_recurrent_layers=2,engram_layers=1", "--micro_batch=112", *flags.split()
+    )
+    with (
+        FakeTensorMode(),
+        Watch(int(plan.micro_batch * plan.seq_len / plan.config.bytes_per_segment)),
+    ):
         spider, optimizers = gpu.build(plan)
         gpu.step(plan, spider, optimizers, documents=plan.micro_batch)
         memory = estimate.estimate_memory(spider, plan, plan.recompute, gpu.WORLD)
-        del memory[estimate.FLASH_BACKWARD]                           # taken inside the kernel
+        del memory[estimate.FLASH_BACKWARD]  # taken inside the kernel
         expected = sum(memory.values())
         tracker = MemTracker()
-        tracker.track_external(spider, *optimizers.by_name.values())  # whose state the first step has made
+        # whose state the first step has made
+        tracker.track_external(spider, *optimizers.by_name.values())
 
         def backward(*args, run=Unsharded.backward, **last):
             run(*args, **last)
-            tracker.reset_mod_stats()     # it knows one pass only
+            tracker.reset_mod_stats()  # it knows one pass only
+
         Unsharded.backward = backward
         with tracker:
             gpu.step(plan, spider, optimizers, documents=plan.micro_batch)
@@ -48,7 +59,9 @@ def test_memory_is_within_a_tenth_of_the_estimate(flags):
     assert expected == pytest.approx(peak, rel=0.1)
 
 
-# FLOPs: torch counts those of plain products. Arguments here are shapes; documents have equal length.
+# FLOPs: torch counts those of plain products. Arguments here are shapes; documents have equal
+# length.
+
 
 def attention(q, k, v, cu_seqlens, *_, **__) -> int:
     """Count the causal half of the scores, and of their products with the values."""
@@ -57,42 +70,80 @@ def attention(q, k, v, cu_seqlens, *_, **__) -> int:
 
 
 def grouped_product(a, b, offs, *_, **__) -> int:
-    """Count without the rows that only pad experts: a [rows, in], b [experts, in, out], or of a gradient a [in, rows],
-    b [rows, out]."""
+    """Count without the rows that only pad experts: a [rows, in], b [experts, in, out], or of a
+    gradient a [in, rows], b [rows, out]."""
     rows, inner = a if len(b) == 3 else reversed(a)
     return 2 * (rows - ALIGNMENT * offs[0]) * inner * b[-1]
 
 
-FORMULAS = {torch.ops.torch_attn._varlen_attn: attention, torch.ops.aten._grouped_mm: grouped_product,
-            torch.ops.torch_attn._varlen_attn_backward:
-                lambda grad, q, k, v, out, log_sum, cu_seqlens, *_, **__: 2 * attention(q, k, v, cu_seqlens)}
+def attention_backward(grad, q, k, v, out, log_sum, cu_seqlens, *_, **__):
+    return 2 * attention(q, k, v, cu_seqlens)
+
+
+FORMULAS = {
+    torch.ops.torch_attn._varlen_attn: attention,
+    torch.ops.aten._grouped_mm: grouped_product,
+    torch.ops.torch_attn._varlen_attn_backward: attention_backward,
+}
 # FLOP/s of products that cards sustain, in bf16 and (without TF32) in fp32, and bytes/s
-CARDS = {"H200": (790e12, 50e12, 4.0e12), "H100": (790e12, 50e12, 2.8e12), "RTX PRO 6000": (400e12, 90e12, 1.5e12),
-         "A100": (250e12, 17e12, 1.7e12), "RTX 4090": (150e12, 60e12, 0.9e12)}
-FP8, ATTENTION = 1.84, 0.38               # rates relative to those of products in bf16
-SHORTEST = 2e-6                           # seconds
-NO_KERNEL = {*"empty empty_like new_empty empty_strided new_empty_strided _unsafe_view _local_scalar_dense".split()}
-SOME_ROWS = {*"index_select index embedding gather index_add_ index_copy_ index_put_".split()}  # of the first operand
+CARDS = {
+    "H200": (790e12, 50e12, 4.0e12),
+    "H100": (790e12, 50e12, 2.8e12),
+    "RTX PRO 6000": (400e12, 90e12, 1.5e12),
+    "A100": (250e12, 17e12, 1.7e12),
+    "RTX 4090": (150e12, 60e12, 0.9e12),
+}
+FP8, ATTENTION = 1.84, 0.38  # rates relative to those of products in bf16
+SHORTEST = 2e-6  # seconds
+NO_KERNEL = {
+    *"empty empty_like new_empty empty_strided new_empty_strided _unsafe_view "
+    "_local_scalar_dense".split()
+}
+# of the first operand
+SOME_ROWS = {*"index_select index embedding gather index_add_ index_copy_ index_put_".split()}
 
 
 class Costs(Watch):
-    """Count kernels, FLOPs, bytes and the least seconds they take: of products, and of the rest by part of a step."""
+    """Count kernels, FLOPs, bytes and the least seconds they take: of products, and of the rest by
+    part of a step."""
 
     def __init__(self, number: int):
         super().__init__(number)
         self.formulas = FlopCounterMode(display=False, custom_mapping=FORMULAS).flop_registry
         self.part, self.parts = "", defaultdict(lambda: [0] * (3 + len(CARDS)))
 
-    def add(self, part: str, flops: int, moved: int, rate: float = 1, times: int = 1, fp32: bool = False):
-        cost = 1, flops, moved, *(max(flops / (in_fp32 if fp32 else rate * in_bf16), moved / memory, SHORTEST)
-                                  for in_bf16, in_fp32, memory in CARDS.values())
+    def add(
+        self, part: str, flops: int, moved: int, rate: float = 1, times: int = 1, fp32: bool = False
+    ):
+        cost = (
+            1,
+            flops,
+            moved,
+            *(
+                max(flops / (in_fp32 if fp32 else rate * in_bf16), moved / memory, SHORTEST)
+                for in_bf16, in_fp32, memory in CARDS.values()
+            ),
+        )
         self.parts[part] = [total + times * number for total, number in zip(self.parts[part], cost)]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, name = super().__torch_dispatch__(func, types, args, kwargs), func._schema.name.split("::")[1]
+        out, name = (
+            super().__torch_dispatch__(func, types, args, kwargs),
+            func._schema.name.split("::")[1],
+        )
         formula = self.formulas.get(func._overloadpacket)
-        if out is NotImplemented or func.namespace == "prim" or is_composite(func) or is_view(func) or (
-                name in NO_KERNEL or gpu.Graph.running and formula is None and "embedding_bag" not in name):
+        if (
+            out is NotImplemented
+            or func.namespace == "prim"
+            or is_composite(func)
+            or is_view(func)
+            or (
+                name in NO_KERNEL
+                or gpu.Graph.running
+                and formula is None
+                and "embedding_bag" not in name
+            )
+        ):
             return out
         operands, results = tensors((args, kwargs)), tensors(out)
         if name in SOME_ROWS:
@@ -116,21 +167,35 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
     with FakeTensorMode(), Costs(int(plan.step_bytes / plan.config.bytes_per_segment)) as costs:
         spider, _ = gpu.build(plan)
         train.accumulate(spider, [gpu.batch_of(plan, documents=plan.micro_batch)], plan.n_loops)
-    cost = estimate.flops_per_byte(spider, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
+    cost = estimate.flops_per_byte(
+        spider, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len
+    )
     counted, expected = costs.parts["products"][1], plan.step_bytes * cost
-    print(f"{model}: {counted / 1e12:.2f} TFLOP, estimate {expected / 1e12:.2f}, {expected / counted - 1:+.1%}")
+    print(
+        f"{model}: {counted / 1e12:.2f} TFLOP, estimate {expected / 1e12:.2f}, "
+        f"{expected / counted - 1:+.1%}"
+    )
     assert expected == pytest.approx(counted, rel=0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags, compiled, most", (
-    ("--precision=bf16", True, 136), ("--precision=bf16", False, 156), ("--precision=fp8", True, 124),
-    ("--precision=bf16 --micro_batch=448", True, 411), ("--precision=fp8 --micro_batch=448", True, 348),
-    ("--precision=bf16 --grad_accum=4", True, 456),
-    ("--precision=bf16 --micro_batch=64 --seq_len=2048", True, 521)))
+@pytest.mark.parametrize(
+    "flags, compiled, most",
+    (
+        ("--precision=bf16", True, 136),
+        ("--precision=bf16", False, 156),
+        ("--precision=fp8", True, 124),
+        ("--precision=bf16 --micro_batch=448", True, 411),
+        ("--precision=fp8 --micro_batch=448", True, 348),
+        ("--precision=bf16 --grad_accum=4", True, 456),
+        ("--precision=bf16 --micro_batch=64 --seq_len=2048", True, 521),
+    ),
+)
 def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
     gpu.stand_in()
-    plan = gpu.settle("1b", "--set=", "--n_loops=6", "--recompute=nothing", "--micro_batch=112", *flags.split())
+    plan = gpu.settle(
+        "1b", "--set=", "--n_loops=6", "--recompute=nothing", "--micro_batch=112", *flags.split()
+    )
     graphs = gpu.generating()
     with FakeTensorMode(), Costs(int(plan.micro_batch * plan.seq_len / 5.3)) as costs:
         spider, optimizers = gpu.build(plan, compiled)
@@ -138,7 +203,10 @@ def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
         for graph in graphs:
             graph.runs = 0
         costs.parts.clear()
-        costs.part, batches = "outside of graphs", [gpu.batch_of(plan, plan.micro_batch)] * plan.grad_accum
+        costs.part, batches = (
+            "outside of graphs",
+            [gpu.batch_of(plan, plan.micro_batch)] * plan.grad_accum,
+        )
         sums = train.accumulate(spider, batches, plan.n_loops)
         costs.part = "update"
         train.update(spider, optimizers, *sums, batches, plan.grad_clip)
@@ -149,5 +217,9 @@ def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
     for part, (kernels, flops, moved, *seconds) in costs.parts.items():
         times = ", ".join(f"{card} {1e3 * least:.1f} ms" for card, least in zip(CARDS, seconds))
         print(f"{part}: {kernels} kernels, {flops / 1e12:.1f} TFLOP, {moved / 1e9:.1f} GB; {times}")
-    print(", ".join(f"{card} {plan.step_bytes / least:,.0f} bytes/s" for card, least in zip(CARDS, seconds)))
+    print(
+        ", ".join(
+            f"{card} {plan.step_bytes / least:,.0f} bytes/s" for card, least in zip(CARDS, seconds)
+        )
+    )
     assert 1e3 * seconds[0] <= most

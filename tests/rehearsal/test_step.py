@@ -1,5 +1,6 @@
-"""A GPU accepts every operation of a step, eager and compiled, of an evaluation, of decoding and of an export; the host
-waits for it once a micro-step and once a step; graphs serve all sizes; kernels compile to machine code."""
+"""A GPU accepts every operation of a step, eager and compiled, of an evaluation, of decoding and of
+an export; the host waits for it once a micro-step and once a step; graphs serve all sizes; kernels
+compile to machine code."""
 
 import inspect
 import mmap
@@ -22,17 +23,42 @@ from spider.decode import draw
 from train import Plan
 
 pytestmark = pytest.mark.rehearsal
-BATCH, RAGGED = "16x256", "3x200"         # sequences x bytes; 3 * 200 rows are no multiple of 16
+BATCH, RAGGED = "16x256", "3x200"  # sequences x bytes; 3 * 200 rows are no multiple of 16
 # Models on an H100; on sm_120 `auto` multiplies experts by spider/grouped_triton.py
-STEPS = [*((model, precision, 90, "grouped", BATCH) for model in gpu.MODELS for precision in ("bf16", "fp8")),
-         ("1b", "bf16", 120, "auto", BATCH), ("1b", "fp8", 90, "grouped", RAGGED)]
-TILE = [("1b", "bf16", architecture, "tile", BATCH) for architecture in (90, 100, 120)]      # all that TileKernels has
+STEPS = [
+    *(
+        (model, precision, 90, "grouped", BATCH)
+        for model in gpu.MODELS
+        for precision in ("bf16", "fp8")
+    ),
+    ("1b", "bf16", 120, "auto", BATCH),
+    ("1b", "fp8", 90, "grouped", RAGGED),
+]
+# all that TileKernels has
+TILE = [("1b", "bf16", architecture, "tile", BATCH) for architecture in (90, 100, 120)]
 # Documents, segments, bound of the documents' lengths
-SIZES = {BATCH: ((16, 800, 256), (21, 700, 256), (30, 1000, 64), (17, 640, 256), (64, 913, 128), (40, 3000, 256)),
-         RAGGED: ((3, 150, 200), (5, 140, 128), (9, 201, 64), (3, 288, 200), (40, 430, 64), (4, 599, 200))}
+SIZES = {
+    BATCH: (
+        (16, 800, 256),
+        (21, 700, 256),
+        (30, 1000, 64),
+        (17, 640, 256),
+        (64, 913, 128),
+        (40, 3000, 256),
+    ),
+    RAGGED: (
+        (3, 150, 200),
+        (5, 140, 128),
+        (9, 201, 64),
+        (3, 288, 200),
+        (40, 430, 64),
+        (4, 599, 200),
+    ),
+}
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
 CUBINS = [("bf16", architecture) for architecture in (80, 89, 90, 100, 120)] + [
-    ("fp8", architecture) for architecture in (89, 90, 100, 120)]     # FP8 begins with sm_89
+    ("fp8", architecture) for architecture in (89, 90, 100, 120)
+]  # FP8 begins with sm_89
 
 
 def test_each_row_of_the_table_catches_its_example():
@@ -44,18 +70,30 @@ def test_each_row_of_the_table_catches_its_example():
             assert row.says in {reason for _, _, reason in watch.refused}, row
         with Watch() as watch:
             of(torch.int64, 4, 4) @ of(torch.int64, 4, 4)
-        with torch.inference_mode(), Watch() as of_composite:         # where `linear` comes whole, as in torchao
+        with torch.inference_mode(), Watch() as of_composite:
+            # where `linear` comes whole, as in torchao
             F.linear(of(torch.bfloat16, 4, 4), of(torch.float32, 4, 4))
     assert "not implemented for torch.int64" in str(watch.refused)
     assert "expected mat1 and mat2 to have the same dtype" in str(of_composite.refused)
 
 
-WAITING = (lambda x, mask: x.tolist(), lambda x, mask: x.cpu(), lambda x, mask: bool(mask.any()),
-           lambda x, mask: x.copy_(torch.ones(4)), lambda x, mask: x[[0, 2]], lambda x, mask: mask.nonzero(),
-           lambda x, mask: torch.tensor([1.0, 2.0], device=gpu.DEVICE), lambda x, mask: x.masked_fill_(mask, x.max()),
-           lambda x, mask: x.__setitem__(mask, x[:2]))
-AT_ONCE = (lambda x, mask: torch.ones(4).to(gpu.DEVICE, non_blocking=True), lambda x, mask: x.masked_fill_(mask, 0.0),
-           lambda x, mask: torch.full((4,), 1.0, device=gpu.DEVICE), lambda x, mask: torch.where(mask, x, 0.0))
+WAITING = (
+    lambda x, mask: x.tolist(),
+    lambda x, mask: x.cpu(),
+    lambda x, mask: bool(mask.any()),
+    lambda x, mask: x.copy_(torch.ones(4)),
+    lambda x, mask: x[[0, 2]],
+    lambda x, mask: mask.nonzero(),
+    lambda x, mask: torch.tensor([1.0, 2.0], device=gpu.DEVICE),
+    lambda x, mask: x.masked_fill_(mask, x.max()),
+    lambda x, mask: x.__setitem__(mask, x[:2]),
+)
+AT_ONCE = (
+    lambda x, mask: torch.ones(4).to(gpu.DEVICE, non_blocking=True),
+    lambda x, mask: x.masked_fill_(mask, 0.0),
+    lambda x, mask: torch.full((4,), 1.0, device=gpu.DEVICE),
+    lambda x, mask: torch.where(mask, x, 0.0),
+)
 
 
 def test_the_watch_sees_where_the_host_waits_for_the_gpu():
@@ -68,32 +106,49 @@ def test_the_watch_sees_where_the_host_waits_for_the_gpu():
 
 
 def test_the_libraries_of_the_torch_in_use_have_the_messages_of_the_table():
-    libraries = [mmap.mmap(os.open(Path(torch.__file__).parent / "lib" / name, os.O_RDONLY), 0, prot=mmap.PROT_READ)
-                 for name in ("libtorch_cuda.so", "libtorch_cpu.so")]
+    libraries = [
+        mmap.mmap(
+            os.open(Path(torch.__file__).parent / "lib" / name, os.O_RDONLY), 0, prot=mmap.PROT_READ
+        )
+        for name in ("libtorch_cuda.so", "libtorch_cpu.so")
+    ]
     messages = {row.says for row in REFUSALS} - {*UNCHECKED}
-    assert not [says for says in messages if all(library.find(says.encode()) < 0 for library in libraries)]
+    assert not [
+        says for says in messages if all(library.find(says.encode()) < 0 for library in libraries)
+    ]
 
 
 def settle(model: str, precision: str, architecture: int, backend: str, batch: str) -> Plan:
     """Settle the plan of one of the STEPS, of two micro-steps, on a GPU of its architecture."""
     gpu.stand_in(architecture)
     micro_batch, seq_len = batch.split("x")
-    return gpu.settle(model, f"--precision={precision}", f"--moe_backend={backend}", "--grad_accum=2",
-                      f"--micro_batch={micro_batch}", f"--seq_len={seq_len}")
+    return gpu.settle(
+        model,
+        f"--precision={precision}",
+        f"--moe_backend={backend}",
+        "--grad_accum=2",
+        f"--micro_batch={micro_batch}",
+        f"--seq_len={seq_len}",
+    )
 
 
 def check_call(kernel, *args):
     """Check the tensors of a call to one of TileKernels' kernels, and do not run it."""
     for parameter, given in zip(kernel.params, args, strict=True):
         if isinstance(given, torch.Tensor):
-            assert given.is_cuda and given.is_contiguous() and given.dtype == parameter.torch_dtype()
+            assert (
+                given.is_cuda and given.is_contiguous() and given.dtype == parameter.torch_dtype()
+            )
 
 
 @pytest.mark.parametrize("model, precision, architecture, backend, batch", STEPS + TILE)
 def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
-        model, precision, architecture, backend, batch):
-    if backend == "tile":                 # compile each kernel of TileKernels that is called, and do not run it
-        os.environ |= dict(TILELANG_TARGET=f"cuda -arch=sm_{architecture}", TILELANG_DISABLE_CACHE="1")
+    model, precision, architecture, backend, batch
+):
+    if backend == "tile":  # compile each kernel of TileKernels that is called, and do not run it
+        os.environ |= dict(
+            TILELANG_TARGET=f"cuda -arch=sm_{architecture}", TILELANG_DISABLE_CACHE="1"
+        )
         tilelang = pytest.importorskip("tilelang", reason="needs TileKernels: see conftest.py")
         tilelang.JITKernel.__call__ = check_call
     plan = settle(model, precision, architecture, backend, batch)
@@ -101,27 +156,32 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
     with FakeTensorMode(), Watch(segments) as watch:
         spider, optimizers = gpu.build(plan)
         spider.dropout = 0.1
-        watch.waits.clear()               # of the initialization
+        watch.waits.clear()  # of the initialization
         gpu.step(plan, spider, optimizers, documents, longest)
         assert len(watch.waits) == plan.grad_accum + 1, watch.waits
-        weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum         # of both products of each visit of a core layer
+        # of both products of each visit of a core layer
+        weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum
         assert watch.count["grouped_weight_grad"] == (weight_grads if backend == "auto" else 0)
         ids, watch.number = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE), 4
         train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
-        watch.truth = True                # logits are finite, and all rows have ended after one byte
+        watch.truth = True  # logits are finite, and all rows have ended after one byte
         train.log_sample(spider, 1, plan, {"": (ids, ids)})
         assert watch.count["multinomial"] == 1
         spider.eval()
         with torch.no_grad(), spider.cast_weights_once():
             for rows in (1, 3):
                 state = spider.decoding_state(rows, n_loops=2)
-                for length, watch.truth in ((8, False), (1, False), (1, True)):              # whether a segment ends
+                for length, watch.truth in ((8, False), (1, False), (1, True)):
+                    # whether a segment ends
                     logits = spider.step(ids[:rows, :length], state)[:, -1]
                 draw(logits, 0, None, None, None)
                 draw(logits, 0.8, 50, 0.9, None)
-        from spider import modeling_spider as adapter                 # imports transformers
+        from spider import modeling_spider as adapter  # imports transformers
+
         adapter.Spider, watch.truth = gpu.always(spider), False
-        export = adapter.SpiderForCausalLM(adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)).eval()
+        export = adapter.SpiderForCausalLM(
+            adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)
+        ).eval()
         export(ids, attention_mask=torch.ones_like(ids), labels=ids)
         export(ids[:, :8], use_cache=True)
     assert not watch.refused, pformat(watch.refused, width=200)
@@ -129,7 +189,8 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
 
 @pytest.mark.parametrize("model, precision, architecture, backend, batch", STEPS)
 def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_documents(
-        model, precision, architecture, backend, batch):
+    model, precision, architecture, backend, batch
+):
     plan = settle(model, precision, architecture, backend, batch)
     graphs, made = gpu.generating(), []
     with FakeTensorMode(), Watch() as watch:
@@ -142,7 +203,9 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
     assert not watch.refused, pformat(watch.refused, width=200)
     assert made[0] > 0 and made == made[:1] * len(SIZES[batch])
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert (architecture == 120) == any("spider.grouped_product" in graph.source for graph in graphs)
+    assert (architecture == 120) == any(
+        "spider.grouped_product" in graph.source for graph in graphs
+    )
 
 
 @pytest.mark.slow
@@ -152,11 +215,15 @@ def test_every_generated_kernel_compiles_to_a_cubin_in_each_configuration(precis
     plan, graphs, made = gpu.settle("1b", f"--precision={precision}"), gpu.generating(), []
     with FakeTensorMode(), Watch(800):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=16)
-    for source, name in {source: name for graph in graphs for name, source in KERNEL.findall(graph.source)}.items():
+    for source, name in {
+        source: name for graph in graphs for name, source in KERNEL.findall(graph.source)
+    }.items():
         kernel = getattr(PyCodeCache.load(source), name)
         kernel.precompile(warm_cache_only=True)
         made.append([result.kernel for result in kernel.compile_results])
         assert {one.metadata.target.arch for one in made[-1]} == {architecture}, name
         assert not all(spills(one) for one in made[-1]), name
-    print(f"sm_{architecture}, {precision}: {len(made)} kernels, {sum(map(len, made))} configurations")
+    print(
+        f"sm_{architecture}, {precision}: {len(made)} kernels, {sum(map(len, made))} configurations"
+    )
     assert len(made) > 50

@@ -1,8 +1,10 @@
-"""The generated code of compiled layers computes what their operations mean: each kernel runs by Triton's interpreter.
+"""The generated code of compiled layers computes what their operations mean: each kernel runs by
+Triton's interpreter.
 
-A graph runs several times on the same random inputs: its generated code, its own operations in fp32, and its own
-operations in their own dtypes, which round at the same places. Each result of the code must be as near to fp32 as those
-are. The code's choice of experts is used in all, and checked by itself, since rounding may decide a near-tie."""
+A graph runs several times on the same random inputs: its generated code, its own operations in
+fp32, and its own operations in their own dtypes, which round at the same places. Each result of the
+code must be as near to fp32 as those are. The code's choice of experts is used in all, and checked
+by itself, since rounding may decide a near-tie."""
 
 import copy
 import math
@@ -25,33 +27,44 @@ from torch.utils._pytree import tree_map
 
 pytestmark = pytest.mark.rehearsal
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
-MARGIN = 1.5                              # times the own operations' distance from fp32
-RUNS = 4                                  # in the own dtypes; one alone is too small a sample of rounding
+MARGIN = 1.5  # times the own operations' distance from fp32
+RUNS = 4  # in the own dtypes; one alone is too small a sample of rounding
 EXPERTS = 6
 # No width is a power of two, so that masks matter; the first takes several blocks of a reduction.
-SMALL = (f"hidden_size=1040,n_heads=2,q_lora_rank=48,kv_lora_rank=48,qk_nope_head_dim=32,qk_rope_head_dim=16,"
-         f"v_head_dim=48,intermediate_size=112,n_routed_experts={EXPERTS},moe_intermediate_size=48,engram_rows=200,"
-         f"engram_dim=8")
+SMALL = (
+    "hidden_size=1040,n_heads=2,q_lora_rank=48,kv_lora_rank=48,qk_nope_head_dim=32,"
+    "qk_rope_head_dim=16,"
+    f"v_head_dim=48,intermediate_size=112,n_routed_experts={EXPERTS},moe_intermediate_size=48,"
+    "engram_rows=200,"
+    f"engram_dim=8"
+)
 LOW = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
-PLANTED = {                               # pattern, replacement, how often at most; 0: everywhere
-    "a dropped mask": (r"tl\.where\((tmp\d+), (tmp\d+), tmp\d+\)", r"\2", 1),                # of the active rows
-    "a shifted index": (r"\(-(\d+)\) \+ x0\) % ", r"(-\1) + 1 + x0) % ", 0),                # of the rotary partner
-    "a missing reduction": (r"(tmp\d+) = _tmp\d+ \+ (tmp\d+)\n", r"\1 = \2\n", 0)}           # the last block alone
+PLANTED = {  # pattern, replacement, how often at most; 0: everywhere
+    "a dropped mask": (r"tl\.where\((tmp\d+), (tmp\d+), tmp\d+\)", r"\2", 1),  # of the active rows
+    # of the rotary partner
+    "a shifted index": (r"\(-(\d+)\) \+ x0\) % ", r"(-\1) + 1 + x0) % ", 0),
+    # the last block alone
+    "a missing reduction": (r"(tmp\d+) = _tmp\d+ \+ (tmp\d+)\n", r"\1 = \2\n", 0),
+}
 
 
 # References: products and attention are not generated; on both sides they are these.
 
+
 def attention_of(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return how much each row attends to each, causally inside its document: [rows, H, width] -> [H, rows, rows]."""
+    """Return how much each row attends to each, causally inside its document: [rows, H, width] ->
+    [H, rows, rows]."""
     row = torch.arange(len(q))
     document = torch.searchsorted(cu_seqlens[1:], row, right=True)
     score = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
-    return score.masked_fill((document[:, None] != document) | (row[:, None] < row), -math.inf).softmax(-1)
+    return score.masked_fill(
+        (document[:, None] != document) | (row[:, None] < row), -math.inf
+    ).softmax(-1)
 
 
 def varlen_attn(q, k, v, cu_seqlens, *_):
     out = torch.einsum("hqk,khd->qhd", attention_of(q, k, cu_seqlens), v.float())
-    log_sum = torch.zeros(q.shape[1], len(q))                         # which only its backward reads
+    log_sum = torch.zeros(q.shape[1], len(q))  # which only its backward reads
     return out.to(q.dtype).contiguous(), log_sum, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -59,8 +72,11 @@ def varlen_attn_backward(grad, q, k, v, out, log_sum, cu_seqlens, *_):
     p, grad = attention_of(q, k, cu_seqlens), grad.float()
     of_p = torch.einsum("qhd,khd->hqk", grad, v.float())
     of_score = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    grads = (torch.einsum("hqk,khd->qhd", of_score, k.float()), torch.einsum("hqk,qhd->khd", of_score, q.float()),
-             torch.einsum("hqk,qhd->khd", p, grad))
+    grads = (
+        torch.einsum("hqk,khd->qhd", of_score, k.float()),
+        torch.einsum("hqk,qhd->khd", of_score, q.float()),
+        torch.einsum("hqk,qhd->khd", p, grad),
+    )
     return tuple(t.to(q.dtype).contiguous() for t in grads)
 
 
@@ -74,18 +90,24 @@ def scaled_mm(a, b, scale_a, scale_b, *_, out_dtype=torch.bfloat16, out=None, **
 
 
 def grouped_mm(a, b, offs, *_, **__):
-    if a.dim() == b.dim() == 2:           # on sm_100 a gradient of no rows is left uninitialized (pytorch issue 172439)
+    if a.dim() == b.dim() == 2:
+        # on sm_100 a gradient of no rows is left uninitialized (pytorch issue 172439)
         assert (offs.diff(prepend=offs.new_zeros(1)) > 0).all(), "an expert without rows"
     return torch._grouped_mm(a, b, offs)
 
 
-REFERENCES = {"_varlen_attn": varlen_attn, "_varlen_attn_backward": varlen_attn_backward, "mm": mm,
-              "_scaled_mm": scaled_mm, "_grouped_mm": grouped_mm}
+REFERENCES = {
+    "_varlen_attn": varlen_attn,
+    "_varlen_attn_backward": varlen_attn_backward,
+    "mm": mm,
+    "_scaled_mm": scaled_mm,
+    "_grouped_mm": grouped_mm,
+}
 
 
 class Own(OnHost):
-    """Run operations on the host, with `wide` all of them in fp32. `order`: of the experts of each row, where scores
-    are sorted; `scores`: what was sorted."""
+    """Run operations on the host, with `wide` all of them in fp32. `order`: of the experts of each
+    row, where scores are sorted; `scores`: what was sorted."""
 
     def __init__(self, order: Tensor | None = None, wide: bool = False):
         super().__init__()
@@ -105,10 +127,15 @@ class Own(OnHost):
             if isinstance(value, torch.dtype):
                 return torch.float32 if value in LOW else value
             return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+
         return tree_map(widen, tree) if self.wide else tree
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if str(func) == "aten.sort.stable" and self.order is not None and args[0].is_floating_point():
+        if (
+            str(func) == "aten.sort.stable"
+            and self.order is not None
+            and args[0].is_floating_point()
+        ):
             self.scores = args[0]
             return args[0].gather(1, self.order), self.order
         reference = REFERENCES.get(func._schema.name.split("::")[1], func)
@@ -116,18 +143,23 @@ class Own(OnHost):
 
 
 class Kernel:
-    """A generated Triton kernel, launched like by Inductor, with small blocks so that several of them are at work."""
+    """A generated Triton kernel, launched like by Inductor, with small blocks so that several of
+    them are at work."""
 
     def __init__(self, name: str, source: str, device_str: str):
-        module = PyCodeCache.load(re.sub(r"@triton_heuristics\..*?\n\)\n(?=@triton\.jit)", "", source, flags=re.S))
+        module = PyCodeCache.load(
+            re.sub(r"@triton_heuristics\..*?\n\)\n(?=@triton\.jit)", "", source, flags=re.S)
+        )
         module.libdevice = module.tl_math = tl.math
         self.function = getattr(module, name)
 
     def run(self, *args, stream=None):
         names = self.function.arg_names
         given = dict(zip((name for name in names if not name.endswith("BLOCK")), args))
-        blocks = dict(XBLOCK=64 if {"YBLOCK", "R0_BLOCK"} & {*names} else 1024, YBLOCK=64, R0_BLOCK=256)
-        if "R0_BLOCK" not in names and "r0_numel" in names:           # persistent reduction
+        blocks = dict(
+            XBLOCK=64 if {"YBLOCK", "R0_BLOCK"} & {*names} else 1024, YBLOCK=64, R0_BLOCK=256
+        )
+        if "R0_BLOCK" not in names and "r0_numel" in names:  # persistent reduction
             blocks["XBLOCK"] = 8
         grid = [-(-given.get(axis + "numel", 1) // blocks[axis.upper() + "BLOCK"]) for axis in "xy"]
         self.function[(*grid, 1)](*args, **{name: n for name, n in blocks.items() if name in names})
@@ -135,7 +167,8 @@ class Kernel:
 
 def run_generated(source: str, args: list) -> list:
     """Run the code that was generated for a graph."""
-    triton_helpers.max2 = lambda x, dim: tl.max(x, dim)               # the interpreter calls its own for every number
+    # the interpreter calls its own for every number
+    triton_helpers.max2 = lambda x, dim: tl.max(x, dim)
     AsyncCompile.triton = Kernel
     guards._empty_strided_cuda = guards._empty_strided_cpu
     torch._C._cuda_getCurrentRawStream = gpu.always(0)
@@ -146,27 +179,40 @@ def run_generated(source: str, args: list) -> list:
 
 
 def inputs_of(graph: Graph, known: dict) -> list:
-    """Draw the inputs of a graph, except for those that are known by name: what forward saved for backward."""
+    """Draw the inputs of a graph, except for those that are known by name: what forward saved for
+    backward."""
     values = {node.name: node.meta["val"] for node in graph.inputs}
-    rows = next(int(value.shape[0]) for value in values.values()
-                if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() == 2)
-    return [known[name] if name in known else draw(value, rows) if isinstance(value, Tensor) else int(value)
-            for name, value in values.items()]
+    rows = next(
+        int(value.shape[0])
+        for value in values.values()
+        if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() == 2
+    )
+    return [
+        known[name]
+        if name in known
+        else draw(value, rows)
+        if isinstance(value, Tensor)
+        else int(value)
+        for name, value in values.items()
+    ]
 
 
 def draw(like: Tensor, rows: int) -> Tensor:
     """Draw numbers of the kind that a tensor of this dtype and shape holds."""
-    dtype, (shape, stride) = like.dtype, ([*map(int, numbers)] for numbers in (like.shape, like.stride()))
+    dtype, (shape, stride) = (
+        like.dtype,
+        ([*map(int, numbers)] for numbers in (like.shape, like.stride())),
+    )
     size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
-    if dtype == torch.int32:              # cu_seqlens of a few documents
+    if dtype == torch.int32:  # cu_seqlens of a few documents
         flat = torch.linspace(0, rows, size).round()
     elif dtype == torch.int64:
         flat = torch.randint(0, rows, (size,))
     elif dtype == torch.bool:
         flat = torch.rand(size) > 0.3
-    elif shape == [EXPERTS]:              # the experts' bias: nothing chooses the last one
+    elif shape == [EXPERTS]:  # the experts' bias: nothing chooses the last one
         flat = torch.tensor([0.0] * (size - 1) + [-10.0])
-    elif not shape or len(shape) > 1 and shape[-1] == 1:              # scales of FP8; reciprocals of norms
+    elif not shape or len(shape) > 1 and shape[-1] == 1:  # scales of FP8; reciprocals of norms
         flat = torch.rand(size) + 0.5
     else:
         flat = torch.randn(size) / math.sqrt(shape[-1] if len(shape) > 1 else 1)
@@ -174,26 +220,40 @@ def draw(like: Tensor, rows: int) -> Tensor:
 
 
 def distance(results: list, exact: list) -> list[float]:
-    """Return how far each result is off, relative to its size; of what is no tensor, whether it differs."""
-    return [float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9)) if isinstance(a, Tensor)
-            else float(a != b) for a, b in zip(results, exact)]
+    """Return how far each result is off, relative to its size; of what is no tensor, whether it
+    differs."""
+    return [
+        float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))
+        if isinstance(a, Tensor)
+        else float(a != b)
+        for a, b in zip(results, exact)
+    ]
 
 
 def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
-    """Run a graph's code; return what is wrong with its results, and the results. Rounding is what the graph's own
-    operations are off at most in RUNS, all but the first on inputs moved by the size of bf16's rounding."""
+    """Run a graph's code; return what is wrong with its results, and the results. Rounding is what
+    the graph's own operations are off at most in RUNS, all but the first on inputs moved by the
+    size of bf16's rounding."""
     results, faults = run_generated(source, args), []
-    order = next((result for node, result in zip(graph.outputs, results)
-                  if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", "")))), None)
+    order = next(
+        (
+            result
+            for node, result in zip(graph.outputs, results)
+            if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", "")))
+        ),
+        None,
+    )
     wide, own = Own(order, wide=True), Own(order, wide=False)
     exact = wide.run(graph, args)
     rounding = [distance(own.run(graph, args), exact)]
     if order is not None:
         tie = 4 * (own.scores - wide.scores).abs().max()
         chosen = wide.scores.gather(1, order)
-        if (order.sort(1).values != torch.arange(EXPERTS)).any() or (chosen.diff(dim=1) > tie).any():
+        if (order.sort(1).values != torch.arange(EXPERTS)).any() or (
+            chosen.diff(dim=1) > tie
+        ).any():
             faults.append("the experts are not in the order of their scores")
-    rounding += [distance(own.run(graph, args, 2 ** -9), exact) for _ in range(RUNS - 1)]
+    rounding += [distance(own.run(graph, args, 2**-9), exact) for _ in range(RUNS - 1)]
     for i, (off, *others) in enumerate(zip(distance(results, exact), *rounding)):
         if not off <= MARGIN * max(others) + 1e-5:
             faults.append(f"result {i}: off by {off:.2e}, by rounding {max(others):.2e}")
@@ -203,20 +263,31 @@ def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
 @pytest.mark.parametrize("precision", ("bf16", "fp8"))
 def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_found(precision):
     gpu.stand_in()
-    plan = gpu.settle("1b", f"--precision={precision}", f"--set={gpu.LAYERS},{SMALL}", "--seq_len=32",
-                      "--micro_batch=2")
+    plan = gpu.settle(
+        "1b",
+        f"--precision={precision}",
+        f"--set={gpu.LAYERS},{SMALL}",
+        "--seq_len=32",
+        "--micro_batch=2",
+    )
     graphs, known, found = gpu.generating(), {}, []
     with FakeTensorMode(), Watch(24):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
     torch.manual_seed(0)
     # The forward pass of a core layer in a later loop, which has a mask of the active rows
-    later_loop = max(i for i, graph in enumerate(graphs) if not graph.backward
-                     and all(re.search(pattern, graph.source) for pattern, _, _ in PLANTED.values()))
-    for i, graph in enumerate(graphs):    # each forward one before its backward one
+    later_loop = max(
+        i
+        for i, graph in enumerate(graphs)
+        if not graph.backward
+        and all(re.search(pattern, graph.source) for pattern, _, _ in PLANTED.values())
+    )
+    for i, graph in enumerate(graphs):  # each forward one before its backward one
         args = inputs_of(graph, known if graph.backward else {})
         faults, results = faults_of(graph, graph.source, args)
         found += faults
-        known = {str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)}
+        known = {
+            str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)
+        }
         for fault, (pattern, replacement, count) in PLANTED.items() if i == later_loop else ():
             source, places = re.subn(pattern, replacement, graph.source, count)
             assert places and faults_of(graph, source, args)[0], fault
