@@ -298,7 +298,11 @@ def experts(b: Bench):
         rows.append({"backend": backend, "tokens": n})
         try:
             rows[-1]["ms"] = median(
-                b.times(lambda: moe_forward(x, choice, share, *weights, backend).sum().backward())
+                b.times(
+                    lambda backend=backend: (
+                        moe_forward(x, choice, share, *weights, backend).sum().backward()
+                    )
+                )
             )
         except Exception as fault:  # another backend may work
             rows[-1]["error"] = f"{fault!r:.200}"

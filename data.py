@@ -116,7 +116,7 @@ class Stream:
         """Return the stream of ids start .. stop - 1."""
         cuts = [
             (shard, max(0, start - begin), min(len(shard.ids), stop - begin))
-            for shard, begin in zip(self.shards, self.starts)
+            for shard, begin in zip(self.shards, self.starts[:-1], strict=True)
         ]
         return Stream(
             shard._replace(ids=shard.ids[a:b], first=shard.first + a)
@@ -147,10 +147,10 @@ class Stream:
         import torch
 
         ids = np.full((len(start), seq_len + 1), PAD_ID, np.uint16)
-        for row, a, b in zip(ids, start.tolist(), stop.tolist()):
+        for row, a, b in zip(ids, start.tolist(), stop.tolist(), strict=True):
             row[: b - a + 1] = self.read(a, b + 1)
         if ids.max() >= VOCAB_SIZE:
-            for a, b in zip(start.tolist(), stop.tolist()):
+            for a, b in zip(start.tolist(), stop.tolist(), strict=True):
                 self.check(a, b + 1)
         input_ids, labels = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
         # a window's last id is a target only
@@ -303,6 +303,7 @@ class Source:
     def documents_per_byte(self) -> float:
         """Estimate how many documents begin per byte of training text, by its first million ids."""
         import torch
+
         from spider.packing import document_starts
 
         ids = self.train.read(0, min(len(self.train), 1_000_000))
@@ -313,7 +314,7 @@ def open_data(spec: str) -> list[Source]:
     """Open a directory, or a mixture such as web:0.7,code:0.3 (positive weights, of any sum)."""
     if ":" not in spec or os.path.isdir(spec):
         return [open_source(spec, 1.0)]
-    names, _, weights = zip(*(part.rpartition(":") for part in spec.split(",")))
+    names, _, weights = zip(*(part.rpartition(":") for part in spec.split(",")), strict=True)
     try:
         weights = [float(weight) for weight in weights]
     except ValueError:
@@ -326,7 +327,10 @@ def open_data(spec: str) -> list[Source]:
         raise DataError(
             f"{spec}: a directory is named twice: give it once, with the sum of its weights"
         )
-    return [open_source(name, weight / sum(weights)) for name, weight in zip(names, weights)]
+    return [
+        open_source(name, weight / sum(weights))
+        for name, weight in zip(names, weights, strict=True)
+    ]
 
 
 def open_source(directory: str, weight: float) -> Source:
@@ -472,7 +476,7 @@ class Loader:
         self.share = self.counts / BLOCK  # of each source, as dealt
         # of a block: source and rank of each slot
         self.deal = partial(deal, seed, tuple(self.counts.tolist()))
-        for source, targets, count in zip(sources, self.targets, self.counts):
+        for source, targets, count in zip(sources, self.targets, self.counts, strict=True):
             if targets < seq_len:
                 raise DataError(
                     f"{source.name}: a sequence of {seq_len:,} bytes is longer than the data "
@@ -567,7 +571,9 @@ def validation_sets(
     out. Raise DataError if none is left.
     """
     sets = {}
-    for source, share in zip(sources, shares([source.weight for source in sources], eval_tokens)):
+    for source, share in zip(
+        sources, shares([source.weight for source in sources], eval_tokens), strict=True
+    ):
         count = min(share, len(source.val) - 1)
         if count > 0:
             starts = np.arange(0, count, seq_len)
@@ -913,7 +919,9 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: in
         try:
             with naming(out):
                 writers = {split: ShardWriter(out, split, limit) for split in ("train", "val")}
-                for source, end in zip(inputs, accumulate(size or 0 for size in sizes)):
+                for source, end in zip(
+                    inputs, accumulate(size or 0 for size in sizes), strict=True
+                ):
                     for split, document in documents.read(source, out):
                         writers[split].write(document, progress)
                     # of JSON lines only the texts were counted

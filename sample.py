@@ -439,12 +439,12 @@ def print_table(found: list[dict]):
             line.append(f"{next(iter(by_loops.values()))[unit]:,}")
             line += [f"{by_loops[n][bits]:.4f}" if n in by_loops else "" for n in loops]
         lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         say(
             "  ".join(
                 cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths))
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             )
         )
 
@@ -492,7 +492,7 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
                             device,
                             model_class,
                         ):
-                            found.append(entry)
+                            found.append(entry)  # noqa: PERF402 one at a time
                     finally:  # what was measured before an error, too
                         if found:
                             print_table(found)

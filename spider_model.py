@@ -360,8 +360,10 @@ class RecurrentCore(nn.Module):
             return zero, zero, zero.new_zeros(layers, 0)
         sums = []
         for _, group in groupby(visits, key=lambda visited: len(visited[0])):
-            sums.append(balance(*map(torch.stack, zip(*group)), self.layers[0].moe.backend))
-        aux_loss, z_loss, load = map(list, zip(*sums))
+            sums.append(
+                balance(*map(torch.stack, zip(*group, strict=True)), self.layers[0].moe.backend)
+            )
+        aux_loss, z_loss, load = map(list, zip(*sums, strict=True))
         return sum(aux_loss), sum(z_loss), torch.cat(load).unflatten(0, (-1, layers)).sum(0)
 
 
@@ -963,7 +965,9 @@ class Spider(DecodingMixin, nn.Module):
     def update_expert_bias(self, tokens_per_expert: Tensor):
         """Adjust the experts' selection bias towards an even load, once per optimizer step.
         tokens_per_expert [L, E]: over all loops, micro-steps and ranks."""
-        for layer, tokens in zip(() if self.core is None else self.core.layers, tokens_per_expert):
+        for layer, tokens in zip(
+            () if self.core is None else self.core.layers, tokens_per_expert, strict=True
+        ):
             layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
 
     def update_boundaries(self, counts: Tensor, nats_per_byte: float):

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spider.config import SpiderConfig
 from spider.common import SpiderError
+from spider.config import SpiderConfig
 from spider.layers import SwiGLU, WideLinear
 from spider.packing import round_up
 
@@ -157,7 +157,9 @@ def find_disagreement(
         return "topk_gate"
     weights = draw(0, 2, tokens, k)
     total = weights.sum(-1) + 1e-20
-    for ours, theirs in zip((total, weights / total[:, None]), ops.normalize_weight(weights)):
+    for ours, theirs in zip(
+        (total, weights / total[:, None]), ops.normalize_weight(weights), strict=True
+    ):
         if not torch.allclose(ours, theirs, rtol=1e-5, atol=0):
             return "normalize_weight"
     topk_idx = topk_idx.masked_fill(draw(0, 8, tokens, k) == 0, -1)
@@ -220,7 +222,9 @@ def find_wrong_product(
                     (y[:used].to(dtype), grad_rows[:used].to(dtype), grad_weights.to(dtype))
                 )
             for what, ours, theirs in zip(
-                ("the product", "its rows' gradient", "its weights' gradient"), *results
+                ("the product", "its rows' gradient", "its weights' gradient"),
+                *results,
+                strict=True,
             ):
                 if not torch.equal(ours, theirs):
                     return f"{what}, {d} x {f}, {used} rows"
@@ -447,7 +451,7 @@ def _multiply_in_turn(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     references."""
     *groups, tail = rows.tensor_split(offs.tolist())
     return torch.cat(
-        [group @ weight for group, weight in zip(groups, weights)]
+        [group @ weight for group, weight in zip(groups, weights, strict=True)]
         + [tail @ torch.zeros_like(weights[0])]
     )
 
@@ -551,7 +555,9 @@ def _loop(x, topk_idx, topk_weights, w_gate_up, w_down, product):
 def _one_row(x, topk_idx, topk_weights, w_gate_up, w_down):
     """Compute a single token, for decoding on a CPU, without sorting rows or copying weights."""
     y = torch.zeros_like(x)
-    for expert, weight in zip(topk_idx[0].tolist(), topk_weights.to(x.dtype).unbind(1)):
+    for expert, weight in zip(
+        topk_idx[0].tolist(), topk_weights.to(x.dtype).unbind(1), strict=True
+    ):
         if expert >= 0:
             gate, up = (x @ w_gate_up[expert]).chunk(2, dim=-1)
             y = y + (F.silu(gate) * up) @ w_down[expert] * weight

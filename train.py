@@ -1078,7 +1078,10 @@ def accumulate(
                 for name, term in out.loss_terms.items()
             }
             sums = {name: number + sums.get(name, 0) for name, number in numbers.items()}
-            counts = [a + b for a, b in zip(counts, (out.tokens_per_expert, out.boundary_counts))]
+            counts = [
+                a + b
+                for a, b in zip(counts, (out.tokens_per_expert, out.boundary_counts), strict=True)
+            ]
     return sums, counts
 
 
@@ -1126,7 +1129,8 @@ def update(
     norm, balance, *numbers = torch.cat(
         (torch.stack((total_norm, balance.mean())), of_sums.float(), known)
     ).tolist()
-    sums, (n_bytes, *votes) = dict(zip(sums, numbers)), numbers[len(sums) :]
+    n_bytes, *votes = numbers[len(sums) :]
+    sums = dict(zip(sums, numbers[: len(sums)], strict=True))
     skipped = not (math.isfinite(sums["total_loss"]) and math.isfinite(norm))
     if not skipped:
         if 0 < grad_clip < norm:
@@ -1199,7 +1203,9 @@ def evaluate(
     with model.cast_weights_once():
         for name, (all_ids, all_labels) in sets.items():
             own = torch.zeros(4, device=world.device, dtype=torch.float64)
-            for batch, counts in world.distribute(zip(all_ids.split(rows), all_labels.split(rows))):
+            for batch, counts in world.distribute(
+                zip(all_ids.split(rows), all_labels.split(rows), strict=True)
+            ):
                 ids, labels = (tensor.to(world.device) for tensor in batch)
                 out, counted = model(ids, labels, n_loops=n_loops), (labels != -100).sum()
                 own += counts * torch.stack(
@@ -1212,7 +1218,7 @@ def evaluate(
                 )
             sums[name] = world.sum(own).tolist()
     model.train(training)
-    nats, counted, n_bytes, segments = (sum(column) for column in zip(*sums.values()))
+    nats, counted, n_bytes, segments = (sum(column) for column in zip(*sums.values(), strict=True))
     bpb, length, by_source = nats / counted / math.log(2), n_bytes / max(1, segments), {}
     if len(sums) > 1:
         by_source = {f"val_bpb/{name}": own[0] / own[1] / math.log(2) for name, own in sums.items()}

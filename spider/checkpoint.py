@@ -25,9 +25,9 @@ from loguru import logger
 from torch import Tensor, nn
 
 from spider import common
+from spider.common import CheckpointError
 from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.distributed import ShardedRows, World, host_buffer, is_plain
-from spider.common import CheckpointError
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -554,7 +554,7 @@ def copy_to_host(value, into, keeps: bool):
             else [None] * len(value)
         )
         return type(value)(
-            copy_to_host(entry, earlier, keeps) for entry, earlier in zip(value, old)
+            copy_to_host(entry, earlier, keeps) for entry, earlier in zip(value, old, strict=True)
         )
     return value
 

@@ -102,7 +102,7 @@ def beginnings(lines: list[dict]) -> list[float]:
     EPOCHS of them."""
     found = [
         before["bytes_seen"] / 1e6
-        for before, line in zip(lines, lines[1:])
+        for before, line in zip(lines, lines[1:], strict=False)
         if line.get("epoch", 0) > before.get("epoch", 0)
     ]
     return found if len(found) <= EPOCHS else []
@@ -142,7 +142,7 @@ def smoothed(points: Points) -> Points:
     falls steeply."""
     reach = [min(i, math.ceil(len(points) * SMOOTH)) for i in range(len(points))]
     parts = [[value for _, value in points[i - n : i + n + 1]] for i, n in enumerate(reach)]
-    return [(x, sum(part) / len(part)) for (x, _), part in zip(points, parts)]
+    return [(x, sum(part) / len(part)) for (x, _), part in zip(points, parts, strict=True)]
 
 
 def span(curves: list[Points]) -> tuple[float, float]:

@@ -74,7 +74,7 @@ def check_ids(name: str, ids: Tensor, rows: int | str = "B", length: int | str =
         or len(sizes) != 2
         or any(
             size != wanted if isinstance(wanted, int) else size < 1
-            for size, wanted in zip(sizes, (rows, length))
+            for size, wanted in zip(sizes, (rows, length), strict=False)
         )
     ):
         raise ValueError(

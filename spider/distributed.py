@@ -310,7 +310,7 @@ class ShardedRows:
             return None
         out = host_buffer((self.bounds[-1], *self.local.shape[1:]), self.local, into)
         first, *others = out.split(
-            [end - begin for begin, end in zip(self.bounds, self.bounds[1:])]
+            [end - begin for begin, end in zip(self.bounds, self.bounds[1:], strict=False)]
         )
         first.copy_(self.local.detach())
         for rank, rows in enumerate(others, 1):

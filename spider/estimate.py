@@ -13,10 +13,10 @@ from pathlib import Path
 from torch import nn
 
 from spider.checkpoint import checkpoint_paths
+from spider.common import TooLarge
 from spider.config import RECOMPUTE, SpiderConfig
 from spider.distributed import World
 from spider.fp8 import takes_fp8
-from spider.common import TooLarge
 from spider.machine import free_memory, memory_of, multiplies_bf16, process_memory
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
@@ -386,7 +386,7 @@ def print_tables(plan, model: nn.Module):
     """Print parameters by component, FLOPs per byte, configuration and flags; the model may be on
     the meta device."""
     table = parameter_table(model)
-    total, active = (sum(column) for column in zip(*table.values()))
+    total, active = (sum(column) for column in zip(*table.values(), strict=True))
     print(f"{'parameters by component':36}{'parameters':>14}{'share':>8}{'active per byte':>18}")
     for component, (count, used) in sorted(table.items(), key=lambda item: -item[1][0]):
         print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")

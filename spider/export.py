@@ -25,9 +25,9 @@ from pathlib import Path
 
 from loguru import logger
 
+from spider.checkpoint import PREFIX, is_export, safetensors
 from spider.common import ROOT, CheckpointError, locked, sync
 from spider.config import SpiderConfig
-from spider.checkpoint import PREFIX, is_export, safetensors
 from spider.run import read_lines
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 

@@ -226,7 +226,7 @@ def read_tables(output: str) -> dict[str, list[dict[str, str]]]:
             if not line.startswith("| "):
                 break
             cells = [cell.strip() for cell in line[1:-1].split("|")]
-            tables[name].append(dict(zip(columns, cells)))
+            tables[name].append(dict(zip(columns, cells, strict=True)))
     return tables
 
 
@@ -310,7 +310,9 @@ def train_briefly(trial: Trial, *flags: str):
     }
     eager = read_lines(trial.directory.parent / "eager" / "run" / "metrics.jsonl")
     if trial.directory.name != "eager" and len(eager) == len(lines):
-        apart = max(abs(line["loss"] / other["loss"] - 1) for line, other in zip(lines, eager))
+        apart = max(
+            abs(line["loss"] / other["loss"] - 1) for line, other in zip(lines, eager, strict=True)
+        )
         trial.figures["loss/eager's - 1, at most"] = apart
         if apart > COMPILED_IS_EAGER:
             raise Failed(f"a loss is {apart:.1%} from that of the eager run")
@@ -392,7 +394,7 @@ def compare_with_cpu(trial: Trial):
     base = *base, "--resume", trial.directory / "start", "--reset_steps"
     here = trial.train("device", *base, *trial.device, "--compile=off")
     there = trial.train("cpu", *base, "--device=cpu", "--precision=fp32")
-    apart = [line["loss"] - other["loss"] for line, other in zip(here, there)]
+    apart = [line["loss"] - other["loss"] for line, other in zip(here, there, strict=False)]
     first = max(map(abs, apart[:6]))
     shift = median(apart)
     spread = median(map(abs, apart))

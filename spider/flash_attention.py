@@ -86,7 +86,7 @@ def find_wrong_attention(device: torch.device, heads: int, width: int, window: i
             out = attend_by_mask(*attended, cu_seqlens, window)
         results.append((out, *torch.autograd.grad(out, inputs, upstream.bfloat16().to(dtype))))
     for name, ours, exact in zip(
-        ("value", "gradient of q", "gradient of k", "gradient of v"), *results
+        ("value", "gradient of q", "gradient of k", "gradient of v"), *results, strict=True
     ):
         off = float((ours.detach().float() - exact.detach()).norm() / exact.detach().norm())
         if not off <= TOLERANCE:

@@ -121,7 +121,7 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
             return type(self.linear_mm_config)(
                 *(
                     product._replace(pad_inner_dim=size % 16 > 0)
-                    for product, size in zip(self.linear_mm_config, inner)
+                    for product, size in zip(self.linear_mm_config, inner, strict=True)
                 )
             )
 

@@ -250,7 +250,7 @@ def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
     def first() -> Iterator[bytes]:
         yield echo
         for column in sampler.write(logits, state):
-            pieces = [row.add(byte) for row, byte in zip(rows, column)]
+            pieces = [row.add(byte) for row, byte in zip(rows, column, strict=True)]
             yield pieces[0]
             if all(row.ended for row in rows):
                 return
@@ -281,11 +281,11 @@ def converse(sampler: Sampler, state: DecodingState):
             ids = [*unread, *typed]
         logits, written, row = sampler.read(state, ids), [], Continuation(sampler.stop)
 
-        def turn() -> Iterator[bytes]:
+        def turn(logits=logits, written=written, row=row) -> Iterator[bytes]:
             for (byte,) in sampler.write(logits, state):
                 written.append(byte)
                 yield row.add(byte)
-                if asked or row.ended:
+                if asked or row.ended:  # noqa: B023 `asked` of this turn
                     break
             yield row.rest()
 
@@ -333,7 +333,7 @@ def windows(stream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]
     starts = range(0, max(1, last - seq_len + stride), stride)
     for i in range(0, len(starts), batch):
         rows = np.full((len(starts[i : i + batch]), seq_len + 1), PAD_ID, np.int64)
-        for row, start in zip(rows, starts[i : i + batch]):
+        for row, start in zip(rows, starts[i : i + batch], strict=True):
             ids = stream.read(start, min(start + seq_len, last) + 1)
             row[: len(ids)] = ids
         labels = torch.from_numpy(rows[:, 1:].copy())

@@ -137,7 +137,7 @@ class Record:
         halted = [False] * len(rows) if active.halted is None else active.halted.tolist()
         return {
             self.first + row - self.segments.start: i
-            for i, (row, over) in enumerate(zip(rows, halted))
+            for i, (row, over) in enumerate(zip(rows, halted, strict=True))
             if row in self.segments and not over
         }
 
@@ -194,7 +194,9 @@ def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
                     "the model's logits are not finite numbers: its weights are ruined"
                 )
             bits += (-log_p.gather(1, labels[:, None])[:, 0] / math.log(2)).tolist()
-            for found, of_window in zip((shares, likeliest), log_p.exp().topk(LIKELIEST)):
+            for found, of_window in zip(
+                (shares, likeliest), log_p.exp().topk(LIKELIEST), strict=False
+            ):
                 found.append(of_window.cpu())
             done += len(logits)
             if progress:
@@ -427,12 +429,12 @@ def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, Tensor, str, st
     if record.byte_gates:
         found += [
             (name, gates, meaning, "gates")
-            for (name, meaning), gates in zip(rows, torch.cat(record.byte_gates)[1:].T)
+            for (name, meaning), gates in zip(rows, torch.cat(record.byte_gates)[1:].T, strict=True)
         ]
     if record.votes:
         found += [
             (f"{kind} {n}, its vote", weights, f"{kind} n, its vote", "votes")
-            for (kind, n), weights in zip(contexts, torch.cat(record.votes)[1:].T)
+            for (kind, n), weights in zip(contexts, torch.cat(record.votes)[1:].T, strict=True)
         ]
     for (layer, loop), gates in sorted(record.gates.items()):
         by_segment = torch.full((len(record.loops) + 1,), math.nan)  # one may be unfinished

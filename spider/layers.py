@@ -284,7 +284,7 @@ def attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
     batches = qkv.split(sizes) if len(sizes) > 1 else [qkv]
     batches = [
         _attend_batch(batch.unflatten(0, bucket), packing.window).flatten(0, 1)
-        for batch, bucket in zip(batches, packing.buckets)
+        for batch, bucket in zip(batches, packing.buckets, strict=True)
     ]
     out = torch.cat(batches) if len(batches) > 1 else batches[0]
     return out if packing.padded_row is None else out.index_select(0, packing.padded_row)

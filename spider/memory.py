@@ -127,7 +127,8 @@ class EngramTable(nn.Module):
             warnings.warn(
                 "Engram tables, which have most of the parameters, learn only by "
                 "spider.optim.RowwiseAdagrad "
-                "(see docs/guide/your-own-loop.md): other optimizers leave them unchanged"
+                "(see docs/guide/your-own-loop.md): other optimizers leave them unchanged",
+                stacklevel=2,
             )
         grad = wide(grad)
         self.lookups.append(
@@ -250,7 +251,7 @@ class MatchMemory(nn.Module):
             torch.cat(
                 [
                     ((known == key[..., None]) & (behind <= t[..., None])).mul(behind).amax(-1)
-                    for key, t in zip(keys.split(width, -1), position.split(width, -1))
+                    for key, t in zip(keys.split(width, -1), position.split(width, -1), strict=True)
                 ],
                 dim=-1,
             ).long()
@@ -361,7 +362,7 @@ class SegmentEngram(nn.Module):
             read = active.merge(before, scale * value)
             first, *weights = self.conv_weight.to(read.dtype)
             convolved = read * first
-            for weight, x in zip(weights, cache.put_and_look_back(read)):
+            for weight, x in zip(weights, cache.put_and_look_back(read), strict=True):
                 convolved = convolved + x * weight
             convolved = active.select(convolved)
         return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), read

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spider.distributed import SCALE_BLOCK, ShardedParameter, World, is_plain, sharding_of
 from spider.common import CheckpointError, WorldError
 from spider.config import OPTIMIZERS
+from spider.distributed import SCALE_BLOCK, ShardedParameter, World, is_plain, sharding_of
 from spider.machine import multiplies_bf16, quiet
 from spider.memory import EngramTable
-
 
 # --------------------------------------------------------------------------------------------------
 # Kinds of parameters
@@ -360,12 +359,12 @@ class Muon(torch.optim.Optimizer):
         if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
             return
         ahead = weights[0].new_empty(sum(counts), rows, columns, dtype=dtype_of_products(params[0]))
-        for out, grad, buffer in zip(ahead.split(counts), grads, buffers):
+        for out, grad, buffer in zip(ahead.split(counts), grads, buffers, strict=True):
             # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: scale does not
             # matter.
             torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
         updates = orthogonalize(ahead, moved, -lr * 0.2 * max(rows, columns) ** 0.5).split(counts)
-        for i, (p, update) in enumerate(zip(weights, updates)):
+        for i, (p, update) in enumerate(zip(weights, updates, strict=True)):
             if moved is None:
                 torch.add(update, p, alpha=kept, out=p)
             else:
@@ -385,7 +384,7 @@ class Muon(torch.optim.Optimizer):
             buffer = self._buffer(p).lerp_(p.grad, moved[-1] * (1 - momentum))
             ahead.append(p.grad.lerp(buffer, momentum).to(dtype_of_products(p)))
         for p, update, moves, size in zip(
-            params, self.assignment(ahead, orthogonalize), moved, self.assignment.sizes
+            params, self.assignment(ahead, orthogonalize), moved, self.assignment.sizes, strict=True
         ):
             if moves is not None:
                 p.mul_(1 - moves * (lr * group["weight_decay"]))
@@ -451,7 +450,7 @@ class MatrixAssignment:
         self.world, loads, self.matrices = world, [0] * world.ranks, []
         found = []  # cost, the first four of AssignedMatrix, and the ranks that may own it
         for i, param in enumerate(params):
-            counts = [b - a for a, b in zip(param.bounds, param.bounds[1:])]
+            counts = [b - a for a, b in zip(param.bounds, param.bounds[1:], strict=False)]
             rows, columns = param.shape[-2:]
             cost = rows * columns * min(rows, columns)
             if len(param.shape) == 2:
@@ -506,11 +505,13 @@ class MatrixAssignment:
             empty,
         )
         wholes = apply_in_batches(
-            [torch.cat(rows) for rows in zip(*received)]
+            [torch.cat(rows) for rows in zip(*received, strict=True)]
             + [local[matrix.param][matrix.index] for matrix in stacked],
             work,
         )
-        back = [whole.split(matrix.rows) for matrix, whole in zip(own, wholes)]
+        back = [
+            whole.split(matrix.rows) for matrix, whole in zip(own, wholes[: len(own)], strict=True)
+        ]
         returned = self._all_to_all(
             [[rows[shard] for rows in back] for shard in range(world.shards)],
             [
@@ -521,10 +522,12 @@ class MatrixAssignment:
         )
         done = {
             id(matrix): rows
-            for owned, results in zip(by_owner, returned)
-            for matrix, rows in zip(owned, results)
+            for owned, results in zip(by_owner, returned, strict=True)
+            for matrix, rows in zip(owned, results, strict=True)
         }
-        done |= {id(matrix): whole for matrix, whole in zip(stacked, wholes[len(own) :])}
+        done |= {
+            id(matrix): whole for matrix, whole in zip(stacked, wholes[len(own) :], strict=True)
+        }
         done |= self._all_gather_replicas(done, empty)
         out = [torch.empty_like(rows) for rows in local]
         for matrix in self.matrices:
@@ -555,9 +558,12 @@ class MatrixAssignment:
             group=self.world.mesh.get_group("shards"),
         )
         return [
-            [tensor.view(shape) for tensor, shape in zip(chunk.split(of_shard), its_shapes)]
+            [
+                tensor.view(shape)
+                for tensor, shape in zip(chunk.split(of_shard), its_shapes, strict=True)
+            ]
             for chunk, of_shard, its_shapes in zip(
-                received.split([sum(of_shard) for of_shard in sizes]), sizes, shapes
+                received.split([sum(of_shard) for of_shard in sizes]), sizes, shapes, strict=True
             )
         ]
 
@@ -587,11 +593,11 @@ class MatrixAssignment:
         received = list(sending.new_empty(world.replicas, longest))
         dist.all_gather(received, sending, group=world.mesh.get_group("replicas"))
         out = {}
-        for owned, chunk in zip(by_replica, received):
+        for owned, chunk in zip(by_replica, received, strict=True):
             sizes = [math.prod(shapes[id(matrix)]) for matrix in owned]
             out |= {
                 id(matrix): rows.view(shapes[id(matrix)])
-                for matrix, rows in zip(owned, chunk[: sum(sizes)].split(sizes))
+                for matrix, rows in zip(owned, chunk[: sum(sizes)].split(sizes), strict=True)
             }
         return out
 
@@ -606,7 +612,9 @@ def apply_in_batches(matrices: list[Tensor], work: Callable) -> list[Tensor]:
         at_once = max(1, MOST_TOGETHER // math.prod(shape))
         for k in range(0, len(indices), at_once):
             batch = indices[k : k + at_once]
-            for i, result in zip(batch, work(torch.stack([matrices[i] for i in batch])).unbind()):
+            for i, result in zip(
+                batch, work(torch.stack([matrices[i] for i in batch])).unbind(), strict=True
+            ):
                 out[i] = result
     return out
 

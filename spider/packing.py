@@ -128,7 +128,7 @@ def pad_documents(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], T
         tensor.flip(0).tolist() for tensor in torch.unique(lengths[lengths > 0], return_counts=True)
     )
     buckets, shortest, rows, scores = [], [], 0, 0  # of the last bucket
-    for kind, count in zip(kinds, counts):
+    for kind, count in zip(kinds, counts, strict=True):
         documents, size = buckets[-1] if buckets else (0, 0)
         documents, rows, scores = (
             documents + count,

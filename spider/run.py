@@ -232,7 +232,9 @@ class StopSignals:
 
     def agree(self, votes: list[float]):
         """Stop for the signal that any rank received; votes: the sums over ranks."""
-        self.agreed = next((number for number, count in zip(STOPS, votes) if count), self.agreed)
+        self.agreed = next(
+            (number for number, count in zip(STOPS, votes, strict=True) if count), self.agreed
+        )
 
     def _ask(self, number: int, _):
         if number in self.received:

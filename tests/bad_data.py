@@ -48,9 +48,8 @@ def joined(directory: Path, split: str) -> bytes:
 def documents(directory: Path, split: str) -> list[bytes]:
     """The documents of a split; fails where one does not begin with BOS and end with EOS."""
     out = []
-    for ids in np.split(
-        ids := np.frombuffer(joined(directory, split), "<u2"), np.flatnonzero(ids == EOS_ID) + 1
-    )[:-1]:
+    stream = np.frombuffer(joined(directory, split), "<u2")
+    for ids in np.split(stream, np.flatnonzero(stream == EOS_ID) + 1)[:-1]:
         assert ids[0] == BOS_ID and ids[-1] == EOS_ID and (ids[1:-1] < 256).all()
         out.append(ids[1:-1].astype(np.uint8).tobytes())
     return out

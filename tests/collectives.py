@@ -58,7 +58,10 @@ class CollectiveRecorder(TorchDispatchMode):
 
 def collective_of(func, args: Sequence, kwargs: dict) -> Collective:
     """Describe a call of an operation of torch.ops.c10d."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    named = (
+        dict(zip((argument.name for argument in func._schema.arguments), args, strict=True))
+        | kwargs
+    )
     group = dist.get_process_group_ranks(dist.ProcessGroup.unbox(named.pop("process_group")))
     tensors = [leaf for leaf in tree_leaves(named) if isinstance(leaf, torch.Tensor)]
     settings = {
@@ -143,7 +146,7 @@ def faults_in_group(group: tuple[int, ...], by_rank: dict[int, Collective]) -> l
         received = [by_rank[rank].settings["output_split_sizes"] for rank in group]
         return (
             []
-            if sent == [list(column) for column in zip(*received)]
+            if sent == [list(column) for column in zip(*received, strict=True)]
             else [f"{sent} sent, {received} received"]
         )
     sizes = {one.sizes for one in by_rank.values()}

@@ -317,7 +317,9 @@ def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
 def losses(monkeypatch):
     """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of
     a run."""
-    by_step = dict(zip(range(2, 22, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1)))
+    by_step = dict(
+        zip(range(2, 22, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1), strict=True)
+    )
     record = RunProgress.record_evaluation
     monkeypatch.setattr(
         RunProgress,
@@ -367,7 +369,7 @@ def assert_same(a, b, where=""):
             assert_same(a[key], b[key], f"{where}/{key}")
     elif isinstance(a, (list, tuple)):
         assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b)):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
             assert_same(x, y, f"{where}/{i}")
     else:
         assert a == b, where

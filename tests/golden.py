@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]  # for the script; pytest has done so
 
-import conftest  # before torch is imported: one thread
+import conftest  # isort: skip  before torch is imported: one thread
+
 import numpy as np
 import pytest
 import torch
@@ -301,7 +302,7 @@ def differences(expected: dict, observed: dict) -> Iterator[tuple[str, float, st
         found = observed["metrics"].get(metric, [])
         if len(found) != len(values):
             yield kind_of(metric), math.inf, metric
-        for step, (a, b) in enumerate(zip(values, found), 1):
+        for step, (a, b) in enumerate(zip(values, found, strict=True), 1):
             yield kind_of(metric), abs(a - b) / max(abs(a), 1e-12), f"{metric}, step {step}"
     for family, (norm, projection) in expected["weights"].items():
         found_norm, found_projection = observed["weights"].get(family, (math.inf, math.inf))

@@ -320,7 +320,7 @@ def assert_same_losses(one, other, steps=20):
     steps."""
     one, other = metrics(one), metrics(other)
     assert len(one) == len(other) == steps
-    for a, b in zip(one, other):
+    for a, b in zip(one, other, strict=True):
         assert a.keys() == b.keys()
         for name in (
             "loss",

@@ -146,7 +146,7 @@ class Recorder:
             if p.grad is not None:
                 update.gradient[self.parameters[p]] = p.grad.clone()
         for p, table in getattr(optimizer, "tables", {}).items():
-            rows, gradients, _ = zip(*table.gathered())
+            rows, gradients, _ = zip(*table.gathered(), strict=True)
             update.lookups[self.parameters[p]] = torch.cat(rows), torch.cat(gradients)
 
     def _after_step(self, optimizer, *_):

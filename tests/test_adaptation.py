@@ -87,8 +87,12 @@ def test_later_bytes_change_no_score_of_earlier_ones(checkpoint):
     for last in (ord("a"), ord("z")):
         ids, adaptation = text(2 * CHUNK + 100), adaptation_of(checkpoint)
         ids[2 * CHUNK + 1 :] = last
-        learn = adaptation._learn
-        adaptation._learn = lambda *window: learn(*window) or scores.append(adaptation.nats)
+
+        def learn_and_note(*window, adaptation=adaptation, learn=adaptation._learn):
+            learn(*window)
+            scores.append(adaptation.nats)
+
+        adaptation._learn = learn_and_note
         read(adaptation, ids)
     assert scores[:2] == scores[3:5] and scores[2] != scores[5]
 
@@ -108,7 +112,7 @@ def test_a_step_is_rowwise_adagrad_at_the_scale_of_training_and_adamw_at_its_own
         module for module in model.modules() if isinstance(module, EngramTable)
     ):
         weight, total = before[2 * i : 2 * i + 2]
-        for row, grad, square in table.gathered():
+        for row, _, square in table.gathered():
             total = total.index_add(0, row, square)
         for row, grad, _ in table.gathered():
             weight = weight.index_add(0, row, -RATE * grad / (total[row].sqrt() + 1e-10)[:, None])
@@ -183,7 +187,8 @@ def test_eval_adapts_to_each_text_from_the_checkpoints_weights(trained, tmp_path
         [entry["bytes"] for entry in adapted] == [entry["bytes"] for entry in plain] == [1800, 2704]
     )
     assert all(
-        one["bits_per_byte"] > other["bits_per_byte"] + 0.1 for one, other in zip(plain, adapted)
+        one["bits_per_byte"] > other["bits_per_byte"] + 0.1
+        for one, other in zip(plain, adapted, strict=True)
     )
     assert [entry["adapt"] for entry in plain + adapted] == [False, False, True, True]
     assert adapted[1:] == figures(tmp_path, trained, "--eval", texts[1], "--adapt")

@@ -10,13 +10,11 @@ from dataclasses import asdict
 import pytest
 import torch
 import transformers
-
-# noqa: F401
-from exporting import checkpoint, exported, loaded, loaded_tokenizer, model, spider, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ROOT, awake, gradients, small_config, text
+from exporting import checkpoint, exported, loaded, loaded_tokenizer, model, spider, tokenizer
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, decode, encode
 
 
@@ -112,11 +110,11 @@ def test_rows_of_a_padded_batch_are_as_each_alone(model):
         spans = [
             slice(longest - len(row), None) if side == "left" else slice(len(row)) for row in rows
         ]
-        for i, (row, span) in enumerate(zip(rows, spans)):
+        for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
             ids[i, span], mask[i, span] = torch.tensor(row), 1
         together = model(ids, attention_mask=mask).logits
         stepwise = model(ids, attention_mask=mask, use_cache=True).logits
-        for i, (row, span) in enumerate(zip(rows[:4], spans)):
+        for i, (row, span) in enumerate(zip(rows[:4], spans[:4], strict=True)):
             alone = model(torch.tensor([row])).logits[0]
             torch.testing.assert_close(together[i, span], alone)
             torch.testing.assert_close(stepwise[i, span], alone)
@@ -152,8 +150,8 @@ def test_padding_changes_no_part_of_the_loss_whatever_the_mask_and_labels_say_of
         cases = [(mask, ids), (mask, unlabelled)]
         if filler == PAD_ID:  # as the tokenizer pads; then the ids say as much as the mask
             cases += [(None, ids), (None, unlabelled), (torch.ones_like(mask), ids)]
-        for given, labels in cases:
-            padded = model(ids, attention_mask=given, labels=labels)
+        for attention_mask, labels in cases:
+            padded = model(ids, attention_mask=attention_mask, labels=labels)
             for part in ("loss", "nats_per_byte"):
                 torch.testing.assert_close(padded[part], alone[part], rtol=0, atol=2e-6)
             torch.testing.assert_close(padded.logits[:, front : front + len(row)], alone.logits)
@@ -174,7 +172,7 @@ def test_the_vocabulary_keeps_its_size_and_loops_begin_at_one(model):
     model.resize_token_embeddings(272)
     with pytest.raises(ValueError, match="vocabulary"):
         model.resize_token_embeddings(300)
-    for how in (dict(), dict(use_cache=True)):
+    for how in ({}, dict(use_cache=True)):
         with pytest.raises(ValueError, match="n_loops must be at least 1"):
             model(text(1, 4), n_loops=0, **how)
 
@@ -607,7 +605,7 @@ def test_lm_evaluation_harness_measures_local_texts(exported, model, tmp_path, k
     else:
         likeliest = []
         for ids, logged in zip(
-            texts, sorted(found["samples"]["local"], key=lambda one: one["doc_id"])
+            texts, sorted(found["samples"]["local"], key=lambda one: one["doc_id"]), strict=True
         ):
             costs = [
                 nats(model, ids, list(f" {choice}".encode())) for choice in documents[0]["choices"]

@@ -62,7 +62,7 @@ def test_the_initial_state_grows_no_more_than_its_input():
     states = states_of(Spider(small_config(n_loops=6)), text(8, 64), noise_seed=1)
     size = [h.square().mean().sqrt().item() for h in states]
     alone = [(1 - math.exp(-0.1 * t)) / (1 - math.exp(-0.1)) for t in range(1, 7)]  # without layers
-    assert all(0.8 * b < a < 1.5 * b for a, b in zip(size, alone)), size
+    assert all(0.8 * b < a < 1.5 * b for a, b in zip(size, alone, strict=True)), size
 
 
 def test_loops_beyond_training_use_the_last_adapter():
@@ -155,7 +155,7 @@ def test_leaving_rows_out_of_the_core_gives_the_results_of_masking_them(
             model.core.halt_predictor.bias.fill_(8 if at_once else 0.5)
         rows = []
         model.core.layers[0].register_forward_pre_hook(
-            lambda module, args: rows.append(len(args[0]))
+            lambda module, args, rows=rows: rows.append(len(args[0]))
         )
         outs.append(model(ids, labels, noise_seed=3))
         visited.append(rows.copy())  # before those of recomputation

@@ -231,7 +231,7 @@ def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(
             [-(-targets // seq_len) for targets, _ in mixture],
         )
         for k, (targets, _) in enumerate(mixture):
-            own = [row for row, owner in zip(labels, owners) if owner == k]
+            own = [row for row, owner in zip(labels, owners, strict=True) if owner == k]
             for start in range(0, len(own), windows[k]):
                 read = sorted(label for row in own[start : start + windows[k]] for label in row)
                 whole = list(range(81 * k + 1, 81 * k + targets + 1))
@@ -312,7 +312,8 @@ def test_the_cut_into_files_does_not_change_what_is_read():
         Loader([Source("s", 1.0, train, stream([]))], 64, 9) for train in (stream(ids), shards)
     ]
     assert all(
-        torch.equal(*pair) for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders))
+        torch.equal(*pair)
+        for pair in zip(*(loader.rows(np.arange(40)) for loader in loaders), strict=True)
     )
     assert shards.where(300) == "3: byte offset 0"
     assert shards.slice(298, 400).slice(1, 9).where(0) == "2: byte offset 594"
@@ -650,7 +651,7 @@ def test_show_prints_what_the_loader_gives(tmp_path, capsys):
     loader = Loader(open_data(spec), 64, 3)
     rows = [
         torch.cat((ids[:1], labels))
-        for ids, labels in zip(*loader.rows(np.arange(first, first + count)))
+        for ids, labels in zip(*loader.rows(np.arange(first, first + count)), strict=True)
     ]
     assert (
         data.main(["show", spec, *f"--seq_len 64 --seed 3 --first {first} --count {count}".split()])
@@ -658,7 +659,7 @@ def test_show_prints_what_the_loader_gives(tmp_path, capsys):
     )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * count and all(line.isprintable() for line in lines)
-    for g, (row, head, text) in enumerate(zip(rows, lines[::2], lines[1::2]), first):
+    for g, (row, head, text) in enumerate(zip(rows, lines[::2], lines[1::2], strict=True), first):
         assert text == "    " + common.printable(row.masked_fill(row < 0, PAD_ID).tolist())
         number, epoch, name, path, offset = re.fullmatch(
             r"(.*): epoch (.*), (.*), (.*): byte offset (.*)", head

@@ -155,10 +155,10 @@ def test_samples_of_one_prompt_differ_by_the_generator_alone_and_end_apart():
         )
 
     runs = [samples(4, 60, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
-    columns = list(zip(*runs[0]))
+    columns = list(zip(*runs[0], strict=True))
     lengths = [sum(byte is not None for byte in column) for column in columns]
     assert runs[0] == runs[1] and len(set(columns)) == 4 and len(set(lengths)) > 1
-    for column, length in zip(columns, lengths):
+    for column, length in zip(columns, lengths, strict=True):
         assert all(0 <= byte < 256 for byte in column[:length]) and set(column[length:]) <= {None}
     assert samples(3, 12, temperature=0) == [
         [byte] * 3 for (byte,) in samples(1, 12, temperature=0)

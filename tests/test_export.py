@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-# noqa: F401
+import sample
+from conftest import ROOT, final_state, refused, text
 from exporting import (
     checkpoint,
     export_without_end,
@@ -25,14 +28,9 @@ from exporting import (
     tokenizer,
 )
 from jobs import LIMIT, until
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
-import sample
-from conftest import ROOT, final_state, refused, text
 from spider import export
-from spider.export import flat_modules
 from spider.checkpoint import load_checkpoint
+from spider.export import flat_modules
 from train import command_line
 
 MODULES = flat_modules("spider.modeling_spider")

@@ -410,7 +410,7 @@ def test_losses_on_the_gpu_must_be_those_of_the_cpu_but_for_rounding_and_a_spike
         rounded[:299],
         [rounded[0], there[1] + 0.002, *rounded[2:]],
         [*rounded[:6], *(loss + 0.008 for loss in rounded[6:])],
-        [*rounded[:6], *(2 * a - b for a, b in zip(rounded[6:], there[6:]))],
+        [*rounded[:6], *(2 * a - b for a, b in zip(rounded[6:], there[6:], strict=True))],
     ):
         with pytest.raises(Failed):
             compared(tmp_path, wrong, there)

@@ -53,9 +53,9 @@ def test_kernels_compile_without_spills_into_the_shared_memory_of_a_block(
     architecture, monkeypatch
 ):
     import triton
-    from cubins import resources, spills
     from triton.backends.compiler import GPUTarget
 
+    from cubins import resources, spills
     from spider.grouped_triton import grouped_product, weight_grad
 
     made, end = [], torch.zeros(32, dtype=torch.int32)
@@ -133,7 +133,7 @@ def check_product(draw: random.Random, dtype, device="cpu"):
         grad_rows, grad_weights = torch.autograd.grad(y, operands, cast(upstream))
         results.append((y[:used], grad_rows[:used], grad_weights))
     rounding = 2**-8 if dtype == torch.bfloat16 else 0
-    for ours, exact, summands in zip(*results):
+    for ours, exact, summands in zip(*results, strict=True):
         assert ours.dtype == dtype and ours.shape == exact.shape
         bound = (exact.abs() if dtype == torch.bfloat16 else summands) * rounding + summands * 1e-6
         assert ((ours.double() - exact).abs() <= bound).all(), (counts, d, f)
@@ -154,7 +154,7 @@ def check_layer(draw: random.Random, dtype, device="cpu"):
         tensors = [cast(t).requires_grad_() for t in (x, topk_weights.float(), *weights)]
         y = moe_forward(tensors[0], topk_idx, *tensors[1:], backend)
         results.append((y, *torch.autograd.grad((y * upstream.to(y.dtype)).sum(), tensors)))
-    for ours, exact in zip(*results):
+    for ours, exact in zip(*results, strict=True):
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
         assert (ours.double() - exact).norm() <= tolerance * exact.norm(), (
             tokens,

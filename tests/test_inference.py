@@ -11,8 +11,8 @@ import torch
 
 from bad_data import stream
 from conftest import awake, small_config
-from spider.inference import Sampler, converse, windows
 from spider.decode import forbid_repeats
+from spider.inference import Sampler, converse, windows
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -50,7 +50,7 @@ def test_a_dialogue_continues_from_all_that_was_typed_and_written(monkeypatch, c
     turns = ["ab", "", "c\\", "d", "", os.fsdecode(b"\xff")]
     written = written_by(monkeypatch, capsysbinary, model, turns)
     assert written.pop(2) == b""  # the break of the line that went on
-    for typed, answer in zip((b"ab", b"", b"c\nd", b"", b"\xff"), written):
+    for typed, answer in zip((b"ab", b"", b"c\nd", b"", b"\xff"), written, strict=True):
         if typed and text and not text.endswith(b"\n"):
             text += b"\n"
         text += typed
@@ -124,7 +124,10 @@ def test_no_sequence_is_written_twice_as_in_transformers(size):
     state = model.decoding_state(2)
     first = model.step(torch.full((2, 1), BOS_ID), state)[:, -1]
     columns = [
-        *zip(*model.generate_batch(first, state, 30, temperature=0, no_repeat_ngram_size=size))
+        *zip(
+            *model.generate_batch(first, state, 30, temperature=0, no_repeat_ngram_size=size),
+            strict=True,
+        )
     ]
     for row in columns:
         grams = [row[i : i + size] for i in range(len(row) - size + 1)]

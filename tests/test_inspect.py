@@ -21,8 +21,8 @@ import sample
 import train
 from conftest import awake, make_shards, run, run_flags, small_config
 from spider import curves, inspect
-from spider.curves import draw_curves
 from spider.common import DataError
+from spider.curves import draw_curves
 from spider_model import Spider
 from tokenizer import BOS_ID
 
@@ -120,7 +120,7 @@ def test_a_long_text_is_read_in_windows_each_up_to_the_last_end_of_a_segment(mon
     begins = [0, *(start + 32 for start in starts[1:])]  # after half a window of context
     stops = [*begins[1:], 301]
     assert len(windows) > 5 and starts[0] == 0 and all(start > 0 for start in starts[1:])
-    for window, start, begin, stop in zip(windows, starts, begins, stops):
+    for window, start, begin, stop in zip(windows, starts, begins, stops, strict=True):
         assert begin < stop <= start + 64
         assert stop == 301 or (stop == start + 64 if changes else record.ends[stop - 1])
         log_p = model(window, n_loops=3).logits[0].detach().log_softmax(-1)
@@ -396,7 +396,7 @@ def dom_of(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_a_browser_draws_the_page_and_runs_nothing_that_a_text_holds(tmp_path, capsys):
-    text = "a<img src=x onerror=document.title='pwned'>".encode() + ODD
+    text = b"a<img src=x onerror=document.title='pwned'>" + ODD
     _, content = show(model_of(), text, tmp_path, capsys)
     drawn, data = Page(dom_of(tmp_path / "look.html")), data_of(content)
     classes = [attrs.get("class") for _, attrs in drawn.elements]

@@ -54,7 +54,7 @@ def test_a_wide_linear_computes_bf16_rows_in_fp32():
     with cast_weights_once(wide):
         ours, theirs = wide(x), x.double() @ wide.weight.double().T
     grads = (torch.autograd.grad(y, (wide.weight, x), upstream.to(y.dtype)) for y in (ours, theirs))
-    for a, b, tolerance in ((ours, theirs, 1e-6), *zip(*grads, (1e-6, 5e-3))):
+    for a, b, tolerance in ((ours, theirs, 1e-6), *zip(*grads, (1e-6, 5e-3), strict=True)):
         assert (a.double() - b.double()).norm() < tolerance * b.double().norm()
 
 
@@ -75,7 +75,7 @@ def test_noise_is_uniform_and_a_function_of_seed_and_row():
     assert torch.equal(whole, torch.cat(parts))
     for seed in (7, None):
         noise = uniform(byte_noise(seed, 200, 500, CPU))
-        assert 0 < noise.min() and noise.max() < 1
+        assert noise.min() > 0 and noise.max() < 1
         assert abs(noise.mean() - 1 / 2) < 0.005 and abs(noise.var() - 1 / 12) < 0.002
         assert (
             correlation(noise[:, 1:], noise[:, :-1]) < 0.02
@@ -206,7 +206,9 @@ def test_a_wide_product_of_bf16_and_fp32_is_as_exact_as_fp32_and_so_are_its_grad
         torch.bfloat16,
         torch.float32,
     )
-    for ours, true, bf16, most in zip((y, grad_x, grad_weight), exact, rounded, (3e-7, 2e-3, 3e-7)):
+    for ours, true, bf16, most in zip(
+        (y, grad_x, grad_weight), exact, rounded, (3e-7, 2e-3, 3e-7), strict=True
+    ):
         off = float((ours.double() - true).norm() / true.norm())
         assert off < most and float((bf16.double() - true).norm() / true.norm()) > (
             500 * off if most < 1e-6 else off

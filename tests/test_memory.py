@@ -1,6 +1,8 @@
 """Lookup memories: ends of words, addresses of Engram tables, matches in the document, votes on the
 next byte."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,7 +37,7 @@ def test_an_engram_row_is_the_hash_of_the_last_n_bytes_modulo_the_tables_prime()
     address = table.addresses(shifted_bytes(ids, torch.arange(20), 3))
     multiplier, first = table.multiplier.tolist(), 0
     assert table.primes == (47, 43, 41, 37) and all(number % 2 for number in multiplier)
-    for column, (order, prime) in enumerate(zip((1, 1, 3, 3), table.primes)):
+    for column, (order, prime) in enumerate(zip((1, 1, 3, 3), table.primes, strict=True)):
         for t in range(20):
             key = 0
             for k in range(order):  # in 64 bits, with the sign that torch's remainder takes
@@ -79,7 +81,7 @@ def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(
     found, all_followed = memory(
         ids, shifted_bytes(ids, packing.position, len(memory.multiplier)), packing.document
     )
-    for begin, end in zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist()):
+    for begin, end in pairwise(cu_seqlens.tolist()):
         part = ids[begin:end].tolist()
         for t in range(len(part)):
             for j, n in enumerate((*orders, *words)):

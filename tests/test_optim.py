@@ -58,7 +58,7 @@ def test_muon_treats_a_stack_as_its_matrices_and_follows_its_definition():
             x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
         exact = exact * (1 - 0.1 * 0.1) - 0.1 * 0.2 * 24**0.5 * x.mT
         stack.grad = grad.clone()
-        for single, part in zip(singles, grad):
+        for single, part in zip(singles, grad, strict=True):
             single.grad = part.clone()
         for optimizer in optimizers:
             optimizer.step()
@@ -113,7 +113,7 @@ def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(bac
         step_alone(model, optimizers, batch, 2)
     after = slices()
     for (name, i), parts in before.items():
-        for part, now in zip(parts, after[name, i]):
+        for part, now in zip(parts, after[name, i], strict=True):
             assert torch.equal(part, now) == (i == idle[name][1]), (name, i)
     moe.expert_bias[1] = 0
     step_alone(model, optimizers, batch, 3)

@@ -54,7 +54,7 @@ def test_documents_start_at_rows_at_bos_and_after_eos(ids):
         for document, length in enumerate(cu_seqlens.diff().tolist())
         for t in range(length)
     ]
-    assert list(zip(packing.document.tolist(), packing.position.tolist())) == rows
+    assert list(zip(packing.document.tolist(), packing.position.tolist(), strict=True)) == rows
 
 
 @settings(deadline=None)
@@ -72,16 +72,18 @@ def test_padding_at_most_doubles_the_rows_and_never_overlaps(lengths):
         assert buckets[0][0] * buckets[0][1] == sum(lengths)
     else:
         ends = sorted(
-            (int(first), int(first) + length) for first, length in zip(start, lengths) if length
+            (int(first), int(first) + length)
+            for first, length in zip(start, lengths, strict=True)
+            if length
         )
-        assert all(end <= first for (_, end), (first, _) in zip(ends, ends[1:]))
+        assert all(end <= first for (_, end), (first, _) in zip(ends, ends[1:], strict=False))
 
 
 def dense_pool(h, b, cu_seqlens):
     """Pool by the published form, per document: an einsum with a [bytes, segments] matrix of
     weights."""
     pooled, counts = [], [0]
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         h_d, b_d = h[start:end], b[start:end]
         count = b_d.cumsum(0) - b_d  # c_t
         segments = int(b_d.detach().sum().round())
@@ -134,10 +136,13 @@ def test_pool_and_unpool_equal_the_dense_form_in_value_and_gradient(lengths, rat
                 z,
                 segment_cu.long(),
                 out,
-                *(torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs)),
+                *(
+                    torch.zeros_like(x) if grad is None else grad
+                    for grad, x in zip(grads, inputs, strict=True)
+                ),
             )
         )
-    for ours, dense in zip(*results):
+    for ours, dense in zip(*results, strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-9)
 
 
@@ -159,7 +164,9 @@ def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(window, parts)
         )
         at = packing.document, packing.position
         cache = Cache(held, packing, before, window)
-        for d, p, y in zip(*(t.tolist() for t in at), cache.attend(q[at], x[at], 0.7, 3)):
+        for d, p, y in zip(
+            *(t.tolist() for t in at), cache.attend(q[at], x[at], 0.7, 3), strict=True
+        ):
             keys = x[d, max(0, p + 1 - window) if window else 0 : p + 1]
             torch.testing.assert_close(
                 y, (0.7 * q[d, p] @ keys.T).softmax(-1) @ keys[:, :3], rtol=0, atol=1e-12

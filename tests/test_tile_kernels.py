@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels  # noqa: F401
 
 import tile_moe
 from conftest import settled
 from spider.common import UsageError
 from spider.config import SpiderConfig
+from stand_in_kernels import INSTALLED, D, E, K, Kernels, kernels
 from tile_moe import (
     BackendError,
     find_disagreement,

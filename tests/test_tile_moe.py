@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-# noqa: F401
-from stand_in_kernels import INSTALLED, ROUTINGS, WIDTH, D, E, K, Kernels, N, kernels, routing
-
 import tile_moe
 from conftest import has_fp8
+from stand_in_kernels import INSTALLED, ROUTINGS, WIDTH, D, E, K, Kernels, N, kernels, routing
 from tile_moe import ALIGNMENT, assign_rows, balance, moe_forward, route
 
 
@@ -69,7 +67,7 @@ def check_backend(
     ours = (y, *torch.autograd.grad((y * upstream.to(y.dtype)).sum(), tensors))
     theirs = (expected, *torch.autograd.grad((expected * upstream).sum(), tensors))
     assert y.dtype == dtype
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
 
 

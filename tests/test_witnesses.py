@@ -220,7 +220,7 @@ def adam_directions(gradients: list[Tensor], beta1: float, beta2: float) -> list
     squares = averages([g * g for g in gradients], beta2)
     return [
         mean / (1 - beta1**n) / ((square / (1 - beta2**n)).sqrt() + 1e-8)
-        for n, (mean, square) in enumerate(zip(means, squares), 1)
+        for n, (mean, square) in enumerate(zip(means, squares, strict=True), 1)
     ]
 
 
@@ -229,7 +229,7 @@ def muon_directions(gradients: list[Tensor], momentum: float) -> list[Tensor]:
     momentum, whose singular values go through the quintic four times, in Moonlight's size (arXiv
     2502.16982)."""
     directions = []
-    for gradient, average in zip(gradients, averages(gradients, momentum)):
+    for gradient, average in zip(gradients, averages(gradients, momentum), strict=True):
         u, values, v = torch.linalg.svd(
             (1 - momentum) * gradient + momentum * average, full_matrices=False
         )
@@ -250,7 +250,7 @@ def first_moment(runs):
     """exp_avg: (1 - beta1) * g, then beta1 * that + (1 - beta1) * g."""
     run = runs.awake(STEPS)
     for name in stepped_with(run.updates[0], "exp_avg"):
-        for update, expected in zip(run.updates, averages(gradients(run, name), 0.8)):
+        for update, expected in zip(run.updates, averages(gradients(run, name), 0.8), strict=True):
             yield update.state[name]["exp_avg"], expected
 
 
@@ -260,7 +260,7 @@ def second_moment(runs):
     run = runs.awake(STEPS)
     for name in stepped_with(run.updates[0], "exp_avg_sq"):
         for update, expected in zip(
-            run.updates, averages([g * g for g in gradients(run, name)], 0.9)
+            run.updates, averages([g * g for g in gradients(run, name)], 0.9), strict=True
         ):
             yield update.state[name]["exp_avg_sq"], expected
 
@@ -270,7 +270,7 @@ def momentum(runs):
     """momentum_buffer: (1 - momentum) * g, then momentum * that + (1 - momentum) * g."""
     run = runs.awake(STEPS)
     for name in stepped_with(run.updates[0], "momentum_buffer"):
-        for update, expected in zip(run.updates, averages(gradients(run, name), 0.7)):
+        for update, expected in zip(run.updates, averages(gradients(run, name), 0.7), strict=True):
             yield update.state[name]["momentum_buffer"], expected
 
 
@@ -285,7 +285,7 @@ def changes_of_weights(runs):
     for key, directions_of in directions.items():
         for name in stepped_with(run.updates[0], key):
             for update, rate, direction in zip(
-                run.updates, RATES, directions_of(gradients(run, name))
+                run.updates, RATES, directions_of(gradients(run, name)), strict=True
             ):
                 before = update.before[name].double()
                 decay = 0.5 if before.ndim >= 2 else 0.0
@@ -552,7 +552,7 @@ def micro_steps(runs):
     """All targets of a step weigh the same in its loss and gradient, however few are in a
     micro-step: PAD is none."""
     run = runs.bare("--micro_batch 1 --grad_accum 4 --grad_clip 0", data=padded(runs))
-    for update, line in zip(run.updates, run.lines):
+    for update, line in zip(run.updates, run.lines, strict=True):
         calls = [one.called["lm_head"][0] for one in update.passes]
         labels = labels_of(update.passes)
         counted = labels != -100
@@ -891,7 +891,7 @@ def experts(runs):
             best = scores.topk(2)
             weights = torch.zeros_like(scores).scatter(1, best.indices, best.values.softmax(-1))
             found.append((y, torch.einsum("ne,end->nd", weights, each)))
-        y, exact = map(torch.cat, zip(*found))
+        y, exact = map(torch.cat, zip(*found, strict=True))
         yield low < float((y - exact).norm() / exact.norm()) < high, True
 
 
@@ -945,7 +945,9 @@ def compilation(runs):
             patch.setattr(
                 torch,
                 "compile",
-                lambda function, **_: compiled.append(function.__qualname__) or function,
+                lambda function, compiled=compiled, **_: (
+                    compiled.append(function.__qualname__) or function
+                ),
             )
             runs.fresh(flags, steps=1)
         yield (
@@ -1049,7 +1051,7 @@ def shared_evaluation(runs):
     world.rank = 1
     world.sum = lambda values: values + of_first[0]
     found = train.evaluate(model, {"": (ids, labels)}, 2, 2, world)
-    nats, targets = zip(*map(lambda *row: nats_of(model, *row), ids, labels))
+    nats, targets = zip(*map(lambda *row: nats_of(model, *row), ids, labels), strict=True)
     yield found["val_loss"], sum(nats) / sum(targets)
     yield of_first[0][1], targets[0] + targets[1] + targets[4]
 

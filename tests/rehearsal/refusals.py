@@ -272,13 +272,17 @@ REFUSALS = [
         (
             "_fused_adamw",
             "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
-            lambda a: any(mixed(*row) for row in zip(a.self, a.grads, a.exp_avgs, a.exp_avg_sqs)),
+            lambda a: any(
+                mixed(*row) for row in zip(a.self, a.grads, a.exp_avgs, a.exp_avg_sqs, strict=True)
+            ),
             lambda: update(exp_avg=of(bfloat16, 8, 4), grad=of(float32, 8, 4)),
         ),
         (
             "_fused_adamw",
             "exp_avgs, and exp_avg_sqs must have same dtype, device, and layout",
-            lambda a: any(p.stride() != grad.stride() for p, grad in zip(a.self, a.grads)),
+            lambda a: any(
+                p.stride() != grad.stride() for p, grad in zip(a.self, a.grads, strict=True)
+            ),
             lambda: update(exp_avg=of(float32, 8, 4), grad=of(float32, 4, 8).t()),
         ),
     )
@@ -316,7 +320,10 @@ def is_view(func) -> bool:
 
 def refusals_of(func, operation: str, args, kwargs) -> list[str]:
     """Return why the kernel of an operation would refuse these arguments."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    named = (
+        dict(zip((argument.name for argument in func._schema.arguments), args, strict=True))
+        | kwargs
+    )
     operands = tensors(named)
     on_host = [t for t in operands if not t.is_cuda]
     made_on = torch.device(named.get("device") or "cpu")

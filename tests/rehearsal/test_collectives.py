@@ -8,19 +8,19 @@ from pprint import pformat
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import Collective, CollectiveRecorder, disagreements
-from rehearsal import gpu
-from rehearsal.refusals import Watch, of, tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# noqa: F401  makes collectives take fake tensors
-from torch.distributed._tools import fake_collectives
+# makes collectives take fake tensors
+from torch.distributed._tools import fake_collectives  # noqa: F401
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 import train
+from collectives import Collective, CollectiveRecorder, disagreements
+from rehearsal import gpu
+from rehearsal.refusals import Watch, of, tensors
 from spider import distributed
 from spider.checkpoint import copy_to_host
 from spider.distributed import ShardedRows, World

@@ -5,13 +5,13 @@ from collections import defaultdict
 
 import pytest
 import torch
-from rehearsal import gpu
-from rehearsal.refusals import Watch, is_composite, is_view, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
+from rehearsal import gpu
+from rehearsal.refusals import Watch, is_composite, is_view, tensors
 from spider import estimate
 from spider.distributed import Unsharded
 from tile_moe import ALIGNMENT
@@ -124,7 +124,9 @@ class Costs(Watch):
                 for in_bf16, in_fp32, memory in CARDS.values()
             ),
         )
-        self.parts[part] = [total + times * number for total, number in zip(self.parts[part], cost)]
+        self.parts[part] = [
+            total + times * number for total, number in zip(self.parts[part], cost, strict=True)
+        ]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, name = (
@@ -213,13 +215,16 @@ def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
     for graph in graphs:
         for moved in graph.moved:
             costs.add("Triton in graphs", 0, moved, times=graph.runs)
-    costs.parts["together"] = [*map(sum, zip(*costs.parts.values()))]
+    costs.parts["together"] = [*map(sum, zip(*costs.parts.values(), strict=True))]
     for part, (kernels, flops, moved, *seconds) in costs.parts.items():
-        times = ", ".join(f"{card} {1e3 * least:.1f} ms" for card, least in zip(CARDS, seconds))
+        times = ", ".join(
+            f"{card} {1e3 * least:.1f} ms" for card, least in zip(CARDS, seconds, strict=True)
+        )
         print(f"{part}: {kernels} kernels, {flops / 1e12:.1f} TFLOP, {moved / 1e9:.1f} GB; {times}")
     print(
         ", ".join(
-            f"{card} {plan.step_bytes / least:,.0f} bytes/s" for card, least in zip(CARDS, seconds)
+            f"{card} {plan.step_bytes / least:,.0f} bytes/s"
+            for card, least in zip(CARDS, seconds, strict=True)
         )
     )
     assert 1e3 * seconds[0] <= most

@@ -12,13 +12,13 @@ from pprint import pformat
 import pytest
 import torch
 import torch.nn.functional as F
-from cubins import spills
-from rehearsal import gpu
-from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
 from torch._inductor.codecache import PyCodeCache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
+from cubins import spills
+from rehearsal import gpu
+from rehearsal.refusals import REFUSALS, UNCHECKED, Watch, of
 from spider.decode import draw
 from train import Plan
 

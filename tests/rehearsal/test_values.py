@@ -10,13 +10,9 @@ import copy
 import math
 import re
 
-import interpreting  # noqa: F401  mends Triton's interpreter
 import pytest
 import torch
 import triton.language as tl
-from rehearsal import gpu
-from rehearsal.gpu import Graph, OnHost
-from rehearsal.refusals import Watch
 from torch import Tensor
 from torch._C._dynamo import guards
 from torch._inductor.async_compile import AsyncCompile
@@ -24,6 +20,11 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
+
+import interpreting  # noqa: F401  mends Triton's interpreter
+from rehearsal import gpu
+from rehearsal.gpu import Graph, OnHost
+from rehearsal.refusals import Watch
 
 pytestmark = pytest.mark.rehearsal
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
@@ -155,7 +156,7 @@ class Kernel:
 
     def run(self, *args, stream=None):
         names = self.function.arg_names
-        given = dict(zip((name for name in names if not name.endswith("BLOCK")), args))
+        given = dict(zip((name for name in names if not name.endswith("BLOCK")), args, strict=True))
         blocks = dict(
             XBLOCK=64 if {"YBLOCK", "R0_BLOCK"} & {*names} else 1024, YBLOCK=64, R0_BLOCK=256
         )
@@ -203,7 +204,7 @@ def draw(like: Tensor, rows: int) -> Tensor:
         like.dtype,
         ([*map(int, numbers)] for numbers in (like.shape, like.stride())),
     )
-    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if dtype == torch.int32:  # cu_seqlens of a few documents
         flat = torch.linspace(0, rows, size).round()
     elif dtype == torch.int64:
@@ -226,7 +227,7 @@ def distance(results: list, exact: list) -> list[float]:
         float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))
         if isinstance(a, Tensor)
         else float(a != b)
-        for a, b in zip(results, exact)
+        for a, b in zip(results, exact, strict=True)
     ]
 
 
@@ -238,7 +239,7 @@ def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
     order = next(
         (
             result
-            for node, result in zip(graph.outputs, results)
+            for node, result in zip(graph.outputs, results, strict=True)
             if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", "")))
         ),
         None,
@@ -254,7 +255,7 @@ def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
         ).any():
             faults.append("the experts are not in the order of their scores")
     rounding += [distance(own.run(graph, args, 2**-9), exact) for _ in range(RUNS - 1)]
-    for i, (off, *others) in enumerate(zip(distance(results, exact), *rounding)):
+    for i, (off, *others) in enumerate(zip(distance(results, exact), *rounding, strict=True)):
         if not off <= MARGIN * max(others) + 1e-5:
             faults.append(f"result {i}: off by {off:.2e}, by rounding {max(others):.2e}")
     return faults, results
@@ -286,9 +287,10 @@ def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_fou
         faults, results = faults_of(graph, graph.source, args)
         found += faults
         known = {
-            str(node): value for node, value in zip(graph.inputs + graph.outputs, args + results)
+            str(node): value
+            for node, value in zip(graph.inputs + graph.outputs, args + results, strict=True)
         }
         for fault, (pattern, replacement, count) in PLANTED.items() if i == later_loop else ():
-            source, places = re.subn(pattern, replacement, graph.source, count)
+            source, places = re.subn(pattern, replacement, graph.source, count=count)
             assert places and faults_of(graph, source, args)[0], fault
     assert len(graphs) == 16 and not found, found
