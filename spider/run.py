@@ -74,8 +74,13 @@ class RunProgress:
             self.forget_recent()
         return StepEvents(spike, begins, cleared)
 
-    def record_evaluation(self, loss: float, counts: bool):
-        """Record a validation loss; `counts` for --patience: one of the regular evaluations."""
+    def record_evaluation(self, numbers: Mapping[str, float], counts: bool):
+        """Record an evaluation of the last step, with the step's metrics.
+
+        numbers: its metrics, `val_loss` among them. counts: it is one of the regular evaluations,
+        by which --patience counts."""
+        self.metrics = {**(self.metrics or {}), **numbers}
+        loss = numbers["val_loss"]
         self.val_loss = loss if math.isfinite(loss) else None
         if counts:
             self.unimproved = 0 if loss < self.best_loss else self.unimproved + 1
@@ -235,6 +240,18 @@ class StopSignals:
         self.agreed = next(
             (number for number, count in zip(STOPS, votes, strict=True) if count), self.agreed
         )
+
+    def may_interrupt(self, work: Callable[[], None]):
+        """Do some work, which a signal ends at once; not with several ranks, which finish it
+        together.
+
+        This is no context manager: a signal could arrive between its body and its exit."""
+        try:
+            self.raises = self.ranks == 1
+            work()
+            self.raises = False
+        except Stopped:
+            self.raises = False
 
     def _ask(self, number: int, _):
         if number in self.received:
