@@ -661,10 +661,11 @@ def check_minutes(flags: Flags, recorded: Mapping[str, Any]):
     before = recorded.get("minutes")
     if before == flags.minutes:
         return
-    if before is None:
-        start, remedy = "without --minutes", "leave it out"
-    else:
-        start, remedy = f"for --minutes {before:g}", "give that"
+    start = "without --minutes"
+    remedy = "leave it out"
+    if before is not None:
+        start = f"for --minutes {before:g}"
+        remedy = "give that"
     another = "add --reset_steps" if flags.resume else "name a new --ckpt_dir"
     raise UsageError(
         f"--minutes {flags.minutes:g}: this resumes a run of {recorded.get('target_tokens', 0):,} "
@@ -923,7 +924,8 @@ def fit_into(
 def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
     """Return the lines of the log that say what was chosen: by `auto`, by the recipe, by the
     environment."""
-    flags, given = plan.flags, command.given
+    flags = plan.flags
+    given = command.given
     parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
     hardware = f"{torch.get_num_threads()} threads"
     if world.device.type == "cuda":
@@ -1597,7 +1599,8 @@ class Run:
 
     def evaluate(self):
         """Evaluate, and record the result with the step's metrics."""
-        flags, progress = self.flags, self.progress
+        flags = self.flags
+        progress = self.progress
         rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
         numbers = evaluate(self.model, self.validation, rows, flags.n_loops, self.world)
         progress.record_evaluation(numbers, counts=progress.step % flags.eval_every == 0)
@@ -1621,7 +1624,7 @@ class Run:
         metrics = self.progress.metrics
         if metrics and self.metrics_file:
             self.metrics_file.write(metrics)
-        if self.tracker and self.progress.step >= first_step:
+        if metrics and self.tracker and self.progress.step >= first_step:
             self.tracker.log(metrics, step=self.progress.step)
 
     def save(self):
@@ -1656,7 +1659,9 @@ def train_step(run: Run) -> StepEvents:
     """Run one optimizer step, and record its metrics in `run.progress`; return what the log says of
     it."""
     start = time.perf_counter()
-    plan, flags, progress = run.plan, run.plan.flags, run.progress
+    plan = run.plan
+    flags = plan.flags
+    progress = run.progress
     first = progress.bytes_seen // flags.seq_len
     epoch = run.loader.epoch(first)
     now = run.schedule.at(progress)
@@ -1813,7 +1818,8 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
 
 def outlook(run: Run) -> str:
     """Return what a user can do after a run that has ended by itself."""
-    flags, progress = run.flags, run.progress
+    flags = run.flags
+    progress = run.progress
     if run.out_of_patience():
         return (
             f"ended by --patience {flags.patience}: the last {progress.unimproved} evaluations did "
@@ -1861,7 +1867,8 @@ def open_run(
     if flags.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        # type: ignore[attr-defined] # torch's setter is set on the module
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     world.join(device, flags.shards, flags.rank_timeout)
     sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
     directory = Path(flags.ckpt_dir)
@@ -1884,8 +1891,10 @@ def open_run(
 
 def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStack) -> Run:
     """Build model and optimizers, restore the checkpoint, and open what a run writes."""
-    plan, origin = opened.plan, opened.origin
-    flags, directory = plan.flags, Path(plan.flags.ckpt_dir)
+    plan = opened.plan
+    origin = opened.origin
+    flags = plan.flags
+    directory = Path(flags.ckpt_dir)
     loader = Loader(opened.sources, flags.seq_len, flags.seed)
     validation = {}
     if flags.eval_every:
@@ -1947,7 +1956,9 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
 
 def open_logs(run: Run, closing: ExitStack, in_place: bool):
     """Open metrics.jsonl, wandb, and the curves that are drawn at the end."""
-    flags, progress, stop = run.flags, run.progress, run.stop
+    flags = run.flags
+    progress = run.progress
+    stop = run.stop
     directory = Path(flags.ckpt_dir)
     first_line = progress.step if progress.metrics else progress.step + 1
     run.metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
@@ -1957,7 +1968,9 @@ def open_logs(run: Run, closing: ExitStack, in_place: bool):
 
 def describe_start(run: Run, in_place: bool):
     """Log where a run begins and what a step costs, and warn of a horizon that does not suit."""
-    plan, flags, progress = run.plan, run.flags, run.progress
+    plan = run.plan
+    flags = plan.flags
+    progress = run.progress
     length = plan.config.bytes_per_segment
     cost = estimate.flops_per_byte(run.model, length, flags.n_loops, flags.seq_len)
     logger.info(

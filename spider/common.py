@@ -133,7 +133,7 @@ class ProgressBar:
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keep line breaks of the description, and show defaults."""
 
-    def _get_help_string(self, action: argparse.Action) -> str:
+    def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default in (None, False, argparse.SUPPRESS)
         return action.help if hidden else f"{action.help} (default: {action.default})"
 
@@ -237,13 +237,13 @@ def add_flags(parser: argparse.ArgumentParser, table: type):
             )
 
 
-def read_toml(parser: Parser, path: str) -> dict:
+def read_toml(parser: Parser, path: str) -> dict[str, Any]:
     """Read the values of a parser's flags from a TOML file; sections are ignored, but group flags
     for the reader."""
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
+        import tomli as tomllib  # type: ignore[no-redef]
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as fault:
@@ -254,7 +254,7 @@ def read_toml(parser: Parser, path: str) -> dict:
     actions = {
         action.option_strings[0]: action for action in parser._actions if action.dest != "config"
     }
-    values = {}
+    values: dict[str, Any] = {}
     assigned = set()  # flags by their names in the result
     entries = list(content.items())
     for name, value in entries:  # grows in the loop
