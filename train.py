@@ -564,7 +564,7 @@ class Plan:
     recipe: str  # model whose defaults were used
     config: SpiderConfig
     model_class: type[Spider]
-    model: Spider = field(compare=False, repr=False)  # on the meta device
+    model: Spider = field(compare=False, repr=False)  # on the meta device, until it is built
     ranks: int = 1
     checkpoint_size: float = 0.0  # bytes
     documents_per_byte: float = 0.0  # of the data, for the estimate of memory
@@ -1122,14 +1122,13 @@ def loops_of_step(flags: Flags, step: int) -> int:
 # The model: initialization, FP8, compilation
 
 
-def build_model(plan: Plan, world: World) -> Spider:
-    """Build the model of a plan, ready to train: initialize it from --seed, apply FP8, backend and
-    compilation, shard it over the ranks.
+def build_model(model: Spider, plan: Plan, world: World) -> Spider:
+    """Make a model on the meta device ready to train: initialize it from --seed, apply FP8, backend
+    and compilation, shard it over the ranks. Return it.
 
     Raise TooLarge where a step surely needs more memory than there is."""
     flags = plan.flags
     estimate.check_memory(plan.memory, world)
-    model = copy.deepcopy(plan.model)  # on the meta device
     torch.manual_seed(flags.seed)
     model.to_empty(device=world.device)
     model.init_weights()
@@ -1417,7 +1416,7 @@ def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
     flags = plan.flags
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
     loader = Loader(sources, flags.seq_len, flags.seed)
-    model = build_model(plan, world)
+    model = build_model(copy.deepcopy(plan.model), plan, world)
     if flags.compile != "off":
         warm_up(model, plan, world.device)
     optimizers = optimizers_of(flags, model)
@@ -1899,7 +1898,7 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
     validation = {}
     if flags.eval_every:
         validation = validation_sets(opened.sources, flags.seq_len, flags.eval_tokens)
-    model = build_model(plan, world)
+    model = build_model(plan.model, plan, world)
     optimizers = optimizers_of(flags, model)
     if origin.state is not None:
         what = "resuming from" if origin.resumes else "weights of"
