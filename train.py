@@ -1008,8 +1008,8 @@ def train_step(run: Run) -> StepEvents:
     epoch = run.loader.epoch(first)
     batches = run.feed.take()
     loops = loops_of_step(plan, progress.step)
-    model.halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * run.horizon))
-    model.dropout = dropout_at(plan, run.loader, first)
+    halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * run.horizon))
+    dropout = dropout_at(plan, run.loader, first)
     factor = lr_factor(progress.step, run.horizon, plan)
     run.optimizers.set_lr(plan.lr, factor)
     targets = None
@@ -1018,7 +1018,7 @@ def train_step(run: Run) -> StepEvents:
             (), sum(batch.targets for batch in batches), dtype=torch.float64, device=world.device
         )
         world.sum(targets)
-    sums, counts = accumulate(model, batches, loops, targets)
+    sums, counts = accumulate(model, batches, loops, targets, dropout, halting_warmup)
     clears = epoch > progress.epoch and clears_tables(plan, run.loader, first)
     numbers = update(
         model, run.optimizers, sums, counts, batches, plan.grad_clip, clears, run.stop.votes()
@@ -1041,7 +1041,12 @@ def train_step(run: Run) -> StepEvents:
 
 
 def accumulate(
-    model: Spider, batches: list[Batch], n_loops: int, targets: Tensor | None = None
+    model: Spider,
+    batches: list[Batch],
+    n_loops: int,
+    targets: Tensor | None = None,
+    dropout: float = 0.0,
+    halting_warmup: float = 1.0,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Run forward and backward over a step's micro-steps; change nothing but gradients. `targets`:
     those of all ranks.
@@ -1061,7 +1066,14 @@ def accumulate(
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(
-                batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens, batch.longest
+                batch.ids,
+                batch.labels,
+                n_loops,
+                batch.noise_seed,
+                batch.cu_seqlens,
+                batch.longest,
+                dropout,
+                halting_warmup,
             )
             weight = batch.targets / targets
             if isinstance(weight, Tensor):
@@ -1164,9 +1176,11 @@ def step_alone(
     batches: list[Batch],
     n_loops: int,
     grad_clip: float = 1.0,
+    dropout: float = 0.0,
 ) -> dict:
     """Run an optimizer step of a model outside of a run; return its metrics."""
-    return update(model, optimizers, *accumulate(model, batches, n_loops), batches, grad_clip)
+    sums, counts = accumulate(model, batches, n_loops, dropout=dropout)
+    return update(model, optimizers, sums, counts, batches, grad_clip)
 
 
 def optimizers_of(plan: Plan, model: Spider) -> Optimizers:
@@ -1277,9 +1291,9 @@ def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
         step, start = plan.horizon // 2 + len(times), time.perf_counter()
         first = step * plan.sequences
         batches = [batch.to(world.device) for batch in loader.batches(step, first, plan)]
-        model.dropout = dropout_at(plan, loader, first)
+        dropout = dropout_at(plan, loader, first)
         optimizers.set_lr(plan.lr, lr_factor(step, plan.horizon, plan))
-        step_alone(model, optimizers, batches, plan.n_loops, plan.grad_clip)
+        step_alone(model, optimizers, batches, plan.n_loops, plan.grad_clip, dropout)
         times.append(time.perf_counter() - start)
     return plan.step_bytes / float(np.median(times[1:]))
 

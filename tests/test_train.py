@@ -1,5 +1,6 @@
 """Schedules, the optimizer step, FP8, evaluation, samples."""
 
+import inspect
 import json
 import math
 from contextlib import nullcontext
@@ -69,13 +70,14 @@ def test_random_loop_counts_are_poisson_and_a_function_of_seed_and_step():
 
 
 def seen_by_steps(monkeypatch, name) -> list:
-    """Collect an attribute of the model in every step."""
+    """Collect an argument of the model in every step."""
     seen, accumulate = [], train.accumulate
-    monkeypatch.setattr(
-        train,
-        "accumulate",
-        lambda model, *rest: seen.append(getattr(model, name)) or accumulate(model, *rest),
-    )
+
+    def collect(*given):
+        seen.append(inspect.signature(accumulate).bind(*given).arguments[name])
+        return accumulate(*given)
+
+    monkeypatch.setattr(train, "accumulate", collect)
     return seen
 
 

@@ -140,12 +140,17 @@ def batch_of(plan: Plan, documents: int, longest: int | None = None) -> Batch:
 
 
 def step(
-    plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int, longest: int | None = None
+    plan: Plan,
+    model: nn.Module,
+    optimizers: Optimizers,
+    documents: int,
+    longest: int | None = None,
+    dropout: float = 0.0,
 ):
     """Run an optimizer step with this number of documents in each micro-step, see batch_of."""
     batches = [batch_of(plan, documents, longest)] * plan.grad_accum
     # the norm is read as 1
-    train.step_alone(model, optimizers, batches, plan.n_loops, grad_clip=0.5)
+    train.step_alone(model, optimizers, batches, plan.n_loops, grad_clip=0.5, dropout=dropout)
 
 
 class Graph:

@@ -155,9 +155,8 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
     documents, segments, longest = SIZES[batch][0]
     with FakeTensorMode(), Watch(segments) as watch:
         spider, optimizers = gpu.build(plan)
-        spider.dropout = 0.1
         watch.waits.clear()  # of the initialization
-        gpu.step(plan, spider, optimizers, documents, longest)
+        gpu.step(plan, spider, optimizers, documents, longest, dropout=0.1)
         assert len(watch.waits) == plan.grad_accum + 1, watch.waits
         # of both products of each visit of a core layer
         weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum
