@@ -115,6 +115,7 @@ class Block(nn.Module):
         return self.run(x_MD, packing, cache)
 
     def run(self, x_MD: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        """Compute the layer; a subclass overrides this."""
         attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_ROWS, cache=cache)
         x_MD = x_MD + attended_MD
         return x_MD + self.ffn(rms_norm(x_MD))
@@ -141,6 +142,14 @@ class LayerCaches(NamedTuple):
     convolved: Cache | None = None
 
 
+class LayerOutput(NamedTuple):
+    """The result of one visit of a core layer."""
+
+    x_nD: Tensor
+    routing: Routing
+    state: LayerState
+
+
 class RecurrentBlock(nn.Module):
     """A layer of the core at segment rate: Engram in some layers, attention, experts."""
 
@@ -163,10 +172,10 @@ class RecurrentBlock(nn.Module):
         state: LayerState,
         caches: LayerCaches,
         decided: Routing | None = None,
-    ) -> tuple[Tensor, Routing, LayerState]:
-        """Compute one visit of the active rows: their output [n, D], routing and new state.
+    ) -> LayerOutput:
+        """Compute one visit of the active rows.
 
-        recalled: of this layer's Engram; state: of the loop before; decided: a routing to reuse,
+        recalled: of this layer's Engram. state: of the loop before. decided: a routing to reuse,
         see MoE."""
         latents, convolved = state
         if self.engram is not None:
@@ -176,7 +185,7 @@ class RecurrentBlock(nn.Module):
         )
         x_nD = x_nD + attended_nD
         y_nD, routing = self.moe(rms_norm(x_nD), decided)
-        return x_nD + y_nD, routing, LayerState(latents, convolved)
+        return LayerOutput(x_nD + y_nD, routing, LayerState(latents, convolved))
 
     def in_one_graph(
         self,
@@ -216,7 +225,7 @@ def visit(
     state: LayerState,
     caches: LayerCaches,
     recompute: bool,
-) -> tuple[Tensor, Routing, LayerState]:
+) -> LayerOutput:
     """Run a core layer once: compiled, plainly, or with activation checkpointing.
 
     Recomputation reuses the routing, since a near-tie that falls the other way would corrupt the
@@ -229,19 +238,20 @@ def visit(
         y_nD, latents, convolved, score_nE, topk_idx_nK = layer.compiled(
             layer, x_nD, packing, recalled, active, state, recompute
         )
-        return y_nD, Routing(score_nE, topk_idx_nK, None), LayerState(latents, convolved)
+        routing = Routing(score_nE, topk_idx_nK, None)
+        return LayerOutput(y_nD, routing, LayerState(latents, convolved))
     if not recompute:
         return layer(x_nD, packing, recalled, active, state, caches)
 
     decided: Routing | None = None  # by the first call of `compute`, for the recomputation
 
-    def compute(x_nD: Tensor) -> tuple[Tensor, Routing, LayerState]:
+    def compute(x_nD: Tensor) -> LayerOutput:
         nonlocal decided
-        y_nD, routing, new_state = layer(x_nD, packing, recalled, active, state, caches, decided)
+        output = layer(x_nD, packing, recalled, active, state, caches, decided)
         if decided is None:
             # without the score, which would keep the first call's graph in memory
-            decided = Routing(None, routing.topk_idx, routing.rows)
-        return y_nD, routing, new_state
+            decided = Routing(None, output.routing.topk_idx, output.routing.rows)
+        return output
 
     return checkpoint(compute, x_nD, use_reentrant=False, preserve_rng_state=False)
 
@@ -442,7 +452,7 @@ class RecurrentCore(nn.Module):
         trained_loops = self.config.n_loops
         halting = self._begin_halting(z_ND, core_pass)
         e_ND = dropped(rms_norm(z_ND), core_pass.dropout, core_pass.noise_N, CORE_INPUT)
-        decay_D = self.decay()
+        decay_D = self.decay()  # A, the same in every loop
         recalled = self._recall(z_ND, core_pass)
         states = [LayerState(None, None)] * len(self.layers)
         visits: list[Visit] = []
@@ -524,6 +534,8 @@ class RecurrentCore(nn.Module):
     # Before and after the loops
 
     def _begin_halting(self, z_ND: Tensor, core_pass: CorePass) -> Halting:
+        """Make the state of ACT. On a GPU all rows are computed, since to drop some would wait for
+        the device in every loop."""
         drop_halted = self.drop_halted
         if drop_halted is None:
             drop_halted = core_pass.decoding or not z_ND.is_cuda
@@ -563,6 +575,8 @@ class RecurrentCore(nn.Module):
     def _stats(
         self, visits: list[Visit], halting: Halting, n_loops: int, decay_D: Tensor
     ) -> CoreStats:
+        """Divide the sums over visits by their number, and collect what training adds to the loss
+        and logs."""
         sums = self.balance(visits, halting.loops.new_zeros(()))
         visited = len(self.layers) * halting.loops.clamp_min(1e-9)  # 0 loops without segments
         ponder = halting.ponder
@@ -599,9 +613,8 @@ class RecurrentCore(nn.Module):
             aux_loss = aux_loss + group_aux_loss
             z_loss = z_loss + group_z_loss
             loads.append(load)
-        load_LE = (
-            torch.cat(loads).unflatten(0, (-1, layers)).sum(0)
-        )  # layers of a loop are adjacent
+        load_of_visits = torch.cat(loads)  # [loops * L, E], the layers of a loop side by side
+        load_LE = load_of_visits.unflatten(0, (-1, layers)).sum(0)
         return Balance(aux_loss, z_loss, load_LE)
 
 
@@ -644,7 +657,7 @@ def init_weights(model: "Spider"):
         model.boundary_predictor.init_weights()
     elif model.boundary_predictor is not None:
         prior = model.config.boundary_prior
-        model.boundary_predictor[2].bias.fill_(math.log(prior / (1 - prior)))
+        _last_linear(model.boundary_predictor).bias.fill_(math.log(prior / (1 - prior)))
     _init_added_modules(model)
     uninitialized = [name for name, t in _float_tensors(model).items() if t.isnan().any()]
     if uninitialized:
@@ -712,7 +725,13 @@ def _scale_residual_outputs(model: "Spider"):
             if module.logits is not None:
                 module.logits.weight.zero_()
             if module.votes is not None:
-                module.votes[2].weight.zero_()
+                _last_linear(module.votes).weight.zero_()
+
+
+def _last_linear(network: nn.Sequential) -> Linear:
+    last = network[-1]
+    assert isinstance(last, Linear)
+    return last
 
 
 def _init_core(core: RecurrentCore):
@@ -739,9 +758,10 @@ def _init_added_modules(model: nn.Module):
         path = name.split(".")[:-1]
         for depth in range(len(path), 0, -1):
             module = model.get_submodule(".".join(path[:depth]))
-            if hasattr(module, "reset_parameters"):
+            reset_parameters = getattr(module, "reset_parameters", None)
+            if reset_parameters is not None:
                 if tensor.isnan().any():
-                    module.reset_parameters()
+                    reset_parameters()
                 break
 
 
@@ -788,7 +808,7 @@ def add_losses(
     labels_M = labels.reshape(-1)
     logits_MV = out.logits.flatten(0, 1)
     has_label_M = labels_M != -100
-    labelled = has_label_M.sum().clamp_min(1)
+    n_labels = has_label_M.sum().clamp_min(1)
 
     losses_M = None
     if observed is None:
@@ -796,14 +816,14 @@ def add_losses(
     else:  # the predictor of surprise learns from each byte's loss
         losses_M = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="none")
         nats = losses_M.sum()
-    nats_per_byte = nats / labelled
+    nats_per_byte = nats / n_labels
     out.nats_per_byte = nats_per_byte
     core_loss = torch.zeros_like(result.boundary_loss)
     if model.training and c.scores_core and result.unpooled_MD is not None:
         # initially unpooled is 0: the gradient's norm exceeds 100, and is clipped
         core_logits_MV = model.lm_head(rms_norm(result.unpooled_MD)).to(logits_MV.dtype)
         core_nats = F.cross_entropy(core_logits_MV, labels_M, ignore_index=-100, reduction="sum")
-        core_loss = core_nats / labelled
+        core_loss = core_nats / n_labels
 
     terms = dict(
         boundary_loss=c.boundary_loss_weight * result.boundary_loss,
@@ -817,7 +837,7 @@ def add_losses(
         surprise_loss = model.boundary_predictor.surprise_loss(
             observed, nats, losses_M.detach(), has_label_M
         )
-        terms["surprise_loss"] = surprise_loss / labelled
+        terms["surprise_loss"] = surprise_loss / n_labels
     if model.training:
         terms |= model.extra_losses(out, labels)
 
@@ -993,6 +1013,7 @@ class Spider(DecodingMixin, nn.Module):
     def _pack(
         self, input_ids: Tensor, cu_seqlens: Tensor | None, longest: int | None
     ) -> PackedBytes:
+        """Find the documents of a batch, the last bytes before each byte, and matches."""
         c = self.config
         if cu_seqlens is None:
             cu_seqlens = document_cu_seqlens(input_ids)
@@ -1087,11 +1108,13 @@ class Spider(DecodingMixin, nn.Module):
         return CoreResult(len(z_ND), stats, band_loss, unpooled_MD, observed)
 
     def _without_core(self) -> CoreResult:
+        """Return the result of a model with byte layers alone: no segment, all losses zero."""
         zero = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
         no_load = zero.new_zeros(0, self.config.n_routed_experts)
         return CoreResult(0, CoreStats(zero, zero, zero, zero, no_load), zero)
 
     def _output(self, logits: Tensor, result: CoreResult) -> SpiderOutput:
+        """Make the output of a pass, without losses."""
         c = self.config
         zero = logits.new_zeros((), dtype=self.wide_dtype)
         # the load relative to an even one, which is segments * K / E tokens of each expert
