@@ -20,20 +20,28 @@ Features and their sources:
 
 Everything runs on packed rows, [rows, hidden_size]; `cu_seqlens` marks where documents start.
 Sequences are not padded, memory grows with the number of bytes, and documents do not see each
-other. Shapes in comments: B sequences of T bytes, M = B * T bytes, N segments, D hidden size, H
-heads, E experts, k experts per token, L core layers. Parameters are fp32 (or another dtype, if
-converted); products run in `Spider.compute_dtype`; sums over rows, logits and losses are at least
-fp32 (`wide_dtype`).
+other. Parameters are fp32 (or another dtype, if converted). Products run in `Spider.compute_dtype`.
+Sums over rows, logits and losses are at least fp32 (`wide_dtype`).
+
+Names of tensors end with their shape. `h_nD` is [n, D], a state of each active row:
+
+    B  sequences                             T  bytes of a sequence
+    M  packed bytes, B * T                   P  past bytes that a memory reads, the newest first
+    N  segments, in the core with padding    n  active rows: segments that are still in the core
+    D  hidden_size                           V  vocab_size
+    O  segment_offsets                       L  core layers
+    E  routed experts                        K  experts per token
+    R  lora_rank                             C  width of an attention latent
 """
 
 import logging
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +77,24 @@ from spider.segments import last_byte_of, pool_segments, segment_offsets, unpool
 from tile_moe import MoE, Routing, balance, resolve_backend
 from tokenizer import EOS_ID, PAD_ID
 
+# Sites of dropout: each draws another mask from the same noise. Site 5 is boundaries.STRAY_SITE.
+BYTES_BEFORE_CORE = 0
+CORE_INPUT = 1
+CORE_OUTPUT = 2
+BYTES_AFTER_CORE = 3
+
+
+@runtime_checkable
+class Compilable(Protocol):
+    """A module of which Spider.compile_layers compiles one function.
+
+    That function is `in_one_graph` of the module's class, and `compiled` is its compiled form. It
+    is not the module itself, which has FSDP's hooks."""
+
+    compiled: Callable | None
+    in_one_graph: Callable
+
+
 # --------------------------------------------------------------------------------------------------
 # The layer at byte rate
 
@@ -76,55 +102,58 @@ from tokenizer import EOS_ID, PAD_ID
 class Block(nn.Module):
     """A dense layer of prelude or coda, [M, D] -> [M, D]."""
 
-    compiled: Callable | None = None  # of `in_one_graph`, see Spider.compile_layers
+    compiled: Callable | None = None  # see Compilable
 
     def __init__(self, config: SpiderConfig, attention_class: type[nn.Module] = MLA):
         super().__init__()
         self.attention = attention_class(config)
         self.ffn = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+    def forward(self, x_MD: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
         if self.compiled is not None and torch.is_grad_enabled():
-            return self.compiled(self, x, packing)
-        return self.run(x, packing, cache)
+            return self.compiled(self, x_MD, packing)
+        return self.run(x_MD, packing, cache)
 
-    def run(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
-        x = x + self.attention(rms_norm(x), packing, ALL_ROWS, cache=cache)[0]
-        return x + self.ffn(rms_norm(x))
+    def run(self, x_MD: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        """Compute the layer; a subclass overrides this."""
+        attended_MD, _ = self.attention(rms_norm(x_MD), packing, ALL_ROWS, cache=cache)
+        x_MD = x_MD + attended_MD
+        return x_MD + self.ffn(rms_norm(x_MD))
 
-    def in_one_graph(self, x: Tensor, packing: Packing) -> Tensor:
-        return self.run(x, packing)
+    def in_one_graph(self, x_MD: Tensor, packing: Packing) -> Tensor:
+        return self.run(x_MD, packing)
 
 
 # --------------------------------------------------------------------------------------------------
-# The recurrent core
-
-# of a core layer: latents [N, C]; what Engram's convolution reads
-LayerState = tuple[Tensor | None, Tensor | None]
-LayerCaches = tuple[Cache | None, Cache | None]  # their caches of earlier decoding steps
+# The layer of the core, at segment rate
 
 
-@dataclass(frozen=True)
-class CorePass:
-    """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
+class LayerState(NamedTuple):
+    """What later segments read of a core layer. Halted segments keep that of their last loop."""
 
-    packing: Packing  # of the segments
-    last_bytes: Tensor  # int64 [K, N], the last bytes of each segment, see memory.shifted_bytes
-    share: Tensor  # [N], 1 / segments, 0 for padding rows
-    n_loops: int
-    recompute: bool = False  # activation checkpointing of every visit of a layer
-    warmup: float = 1.0  # factor on halting probabilities
-    dropout: float = 0.0  # rate at both ends of the core
-    noise: Tensor | None = None  # int64 [N], for dropout; None: no dropout
-    latents: Cache | None = None  # in decoding: attention latents of earlier segments
-    # in decoding: inputs of the Engram convolutions from earlier segments
+    latents: Tensor | None = None  # [N, C], of attention
+    convolved: Tensor | None = None  # what Engram's convolution reads, see SegmentEngram.forward
+
+
+class LayerCaches(NamedTuple):
+    """The caches of a core layer in decoding: a LayerState's values, of earlier segments."""
+
+    latents: Cache | None = None
     convolved: Cache | None = None
+
+
+class LayerOutput(NamedTuple):
+    """The result of one visit of a core layer."""
+
+    x_nD: Tensor
+    routing: Routing
+    state: LayerState
 
 
 class RecurrentBlock(nn.Module):
     """A layer of the core at segment rate: Engram in some layers, attention, experts."""
 
-    compiled: Callable | None = None  # of `in_one_graph`, see Spider.compile_layers
+    compiled: Callable | None = None  # see Compilable
 
     def __init__(
         self, config: SpiderConfig, has_engram: bool, attention_class: type[nn.Module] = MLA
@@ -136,46 +165,213 @@ class RecurrentBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x_nD: Tensor,
         packing: Packing,
         recalled: Recalled | None,
         active: ActiveRows,
         state: LayerState,
         caches: LayerCaches,
         decided: Routing | None = None,
-    ) -> tuple[Tensor, Routing, LayerState]:
-        """Compute one visit of the active rows x [n, D]. `state`: of the loop before; `decided`:
+    ) -> LayerOutput:
+        """Compute one visit of the active rows.
+
+        recalled: of this layer's Engram. state: of the loop before. decided: a routing to reuse,
         see MoE."""
-        latent, read = state
+        latents, convolved = state
         if self.engram is not None:
-            x, read = self.engram(x, recalled, active, read, caches[1])
-        y, latent = self.attention(rms_norm(x), packing, active, latent, caches[0])
-        x = x + y
-        y, routing = self.moe(rms_norm(x), decided)
-        return x + y, routing, (latent, read)
+            x_nD, convolved = self.engram(x_nD, recalled, active, convolved, caches.convolved)
+        attended_nD, latents = self.attention(
+            rms_norm(x_nD), packing, active, latents, caches.latents
+        )
+        x_nD = x_nD + attended_nD
+        y_nD, routing = self.moe(rms_norm(x_nD), decided)
+        return LayerOutput(x_nD + y_nD, routing, LayerState(latents, convolved))
 
     def in_one_graph(
         self,
-        x: Tensor,
+        x_nD: Tensor,
         packing: Packing,
         recalled: Recalled | None,
         active: ActiveRows,
         state: LayerState,
         recompute: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Run `forward` as a single graph for torch.compile, with a flat tuple of results.
-        Recomputation is then part of the backward graph, and reuses the routing."""
+        """Run `forward` as a single graph for torch.compile.
 
-        def run(x):
-            y, routing, (latent, read) = self(x, packing, recalled, active, state, (None, None))
-            return y, latent, read, routing.score, routing.topk_idx
+        Returns a flat tuple, since checkpoint returns no other from a graph: the output, the two
+        tensors of LayerState, and score_nE and topk_idx_nK of Routing. Recomputation is part of the
+        backward graph, and reuses the routing: the results of its sort are kept."""
+
+        def compute(x_nD: Tensor) -> tuple[Tensor | None, ...]:
+            y_nD, routing, (latents, convolved) = self(
+                x_nD, packing, recalled, active, state, LayerCaches(None, None)
+            )
+            return y_nD, latents, convolved, routing.score, routing.topk_idx
 
         if not recompute:
-            return run(x)
+            return compute(x_nD)
         keep_routing = partial(create_selective_checkpoint_contexts, [torch.ops.aten.sort.stable])
         return checkpoint(
-            run, x, use_reentrant=False, preserve_rng_state=False, context_fn=keep_routing
+            compute, x_nD, use_reentrant=False, preserve_rng_state=False, context_fn=keep_routing
         )
+
+
+def visit(
+    layer: RecurrentBlock,
+    x_nD: Tensor,
+    packing: Packing,
+    recalled: Recalled | None,
+    active: ActiveRows,
+    state: LayerState,
+    caches: LayerCaches,
+    recompute: bool,
+) -> LayerOutput:
+    """Run a core layer once: compiled, plainly, or with activation checkpointing.
+
+    Recomputation reuses the routing, since a near-tie that falls the other way would corrupt the
+    gradient."""
+    if layer.compiled is not None and torch.is_grad_enabled():
+        dynamic = [x_nD, active.mask, *state, *vars(packing).values()]
+        if recalled is not None:
+            dynamic += recalled
+        mark_rows_dynamic(*dynamic)
+        y_nD, latents, convolved, score_nE, topk_idx_nK = layer.compiled(
+            layer, x_nD, packing, recalled, active, state, recompute
+        )
+        routing = Routing(score_nE, topk_idx_nK, None)
+        return LayerOutput(y_nD, routing, LayerState(latents, convolved))
+    if not recompute:
+        return layer(x_nD, packing, recalled, active, state, caches)
+
+    decided: Routing | None = None  # by the first call of `compute`, for the recomputation
+
+    def compute(x_nD: Tensor) -> LayerOutput:
+        nonlocal decided
+        output = layer(x_nD, packing, recalled, active, state, caches, decided)
+        if decided is None:
+            # without the score, which would keep the first call's graph in memory
+            decided = Routing(None, output.routing.topk_idx, output.routing.rows)
+        return output
+
+    return checkpoint(compute, x_nD, use_reentrant=False, preserve_rng_state=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# Halting
+
+
+class Halting:
+    """ACT over the loops of one pass (Graves, arXiv 1603.08983).
+
+    The weight of a loop is p while the running sum is below the threshold. On the loop that reaches
+    it, and on the last one, the weight is the remainder to 1, and the segment halts. It is computed
+    once more, with weight 0, so that later segments can read its final state instead of the one
+    before. Then it leaves the core.
+
+    A segment that halts in its first loop has weight 1 there for any p, so there is no gradient to
+    continue, nor for later loops. Therefore a warm-up scales p until all loops have learned.
+    """
+
+    def __init__(
+        self, share_N: Tensor, threshold: float, drop_halted: bool, stop_when_all_halted: bool
+    ):
+        """Begin a pass.
+
+        share_N: 1 / segments, and 0 for padding rows. drop_halted: compute only the rows that have
+        not halted; else all rows are computed and a mask selects the results, which needs no wait
+        for the device. stop_when_all_halted: end the pass then; in decoding, segments of later
+        steps still read those that halt last."""
+        self.threshold = threshold
+        self.drop_halted = drop_halted
+        self.stop_when_all_halted = stop_when_all_halted
+        self.active = ALL_ROWS
+        self.share_n = share_N  # 0 from the loop in which a segment halts
+        self.remaining_n = torch.ones_like(share_N)  # 1 - weights so far; 0 once halted
+        self.output_ND: Tensor | None = None  # sum of weight * state
+        self.loops = share_N.new_zeros(())  # loops until halting, mean over segments
+        self.ponder = share_N.new_zeros(())  # ACT's cost, loops + remainder, mean over segments
+
+    def add(self, h_nD: Tensor, p_n: Tensor, last: bool) -> Tensor:
+        """Add the states after a loop with their halting probabilities.
+
+        Returns the states for the next loop: none after the last one, and none where the pass
+        ends because all segments have halted."""
+        running_n = self.share_n > 0  # the others halted in the loop before, or are padding
+        if last:
+            halts_n = torch.ones_like(running_n)
+        else:
+            halts_n = 1 - self.remaining_n + p_n >= self.threshold
+        weight_n = torch.where(halts_n, self.remaining_n, p_n)
+        self._add_to_output(weight_n[:, None].to(h_nD.dtype) * h_nD)
+
+        share = self.share_n.sum()  # of segments that were running
+        remainder = self.share_n @ torch.where(halts_n, self.remaining_n, 0)
+        self.loops = self.loops + share
+        self.ponder = self.ponder + share + remainder
+
+        self.share_n = self.share_n * ~halts_n
+        self.remaining_n = torch.where(halts_n, 0, self.remaining_n - weight_n)
+        if last:
+            return h_nD[:0]
+        if not self.drop_halted:
+            self.active = ActiveRows(mask=running_n)
+            return h_nD
+        if self.stop_when_all_halted and not self.share_n.any():  # host synchronisation
+            return h_nD[:0]
+        return self._drop_rows(h_nD, running_n)
+
+    def _add_to_output(self, weighted_nD: Tensor):
+        if self.output_ND is None:  # in the first loop all rows are active
+            self.output_ND = weighted_nD
+        elif self.active.index is None:
+            self.output_ND = self.output_ND + weighted_nD
+        else:
+            self.output_ND = self.output_ND.index_add(0, self.active.index, weighted_nD)
+
+    def _drop_rows(self, h_nD: Tensor, running_n: Tensor) -> Tensor:
+        """Drop the rows that were computed once more in this loop. Those that halted in it stay for
+        the next one."""
+        index = self.active.index
+        keep = running_n.nonzero().squeeze(1)  # host synchronisation
+        if len(keep) < len(h_nD):
+            index = keep if index is None else index.index_select(0, keep)
+            self.share_n = self.share_n.index_select(0, keep)
+            self.remaining_n = self.remaining_n.index_select(0, keep)
+            h_nD = h_nD.index_select(0, keep)
+        self.active = ActiveRows(index, halted=self.share_n == 0)
+        return h_nD
+
+
+# --------------------------------------------------------------------------------------------------
+# The recurrent core
+
+
+@dataclass(frozen=True)
+class CorePass:
+    """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
+
+    packing: Packing  # of the segments
+    last_bytes_PN: Tensor  # int64, the last bytes of each segment, see memory.shifted_bytes
+    share_N: Tensor  # 1 / segments, 0 for padding rows
+    n_loops: int
+    recompute: bool = False  # activation checkpointing of every visit of a layer
+    halting_warmup: float = 1.0  # factor on halting probabilities
+    dropout: float = 0.0  # rate, at the core's input and output
+    noise_N: Tensor | None = None  # int64, for dropout; None: no dropout
+    # In decoding, of all layers and loops:
+    latents: Cache | None = None  # attention latents of earlier segments
+    convolved: Cache | None = None  # inputs of the Engram convolutions, of earlier segments
+
+    @property
+    def decoding(self) -> bool:
+        return self.latents is not None
+
+    def caches_of(self, layer: int, loop: int, engram: int) -> LayerCaches:
+        """Return the caches of a layer in a loop, none outside decoding. engram: the number of the
+        layer's Engram, among those of the core."""
+        if self.latents is None or self.convolved is None:
+            return LayerCaches(None, None)
+        return LayerCaches(self.latents.of(layer, loop), self.convolved.of(engram, loop))
 
 
 class CoreStats(NamedTuple):  # FSDP looks for tensors with gradients in tuples, not in dataclasses
@@ -185,77 +381,37 @@ class CoreStats(NamedTuple):  # FSDP looks for tensors with gradients in tuples,
     z_loss: Tensor  # router z-loss
     ponder: Tensor  # ACT's loops + remainder, per segment
     mean_loops: Tensor  # loops until halting, per segment
-    load: Tensor  # [L, E] fp32, tokens per expert relative to an even load, summed over loops
+    load_LE: Tensor  # fp32, tokens per expert relative to an even load, summed over loops
 
 
-class Halting:
-    """ACT over the loops of one pass (Graves, arXiv 1603.08983).
+class Visit(NamedTuple):
+    """The routing of one visit of a layer with routed experts."""
 
-    The weight of a loop is p while the running sum is below the threshold. On the loop that reaches
-    it, and on the last one, the weight is the remainder to 1, and the segment halts. It is computed
-    once more, with weight 0, so that later segments can read its final state instead of the one
-    before, and then leaves the core.
+    score_nE: Tensor
+    topk_idx_nK: Tensor
+    share_n: Tensor  # weight of each row in the means: 1 / segments, 0 for padding and halted rows
 
-    A segment that halts in its first loop has weight 1 there for any p, so there is no gradient to
-    continue, nor for later loops. Therefore a warm-up scales p until all loops have learned.
-    """
 
-    def __init__(self, share: Tensor, threshold: float, leave: bool, ends: bool):
-        """Begin a pass. share [N]: 1 / segments, 0 for padding rows; leave: halted rows leave the
-        products; ends: no later segment reads these, so the pass ends once all have halted."""
-        self.threshold, self.leave, self.ends, self.active = threshold, leave, ends, ALL_ROWS
-        # [n] of active rows. share: once halted 0, for the last visit; remaining: 1 - weights so
-        # far, 0 once halted
-        self.share, self.remaining = share, torch.ones_like(share)
-        self.output: Tensor | None = None  # [N, D]
-        self.loops = self.ponder = 0  # means over segments: loops; loops + remainder
+class Balance(NamedTuple):
+    """The balance losses of a pass, sums over visits, and its load; see tile_moe.balance."""
 
-    def add(self, h: Tensor, p: Tensor, last: bool) -> Tensor:
-        """Add the states after a loop, h [n, D], with halting probabilities p [n]; return the
-        states for the next loop, none after the last."""
-        stays = self.share > 0  # the others halted in the loop before
-        stops = torch.ones_like(stays) if last else 1 - self.remaining + p >= self.threshold
-        weight = torch.where(stops, self.remaining, p)
-        weighted = weight[:, None].to(h.dtype) * h
-        index = self.active.index
-        self.output = (
-            weighted
-            if self.output is None
-            else (
-                self.output + weighted
-                if index is None
-                else self.output.index_add(0, index, weighted)
-            )
-        )
-        share = self.share.sum()
-        self.loops = self.loops + share
-        self.ponder = self.ponder + share + self.share @ torch.where(stops, self.remaining, 0)
-        self.share, self.remaining = (
-            self.share * ~stops,
-            torch.where(stops, 0, self.remaining - weight),
-        )
-        if last or not self.leave:
-            self.active = ActiveRows(mask=stays)
-            return h[:0] if last else h
-        if self.ends and not self.share.any():
-            return h[:0]
-        stay = stays.nonzero().squeeze(1)
-        if len(stay) < len(h):
-            index = stay if index is None else index.index_select(0, stay)
-            self.share, self.remaining = (
-                self.share.index_select(0, stay),
-                self.remaining.index_select(0, stay),
-            )
-            h = h.index_select(0, stay)
-        self.active = ActiveRows(index, halted=self.share == 0)
-        return h
+    aux_loss: Tensor
+    z_loss: Tensor
+    load_LE: Tensor
 
 
 class RecurrentCore(nn.Module):
-    """The looped layers: h <- y + LoRA_t(y), y = layers(A h + B e + loop_embedding[t]), weighted by
+    """The looped layers, with weights that all loops share:
+
+        v   = A h + B e + loop_embedding[t]
+        y   = layers(v)
+        h'  = y + LoRA_t(y)
+
+    e are the normed segments. The output is the sum of the states h' of all loops, weighted by
     ACT."""
 
-    compiled: Callable | None = None  # of `in_one_graph`, the injection; see Spider.compile_layers
+    compiled: Callable | None = None  # of the injection; see Compilable
+    layers: Sequence[RecurrentBlock]  # a ModuleList, which has no types
 
     def __init__(
         self,
@@ -264,166 +420,202 @@ class RecurrentCore(nn.Module):
         attention_class: type[nn.Module] = MLA,
     ):
         super().__init__()
-        self.config, d, loops = config, config.hidden_size, config.n_loops
-        self.layers = nn.ModuleList(
+        self.config = config
+        width = config.hidden_size
+        loops = config.n_loops
+        layers = nn.ModuleList(
             block_class(config, i in config.engram_layers, attention_class)
             for i in range(config.n_recurrent_layers)
         )
-        self.loop_embedding = nn.Parameter(torch.empty(loops, d))
-        self.log_A, self.dt, self.B = (nn.Parameter(torch.empty(d)) for _ in range(3))
+        self.layers = cast(Sequence[RecurrentBlock], layers)
+        self.loop_embedding = nn.Parameter(torch.empty(loops, width))
+        self.log_A = nn.Parameter(torch.empty(width))
+        self.dt = nn.Parameter(torch.empty(width))
+        self.B = nn.Parameter(torch.empty(width))
         if config.lora_rank:
-            self.lora_down = nn.Parameter(torch.empty(loops, d, config.lora_rank))
-            self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, d))
-        self.halt_predictor = WideLinear(d, 1, bias=True) if config.act else None
-        self.out_proj = Linear(d, d)
+            self.lora_down = nn.Parameter(torch.empty(loops, width, config.lora_rank))
+            self.lora_up = nn.Parameter(torch.empty(loops, config.lora_rank, width))
+        self.halt_predictor = WideLinear(width, 1, bias=True) if config.act else None
+        self.out_proj = Linear(width, width)
         if config.segment_offsets > 1:
             # added to out_proj for each segment offset, [offsets, out, in]
-            self.offset_proj = nn.Parameter(torch.empty(config.segment_offsets, d, d))
-        # whether halted rows leave the products; None: only on a CPU
-        self.halted_leave: bool | None = None
+            self.offset_proj = nn.Parameter(torch.empty(config.segment_offsets, width, width))
+        # see Halting; None: only on a CPU and in decoding
+        self.drop_halted: bool | None = None
+
+    def forward(self, z_ND: Tensor, core_pass: CorePass) -> tuple[Tensor, CoreStats | None]:
+        """Loop over the pooled segments.
+
+        Returns the output of each segment for all segment offsets, [N, O * D], and statistics (None
+        in decoding)."""
+        n_loops = core_pass.n_loops
+        trained_loops = self.config.n_loops
+        halting = self._begin_halting(z_ND, core_pass)
+        e_ND = dropped(rms_norm(z_ND), core_pass.dropout, core_pass.noise_N, CORE_INPUT)
+        decay_D = self.decay()  # A, the same in every loop
+        recalled = self._recall(z_ND, core_pass)
+        states = [LayerState(None, None)] * len(self.layers)
+        visits: list[Visit] = []
+        h_nD: Tensor | None = None
+        for t in range(n_loops):
+            loop = min(t, trained_loops - 1)  # further loops use the last one's parameters
+            active = halting.active
+            # v = A h + B e + loop_embedding[t]
+            y_nD = self.inject(h_nD, active.select(e_ND), loop, decay_D)
+            # y = layers(v)
+            for i, layer in enumerate(self.layers):
+                y_nD, routing, states[i] = visit(
+                    layer,
+                    y_nD,
+                    core_pass.packing,
+                    recalled[i],
+                    active,
+                    states[i],
+                    core_pass.caches_of(i, t, engram=self._engrams_before(i)),
+                    core_pass.recompute,
+                )
+                if routing.score is not None and routing.topk_idx is not None:
+                    visits.append(Visit(routing.score, routing.topk_idx, halting.share_n))
+            # h' = y + LoRA_t(y)
+            h_nD = self.adapt(y_nD, loop)
+            p_n = core_pass.halting_warmup * self.halt(h_nD)
+            h_nD = halting.add(h_nD, p_n, last=t == n_loops - 1)
+            if len(h_nD) == 0:
+                break
+        assert halting.output_ND is not None  # there is at least one loop
+        normed_ND = rms_norm(halting.output_ND)
+        normed_ND = dropped(normed_ND, core_pass.dropout, core_pass.noise_N, CORE_OUTPUT)
+        output = self._read_out(normed_ND)
+        if core_pass.decoding:
+            return output, None
+        return output, self._stats(visits, halting, n_loops, decay_D)
+
+    # ----------------------------------------------------------------------------------------------
+    # The equations of a loop
 
     def decay(self) -> Tensor:
         """Return A [D] = exp(-dt * exp(log_A)), always inside (0, 1) in fp32."""
         rate = F.softplus(wide(self.dt)) * wide(self.log_A).clamp(-15, 15).exp()
         return torch.exp(-rate.clamp(1e-4, 15))
 
-    def inject(self, h: Tensor | None, e: Tensor, loop: int, decay: Tensor) -> Tensor:
+    def inject(self, h_nD: Tensor | None, e_nD: Tensor, loop: int, decay_D: Tensor) -> Tensor:
         """Return A h + B e + loop_embedding, summed in fp32; h is None before the first loop."""
-        embedding = self.loop_embedding[loop]
+        embedding_D = self.loop_embedding[loop]
         if self.compiled is not None and torch.is_grad_enabled():
-            mark_rows_dynamic(h, e)
-            return self.compiled(self, h, e, embedding, decay)
-        return self.in_one_graph(h, e, embedding, decay)
+            mark_rows_dynamic(h_nD, e_nD)
+            return self.compiled(self, h_nD, e_nD, embedding_D, decay_D)
+        return self.in_one_graph(h_nD, e_nD, embedding_D, decay_D)
 
-    def in_one_graph(self, h: Tensor | None, e: Tensor, embedding: Tensor, decay: Tensor) -> Tensor:
-        """Compute `inject` with the loop's row of loop_embedding [D]."""
-        v = torch.addcmul(wide(embedding), wide(self.B), e)
-        return (v if h is None else torch.addcmul(v, decay, h)).to(e.dtype)
+    def in_one_graph(
+        self, h_nD: Tensor | None, e_nD: Tensor, embedding_D: Tensor, decay_D: Tensor
+    ) -> Tensor:
+        """Compute `inject` with the loop's row of loop_embedding."""
+        v_nD = torch.addcmul(wide(embedding_D), wide(self.B), e_nD)
+        if h_nD is not None:
+            v_nD = torch.addcmul(v_nD, decay_D, h_nD)
+        return v_nD.to(e_nD.dtype)
 
-    def adapt(self, y: Tensor, loop: int) -> Tensor:
-        """Apply the loop's adapter to the normed state, so that its output is bounded and cannot
-        undo A < 1."""
+    def adapt(self, y_nD: Tensor, loop: int) -> Tensor:
+        """Return y + LoRA_t(y). The adapter reads the normed state, so that its output is bounded
+        and cannot undo A < 1."""
         if not self.config.lora_rank:
-            return y
-        return y + rms_norm(y) @ self.lora_down[loop].to(y.dtype) @ self.lora_up[loop].to(y.dtype)
+            return y_nD
+        down_DR = self.lora_down[loop].to(y_nD.dtype)
+        up_RD = self.lora_up[loop].to(y_nD.dtype)
+        return y_nD + rms_norm(y_nD) @ down_DR @ up_RD
 
-    def halt(self, h: Tensor) -> Tensor:
-        """Return halting probabilities [n] of states [n, D]; without ACT they are 0."""
+    def halt(self, h_nD: Tensor) -> Tensor:
+        """Return halting probabilities [n]; without ACT they are 0."""
         if self.halt_predictor is None:
-            return self.loop_embedding.new_zeros(len(h))
-        return self.halt_predictor(rms_norm(h)).sigmoid().squeeze(1)
+            return self.loop_embedding.new_zeros(len(h_nD))
+        return self.halt_predictor(rms_norm(h_nD)).sigmoid().squeeze(1)
 
-    def forward(self, z: Tensor, run: CorePass) -> tuple[Tensor, CoreStats | None]:
-        """Loop over the pooled segments z [N, D].
+    # ----------------------------------------------------------------------------------------------
+    # Before and after the loops
 
-        Returns the output of each segment for all segment offsets, [N, offsets * D], and statistics
-        (None in decoding)."""
-        decoding = run.latents is not None
-        leave = (decoding or not z.is_cuda) if self.halted_leave is None else self.halted_leave
-        halting = Halting(run.share, self.config.act_threshold, leave, ends=not decoding)
-        e, h, decay, visits = (
-            dropped(rms_norm(z), run.dropout, run.noise, 1),
-            None,
-            self.decay(),
-            [],
+    def _begin_halting(self, z_ND: Tensor, core_pass: CorePass) -> Halting:
+        """Make the state of ACT. On a GPU all rows are computed, since to drop some would wait for
+        the device in every loop."""
+        drop_halted = self.drop_halted
+        if drop_halted is None:
+            drop_halted = core_pass.decoding or not z_ND.is_cuda
+        return Halting(
+            core_pass.share_N,
+            self.config.act_threshold,
+            drop_halted,
+            stop_when_all_halted=not core_pass.decoding,
         )
-        recalled = [
-            layer.engram and layer.engram.recall(run.last_bytes, run.packing.position, z.dtype)
-            for layer in self.layers
-        ]
-        states: list[LayerState] = [(None, None)] * len(self.layers)
-        for t in range(run.n_loops):
-            loop, active = min(t, self.config.n_loops - 1), halting.active
-            y = self.inject(h, active.select(e), loop, decay)
-            for i, layer in enumerate(self.layers):
-                y, routing, states[i] = visit(
-                    layer,
-                    y,
-                    run.packing,
-                    recalled[i],
-                    active,
-                    states[i],
-                    self._caches(run, i, t),
-                    run.recompute,
+
+    def _recall(self, z_ND: Tensor, core_pass: CorePass) -> list[Recalled | None]:
+        """Look up each layer's Engram, once for all loops."""
+        position_N = core_pass.packing.position
+        recalled: list[Recalled | None] = []
+        for layer in self.layers:
+            if layer.engram is None:
+                recalled.append(None)
+            else:
+                recalled.append(
+                    layer.engram.recall(core_pass.last_bytes_PN, position_N, z_ND.dtype)
                 )
-                visits.append((routing.score, routing.topk_idx, halting.share))
-            h = self.adapt(y, loop)
-            h = halting.add(h, run.warmup * self.halt(h), last=t == run.n_loops - 1)
-            if len(h) == 0:
-                break
-        output = self._read_out(dropped(rms_norm(halting.output), run.dropout, run.noise, 2))
-        if decoding:
-            return output, None
-        aux_loss, z_loss, load = self.balance(visits)
-        # halting.loops is 0 without segments
-        means = (
-            loss / (len(self.layers) * halting.loops.clamp_min(1e-9)) for loss in (aux_loss, z_loss)
-        )
-        ponder = halting.ponder
-        if run.n_loops > 1:  # A has a gradient on every rank, also where all segments halt at once
-            ponder = ponder + 0 * decay.sum()
-        return output, CoreStats(*means, ponder, halting.loops, load.detach())
+        return recalled
 
-    def _caches(self, run: CorePass, layer: int, loop: int) -> LayerCaches:
-        """Return the caches of a layer in a loop; None outside decoding."""
-        if run.latents is None:
-            return None, None
-        return run.latents.of(layer, loop), run.convolved.of(
-            sum(i < layer for i in self.config.engram_layers), loop
-        )
+    def _engrams_before(self, layer: int) -> int:
+        """Count the layers with an Engram before this one."""
+        return sum(i < layer for i in self.config.engram_layers)
 
-    def _read_out(self, normed: Tensor) -> Tensor:
-        """Project states [N, D] to outputs [N, offsets * D], one row per segment offset."""
-        output, offsets = self.out_proj(normed), self.config.segment_offsets
+    def _read_out(self, normed_ND: Tensor) -> Tensor:
+        """Project states to outputs [N, O * D], one row per segment offset."""
+        output = self.out_proj(normed_ND)
+        offsets = self.config.segment_offsets
         if offsets > 1:
-            output = output.repeat(1, offsets) + F.linear(
-                normed, self.offset_proj.to(normed.dtype).flatten(0, 1)
-            )
+            weight = self.offset_proj.to(normed_ND.dtype).flatten(0, 1)  # [O * D, D]
+            output = output.repeat(1, offsets) + F.linear(normed_ND, weight)
         return output
 
-    def balance(self, visits: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum the balance losses (see tile_moe.balance) and the load [L, E] of visits (score,
-        topk_idx, share). Visits with equally many rows are computed together."""
-        layers, zero = len(self.layers), visits[0][2].new_zeros(())
-        if not self.config.n_routed_experts:
-            return zero, zero, zero.new_zeros(layers, 0)
-        sums = []
-        for _, group in groupby(visits, key=lambda visited: len(visited[0])):
-            sums.append(
-                balance(*map(torch.stack, zip(*group, strict=True)), self.layers[0].moe.backend)
-            )
-        aux_loss, z_loss, load = map(list, zip(*sums, strict=True))
-        return sum(aux_loss), sum(z_loss), torch.cat(load).unflatten(0, (-1, layers)).sum(0)
-
-
-def visit(
-    layer: nn.Module,
-    x: Tensor,
-    packing: Packing,
-    recalled,
-    active: ActiveRows,
-    state: LayerState,
-    caches: LayerCaches,
-    recompute: bool,
-) -> tuple[Tensor, Routing, LayerState]:
-    """Run a core layer once, with activation checkpointing if asked. Recomputation reuses the
-    routing, since a near-tie that falls the other way would corrupt the gradient."""
-    if layer.compiled is not None and torch.is_grad_enabled():
-        mark_rows_dynamic(x, active.mask, *(recalled or ()), *state, *vars(packing).values())
-        y, latent, read, score, topk_idx = layer.compiled(
-            layer, x, packing, recalled, active, state, recompute
+    def _stats(
+        self, visits: list[Visit], halting: Halting, n_loops: int, decay_D: Tensor
+    ) -> CoreStats:
+        """Divide the sums over visits by their number, and collect what training adds to the loss
+        and logs."""
+        sums = self.balance(visits, halting.loops.new_zeros(()))
+        visited = len(self.layers) * halting.loops.clamp_min(1e-9)  # 0 loops without segments
+        ponder = halting.ponder
+        if n_loops > 1:
+            # Keeps `decay` in the graph, also where all segments halt in the first loop: FSDP
+            # reduces every parameter on every rank.
+            ponder = ponder + 0 * decay_D.sum()
+        return CoreStats(
+            sums.aux_loss / visited,
+            sums.z_loss / visited,
+            ponder,
+            halting.loops,
+            sums.load_LE.detach(),
         )
-        return y, Routing(score, topk_idx, None), (latent, read)
-    if not recompute:
-        return layer(x, packing, recalled, active, state, caches)
-    decided = [None]  # `run` is called twice: the first call adds its routing for the second one
 
-    def run(x):
-        y, routing, later = layer(x, packing, recalled, active, state, caches, decided[-1])
-        decided.append(Routing(None, routing.topk_idx, routing.rows))
-        return y, routing, later
+    def balance(self, visits: list[Visit], zero: Tensor) -> Balance:
+        """Sum the balance losses and the load of visits; there are none without routed experts.
 
-    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        Visits with equally many rows are computed together."""
+        layers = len(self.layers)
+        if not visits:
+            return Balance(zero, zero, zero.new_zeros(layers, 0))
+        aux_loss = zero
+        z_loss = zero
+        loads = []  # [visits, E] of each group
+        for _, group in groupby(visits, key=lambda visited: len(visited.score_nE)):
+            scores, topk_idx, shares = zip(*group, strict=True)
+            group_aux_loss, group_z_loss, load = balance(
+                torch.stack(scores),
+                torch.stack(topk_idx),
+                torch.stack(shares),
+                self.layers[0].moe.backend,
+            )
+            aux_loss = aux_loss + group_aux_loss
+            z_loss = z_loss + group_z_loss
+            loads.append(load)
+        load_of_visits = torch.cat(loads)  # [loops * L, E], the layers of a loop side by side
+        load_LE = load_of_visits.unflatten(0, (-1, layers)).sum(0)
+        return Balance(aux_loss, z_loss, load_LE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -452,46 +644,44 @@ def init_weights(model: "Spider"):
         modules of a subclass      their reset_parameters, after all of these
 
     Raise RuntimeError with the names of uninitialized tensors."""
-
-    def values() -> dict[str, Tensor]:
-        named = (*model.named_parameters(), *model.named_buffers())
-        return {name: t for name, t in named if t.is_floating_point() and not t.is_meta}
-
-    for tensor in values().values():
+    for tensor in _float_tensors(model).values():
         tensor.fill_(math.nan)  # what is never initialized stays NaN
     _init_layers(model)
+    _scale_residual_outputs(model)
     model.embed_tokens.normal_()
     model.lm_head.weight.normal_(std=0.02)
     if model.core is not None:
         model.null_segment.zero_()
         _init_core(model.core)
-    if model.config.learns_boundaries:
+    if isinstance(model.boundary_predictor, SurprisePredictor):
         model.boundary_predictor.init_weights()
     elif model.boundary_predictor is not None:
         prior = model.config.boundary_prior
-        model.boundary_predictor[2].bias.fill_(math.log(prior / (1 - prior)))
-    for name, tensor in values().items():
-        path = name.split(".")[:-1]
-        holders = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), 0, -1)]
-        holder = next((module for module in holders if hasattr(module, "reset_parameters")), None)
-        if holder is not None and tensor.isnan().any():
-            holder.reset_parameters()
-    if names := [name for name, tensor in values().items() if tensor.isnan().any()]:
+        _last_linear(model.boundary_predictor).bias.fill_(math.log(prior / (1 - prior)))
+    _init_added_modules(model)
+    uninitialized = [name for name, t in _float_tensors(model).items() if t.isnan().any()]
+    if uninitialized:
         raise RuntimeError(
-            f"uninitialized: {', '.join(names)}: add a reset_parameters() to the module; values "
-            f"from "
-            f"the constructor are lost when a model is built on the meta device"
+            f"uninitialized: {', '.join(uninitialized)}: add a reset_parameters() to the module; "
+            f"values from the constructor are lost when a model is built on the meta device"
         )
 
 
+def _float_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of floating-point numbers, by name."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: t for name, t in named if t.is_floating_point() and not t.is_meta}
+
+
 def _init_layers(model: "Spider"):
-    """Initialize the layers, in the order of modules; output projections of residual branches
-    shrink with depth."""
+    """Initialize the layers, in the order of modules, in which random values are drawn."""
     c = model.config
-    depth = c.n_prelude_layers + c.n_recurrent_layers * c.n_loops + c.n_coda_layers
-    tables = 0
+    depth = _effective_depth(c)
     # Drawn by their own init_weights later, so that all other weights start as they do with words.
-    excluded = {*model.boundary_predictor.modules()} if c.learns_boundaries else {}
+    excluded: set[nn.Module] = set()
+    if isinstance(model.boundary_predictor, SurprisePredictor):
+        excluded = set(model.boundary_predictor.modules())
+    tables = 0
     for module in model.modules():
         if isinstance(module, Linear) and module not in excluded:
             module.weight.normal_(std=module.in_features**-0.5)
@@ -514,49 +704,83 @@ def _init_layers(model: "Spider"):
             module.init_hash(0)
         elif isinstance(module, ByteEngram) and module.followed is not None:
             module.followed.zero_()
+
+
+def _effective_depth(config: SpiderConfig) -> int:
+    """Count the layers of a pass, those of the core once per loop."""
+    looped = config.n_recurrent_layers * config.n_loops
+    return config.n_prelude_layers + looped + config.n_coda_layers
+
+
+def _scale_residual_outputs(model: "Spider"):
+    """Scale the output projections of residual branches down with depth. Those before the head add
+    to the logits, and start at 0."""
+    scale = (2 * _effective_depth(model.config)) ** -0.5
     for module in model.modules():
         if isinstance(module, MLA):
-            module.o_proj.weight.mul_((2 * depth) ** -0.5)
+            module.o_proj.weight.mul_(scale)
         elif isinstance(module, SwiGLU):
-            module.down_proj.weight.mul_((2 * depth) ** -0.5)
+            module.down_proj.weight.mul_(scale)
         elif isinstance(module, OutputEngram):
-            for linear in (module.logits, module.votes and module.votes[2]):
-                if linear is not None:
-                    linear.weight.zero_()
+            if module.logits is not None:
+                module.logits.weight.zero_()
+            if module.votes is not None:
+                _last_linear(module.votes).weight.zero_()
+
+
+def _last_linear(network: nn.Sequential) -> Linear:
+    last = network[-1]
+    assert isinstance(last, Linear)
+    return last
 
 
 def _init_core(core: RecurrentCore):
-    c, rate = core.config, 0.1
+    c = core.config
     core.loop_embedding.normal_(std=0.02)
     core.out_proj.weight.zero_()
     if c.segment_offsets > 1:
         core.offset_proj.zero_()
     core.log_A.zero_()
-    core.dt.fill_(math.log(math.expm1(rate)))
+    core.dt.fill_(math.log(math.expm1(0.1)))  # softplus(dt) = 0.1, so that A = exp(-0.1)
     core.B.fill_(1)
     if c.lora_rank:
         core.lora_down.normal_(std=c.hidden_size**-0.5)
         core.lora_up.zero_()
-    if c.act:
+    if core.halt_predictor is not None:
         core.halt_predictor.weight.normal_(std=0.02)
         core.halt_predictor.bias.fill_(-3)
 
 
+def _init_added_modules(model: nn.Module):
+    """Call reset_parameters of the modules that a subclass added: for each tensor that is still
+    uninitialized, that of the innermost module that has one."""
+    for name, tensor in _float_tensors(model).items():
+        path = name.split(".")[:-1]
+        for depth in range(len(path), 0, -1):
+            module = model.get_submodule(".".join(path[:depth]))
+            reset_parameters = getattr(module, "reset_parameters", None)
+            if reset_parameters is not None:
+                if tensor.isnan().any():
+                    reset_parameters()
+                break
+
+
 # --------------------------------------------------------------------------------------------------
-# The model
+# Losses
 
 
 @dataclass
 class SpiderOutput:
     """The result of a forward pass; tensors are scalars unless a shape is given."""
 
-    logits: Tensor  # [B, T, vocab_size], fp32
-    loss: Tensor | None  # to minimize; None without labels
-    nats_per_byte: Tensor | None  # cross-entropy alone, without labels of -100
+    logits: Tensor  # [B, T, V], at least fp32
     segments: Tensor  # number of segments in all sequences
     mean_loops: Tensor
     tokens_per_expert: Tensor  # [L, E] fp32, over all loops
     boundary_counts: Tensor  # of learned boundaries, see SurprisePredictor; else empty
+    # None without labels:
+    loss: Tensor | None = None  # to minimize
+    nats_per_byte: Tensor | None = None  # cross-entropy alone, without labels of -100
     # the weighted terms of the loss beside nats_per_byte, detached
     loss_terms: dict[str, Tensor] | None = None
     # the part of the loss that is a mean over bytes: nats_per_byte, BYTE_TERMS
@@ -564,46 +788,77 @@ class SpiderOutput:
     BYTE_TERMS: ClassVar = ("core_loss", "surprise_loss")
 
 
+class CoreResult(NamedTuple):
+    """What a forward pass gets from segments and core, beside the residual stream."""
+
+    segments: int
+    stats: CoreStats
+    boundary_loss: Tensor
+    unpooled_MD: Tensor | None = None  # the core's output, unpooled to bytes; None without core
+    observed: Observed | None = None  # by the predictor of learned boundaries, in training
+
+
 def add_losses(
-    model: "Spider",
-    out: SpiderOutput,
-    labels: Tensor,
-    stats: CoreStats,
-    cut_loss: Tensor,
-    unpooled: Tensor | None,
-    observed: Observed | None,
-) -> SpiderOutput:
-    """Fill in the loss and its terms; unpooled [M, D]: the core's output, unpooled to bytes."""
-    c, targets, logits = model.config, labels.reshape(-1), out.logits.flatten(0, 1)
-    counted = (targets != -100).sum().clamp_min(1)
-    losses = F.cross_entropy(
-        logits, targets, ignore_index=-100, reduction="sum" if observed is None else "none"
-    )
-    nats = losses if observed is None else losses.sum()
-    out.nats_per_byte = nats / counted
-    core_loss = cut_loss.new_zeros(())
-    if model.training and c.scores_core:
+    model: "Spider", out: SpiderOutput, labels: Tensor, result: CoreResult, halting_warmup: float
+):
+    """Fill in the loss and its terms."""
+    c = model.config
+    stats = result.stats
+    observed = result.observed
+    labels_M = labels.reshape(-1)
+    logits_MV = out.logits.flatten(0, 1)
+    has_label_M = labels_M != -100
+    n_labels = has_label_M.sum().clamp_min(1)
+
+    losses_M = None
+    if observed is None:
+        nats = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="sum")
+    else:  # the predictor of surprise learns from each byte's loss
+        losses_M = F.cross_entropy(logits_MV, labels_M, ignore_index=-100, reduction="none")
+        nats = losses_M.sum()
+    nats_per_byte = nats / n_labels
+    out.nats_per_byte = nats_per_byte
+    core_loss = torch.zeros_like(result.boundary_loss)
+    if model.training and c.scores_core and result.unpooled_MD is not None:
         # initially unpooled is 0: the gradient's norm exceeds 100, and is clipped
-        of_core = model.lm_head(rms_norm(unpooled)).to(logits.dtype)
-        core_loss = F.cross_entropy(of_core, targets, ignore_index=-100, reduction="sum") / counted
+        core_logits_MV = model.lm_head(rms_norm(result.unpooled_MD)).to(logits_MV.dtype)
+        core_nats = F.cross_entropy(core_logits_MV, labels_M, ignore_index=-100, reduction="sum")
+        core_loss = core_nats / n_labels
+
     terms = dict(
-        boundary_loss=c.boundary_loss_weight * cut_loss,
+        boundary_loss=c.boundary_loss_weight * result.boundary_loss,
         aux_loss=c.aux_loss_weight * stats.aux_loss,
         z_loss=c.z_loss_weight * stats.z_loss,
-        ponder_loss=c.ponder_weight * model.halting_warmup * stats.ponder,
+        ponder_loss=c.ponder_weight * halting_warmup * stats.ponder,
         core_loss=c.core_loss_weight * core_loss,
     )
-    if observed is not None:
-        terms["surprise_loss"] = (
-            model.boundary_predictor.surprise_loss(observed, nats, losses.detach(), targets != -100)
-            / counted
+    if observed is not None and losses_M is not None:
+        assert isinstance(model.boundary_predictor, SurprisePredictor)  # it has observed the pass
+        surprise_loss = model.boundary_predictor.surprise_loss(
+            observed, nats, losses_M.detach(), has_label_M
         )
+        terms["surprise_loss"] = surprise_loss / n_labels
     if model.training:
         terms |= model.extra_losses(out, labels)
-    out.loss = sum(terms.values(), out.nats_per_byte)
-    out.by_byte = sum((terms[name] for name in out.BYTE_TERMS if name in terms), out.nats_per_byte)
+
+    byte_terms = [terms[name] for name in out.BYTE_TERMS if name in terms]
+    out.loss = sum(terms.values(), nats_per_byte)
+    out.by_byte = sum(byte_terms, nats_per_byte)
     out.loss_terms = {name: term.detach() for name, term in terms.items()}
-    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# The model
+
+
+class PackedBytes(NamedTuple):
+    """The bytes of a pass, and what follows from them before any layer."""
+
+    input_ids: Tensor  # [B, T]
+    ids_M: Tensor
+    packing: Packing
+    shifted_PM: Tensor  # see memory.shifted_bytes
+    matches: Matches | None  # of the match memory
 
 
 class Spider(DecodingMixin, nn.Module):
@@ -617,9 +872,18 @@ class Spider(DecodingMixin, nn.Module):
     block_class: type[nn.Module] = Block
     core_block_class: type[nn.Module] = RecurrentBlock
 
+    engram_match: MatchMemory | None
+    engram_input: ByteEngram | None
+    prelude: Sequence[Block]  # a ModuleList, which has no types; so is the coda
+    core: RecurrentCore | None
+    boundary_predictor: nn.Sequential | SurprisePredictor | None  # flexitokens, learned, words
+    coda: Sequence[Block]
+    engram_output: OutputEngram | None
+
     def __init__(self, config: SpiderConfig):
         super().__init__()
-        self.config, c = config, config
+        c = config
+        self.config = config
         # restored below: a subclass's modules may draw random values here
         random_state = torch.get_rng_state()
         self.compute_dtype = torch.float32  # dtype of products and activations, not of parameters
@@ -627,52 +891,54 @@ class Spider(DecodingMixin, nn.Module):
         self.compiled = False  # see compile_layers
         self.backend = "grouped"  # of the experts, see set_backend
         self.casts_early = True  # False under FSDP, which casts in each group's forward
-        self.halting_warmup = 1.0  # in training, factor on halting probabilities and ponder_weight
-        self.dropout = 0.0  # in training, at both ends of the core; a fifth of it for bytes
+
+        has_byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
+        has_core = c.n_recurrent_layers > 0
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        byte_memory = len(c.engram_byte_orders) + c.match_contexts > 0
-        self.engram_match = None
-        if c.match_contexts:
-            self.engram_match = MatchMemory(
-                c.engram_match_orders, c.engram_match_words, max(2, c.engram_votes)
-            )
-        self.engram_input = ByteEngram(c, c.match_contexts) if byte_memory else None
-        self.prelude = nn.ModuleList(
-            self.block_class(c, self.attention_class) for _ in range(c.n_prelude_layers)
-        )
-        self.core = (
-            RecurrentCore(c, self.core_block_class, self.attention_class)
-            if c.n_recurrent_layers
-            else None
-        )
-        if self.core is not None:
+        self.engram_match = self._new_match_memory()
+        self.engram_input = ByteEngram(c, c.match_contexts) if has_byte_memory else None
+        self.prelude = self._new_byte_layers(c.n_prelude_layers)
+        self.core = None
+        if has_core:
+            self.core = RecurrentCore(c, self.core_block_class, self.attention_class)
             self.null_segment = nn.Parameter(torch.empty(c.hidden_size))
-        self.boundary_predictor = None
-        if self.core is not None and c.boundaries == "flexitokens":
-            width = c.hidden_size // 4
-            self.boundary_predictor = nn.Sequential(
-                WideLinear(c.hidden_size, width, bias=True), nn.GELU(), Linear(width, 1, bias=True)
-            )
-        if c.learns_boundaries:
-            self.boundary_predictor = SurprisePredictor(
-                c.hidden_size, c.vocab_size, c.boundary_rate
-            )
-        self.coda = nn.ModuleList(
-            self.block_class(c, self.attention_class) for _ in range(c.n_coda_layers)
-        )
-        self.engram_output = OutputEngram(c) if byte_memory else None
+        self.boundary_predictor = self._new_boundary_predictor()
+        self.coda = self._new_byte_layers(c.n_coda_layers)
+        self.engram_output = OutputEngram(c) if has_byte_memory else None
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
+
         torch.set_rng_state(random_state)
         if not self.embed_tokens.is_meta:
             # where no tensor has values, and some operations import torch._dynamo
             self.init_weights()
 
+    def _new_byte_layers(self, count: int) -> Sequence[Block]:
+        layers = [self.block_class(self.config, self.attention_class) for _ in range(count)]
+        return cast(Sequence[Block], nn.ModuleList(layers))
+
+    def _new_match_memory(self) -> MatchMemory | None:
+        c = self.config
+        if not c.match_contexts:
+            return None
+        occurrences = max(2, c.engram_votes)
+        return MatchMemory(c.engram_match_orders, c.engram_match_words, occurrences)
+
+    def _new_boundary_predictor(self) -> nn.Sequential | SurprisePredictor | None:
+        c = self.config
+        if c.n_recurrent_layers == 0 or c.boundaries == "words":
+            return None
+        if c.learns_boundaries:
+            return SurprisePredictor(c.hidden_size, c.vocab_size, c.boundary_rate)
+        width = c.hidden_size // 4
+        return nn.Sequential(
+            WideLinear(c.hidden_size, width, bias=True), nn.GELU(), Linear(width, 1, bias=True)
+        )
+
     @property
     def wide_dtype(self) -> torch.dtype:
         """The dtype of sums, logits and losses: at least fp32."""
-        return torch.promote_types(
-            torch.promote_types(self.embed_tokens.dtype, self.compute_dtype), torch.float32
-        )
+        dtype = torch.promote_types(self.embed_tokens.dtype, self.compute_dtype)
+        return torch.promote_types(dtype, torch.float32)
 
     def _apply(self, fn, recurse: bool = True):
         """Apply `half()`, `to(dtype)` and the like to compute_dtype, too."""
@@ -684,162 +950,7 @@ class Spider(DecodingMixin, nn.Module):
         init_weights(self)
 
     # ----------------------------------------------------------------------------------------------
-    # Segments
-
-    def predict_boundaries(self, x: Tensor) -> Tensor | None:
-        """Return what the boundary predictor makes of x [M, D]: logits [M, 1] of flexitokens,
-        surprise and gain [M, 2] of learned boundaries, None for words."""
-        return None if self.boundary_predictor is None else self.boundary_predictor(rms_norm(x))
-
-    def boundaries(
-        self,
-        predicted: Tensor | None,
-        input_ids: Tensor,
-        shifted: Tensor,
-        packing: Packing,
-        noise: Tensor | None,
-        summed: Tensor | None = None,
-    ) -> Tensor:
-        """Decide where segments end: b [M] fp32, 0 or 1. EOS always ends a segment, PAD never.
-        predicted: see predict_boundaries; noise [M]: of training; summed [documents]: see
-        boundaries.flexitokens_boundaries."""
-        ids = input_ids.reshape(-1)
-        if self.config.boundaries == "learned":
-            b = self.boundary_predictor.boundaries(predicted, ids, packing.position, noise).to(
-                self.wide_dtype
-            )
-        elif self.config.boundaries == "flexitokens":
-            p = predicted.squeeze(1).sigmoid()  # [M]
-            b = flexitokens_boundaries(p, packing, self.wide_dtype, noise, summed)
-        else:
-            b = word_ends(shifted[:2]).squeeze(0).to(self.wide_dtype)
-        return torch.where(ids == EOS_ID, 1, torch.where(ids == PAD_ID, 0, b))
-
-    def run_core(
-        self,
-        z: Tensor,
-        b: Tensor,
-        cu_seqlens: Tensor,
-        shifted: Tensor,
-        longest: int,
-        n_loops: int,
-        noise: Tensor | None,
-    ) -> tuple[Tensor, CoreStats]:
-        """Run the core on pooled segments z [N, D] that end where b [M] is 1. longest: upper bound
-        of a document's bytes; noise [M]: for dropout in training.
-
-        Rows are padded to a few sizes (see row_step); the padding is a separate document. The core
-        runs even without segments, because all ranks must run the same collectives."""
-        segments = len(z)
-        step = row_step(len(b), longest)
-        rows = round_up(max(1, segments), step)
-        last_byte = last_byte_of(b, rows)
-        share = F.pad(
-            z.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype),
-            (0, rows - segments),
-        )
-        cu_seqlens = F.pad(cu_seqlens, (0, int(rows > segments)), value=rows)
-        bound = max(longest, step)  # of segments in a document, and of rows in the padding
-        packing = Packing.build(cu_seqlens, rows, bound, self.config, self.compute_dtype)
-        z, stats = self.core(
-            F.pad(z, (0, 0, 0, rows - segments)),
-            CorePass(
-                packing,
-                shifted.index_select(1, last_byte),
-                share,
-                n_loops,
-                recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
-                warmup=self.halting_warmup if self.training else 1.0,
-                dropout=self.dropout,
-                noise=noise if noise is None else noise.index_select(0, last_byte),
-            ),
-        )
-        return z[:segments], stats
-
-    def decode_core(
-        self,
-        z: Tensor,
-        packing: Packing,
-        last_bytes: Tensor,
-        share: Tensor,
-        n_loops: int,
-        latents: Cache,
-        convolved: Cache,
-    ) -> Tensor:
-        """Run the core on the segments z [N, D] that a decoding step has finished, after those in
-        the caches; see CorePass."""
-        core_pass = CorePass(
-            packing, last_bytes, share, n_loops, latents=latents, convolved=convolved
-        )
-        return self.core(z, core_pass)[0]
-
-    def null_rows(self) -> Tensor:
-        """Return the unpooled output for bytes before a document's first boundary, at all offsets:
-        [offsets * D]."""
-        return self.null_segment.repeat(self.config.segment_offsets)
-
-    def unpool(
-        self,
-        z: Tensor,
-        null: Tensor,
-        b: Tensor,
-        packing: Packing,
-        segment_cu_seqlens: Tensor,
-        open_bytes: Tensor | int = 0,
-        back: int = 0,
-    ) -> Tensor:
-        """Unpool the core's output to bytes: z [N, offsets * D], null [offsets * D] or one per
-        document, b [M] -> [M, D]; open_bytes, back: see segment_offsets."""
-        offsets, cu_seqlens, offset = self.config.segment_offsets, packing.cu_seqlens, None
-        if offsets > 1:
-            z, null = z.unflatten(-1, (offsets, -1)), null.unflatten(-1, (offsets, -1))
-            offset = segment_offsets(
-                b, cu_seqlens.index_select(0, packing.document), offsets, open_bytes, back
-            )
-        return unpool_segments(z, null, b, cu_seqlens, segment_cu_seqlens, offset, back)
-
-    # ----------------------------------------------------------------------------------------------
     # Forward
-
-    def before_core(
-        self,
-        ids: Tensor,
-        packing: Packing,
-        shifted: Tensor,
-        matches: Matches | None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Apply embedding, byte memory and prelude: ids [M] -> [M, D]."""
-        x = F.embedding(ids, self.embed_tokens).to(self.compute_dtype)
-        if self.engram_input is not None:
-            x = x + self.engram_input(x, shifted, matches)
-        for i, block in enumerate(self.prelude):
-            x = self.run(block, x, packing, cache and cache.of(i))
-        return x
-
-    def run(self, block: Block, x: Tensor, packing: Packing, cache: Cache | None) -> Tensor:
-        """Run a byte layer, with activation checkpointing if `recompute` is "all"."""
-        if self.recompute == "all" and torch.is_grad_enabled():
-            return checkpoint(block, x, packing, use_reentrant=False, preserve_rng_state=False)
-        return block(x, packing, cache)
-
-    def after_core(
-        self,
-        x: Tensor,
-        packing: Packing,
-        shifted: Tensor,
-        matches: Matches | None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Apply coda, byte memory and head: [M, D] -> logits [M, vocab_size]."""
-        direct = None
-        for i, block in enumerate(self.coda, len(self.prelude)):
-            x = self.run(block, x, packing, cache and cache.of(i))
-        if self.engram_output is not None:
-            memory, direct = self.engram_output(x, shifted, matches)
-            x = x + memory
-        logits = self.lm_head(rms_norm(x)).to(self.wide_dtype)
-        return logits if direct is None else logits + direct
 
     def forward(
         self,
@@ -852,79 +963,302 @@ class Spider(DecodingMixin, nn.Module):
         dropout: float = 0.0,
         halting_warmup: float = 1.0,
     ) -> SpiderOutput:
-        """Compute logits and, given labels, the loss. input_ids [B, T] int64; labels [B, T],
-        already shifted, -100 is ignored; n_loops defaults to the config's.
+        """Compute logits and, given labels, the loss.
 
-        In training mode the noise of row i (for segments and dropout) is a function of noise_seed +
-        i; without a seed, torch's default generator draws it. Documents end at EOS and begin at
-        BOS; every row begins one. cu_seqlens: document_cu_seqlens(input_ids), if computed on the
-        host beforehand, which saves a wait for the device; longest: its longest_bound, by default
-        T.
+        input_ids [B, T] int64. labels [B, T] int64, already shifted; -100 is ignored. n_loops
+        defaults to the config's. Documents end at EOS and begin at BOS; every row begins one.
+
+        cu_seqlens: document_cu_seqlens(input_ids), if computed on the host beforehand, which saves
+        a wait for the device. longest: its longest_bound, by default T.
+
+        In training mode only:
+        noise_seed: the noise of row i, for segments and dropout, is a function of noise_seed + i;
+        without a seed, torch's default generator draws it. dropout: its rate at the core's input
+        and output; bytes have a fifth of it. halting_warmup: factor on halting probabilities and
+        ponder_weight.
 
         Raise ValueError for bad shapes or dtypes.
         """
-        self.dropout, self.halting_warmup = dropout, halting_warmup
         check_ids("input_ids", input_ids)
-        c, (sequences, length) = self.config, input_ids.shape
+        sequences, length = input_ids.shape
         if labels is not None:
             check_ids("labels", labels, sequences, length)
         n_loops = self.loops_of(n_loops)
-        ids = input_ids.reshape(-1)
-        cu_seqlens = document_cu_seqlens(input_ids) if cu_seqlens is None else cu_seqlens
-        longest = length if longest is None else longest
-        packing = Packing.build(cu_seqlens, len(ids), longest, c, self.compute_dtype, c.byte_window)
+        if not self.training:
+            dropout = 0.0
+            halting_warmup = 1.0
+        byte_dropout = dropout / 5
+
+        rows = self._pack(input_ids, cu_seqlens, longest)
+        noise_M = None
+        if self.training and (dropout or self.boundary_predictor is not None):
+            noise_M = byte_noise(noise_seed, sequences, length, input_ids.device).flatten()
+
+        x_MD = self.before_core(rows.ids_M, rows.packing, rows.shifted_PM, rows.matches)
+        x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_BEFORE_CORE)
+        if self.core is None:
+            result = self._without_core()
+        else:
+            result = self._through_core(x_MD, rows, n_loops, noise_M, dropout, halting_warmup)
+        if result.unpooled_MD is not None:
+            x_MD = x_MD + result.unpooled_MD
+        x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_AFTER_CORE)
+        logits_MV = self.after_core(x_MD, rows.packing, rows.shifted_PM, rows.matches)
+
+        out = self._output(logits_MV.view(sequences, length, -1), result)
+        if labels is not None:
+            add_losses(self, out, labels, result, halting_warmup)
+        return out
+
+    def _pack(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None, longest: int | None
+    ) -> PackedBytes:
+        """Find the documents of a batch, the last bytes before each byte, and matches."""
+        c = self.config
+        if cu_seqlens is None:
+            cu_seqlens = document_cu_seqlens(input_ids)
+        if longest is None:
+            longest = input_ids.shape[1]
+        ids_M = input_ids.reshape(-1)
+        packing = Packing.build(
+            cu_seqlens, len(ids_M), longest, c, self.compute_dtype, c.byte_window
+        )
         if self.compiled:  # else each number of documents would need another graph, and each bound
             mark_rows_dynamic(cu_seqlens, packing.extent)
-        shifted = shifted_bytes(ids, packing.position, c.longest_order)
-        matches = self.engram_match and self.engram_match(ids, shifted, packing.document)
-        noise, of_bytes = None, self.dropout / 5
-        if self.training and (self.dropout or self.boundary_predictor is not None):
-            noise = byte_noise(noise_seed, sequences, length, ids.device).flatten()
-        x = dropped(self.before_core(ids, packing, shifted, matches), of_bytes, noise, 0)  # [M, D]
-        zero = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
-        segments, cut_loss, unpooled, observed = 0, zero, None, None
-        stats = CoreStats(zero, zero, zero, zero, zero.new_zeros(0, c.n_routed_experts))
-        if self.core is not None:
-            predicted = self.predict_boundaries(x)
-            b = self.boundaries(predicted, input_ids, shifted, packing, noise)
-            cut_loss = boundary_loss(b, input_ids, c)
-            z, segment_cu_seqlens = pool_segments(x, b, packing.cu_seqlens)
-            segments = len(z)
-            z, stats = self.run_core(z, b, segment_cu_seqlens, shifted, longest, n_loops, noise)
-            unpooled = self.unpool(z, self.null_rows(), b, packing, segment_cu_seqlens)
-            if self.training and c.learns_boundaries:
-                earlier = self.unpool(
-                    z.detach(), self.null_rows().detach(), b, packing, segment_cu_seqlens, back=1
-                )
-                unpooled, observed = self.boundary_predictor.observe(
-                    predicted, ids, b, packing, unpooled, earlier
-                )
-            x = x + unpooled
-        # [M, vocab_size]
-        logits = self.after_core(dropped(x, of_bytes, noise, 3), packing, shifted, matches)
-        # From loads relative to an even one, which is segments * k / E tokens, back to counts
-        tokens = (
-            stats.load * (segments * c.n_experts_per_tok / max(1, c.n_routed_experts))
-        ).round()
-        out = SpiderOutput(
-            logits.view(sequences, length, -1),
-            None,
-            None,
-            zero + segments,
-            stats.mean_loops.detach(),
-            tokens,
-            zero.new_zeros(0) if observed is None else observed.counts,
+        shifted_PM = shifted_bytes(ids_M, packing.position, c.longest_order)
+        matches = None
+        if self.engram_match is not None:
+            matches = self.engram_match(ids_M, shifted_PM, packing.document)
+        return PackedBytes(input_ids, ids_M, packing, shifted_PM, matches)
+
+    def before_core(
+        self,
+        ids_M: Tensor,
+        packing: Packing,
+        shifted_PM: Tensor,
+        matches: Matches | None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Apply embedding, byte memory and prelude: ids [M] -> [M, D]."""
+        x_MD = F.embedding(ids_M, self.embed_tokens).to(self.compute_dtype)
+        if self.engram_input is not None:
+            x_MD = x_MD + self.engram_input(x_MD, shifted_PM, matches)
+        for i, block in enumerate(self.prelude):
+            x_MD = self._byte_layer(block, x_MD, packing, cache, i)
+        return x_MD
+
+    def after_core(
+        self,
+        x_MD: Tensor,
+        packing: Packing,
+        shifted_PM: Tensor,
+        matches: Matches | None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Apply coda, byte memory and head: [M, D] -> logits [M, V]."""
+        for i, block in enumerate(self.coda, len(self.prelude)):
+            x_MD = self._byte_layer(block, x_MD, packing, cache, i)
+        direct_MV = None
+        if self.engram_output is not None:
+            memory_MD, direct_MV = self.engram_output(x_MD, shifted_PM, matches)
+            x_MD = x_MD + memory_MD
+        logits_MV = self.lm_head(rms_norm(x_MD)).to(self.wide_dtype)
+        if direct_MV is not None:
+            logits_MV = logits_MV + direct_MV
+        return logits_MV
+
+    def _byte_layer(
+        self, block: Block, x_MD: Tensor, packing: Packing, cache: Cache | None, number: int
+    ) -> Tensor:
+        """Apply a byte layer, with activation checkpointing if `recompute` is "all". number: of the
+        layer in the cache."""
+        if self.recompute == "all" and torch.is_grad_enabled():
+            return checkpoint(block, x_MD, packing, use_reentrant=False, preserve_rng_state=False)
+        return block(x_MD, packing, None if cache is None else cache.of(number))
+
+    def _through_core(
+        self,
+        x_MD: Tensor,
+        rows: PackedBytes,
+        n_loops: int,
+        noise_M: Tensor | None,
+        dropout: float,
+        halting_warmup: float,
+    ) -> CoreResult:
+        """Pool bytes to segments, run the core on them, and unpool its output to bytes."""
+        predicted = self.predict_boundaries(x_MD)
+        b_M = self.boundaries(predicted, rows.input_ids, rows.shifted_PM, rows.packing, noise_M)
+        band_loss = boundary_loss(b_M, rows.input_ids, self.config)
+        z_ND, segment_cu_seqlens = pool_segments(x_MD, b_M, rows.packing.cu_seqlens)
+        output, stats = self.run_core(
+            z_ND, b_M, segment_cu_seqlens, rows, n_loops, noise_M, dropout, halting_warmup
         )
-        return (
-            out
-            if labels is None
-            else add_losses(self, out, labels, stats, cut_loss, unpooled, observed)
+        null = self.null_rows()
+        unpooled_MD = self.unpool(output, null, b_M, rows.packing, segment_cu_seqlens)
+        observed = None
+        predictor = self.boundary_predictor
+        if self.training and isinstance(predictor, SurprisePredictor):
+            assert predicted is not None
+            earlier_MD = self.unpool(
+                output.detach(), null.detach(), b_M, rows.packing, segment_cu_seqlens, back=1
+            )
+            unpooled_MD, observed = predictor.observe(
+                predicted, rows.ids_M, b_M, rows.packing, unpooled_MD, earlier_MD
+            )
+        return CoreResult(len(z_ND), stats, band_loss, unpooled_MD, observed)
+
+    def _without_core(self) -> CoreResult:
+        """Return the result of a model with byte layers alone: no segment, all losses zero."""
+        zero = self.embed_tokens.new_zeros((), dtype=self.wide_dtype)
+        no_load = zero.new_zeros(0, self.config.n_routed_experts)
+        return CoreResult(0, CoreStats(zero, zero, zero, zero, no_load), zero)
+
+    def _output(self, logits: Tensor, result: CoreResult) -> SpiderOutput:
+        """Make the output of a pass, without losses."""
+        c = self.config
+        zero = logits.new_zeros((), dtype=self.wide_dtype)
+        # the load relative to an even one, which is segments * K / E tokens of each expert
+        even_load = result.segments * c.n_experts_per_tok / max(1, c.n_routed_experts)
+        observed = result.observed
+        return SpiderOutput(
+            logits,
+            segments=zero + result.segments,
+            mean_loops=result.stats.mean_loops.detach(),
+            tokens_per_expert=(result.stats.load_LE * even_load).round(),
+            boundary_counts=zero.new_zeros(0) if observed is None else observed.counts,
         )
 
     def extra_losses(self, out: SpiderOutput, labels: Tensor) -> dict[str, Tensor]:
         """Return further loss terms for training, scalars by name: a hook for subclasses. train.py
         averages them over micro-steps and ranks, and logs them to metrics.jsonl."""
         return {}
+
+    def loops_of(self, n_loops: int | None) -> int:
+        """Return a number of loops, by default the config's; raise ValueError if it is below 1."""
+        n_loops = self.config.n_loops if n_loops is None else n_loops
+        if n_loops < 1:
+            raise ValueError(f"n_loops must be at least 1, not {n_loops}")
+        return n_loops
+
+    # ----------------------------------------------------------------------------------------------
+    # Segments
+
+    def predict_boundaries(self, x_MD: Tensor) -> Tensor | None:
+        """Return what the boundary predictor makes of the bytes: logits [M, 1] of flexitokens,
+        surprise and gain [M, 2] of learned boundaries, None for words."""
+        if self.boundary_predictor is None:
+            return None
+        return self.boundary_predictor(rms_norm(x_MD))
+
+    def boundaries(
+        self,
+        predicted: Tensor | None,
+        input_ids: Tensor,
+        shifted_PM: Tensor,
+        packing: Packing,
+        noise_M: Tensor | None,
+        summed: Tensor | None = None,
+    ) -> Tensor:
+        """Decide where segments end: b [M], 0 or 1. EOS always ends a segment, PAD never.
+
+        predicted: see predict_boundaries. noise_M: of training. summed [documents]: in decoding,
+        see boundaries.flexitokens_boundaries."""
+        ids_M = input_ids.reshape(-1)
+        if predicted is None:
+            b_M = word_ends(shifted_PM[:2]).squeeze(0).to(self.wide_dtype)
+        elif isinstance(self.boundary_predictor, SurprisePredictor):
+            ends_M = self.boundary_predictor.boundaries(predicted, ids_M, packing.position, noise_M)
+            b_M = ends_M.to(self.wide_dtype)
+        else:
+            p_M = predicted.squeeze(1).sigmoid()
+            b_M = flexitokens_boundaries(p_M, packing, self.wide_dtype, noise_M, summed)
+        return torch.where(ids_M == EOS_ID, 1, torch.where(ids_M == PAD_ID, 0, b_M))
+
+    def run_core(
+        self,
+        z_ND: Tensor,
+        b_M: Tensor,
+        segment_cu_seqlens: Tensor,
+        rows: PackedBytes,
+        n_loops: int,
+        noise_M: Tensor | None,
+        dropout: float,
+        halting_warmup: float,
+    ) -> tuple[Tensor, CoreStats]:
+        """Run the core on pooled segments that end where b is 1: [N, D] -> [N, O * D]. noise_M: for
+        dropout in training.
+
+        Rows are padded to a few sizes (see row_step); the padding is a separate document. The core
+        runs even without segments, because all ranks must run the same collectives."""
+        assert self.core is not None
+        segments = len(z_ND)
+        longest_document = rows.packing.longest  # in bytes, an upper bound
+        step = row_step(len(b_M), longest_document)
+        padded = round_up(max(1, segments), step)
+        padding = padded - segments
+        if padding:
+            segment_cu_seqlens = F.pad(segment_cu_seqlens, (0, 1), value=padded)
+        bound = max(longest_document, step)  # of segments in a document, and of rows in the padding
+        packing = Packing.build(segment_cu_seqlens, padded, bound, self.config, self.compute_dtype)
+        last_byte_N = last_byte_of(b_M, padded)
+        share = z_ND.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
+        core_pass = CorePass(
+            packing,
+            last_bytes_PN=rows.shifted_PM.index_select(1, last_byte_N),
+            share_N=F.pad(share, (0, padding)),
+            n_loops=n_loops,
+            recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
+            halting_warmup=halting_warmup,
+            dropout=dropout,
+            noise_N=None if noise_M is None else noise_M.index_select(0, last_byte_N),
+        )
+        output, stats = self.core(F.pad(z_ND, (0, 0, 0, padding)), core_pass)
+        return output[:segments], stats
+
+    def decode_core(
+        self,
+        z_ND: Tensor,
+        packing: Packing,
+        last_bytes_PN: Tensor,
+        share_N: Tensor,
+        n_loops: int,
+        latents: Cache,
+        convolved: Cache,
+    ) -> Tensor:
+        """Run the core on the segments that a decoding step has finished, after those in the
+        caches; see CorePass."""
+        assert self.core is not None
+        core_pass = CorePass(
+            packing, last_bytes_PN, share_N, n_loops, latents=latents, convolved=convolved
+        )
+        output, _ = self.core(z_ND, core_pass)
+        return output
+
+    def null_rows(self) -> Tensor:
+        """Return the unpooled output for bytes before a document's first boundary, at all offsets:
+        [O * D]."""
+        return self.null_segment.repeat(self.config.segment_offsets)
+
+    def unpool(
+        self,
+        z: Tensor,
+        null: Tensor,
+        b_M: Tensor,
+        packing: Packing,
+        segment_cu_seqlens: Tensor,
+        open_bytes: Tensor | int = 0,
+        back: int = 0,
+    ) -> Tensor:
+        """Unpool the core's output to bytes: z [N, O * D], null [O * D] or one per document, b [M]
+        -> [M, D]. open_bytes, back: see segment_offsets."""
+        offsets = self.config.segment_offsets
+        offset_M = None
+        if offsets > 1:
+            z = z.unflatten(-1, (offsets, -1))
+            null = null.unflatten(-1, (offsets, -1))
+            start_M = packing.cu_seqlens.index_select(0, packing.document)
+            offset_M = segment_offsets(b_M, start_M, offsets, open_bytes, back)
+        return unpool_segments(z, null, b_M, packing.cu_seqlens, segment_cu_seqlens, offset_M, back)
 
     # ----------------------------------------------------------------------------------------------
     # Training
@@ -940,12 +1274,32 @@ class Spider(DecodingMixin, nn.Module):
             if isinstance(module, EngramTable):
                 module.forget()
 
-    def compile_layers(self, **settings) -> str | None:
-        """Compile each kind of layer to one graph by torch.compile, the core's injection and what
-        its Engrams compute once for all loops, for passes with gradients; evaluation and decoding,
-        with other shapes, stay eager. `settings` go to torch.compile; the numbers of segments and
-        documents are dynamic sizes. The compiled function is `in_one_graph` of the module's class,
-        not the module, which has FSDP's hooks.
+    @torch.no_grad()
+    def update_expert_bias(self, tokens_per_expert: Tensor):
+        """Adjust the experts' selection bias towards an even load, once per optimizer step.
+        tokens_per_expert [L, E]: over all loops, micro-steps and ranks."""
+        if self.core is None:
+            return
+        for layer, tokens_E in zip(self.core.layers, tokens_per_expert, strict=True):
+            direction_E = (tokens_E.mean() - tokens_E).sign()
+            layer.moe.expert_bias += self.config.expert_bias_rate * direction_E
+
+    def update_boundaries(self, counts: Tensor, nats_per_byte: float):
+        """Update learned boundaries once per optimizer step, from SpiderOutput.boundary_counts
+        summed over micro-steps and ranks, and the step's mean loss; see SurprisePredictor."""
+        if isinstance(self.boundary_predictor, SurprisePredictor):
+            self.boundary_predictor.update(counts, nats_per_byte)
+
+    # ----------------------------------------------------------------------------------------------
+    # Compilation and backends
+
+    def compile_layers(self, **settings: Any) -> str | None:
+        """Compile each kind of layer to one graph by torch.compile. Also compile the core's
+        injection, and what its Engrams compute once for all loops.
+
+        Only passes with gradients are compiled: evaluation and decoding, with other shapes, stay
+        eager. The numbers of segments and documents are dynamic sizes. `settings` go to
+        torch.compile.
 
         Returns why the core's layers are not compiled, or None. They are left out if the graph
         would break."""
@@ -960,7 +1314,7 @@ class Spider(DecodingMixin, nn.Module):
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         # torch warns of recomputed in-place operations; these only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-        compiled = {}  # one per kind of module
+        compiled: dict[Callable, Callable] = {}  # one per kind of module
         for module in self._compilable_modules(with_core=obstacle is None):
             function = type(module).in_one_graph
             if function not in compiled:
@@ -974,22 +1328,13 @@ class Spider(DecodingMixin, nn.Module):
         for module in self._compilable_modules():
             module.compiled = None
 
-    def _compilable_modules(self, with_core: bool = True) -> list[nn.Module]:
+    def _compilable_modules(self, with_core: bool = True) -> list[Compilable]:
         """Return the modules that compile_layers compiles: byte layers, and what of the core can be
         compiled."""
-        of_core = self.core.modules() if self.core is not None and with_core else ()
-        return [
-            module
-            for module in (*self.prelude, *self.coda, *of_core)
-            if hasattr(type(module), "in_one_graph")
-        ]
-
-    def loops_of(self, n_loops: int | None) -> int:
-        """Return a number of loops, by default the config's; raise ValueError if it is below 1."""
-        n_loops = self.config.n_loops if n_loops is None else n_loops
-        if n_loops < 1:
-            raise ValueError(f"n_loops must be at least 1, not {n_loops}")
-        return n_loops
+        modules: list[nn.Module] = [*self.prelude, *self.coda]
+        if self.core is not None and with_core:
+            modules += self.core.modules()
+        return [module for module in modules if isinstance(module, Compilable)]
 
     def set_backend(self, backend: str):
         """Choose the backend of the experts, one of config.BACKENDS; raise ValueError for any other
@@ -1005,22 +1350,9 @@ class Spider(DecodingMixin, nn.Module):
         """Choose the backend for decoding and scoring on this device; return a line to log, or "".
         TileKernels would take longer to compile than most samples, so the choice is that of `auto`
         for compiled layers."""
-        device, dtype = self.embed_tokens.device, self.compute_dtype
-        backend, remark = resolve_backend("auto", device, self.config, dtype, compiled=True)
+        device = self.embed_tokens.device
+        backend, remark = resolve_backend(
+            "auto", device, self.config, self.compute_dtype, compiled=True
+        )
         self.set_backend(backend)
         return remark
-
-    @torch.no_grad()
-    def update_expert_bias(self, tokens_per_expert: Tensor):
-        """Adjust the experts' selection bias towards an even load, once per optimizer step.
-        tokens_per_expert [L, E]: over all loops, micro-steps and ranks."""
-        for layer, tokens in zip(
-            () if self.core is None else self.core.layers, tokens_per_expert, strict=True
-        ):
-            layer.moe.expert_bias += self.config.expert_bias_rate * (tokens.mean() - tokens).sign()
-
-    def update_boundaries(self, counts: Tensor, nats_per_byte: float):
-        """Update learned boundaries once per optimizer step, from SpiderOutput.boundary_counts
-        summed over micro-steps and ranks, and the step's mean loss; see SurprisePredictor."""
-        if self.config.learns_boundaries:
-            self.boundary_predictor.update(counts, nats_per_byte)

@@ -3,11 +3,15 @@
 **FlexiTokens** (arXiv 2507.12720) samples boundaries from learned probabilities; a loss controls
 their rate. **Words** (SpaceByte, arXiv 2404.14408) end where a word does, see memory.word_ends.
 **Learned** boundaries are where the next byte is hard to predict, and where a boundary pays:
-SurprisePredictor. b [M] is 1 where a segment ends, else 0.
+SurprisePredictor.
+
+Shapes, also at the end of names: M packed bytes, D hidden size, V vocabulary. b_M is 1 where a
+segment ends, else 0. Losses and entropies are in nats.
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,70 +24,87 @@ from spider.packing import Packing
 from spider.segments import last_boundary
 from tokenizer import EOS_ID, PAD_ID
 
+# --------------------------------------------------------------------------------------------------
+# FlexiTokens
+
 
 def flexitokens_boundaries(
-    p: Tensor, packing: Packing, dtype: torch.dtype, noise: Tensor | None, summed: Tensor | None
+    p_M: Tensor, packing: Packing, dtype: torch.dtype, noise_M: Tensor | None, summed: Tensor | None
 ) -> Tensor:
-    """Cut where the sum of probabilities p [M] over the document, plus an offset, crosses an
-    integer: b [M].
+    """Cut where the sum of probabilities over the document, plus an offset, crosses an integer:
+    b [M].
 
     This is systematic sampling: each byte is cut with probability p as in independent draws, but
-    segments are more even. In training the offset is drawn once per document from noise [M];
+    segments are more even. In training the offset is drawn once per document from its noise;
     otherwise it is 0.5, so that evaluation cuts as often. The gradient is straight-through to p.
-    summed [documents] float64: in decoding, the sum of p over earlier steps, which is updated."""
-    total = p.detach().double()
-    if summed is not None and packing.longest == 1:  # a byte of each document
-        before, offset = 0, 0.5 + summed
-        summed += total
+
+    summed [documents] float64: in decoding, the sum of p over earlier steps. It is updated."""
+    total_M = p_M.detach().double()
+    if summed is not None and packing.longest == 1:  # one byte of each document
+        before_M = torch.zeros_like(total_M)
+        offset_M = 0.5 + summed
+        summed += total_M
     else:
-        start = packing.cu_seqlens.index_select(0, packing.document)
-        before = F.pad(total := total.cumsum(0), (1, -1))
-        offset = 0.5 - before.index_select(0, start)
+        start_M = packing.cu_seqlens.index_select(0, packing.document)
+        total_M = total_M.cumsum(0)  # over all documents
+        before_M = F.pad(total_M, (1, -1))
+        offset_M = 0.5 - before_M.index_select(0, start_M)  # less the documents before
         if summed is not None:
-            offset = offset + summed.index_select(0, packing.document)
-            summed.index_add_(0, packing.document, p.double())
-    if noise is not None:
-        offset = offset - 0.5 + uniform(noise.index_select(0, start))
-    b = ((total + offset).floor() > (before + offset).floor()).to(dtype)
-    # stays 0 or 1 even if p diverges
-    return b + (p - p.detach()).nan_to_num(0) if p.requires_grad else b
+            offset_M = offset_M + summed.index_select(0, packing.document)
+            summed.index_add_(0, packing.document, p_M.double())
+        if noise_M is not None:
+            offset_M = offset_M - 0.5 + uniform(noise_M.index_select(0, start_M))
+    crosses_M = (total_M + offset_M).floor() > (before_M + offset_M).floor()
+    b_M = crosses_M.to(dtype)
+    if p_M.requires_grad:
+        # p - p has the value 0, or NaN if p diverges: b stays 0 or 1 even then
+        b_M = b_M + (p_M - p_M.detach()).nan_to_num(0)
+    return b_M
 
 
-def boundary_loss(b: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tensor:
-    """Return the mean distance of sequences' boundaries per byte from the band [alpha - lambda *
-    sigma, alpha]."""
+def boundary_loss(b_M: Tensor, input_ids: Tensor, config: SpiderConfig) -> Tensor:
+    """Return the loss that keeps the rate of FlexiTokens' boundaries: the mean distance of
+    sequences' boundaries per byte from the band [alpha - lambda * sigma, alpha]."""
     if config.boundaries != "flexitokens":
-        return b.new_zeros(())
-    real = (input_ids != PAD_ID).sum(1).clamp_min(1)
-    rate = b.view(input_ids.shape).sum(1) / real  # [B]
-    low = config.boundary_alpha - config.boundary_lambda * config.boundary_sigma
-    return ((rate - config.boundary_alpha).relu() + (low - rate).relu()).mean()
+        return b_M.new_zeros(())
+    n_bytes = (input_ids != PAD_ID).sum(1).clamp_min(1)  # [B]
+    rate = b_M.view(input_ids.shape).sum(1) / n_bytes
+    high = config.boundary_alpha
+    low = high - config.boundary_lambda * config.boundary_sigma
+    return ((rate - high).relu() + (low - rate).relu()).mean()
 
 
 # --------------------------------------------------------------------------------------------------
 # Learned boundaries
 
-GAIN_WEIGHT = 3.0
-TRUST = 30, 60  # steps: until the first the regression counts nothing, after the second fully
-STRAYS = 0.003  # random boundaries per byte, in training
-LOSS_WEIGHT = 0.001  # of both squared errors: nothing, in the norm by which gradients are clipped
-MOST_LOSS, MOST_GAIN = 12.0, 3.0  # nats; larger ones count as this
-# scores are counted in BINS, from -HIGHEST to HIGHEST nats; a tie has TIE
-HIGHEST, BINS, TIE = 8.0, 1 << 16, 64
-BIN = 2 * HIGHEST / BINS
-HELD = 0.9  # of earlier counts at each step, after TRUST
-STRAY_SITE = 5  # of the noise; dropout has others
+GAIN_WEIGHT = 3.0  # of a gain in the score, where surprise has 1
+# Weight of the regression in the score, by step: 0 up to the first, then linear, 1 from the second
+TRUST_BEGINS = 30
+TRUST_COMPLETE = 60
+HISTOGRAM_DECAY = 0.9  # of earlier scores' counts at each step, after TRUST_COMPLETE
+STRAY_RATE = 0.003  # random boundaries per byte, in training
+STRAY_SITE = 5  # of the noise; dropout has 0 to 3, see spider_model
+LOSS_WEIGHT = 0.001  # of both squared errors: small, so that gradient clipping does not see it
+MAX_LOSS = 12.0  # targets of the regression are clamped to these, in nats
+MAX_GAIN = 3.0
+# The histogram of scores has N_BINS from -MAX_SCORE to MAX_SCORE nats, of BIN nats each
+MAX_SCORE = 8.0
+N_BINS = 1 << 16
+BIN = 2 * MAX_SCORE / N_BINS
+TIE_BINS = 64  # bins over which `tie` spreads equal scores
 
 
 @dataclass
 class Observed:
-    """A pass in training, as far as the predictor learns from it."""
+    """A pass in training, as far as the predictor learns from it.
 
-    predicted: Tensor  # [M, 2]
-    ids: Tensor  # [M]
+    The loss fills in the last two: `surprise_loss` the labels, its backward pass the weight."""
+
+    predicted: Tensor  # [M, 2], surprise and gain
+    ids_M: Tensor
     counts: Tensor  # for `update`: of scores by bin, and of pairs of bytes
-    counted: Tensor | None = None  # bool [M], bytes with a label
-    nat_weight: Tensor | None = None  # of a nat in the loss to minimize, known in backward
+    has_label_M: Tensor | None = None  # bool
+    nat_weight: Tensor | None = None  # gradient of the loss to minimize by a byte's nats
 
 
 class SurprisePredictor(nn.Module):
@@ -96,17 +117,24 @@ class SurprisePredictor(nn.Module):
       (Harris 1955; BLT, arXiv 2412.09871, cuts by the entropy of a model). It is known after one
       step.
     - surprise: what a small regression on the byte's state expects of the loss, beyond the entropy.
-    - gain, its second output: the nats by which the loss falls, to first order, if the bytes behind
-      the boundary receive the segment that ends there instead of the one before. It is observed at
-      boundaries and, in training, at STRAYS, random ones. Without it the loss is 0.004 higher
-      (docs/results/learning.md).
-    - trust grows from 0 to 1 between the steps TRUST, since the first losses say little.
+    - gain, its second output: how many nats a boundary saves, to first order. The loss is compared
+      if the bytes behind it receive the segment that ends there, and if they receive the one
+      before. It is observed at boundaries and, in training, at random strays. Without it the loss
+      is 0.004 higher (docs/results/learning.md).
+    - trust grows from 0 to 1 between two steps, since the first losses say little.
     - tie cuts evenly where all bytes are alike.
 
     The threshold follows the quantile of scores that leaves `rate` boundaries per byte. The
     regression reads detached states, so only its own weights learn from this. All that it learns
     from is a sum over bytes, so neither micro-batches nor ranks change it. `update` is called once
     per optimizer step."""
+
+    pairs: Tensor  # [V, V], counts of a byte and the next one
+    entropy: Tensor  # [V], nats above the mean, by the last byte
+    histogram: Tensor  # [N_BINS], counts of scores
+    threshold: Tensor  # [1]
+    mean_loss: Tensor  # [1], nats per byte of the last step
+    steps: Tensor  # [1]
 
     def __init__(self, hidden_size: int, vocab_size: int, rate: float):
         super().__init__()
@@ -116,148 +144,170 @@ class SurprisePredictor(nn.Module):
             nn.GELU(),
             WideLinear(hidden_size // 4, 2, bias=True),
         )
-        # counts of a byte and the next one
         self.register_buffer("pairs", torch.empty(vocab_size, vocab_size))
-        # nats above the mean, by the last byte
         self.register_buffer("entropy", torch.empty(vocab_size))
-        self.register_buffer("histogram", torch.empty(BINS))  # of scores
+        self.register_buffer("histogram", torch.empty(N_BINS))
         self.register_buffer("threshold", torch.empty(1))
-        self.register_buffer("mean_loss", torch.empty(1))  # of the last step
+        self.register_buffer("mean_loss", torch.empty(1))
         self.register_buffer("steps", torch.empty(1))
 
     @torch.no_grad()
     def init_weights(self):
         """Initialize weights and buffers: the gain is 0, the threshold cuts evenly."""
-        for linear in self.regression[::2]:
-            linear.weight.normal_(std=linear.in_features**-0.5)
-            linear.bias.zero_()
-        self.regression[2].weight[1] = 0
+        for layer in self.regression:
+            if isinstance(layer, WideLinear):
+                layer.weight.normal_(std=layer.in_features**-0.5)
+                layer.bias.zero_()
+        self.regression.get_parameter("2.weight")[1] = 0  # the gain
         for buffer in self.buffers():
             buffer.zero_()
-        self.threshold.fill_((1 - self.rate) * TIE * BIN)
+        self.threshold.fill_((1 - self.rate) * TIE_BINS * BIN)
         self.mean_loss.fill_(math.log(len(self.entropy)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return surprise and gain [M, 2] of bytes with normed states x [M, D]."""
-        return self.regression(x.detach())
+    # ----------------------------------------------------------------------------------------------
+    # Deciding
+
+    def forward(self, x_MD: Tensor) -> Tensor:
+        """Return surprise and gain [M, 2] of bytes with these normed states."""
+        return self.regression(x_MD.detach())
 
     def trust(self, later: int = 0) -> Tensor:
-        """Return the weight of the predictor [1], in this step or one that is later."""
-        return ((self.steps + later - TRUST[0]) / (TRUST[1] - TRUST[0])).clamp(0, 1)
+        """Return the weight of the regression [1], in this step or one that is `later` ahead."""
+        since = self.steps + later - TRUST_BEGINS
+        return (since / (TRUST_COMPLETE - TRUST_BEGINS)).clamp(0, 1)
 
     @torch.no_grad()
-    def score(self, predicted: Tensor, ids: Tensor, position: Tensor, later: int = 0) -> Tensor:
-        """Return the scores [M] of bytes ids [M] at a position [M] in their document; `later`: see
-        trust."""
-        predicted = self.trust(later) * (predicted[:, 0] + GAIN_WEIGHT * predicted[:, 1])
-        tie = (position + 0.3) * self.rate % 1  # never 1 - rate, up to rounding
-        return self.entropy.index_select(0, ids) + predicted + tie * (TIE * BIN)
+    def score(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor, later: int = 0) -> Tensor:
+        """Return the scores [M] of bytes at a position in their document; `later`: see trust."""
+        surprise_M, gain_M = predicted.unbind(1)
+        predicted_M = self.trust(later) * (surprise_M + GAIN_WEIGHT * gain_M)
+        tie_M = (position_M + 0.3) * self.rate % 1  # never 1 - rate, up to rounding
+        return self.entropy.index_select(0, ids_M) + predicted_M + tie_M * (TIE_BINS * BIN)
 
     @torch.no_grad()
     def boundaries(
-        self, predicted: Tensor, ids: Tensor, position: Tensor, noise: Tensor | None
+        self, predicted: Tensor, ids_M: Tensor, position_M: Tensor, noise_M: Tensor | None
     ) -> Tensor:
-        """Decide where segments end: bool [M]. noise [M]: in training, for strays."""
-        ends = self.score(predicted, ids, position) > self.threshold
-        return ends if noise is None else ends | (uniform(splitmix(STRAY_SITE, noise)) < STRAYS)
+        """Decide where segments end: bool [M]. noise_M: in training, for strays."""
+        ends_M = self.score(predicted, ids_M, position_M) > self.threshold
+        if noise_M is None:
+            return ends_M
+        strays_M = uniform(splitmix(STRAY_SITE, noise_M)) < STRAY_RATE
+        return ends_M | strays_M
+
+    # ----------------------------------------------------------------------------------------------
+    # Learning from a pass
 
     def observe(
         self,
         predicted: Tensor,
-        ids: Tensor,
-        b: Tensor,
+        ids_M: Tensor,
+        b_M: Tensor,
         packing: Packing,
-        unpooled: Tensor,
-        earlier: Tensor,
+        unpooled_MD: Tensor,
+        earlier_MD: Tensor,
     ) -> tuple[Tensor, Observed]:
-        """Observe a pass in training; return `unpooled` [M, D] with unchanged values, through which
-        the gain learns in backward. b [M]: boundaries; earlier [M, D]: what bytes would have
-        received without their last boundary.
+        """Observe a pass in training; return `unpooled` with unchanged values, through which the
+        gain learns in backward.
 
-        `amount` is a variable of value 0 at each boundary. unpooled + amount * (unpooled - earlier)
-        makes its gradient the first-order change of the loss between the two segments, which is the
-        target of the gain's regression."""
-        observed, gain = (
-            Observed(predicted, ids, self._count(predicted, ids, packing.position)),
-            predicted[:, 1],
-        )
+        earlier_MD: what bytes would have received without their last boundary. `amount` is a
+        variable of value 0 at each boundary: unpooled + amount * (unpooled - earlier) makes its
+        gradient the first-order change of the loss between the two segments. That is the target of
+        the gain's regression."""
+        observed = Observed(predicted, ids_M, self._count(predicted, ids_M, packing.position))
+        gain_M = predicted[:, 1]
+        amount_M = gain_M - gain_M.detach()
+        if amount_M.requires_grad:
+            amount_M.register_hook(partial(self._gain_gradient, observed, b_M))
+        boundary_M = last_boundary(b_M).clamp_min(0)
+        amount = amount_M.index_select(0, boundary_M)[:, None].to(unpooled_MD.dtype)  # [M, 1]
+        return torch.addcmul(unpooled_MD, amount, (unpooled_MD - earlier_MD).detach()), observed
 
-        def gain_gradient(grad: Tensor) -> Tensor:
-            # in place of the loss's, so that the regression alone learns
-            if observed.nat_weight is None:  # of a loss that is not the model's
-                return torch.zeros_like(grad)
-            gained = (-grad / observed.nat_weight.clamp_min(1e-30)).clamp(-MOST_GAIN, MOST_GAIN)
-            wrong = torch.where((b > 0) & observed.counted, gain.detach() - gained, 0)
-            return 2 * LOSS_WEIGHT / self.rate * observed.nat_weight * wrong  # of the squared error
-
-        amount = gain - gain.detach()
-        if amount.requires_grad:
-            amount.register_hook(gain_gradient)
-        amount = amount.index_select(0, last_boundary(b).clamp_min(0))[:, None].to(unpooled.dtype)
-        return torch.addcmul(unpooled, amount, (unpooled - earlier).detach()), observed
+    def _gain_gradient(self, observed: Observed, b_M: Tensor, grad_M: Tensor) -> Tensor:
+        """Replace the loss's gradient by that of the gain's squared error, so that the regression
+        alone learns. The loss's gradient gives its target: the loss falls by the gain."""
+        if observed.nat_weight is None or observed.has_label_M is None:
+            return torch.zeros_like(grad_M)  # of a loss that is not the model's
+        target_M = -grad_M / observed.nat_weight.clamp_min(1e-30)
+        target_M = target_M.clamp(-MAX_GAIN, MAX_GAIN)
+        error_M = observed.predicted[:, 1].detach() - target_M
+        error_M = torch.where((b_M > 0) & observed.has_label_M, error_M, 0)
+        return 2 * LOSS_WEIGHT / self.rate * observed.nat_weight * error_M
 
     def surprise_loss(
-        self, observed: Observed, nats: Tensor, losses: Tensor, counted: Tensor
+        self, observed: Observed, nats: Tensor, losses_M: Tensor, has_label_M: Tensor
     ) -> Tensor:
-        """Return the loss of entropy and surprise as predictions, a sum over the bytes that are
-        `counted`, bool [M].
+        """Return the loss of entropy and surprise as predictions, a sum over the bytes with a
+        label.
 
-        losses [M]: of the next bytes; nats: their sum in the loss to minimize, which tells how much
-        a nat weighs."""
+        losses_M: of the next bytes. nats: their sum in the loss to minimize, whose gradient tells
+        how much a nat weighs there."""
 
-        def keep(weight: Tensor):
-            observed.nat_weight = weight
+        def keep_weight(grad: Tensor):
+            observed.nat_weight = grad
 
-        observed.counted = counted
+        observed.has_label_M = has_label_M
         if nats.requires_grad:
-            nats.register_hook(keep)
-        expected = (
-            self.entropy.index_select(0, observed.ids) + observed.predicted[:, 0] + self.mean_loss
-        )
-        error = expected - losses.clamp_max(MOST_LOSS)
-        return LOSS_WEIGHT * torch.where(counted, error, 0).square().sum()
+            nats.register_hook(keep_weight)
+        entropy_M = self.entropy.index_select(0, observed.ids_M)
+        expected_M = entropy_M + observed.predicted[:, 0] + self.mean_loss
+        error_M = expected_M - losses_M.clamp_max(MAX_LOSS)
+        return LOSS_WEIGHT * torch.where(has_label_M, error_M, 0).square().sum()
 
     @torch.no_grad()
-    def _count(self, predicted: Tensor, ids: Tensor, position: Tensor) -> Tensor:
-        """Count scores, as the next step weighs them, by bin, and pairs of bytes: [BINS +
-        vocab_size^2] fp32."""
-        counts = torch.zeros(BINS + self.pairs.numel(), device=ids.device)
-        bins = (
-            ((self.score(predicted, ids, position, later=1) + HIGHEST) / BIN)
-            .long()
-            .clamp(0, BINS - 1)
-        )
-        pairs, known = ids[:-1] * len(self.entropy) + ids[1:], (ids != PAD_ID) & (ids != EOS_ID)
-        follows = known[:-1] & (position[1:] > 0) & (ids[1:] != PAD_ID)
-        counts.index_add_(0, bins, known.float())
-        return counts.index_add_(0, BINS + pairs, follows.float())
+    def _count(self, predicted: Tensor, ids_M: Tensor, position_M: Tensor) -> Tensor:
+        """Count scores by bin, as the next step weighs them, and pairs of bytes: [N_BINS + V * V]
+        fp32. EOS and PAD have no score; a pair lies within a document."""
+        counts = torch.zeros(N_BINS + self.pairs.numel(), device=ids_M.device)
+        score_M = self.score(predicted, ids_M, position_M, later=1)
+        bin_M = ((score_M + MAX_SCORE) / BIN).long().clamp(0, N_BINS - 1)
+        has_score_M = (ids_M != PAD_ID) & (ids_M != EOS_ID)
+        first = ids_M[:-1]
+        second = ids_M[1:]
+        is_pair = has_score_M[:-1] & (position_M[1:] > 0) & (second != PAD_ID)
+        pair = first * len(self.entropy) + second
+        counts.index_add_(0, bin_M, has_score_M.float())
+        return counts.index_add_(0, N_BINS + pair, is_pair.float())
+
+    # ----------------------------------------------------------------------------------------------
+    # Learning from a step
 
     @torch.no_grad()
     def update(self, counts: Tensor, mean_loss: float):
         """Update entropies and threshold from a step's counts over all micro-steps and ranks, and
         its mean loss."""
-        scores, pairs = counts.split((BINS, self.pairs.numel()))
+        scores, pairs = counts.split((N_BINS, self.pairs.numel()))
         self.pairs += pairs.view_as(self.pairs)
-        total = self.pairs.sum(1)
-        entropy = torch.special.entr(self.pairs / total.clamp_min(1)[:, None]).sum(1)
-        self.entropy.copy_(entropy - entropy @ total / total.sum().clamp_min(1))
+        total_V = self.pairs.sum(1)
+        total = total_V.sum().clamp_min(1)
+        entropy_V = torch.special.entr(self.pairs / total_V.clamp_min(1)[:, None]).sum(1)
+        self.entropy.copy_(entropy_V - entropy_V @ total_V / total)
         self.steps += 1
-        held = self.histogram * HELD * (self.steps > TRUST[1]) + scores
-        untrusted = self._expected_scores(total * (scores.sum() / total.sum().clamp_min(1)))
-        self.histogram.copy_(torch.where(self.trust() > 0, held, untrusted))
-        above = self.histogram.flip(0).cumsum(0)  # from the highest bin down
-        wanted = self.rate * above[-1:]
-        i = torch.searchsorted(above, wanted).clamp_max(BINS - 1)
-        inside = self.histogram.flip(0)[i]
-        part = (wanted - above[i] + inside) / inside.clamp_min(1e-9)
-        self.threshold.copy_(torch.where(wanted > 0, HIGHEST - (i + part) * BIN, self.threshold))
+        # Before the next step trusts the regression, scores follow from counts of bytes. Until
+        # trust is complete they change too fast for those of earlier steps to count.
+        untrusted = self._expected_scores(total_V * (scores.sum() / total))
+        trusted = self.histogram * HISTOGRAM_DECAY * (self.steps > TRUST_COMPLETE) + scores
+        self.histogram.copy_(torch.where(self.trust() > 0, trusted, untrusted))
+        self._set_threshold()
         self.mean_loss.fill_(mean_loss)
 
-    def _expected_scores(self, total: Tensor) -> Tensor:
-        """Return the histogram of scores without trust, of bytes with counts `total`
-        [vocab_size]."""
-        first = ((self.entropy + HIGHEST) / BIN).round().long()[:, None]
-        bins = (first + torch.arange(TIE, device=total.device)).clamp(0, BINS - 1)
-        return torch.zeros_like(self.histogram).index_add_(
-            0, bins.flatten(), (total / TIE).repeat_interleave(TIE)
-        )
+    def _expected_scores(self, total_V: Tensor) -> Tensor:
+        """Return the histogram of scores without trust: the entropies of bytes with these counts,
+        each spread over the bins of its tie."""
+        first_V = ((self.entropy + MAX_SCORE) / BIN).round().long()
+        tie = torch.arange(TIE_BINS, device=total_V.device)
+        bins = (first_V[:, None] + tie).clamp(0, N_BINS - 1)  # [V, TIE_BINS]
+        share = (total_V / TIE_BINS).repeat_interleave(TIE_BINS)
+        return torch.zeros_like(self.histogram).index_add_(0, bins.flatten(), share)
+
+    def _set_threshold(self):
+        """Set the threshold such that `rate` of the histogram's scores lie above it; it stays as it
+        is without scores."""
+        falling = self.histogram.flip(0)  # from the highest bin down
+        above = falling.cumsum(0)  # scores in this bin or a higher one
+        wanted = self.rate * above[-1:]
+        i = torch.searchsorted(above, wanted).clamp_max(N_BINS - 1)  # the bin of the threshold
+        inside = falling[i]
+        part = (wanted - above[i] + inside) / inside.clamp_min(1e-9)  # of the bin, above it
+        threshold = MAX_SCORE - (i + part) * BIN
+        self.threshold.copy_(torch.where(wanted > 0, threshold, self.threshold))

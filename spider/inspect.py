@@ -85,7 +85,7 @@ class Record:
         if core is not None:
             model.boundaries = self._cut
             # else halted segments are not told apart
-            self.halted_leave, core.halted_leave = core.halted_leave, True
+            self.drop_halted, core.drop_halted = core.drop_halted, True
             self.handles.append(core.register_forward_pre_hook(self._enter_core))
             for i, layer in enumerate(core.layers):
                 self.handles.append(layer.register_forward_hook(partial(self._visit, i)))
@@ -98,7 +98,7 @@ class Record:
     def __exit__(self, *_):
         if self.model.core is not None:
             del self.model.boundaries  # restores the class's method
-            self.model.core.halted_leave = self.halted_leave
+            self.model.core.drop_halted = self.drop_halted
         for handle in self.handles:
             handle.remove()
 

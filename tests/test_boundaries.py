@@ -11,7 +11,7 @@ import train
 from conftest import awake, documents, gradients, small_config, text
 from data import Batch
 from spider import boundaries
-from spider.boundaries import BINS, SurprisePredictor
+from spider.boundaries import N_BINS, SurprisePredictor
 from spider.noise import byte_noise
 from spider.optim import Optimizers
 from spider.packing import Packing
@@ -102,15 +102,15 @@ def test_scores_of_earlier_steps_fade_by_a_tenth_once_the_predictor_is_trusted(
 ):
     """`steps` before the update. Until the next step trusts the predictor, counts of bytes give the
     scores."""
-    predictor, counts = predictor_of(steps=steps), torch.zeros(BINS + 272**2)
-    predictor.histogram[7], counts[[5, BINS + 272 * 65 + 66]] = 100.0, torch.tensor([20.0, 10.0])
+    predictor, counts = predictor_of(steps=steps), torch.zeros(N_BINS + 272**2)
+    predictor.histogram[7], counts[[5, N_BINS + 272 * 65 + 66]] = 100.0, torch.tensor([20.0, 10.0])
     predictor.update(counts, 2.0)
-    expected = torch.zeros(BINS)
+    expected = torch.zeros(N_BINS)
     expected[5], expected[7] = 20, kept * 100
     if not trusted:
-        expected = torch.zeros(BINS)
+        expected = torch.zeros(N_BINS)
         # the entropy of 65 is the mean; a tie has 64 bins
-        expected[BINS // 2 : BINS // 2 + 64] = 20 / 64
+        expected[N_BINS // 2 : N_BINS // 2 + 64] = 20 / 64
     torch.testing.assert_close(predictor.histogram, expected)
     assert predictor.steps == steps + 1 and predictor.mean_loss == 2
 
@@ -200,7 +200,8 @@ def test_a_gain_beyond_three_nats_counts_as_three(nats, target):
         unpooled,
         torch.zeros(3, 1),
     )
-    observed.nat_weight, observed.counted = torch.tensor(0.5), torch.ones(3, dtype=torch.bool)
+    observed.nat_weight = torch.tensor(0.5)
+    observed.has_label_M = torch.ones(3, dtype=torch.bool)
     (-0.5 * nats / 2 * out.sum()).backward()
     slope = 2 * boundaries.LOSS_WEIGHT * 0.5 / 0.25 * (0.3 - target)
     torch.testing.assert_close(predicted.grad, torch.tensor([[0, 0], [0, slope], [0, 0]]))
@@ -259,7 +260,7 @@ def test_pairs_lie_within_documents_and_entropies_are_those_of_the_next_byte():
     model.boundary_predictor.init_weights()
     ids = torch.tensor([[BOS_ID, *b"abacab", EOS_ID, BOS_ID, *b"ba", EOS_ID, PAD_ID]])
     counted, predictor = model(ids, ids, noise_seed=0).boundary_counts, model.boundary_predictor
-    assert counted[:BINS].sum() == 10  # scores of all bytes but EOS and PAD
+    assert counted[:N_BINS].sum() == 10  # scores of all bytes but EOS and PAD
     model.update_boundaries(counted, 2.5)
     counts = {
         (first, then): int(predictor.pairs[first, then])
@@ -302,7 +303,8 @@ def test_all_other_weights_start_as_with_words():
 def test_learned_boundaries_find_the_bytes_before_a_surprise(monkeypatch):
     """A letter at random follows every third digit. Entropies of pairs do not tell, since the
     digits are 1, 2 and 1."""
-    monkeypatch.setattr(boundaries, "TRUST", (5, 10))
+    monkeypatch.setattr(boundaries, "TRUST_BEGINS", 5)
+    monkeypatch.setattr(boundaries, "TRUST_COMPLETE", 10)
     model = Spider(small_config(boundaries="learned", boundary_rate=0.25)).train()
     optimizers, generator = Optimizers(model, lr=0.02), torch.Generator().manual_seed(0)
     for step in range(60):

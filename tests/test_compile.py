@@ -73,7 +73,7 @@ def as_on_a_gpu(monkeypatch):
 def model_as_on_a_gpu(recompute: bool = True, dtype=torch.bfloat16, **changes) -> Spider:
     """Make a model with masked halted segments and products in bf16."""
     model = awake(small_config(**changes))
-    model.compute_dtype, model.core.halted_leave = dtype, False
+    model.compute_dtype, model.core.drop_halted = dtype, False
     model.recompute = "core" if recompute else "nothing"
     return model
 

@@ -104,11 +104,11 @@ def test_act_weights_are_p_until_the_sum_reaches_the_threshold_and_then_the_rema
     # [segment, loop]
     p = torch.tensor([[0.2, 0.3, 0.1], [0.9375, 0.5, 0.1], [0.5, 0.375, 0.9], [0.5, 0.25, 0.9]])
     weights = torch.tensor([[0.2, 0.3, 0.5], [1, 0, 0], [0.5, 0.5, 0], [0.5, 0.5, 0]])
-    halting = Halting(torch.full((4,), 1 / 4), 0.75, leave, ends=True)
+    halting = Halting(torch.full((4,), 1 / 4), 0.75, leave, stop_when_all_halted=True)
     for loop in range(3):
         state = F.one_hot(torch.full((4,), loop), 3).float()
         halting.add(halting.active.select(state), halting.active.select(p[:, loop]), loop == 2)
-    torch.testing.assert_close(halting.output, weights)
+    torch.testing.assert_close(halting.output_ND, weights)
     torch.testing.assert_close(halting.loops, torch.tensor((3 + 1 + 2 + 2) / 4))
     torch.testing.assert_close(halting.ponder, torch.tensor((3.5 + 2 + 2.5 + 2.5) / 4))
 
@@ -149,7 +149,7 @@ def test_leaving_rows_out_of_the_core_gives_the_results_of_masking_them(
             small_config(n_loops=5, n_recurrent_layers=3, engram_layers=(1, 2), **changes),
             dtype=torch.float64,
         )
-        model.core.halted_leave, model.recompute, model.dropout = leave, recompute, 0.3
+        model.core.drop_halted, model.recompute = leave, recompute
         with torch.no_grad():
             model.core.halt_predictor.weight.mul_(0 if at_once else 100)
             model.core.halt_predictor.bias.fill_(8 if at_once else 0.5)
@@ -157,7 +157,7 @@ def test_leaving_rows_out_of_the_core_gives_the_results_of_masking_them(
         model.core.layers[0].register_forward_pre_hook(
             lambda module, args, rows=rows: rows.append(len(args[0]))
         )
-        outs.append(model(ids, labels, noise_seed=3))
+        outs.append(model(ids, labels, noise_seed=3, dropout=0.3))
         visited.append(rows.copy())  # before those of recomputation
         outs[-1].loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -183,9 +183,11 @@ def test_halted_segments_keep_the_latents_of_their_final_state(leave):
     last alone."""
     model = awake(small_config(boundaries="words", n_loops=4)).eval()
     latents, computed = [], []
-    model.core.halted_leave = leave
+    model.core.drop_halted = leave
     model.core.halt = lambda h: F.pad(h.new_ones(len(h) - 1), (0, 1))
-    model.core.layers[0].register_forward_hook(lambda module, args, out: latents.append(out[2][0]))
+    model.core.layers[0].register_forward_hook(
+        lambda module, args, out: latents.append(out[2].latents)
+    )
     model.core.layers[0].register_forward_pre_hook(
         lambda module, args: computed.append(len(args[0]))
     )

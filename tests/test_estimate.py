@@ -289,15 +289,15 @@ def test_the_dry_run_times_whole_steps_of_the_middle_of_the_run_and_writes_nothi
     monkeypatch.setattr(
         train,
         "accumulate",
-        lambda model, batches, loops: (
+        lambda model, batches, loops, dropout: (
             seen.append(
                 (
-                    model.dropout,
+                    dropout,
                     loops,
                     [(tuple(batch.ids.shape), batch.noise_seed) for batch in batches],
                 )
             ),
-            accumulate(model, batches, loops),
+            accumulate(model, batches, loops, dropout=dropout),
         )[1],
     )
     monkeypatch.setattr(train, "update", lambda *args: (seen.append("update"), update(*args))[1])

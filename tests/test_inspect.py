@@ -178,10 +178,10 @@ def test_halted_segments_are_told_apart_where_they_stay_in_the_products_as_on_a_
     model = model_of()
     loops = inspect.read(model, text_of(200), 3).record.loops
     assert set(loops) > {1}
-    model.core.halted_leave = False
+    model.core.drop_halted = False
     assert (
         inspect.read(model, text_of(200), 3).record.loops == loops
-        and model.core.halted_leave is False
+        and model.core.drop_halted is False
     )
 
 
@@ -191,7 +191,7 @@ def test_a_model_is_unchanged_by_inspection(monkeypatch):
     monkeypatch.setattr(model, "after_core", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         inspect.read(model, b"abc", 2)
-    assert "boundaries" not in vars(model) and model.core.halted_leave is None
+    assert "boundaries" not in vars(model) and model.core.drop_halted is None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

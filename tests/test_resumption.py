@@ -58,7 +58,8 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 ):
     """24 steps of two sequences reach the third epoch of 20; a stop lies in each of the first two,
     one of them at an evaluation, which the run catches up on."""
-    monkeypatch.setattr(boundaries, "TRUST", (2, 5))
+    monkeypatch.setattr(boundaries, "TRUST_BEGINS", 2)
+    monkeypatch.setattr(boundaries, "TRUST_COMPLETE", 5)
     flags = ("--eval_every", "7", *flags)
     whole = run(tmp_path, shards, *flags, steps=24, ckpt="whole")
     assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=24, cuts=(5, 14)))

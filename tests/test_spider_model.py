@@ -53,8 +53,8 @@ def test_recomputation_changes_no_gradient_and_counts_no_token_twice(changes):
     ids, results = text(4, 48, seed=8), []
     for recompute in RECOMPUTE:
         model = awake(small_config(**changes))
-        model.recompute, model.dropout = recompute, 0.3
-        out = model(ids, ids, noise_seed=0)
+        model.recompute = recompute
+        out = model(ids, ids, noise_seed=0, dropout=0.3)
         out.loss.backward()
         results.append((out, gradients(model)))
     (a, plain), *others = results
