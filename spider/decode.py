@@ -274,7 +274,7 @@ def _read(model: nn.Module, input_ids: Tensor, state: DecodingState) -> Tensor:
         else:
             x = x + _finish_segments(model, x, b, packing, shifted, state)
     logits = model.after_core(x, packing, shifted, matches, cache)
-    state.byte_latents, state.position = cache.held, state.position + n
+    state.byte_latents, state.position = cache.buffer, state.position + n
     state.last_bytes = known[:, -c.longest_order :]
     return logits.view(rows, n, -1)
 
@@ -323,9 +323,9 @@ def _run_core(
         cu_seqlens, len(z), int(lengths.max()), model.config, model.compute_dtype, 0, state.segments
     )
     latents = Cache(state.segment_latents, packing, state.segments)
-    convolved = Cache(state.convolved, packing, state.segments, taps[-1] + 1).look_back(taps)
+    convolved = Cache(state.convolved, packing, state.segments, taps[-1] + 1, taps)
     share = z.new_full((len(z),), 1 / len(z), dtype=model.wide_dtype)
     z = model.decode_core(z, packing, last_bytes, share, state.n_loops, latents, convolved)
-    state.segment_latents, state.convolved = latents.held, convolved.held
+    state.segment_latents, state.convolved = latents.buffer, convolved.buffer
     state.segments = state.segments + lengths
     return z

@@ -89,5 +89,5 @@ def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(window, parts)
             torch.testing.assert_close(
                 y, (0.7 * q[d, p] @ keys.T).softmax(-1) @ keys[:, :3], rtol=0, atol=1e-12
             )
-        held, before = cache.held, before + torch.tensor(rows)
+        held, before = cache.buffer, before + torch.tensor(rows)
     assert not window or held.shape[3] <= max(16, 2 * (window + max(parts) - 1))
