@@ -55,6 +55,7 @@ from spider.layers import (
 from spider.memory import (
     ByteEngram,
     EngramTable,
+    InputEngram,
     Matches,
     MatchMemory,
     OutputEngram,
@@ -636,7 +637,7 @@ class Spider(DecodingMixin, nn.Module):
             self.engram_match = MatchMemory(
                 c.engram_match_orders, c.engram_match_words, max(2, c.engram_votes)
             )
-        self.engram_input = ByteEngram(c, c.match_contexts) if byte_memory else None
+        self.engram_input = InputEngram(c, c.match_contexts) if byte_memory else None
         self.prelude = nn.ModuleList(
             self.block_class(c, self.attention_class) for _ in range(c.n_prelude_layers)
         )

@@ -15,7 +15,7 @@ from spider.memory import (
     Matches,
     MatchMemory,
     OutputEngram,
-    _Match,
+    _Similarity,
     shifted_bytes,
     word_ends,
 )
@@ -172,7 +172,7 @@ def test_a_segments_memory_is_convolved_as_a_sum_over_its_taps_without_batched_p
     assert operations.names.isdisjoint({"bmm", "baddbmm"}) and "mm" in operations.names
     gate = engram.gate(h, recalled.key).double()
     convolved = torch.zeros(n, width, dtype=torch.float64)
-    for tap, distance in enumerate((0, *engram.taps(model.config))):
+    for tap, distance in enumerate((0, *engram.tap_distances(model.config))):
         for i in range(n):
             if position[i] >= distance:
                 convolved[i] += (
@@ -186,4 +186,4 @@ def test_a_segments_memory_is_convolved_as_a_sum_over_its_taps_without_batched_p
 
 def test_the_gates_hand_written_backward_pass_is_the_derivative():
     inputs = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True).unbind()
-    assert torch.autograd.gradcheck(_Match.apply, inputs)
+    assert torch.autograd.gradcheck(_Similarity.apply, inputs)
