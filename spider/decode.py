@@ -317,8 +317,8 @@ class DecodingMixin(nn.Module):
 
 
 def _piece_starts(input_ids: Tensor) -> list[int]:
-    """Return where to split bytes [B, T], so that each piece has at most PIECE bytes, and each row of
-    it one document."""
+    """Return where to split bytes [B, T]: each piece has at most PIECE bytes per row, of one
+    document."""
     length = input_ids.shape[1]
     if length == 1:
         return []  # without waiting for the device
