@@ -14,53 +14,68 @@ def correlation(a, b):
     return abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])
 
 
-def test_noise_is_uniform_and_a_function_of_seed_and_row():
-    whole, parts = byte_noise(1000, 8, 16, CPU), [byte_noise(1000 + i, 4, 16, CPU) for i in (0, 4)]
-    assert torch.equal(whole, torch.cat(parts))
-    for seed in (7, None):
-        noise = uniform(byte_noise(seed, 200, 500, CPU))
-        assert noise.min() > 0 and noise.max() < 1
-        assert abs(noise.mean() - 1 / 2) < 0.005 and abs(noise.var() - 1 / 12) < 0.002
-        assert (
-            correlation(noise[:, 1:], noise[:, :-1]) < 0.02
-            and correlation(noise[1:], noise[:-1]) < 0.02
-        )
+def test_noise_of_a_row_depends_on_the_seed_plus_its_index():
+    rows_0_to_7 = byte_noise(1000, 8, 16, CPU)
+    rows_4_to_7 = byte_noise(1004, 4, 16, CPU)
+    assert torch.equal(rows_0_to_7[4:], rows_4_to_7)
+
+
+@pytest.mark.parametrize("seed", (7, None))
+def test_noise_is_uniform_and_neighbours_are_not_correlated(seed):
+    noise = uniform(byte_noise(seed, 200, 500, CPU))
+    assert noise.min() > 0 and noise.max() < 1
+    assert abs(noise.mean() - 1 / 2) < 0.005
+    assert abs(noise.var() - 1 / 12) < 0.002
+    assert correlation(noise[:, 1:], noise[:, :-1]) < 0.02
+    assert correlation(noise[1:], noise[:-1]) < 0.02
 
 
 def test_dropout_drops_its_share_of_each_row_and_column_and_keeps_the_mean():
-    noise, x = byte_noise(3, 1, 2000, CPU)[0], torch.ones(2000, 400)
-    first, other = (dropped(x, 0.25, noise, site) for site in (0, 1))
-    assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
-    out = (first == 0).float()
-    assert abs(out.mean() - 0.25) < 0.002
-    # five sigma
-    assert (out.mean(0) - 0.25).abs().max() < 0.05 and (out.mean(1) - 0.25).abs().max() < 0.11
-    for a, b in ((out[:, 1:], out[:, :-1]), (out[1:], out[:-1]), (out, (other == 0).float())):
-        assert correlation(a, b) < 0.01
+    noise = byte_noise(3, 1, 2000, CPU)[0]
+    x = torch.ones(2000, 400)
+    y = dropped(x, 0.25, noise, site=0)
+    assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    mask = (y == 0).float()
+    assert abs(mask.mean() - 0.25) < 0.002
+    # within five sigma
+    assert (mask.mean(0) - 0.25).abs().max() < 0.05
+    assert (mask.mean(1) - 0.25).abs().max() < 0.11
+    other_site = (dropped(x, 0.25, noise, site=1) == 0).float()
+    assert correlation(mask, other_site) < 0.01
+    assert correlation(mask[:, 1:], mask[:, :-1]) < 0.01
+    assert correlation(mask[1:], mask[:-1]) < 0.01
 
 
 @pytest.mark.parametrize(
     "changes", ({}, dict(boundaries="words", segment_offsets=3, core_loss_weight=0.2)), ids=str
 )
 def test_dropout_applies_in_training_at_four_sites_by_the_seeds_of_rows(changes, monkeypatch):
-    ids, model = text(4, 48, seed=8), awake(small_config(**changes))
+    ids = text(4, 48, seed=8)
+    model = awake(small_config(**changes))
 
+    @torch.no_grad()
     def nats(ids, seed):
         return model(ids, ids, noise_seed=seed).nats_per_byte
 
-    with torch.no_grad():
-        plain = nats(ids, 0)
-        evaluated, model.dropout = nats(ids, 0) if model.eval() else None, 0.5
-        assert nats(ids, 0) == evaluated
-        model.train()
-        assert abs(nats(ids, 0) - plain) > 1e-5 and nats(ids, 0) == nats(ids, 0)
-        torch.testing.assert_close(
-            nats(ids, 0), torch.stack([nats(ids[i : i + 1], i) for i in range(4)]).mean()
-        )
-        sites = []
-        monkeypatch.setattr(
-            spider_model, "dropped", lambda x, rate, noise, site: sites.append((site, rate)) or x
-        )
-        nats(ids, 0)
-    # bytes, core's input and output, bytes
+    without = nats(ids, 0)
+    model.eval()
+    in_evaluation = nats(ids, 0)
+    model.dropout = 0.5
+    assert nats(ids, 0) == in_evaluation
+
+    model.train()
+    assert abs(nats(ids, 0) - without) > 1e-5
+    assert nats(ids, 0) == nats(ids, 0)
+    row_by_row = torch.stack([nats(ids[i : i + 1], seed=i) for i in range(4)])
+    torch.testing.assert_close(nats(ids, 0), row_by_row.mean())
+
+    sites = []
+
+    def record(x, rate, noise, site):
+        sites.append((site, rate))
+        return x
+
+    monkeypatch.setattr(spider_model, "dropped", record)
+    nats(ids, 0)
+    # bytes, the core's input and output, bytes
     assert sites == [(0, 0.1), (1, 0.5), (2, 0.5), (3, 0.1)]

@@ -1,6 +1,7 @@
 """Packed rows: documents, and padded batches of them."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,58 +14,59 @@ from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
+@st.composite
+def batches_of_ids(draw) -> list[list[int]]:
+    """Draw up to 5 sequences of the same length, up to 9."""
+    length = draw(st.integers(1, 9))
+    ids = st.sampled_from((65, PAD_ID, BOS_ID, EOS_ID))
+    sequence = st.lists(ids, min_size=length, max_size=length)
+    return draw(st.lists(sequence, min_size=1, max_size=5))
+
+
 @settings(deadline=None)
-@given(
-    st.integers(1, 5).flatmap(
-        lambda rows: st.integers(1, 9).flatmap(
-            lambda length: st.lists(
-                st.lists(
-                    st.sampled_from((65, PAD_ID, BOS_ID, EOS_ID)), min_size=length, max_size=length
-                ),
-                min_size=rows,
-                max_size=rows,
-            )
-        )
+@given(batches_of_ids())
+def test_documents_start_with_a_sequence_at_bos_and_after_eos(sequences):
+    expected = []  # (document, position) of every byte
+    for ids in sequences:
+        for t, byte in enumerate(ids):
+            if t == 0 or byte == BOS_ID or ids[t - 1] == EOS_ID:
+                document = expected[-1][0] + 1 if expected else 0
+                expected.append((document, 0))
+            else:
+                document, position = expected[-1]
+                expected.append((document, position + 1))
+    starts = [row for row, (_, position) in enumerate(expected) if position == 0]
+
+    cu_seqlens = document_cu_seqlens(torch.tensor(sequences))
+    assert cu_seqlens.dtype == torch.int32
+    assert cu_seqlens.tolist() == [*starts, len(expected)]
+    packing = Packing.build(
+        cu_seqlens, len(expected), len(sequences[0]), small_config(), torch.float32
     )
-)
-def test_documents_start_at_rows_at_bos_and_after_eos(ids):
-    flat = [(t == 0, row[t - 1], byte) for row in ids for t, byte in enumerate(row)]
-    starts = [
-        i
-        for i, (first, before, byte) in enumerate(flat)
-        if first or byte == BOS_ID or before == EOS_ID
-    ]
-    cu_seqlens = document_cu_seqlens(torch.tensor(ids))
-    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == [*starts, len(flat)]
-    packing = Packing.build(cu_seqlens, len(flat), len(ids[0]), small_config(), torch.float32)
-    rows = [
-        (document, t)
-        for document, length in enumerate(cu_seqlens.diff().tolist())
-        for t in range(length)
-    ]
-    assert list(zip(packing.document.tolist(), packing.position.tolist(), strict=True)) == rows
+    rows = zip(packing.document.tolist(), packing.position.tolist(), strict=True)
+    assert list(rows) == expected
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 700) | st.integers(0, 5), min_size=1, max_size=60).filter(any))
 def test_padding_at_most_doubles_the_rows_and_never_overlaps(lengths):
     buckets, start = pad_documents(torch.tensor(lengths, dtype=torch.int32), max(lengths))
-    assert sum(count * size for count, size in buckets) <= 2 * sum(lengths)
-    assert sum(count * size**2 for count, size in buckets) <= 4 * sum(
-        length**2 for length in lengths
-    )
-    assert len(buckets) <= 1 + math.log2(max(lengths)) and sum(
-        count for count, _ in buckets
-    ) == sum(map(bool, lengths))
+    present = [length for length in lengths if length > 0]
+    assert sum(bucket.documents for bucket in buckets) == len(present)
+    assert len(buckets) <= 1 + math.log2(max(lengths))
+
+    padded_rows = sum(bucket.documents * bucket.length for bucket in buckets)
+    padded_scores = sum(bucket.documents * bucket.length**2 for bucket in buckets)
+    assert padded_rows <= 2 * sum(lengths)
+    assert padded_scores <= 4 * sum(length**2 for length in lengths)
+
     if start is None:
-        assert buckets[0][0] * buckets[0][1] == sum(lengths)
+        assert padded_rows == sum(lengths)
     else:
-        ends = sorted(
-            (int(first), int(first) + length)
-            for first, length in zip(start, lengths, strict=True)
-            if length
-        )
-        assert all(end <= first for (_, end), (first, _) in zip(ends, ends[1:], strict=False))
+        begin_and_length = sorted(zip(start.tolist(), lengths, strict=True))
+        taken = [(begin, begin + length) for begin, length in begin_and_length if length > 0]
+        for (_, end), (begin, _) in pairwise(taken):
+            assert end <= begin
 
 
 @pytest.mark.parametrize(
@@ -81,25 +83,23 @@ def test_padding_at_most_doubles_the_rows_and_never_overlaps(lengths):
     ),
 )
 def test_rows_of_the_core_grow_in_multiples_of_16_that_a_document_can_fill(n_bytes, longest, step):
-    """In FP8 other numbers need other graphs; padding is a document, for which attention is not
+    """In FP8 other numbers need other graphs. Padding is a document, for which attention is not
     launched otherwise."""
     assert row_step(n_bytes, longest) == step
 
 
-# of the second the padding is longer than a row
+# in the second case the padding is longer than a sequence
 @pytest.mark.parametrize("sequences, length", ((3, 200), (3, 9)))
 def test_the_core_has_a_multiple_of_16_rows_and_its_padding_is_no_longer_than_the_bound(
     sequences, length
 ):
-    model, seen = Spider(small_config(boundaries="words")), []
-    model.core.register_forward_pre_hook(
-        lambda module, args: seen.append((len(args[0]), args[1].packing))
-    )
+    model = Spider(small_config(boundaries="words"))
+    inputs = []
+    model.core.register_forward_pre_hook(lambda module, args: inputs.append(args))
     ids = text(sequences, length)
-    model(
-        ids,
-        cu_seqlens=document_cu_seqlens(ids),
-        longest=longest_bound(document_cu_seqlens(ids), length),
-    )
-    ((rows, packing),) = seen
-    assert rows % 16 == 0 and int(packing.cu_seqlens.diff().max()) <= packing.longest
+    cu_seqlens = document_cu_seqlens(ids)
+    model(ids, cu_seqlens=cu_seqlens, longest=longest_bound(cu_seqlens, length))
+    ((z, core_pass),) = inputs
+    assert len(z) % 16 == 0
+    packing = core_pass.packing
+    assert int(packing.cu_seqlens.diff().max()) <= packing.longest
