@@ -61,8 +61,9 @@ from spider.layers import (
     wide,
 )
 from spider.memory import (
-    ByteEngram,
+    InputEngram,
     EngramTable,
+    InputEngram,
     Matches,
     MatchMemory,
     OutputEngram,
@@ -702,7 +703,7 @@ def _init_layers(model: "Spider"):
             module.conv_weight.zero_()
         elif isinstance(module, MatchMemory):
             module.init_hash(0)
-        elif isinstance(module, ByteEngram) and module.followed is not None:
+        elif isinstance(module, InputEngram) and module.followed is not None:
             module.followed.zero_()
 
 
@@ -873,7 +874,7 @@ class Spider(DecodingMixin, nn.Module):
     core_block_class: type[nn.Module] = RecurrentBlock
 
     engram_match: MatchMemory | None
-    engram_input: ByteEngram | None
+    engram_input: InputEngram | None
     prelude: Sequence[Block]  # a ModuleList, which has no types; so is the coda
     core: RecurrentCore | None
     boundary_predictor: nn.Sequential | SurprisePredictor | None  # flexitokens, learned, words
@@ -896,7 +897,7 @@ class Spider(DecodingMixin, nn.Module):
         has_core = c.n_recurrent_layers > 0
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         self.engram_match = self._new_match_memory()
-        self.engram_input = ByteEngram(c, c.match_contexts) if has_byte_memory else None
+        self.engram_input = InputEngram(c, c.match_contexts) if has_byte_memory else None
         self.prelude = self._new_byte_layers(c.n_prelude_layers)
         self.core = None
         if has_core:

@@ -1,10 +1,22 @@
 """Multi-head latent attention (MLA) over packed rows, and the cache of its latents in decoding.
 
 Keys and values are projections of one narrow latent per row (DeepSeek-V2, arXiv 2405.04434).
-Shapes: M rows, D hidden size, H heads.
+
+Shapes, as suffixes of names:
+    M  packed rows: bytes in prelude and coda, segments in the core
+    A  active rows, those of the M rows that a loop computes
+    D  hidden size
+    H  heads
+    Q  width of a head: qk_nope_head_dim + qk_rope_head_dim, which equals v_head_dim
+    R  width of a head's rotated part: qk_rope_head_dim
+    C  width of the latent of keys and values: kv_lora_rank
+    B  documents, in a padded batch or in a cache
+    T  rows of each of these documents, padding included
+    S  slots of the cache per document
 """
 
 import math
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -22,32 +34,41 @@ from spider.packing import Packing
 
 @dataclass
 class ActiveRows:
-    """The segments that are still in the core: the rows that a loop computes. Later segments read
-    the others as their last loop left them.
+    """The segments that are still in the core: the rows that a loop computes.
 
-    With `index`, only these rows are computed. To avoid waiting for their number on the host,
-    `mask` computes all N rows and selects the results. With neither, all rows are active.
+    Later segments read the other rows as their last loop left them. With `index`, only these rows
+    are computed. Their number has to be known on the host, which waits for the device to learn it.
+    With `mask` instead, all rows are computed, and results of inactive ones are discarded. With
+    neither, all rows are active.
     """
 
-    index: Tensor | None = None  # int64 [n], ascending
-    mask: Tensor | None = None  # bool [N]
-    halted: Tensor | None = None  # bool [n]: computed once more, for later segments to read
+    index: Tensor | None = None  # int64 [A], ascending
+    mask: Tensor | None = None  # bool [M]
+    halted: Tensor | None = None  # bool [A]: computed once more, for later segments to read
 
     def select(self, x: Tensor) -> Tensor:
-        """Select the active rows, [N, ...] -> [n, ...]."""
-        return x if self.index is None else x.index_select(0, self.index)
+        """Select the active rows, [M, ...] -> [A, ...]."""
+        if self.index is None:
+            return x
+        return x.index_select(0, self.index)
 
-    def scatter(self, x: Tensor, rows: int) -> Tensor:
-        """Scatter [n, D] to [rows, D]; other rows are zero."""
-        return (
-            x if self.index is None else x.new_zeros(rows, x.shape[1]).index_copy(0, self.index, x)
-        )
+    def scatter(self, x_AD: Tensor, rows: int) -> Tensor:
+        """Scatter active rows [A, D] to all rows [M, D]; the others are zero. rows: M."""
+        if self.index is None:
+            return x_AD
+        return x_AD.new_zeros(rows, x_AD.shape[1]).index_copy(0, self.index, x_AD)
 
-    def merge(self, before: Tensor | None, x: Tensor) -> Tensor:
-        """Update the active rows of `before` [N, D] by x [n, D]."""
+    def merge(self, before_MD: Tensor | None, x_AD: Tensor) -> Tensor:
+        """Replace the active rows of the loop before by x, return all rows [M, D].
+
+        `before` is None in the first loop, in which all rows are active."""
+        if before_MD is None:
+            return x_AD
         if self.index is not None:
-            return before.index_copy(0, self.index, x)
-        return x if self.mask is None else torch.where(self.mask[:, None], x, before)
+            return before_MD.index_copy(0, self.index, x_AD)
+        if self.mask is not None:
+            return torch.where(self.mask[:, None], x_AD, before_MD)
+        return x_AD
 
 
 ALL_ROWS = ActiveRows()
@@ -57,109 +78,141 @@ ALL_ROWS = ActiveRows()
 # The cache of decoding
 
 
-def causal_mask(q: Tensor, m: int, window: int) -> Tensor:
-    """Return the causal (and window) mask to add to scores [n, m] of the last n of m rows, q [...,
-    n, width]: 0 or -inf."""
-    n = q.shape[-2]
-    hidden = q.new_full((n, m), -math.inf)
-    return (
-        hidden.triu(m - n + 1) + hidden.tril(m - n - window)
-        if m > window
-        else hidden.triu(m - n + 1)
-    )
-
-
 class Cache:
-    """The rows of earlier decoding steps in a ring buffer: `held` [layers, loops, documents, slots,
-    width], with row p of a document in slot p % slots. A loop's rows also count for later loops,
-    until those put their own.
+    """Rows of earlier decoding steps in ring buffers, one per layer, loop and document.
 
-    before [documents]: rows of each document in earlier steps. window: rows that a row attends to,
-    including itself; 0: all. There are twice as many slots as needed, so that rows are seldom
-    moved; a single row's window has just its own.
+    Row p of a document is in slot p % S. The number of slots follows the rows that are needed,
+    with room to spare, so that the buffer is seldom copied. A cache serves one step. The next step
+    makes another from its `buffer`.
     """
 
-    def __init__(self, held: Tensor, packing: Packing, before: Tensor, window: int = 0):
-        one = packing.longest == 1 and len(before) == 1  # a single row
-        last = before if one else before + packing.cu_seqlens.diff() - 1  # [documents]
-        rows = int(last.max()) + 1  # host synchronisation
-        need = min(rows, window + packing.longest - 1) if window else rows
-        exact = one and need == window  # exactly one slot per visible row
-        if held.shape[3] != need if exact else not need <= held.shape[3] <= max(16, 4 * need):
-            slot = torch.arange(need if exact else 2 * need, device=held.device)
-            # the newest row p < before of each slot, p % slots == slot
-            kept = before[:, None] - 1 - (before[:, None] - 1 - slot) % len(slot)
-            held = held[
-                :, :, torch.arange(len(before), device=held.device)[:, None], kept % held.shape[3]
-            ]
-        self.held, self.packing, self.layer, self.loop = held, packing, 0, 0
-        self.slot = packing.position % held.shape[3]  # [N]
+    buffer: Tensor  # [layers, loops, B, S, width]
+    slot: Tensor  # int64 [M], where the step's rows go in [B * S]
+    used_slots: int  # a bound of the slots in use; those behind it were never filled
+    hidden: Tensor | None  # bool [B, T, used_slots]: not visible to a row; None: all are visible
+    padded_row: Tensor  # int64 [M], the step's rows in [B * T]; only with `hidden`
+    earlier_slot: Tensor  # int64 [distances * M], of the rows to look back at, in [B * S]
+    has_earlier: Tensor  # bool [distances, M, 1], whether there is such a row
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        packing: Packing,
+        before: Tensor,
+        window: int = 0,
+        distances: Sequence[int] = (),
+    ):
+        """Prepare the buffer of the step before for a step's rows.
+
+        packing: of the step's rows. before int64 [B]: rows of each document in earlier steps.
+        window: rows that a row attends to, including itself; 0: all. distances: those, in rows, at
+        which put_and_look_back looks back; with these, the cache cannot attend. Waits for the
+        device."""
+        # The common step of sampling: a single row, which sees all that is stored.
+        single = packing.longest == 1 and len(before) == 1
+        newest = before if single else before + packing.cu_seqlens.diff() - 1  # [B], last position
+        rows = int(newest.max()) + 1  # host synchronisation
+        needed = min(rows, window + packing.longest - 1) if window else rows
+        if single and needed == window:
+            # Exactly the window: each new row overwrites the one that it no longer sees.
+            least = most = wanted = needed
+        else:
+            least = needed
+            most = max(16, 4 * needed)
+            wanted = 2 * needed
+        if not least <= buffer.shape[3] <= most:
+            buffer = _with_slots(buffer, before, wanted)
+
+        slots = buffer.shape[3]
+        self.buffer = buffer
+        self.packing = packing
+        self.layer = 0
+        self.loop = 0
+        self.slot = packing.position % slots
         if len(before) > 1:
-            self.slot = self.slot + packing.document * held.shape[3]
-        self.read, self.hidden = min(rows, held.shape[3]), None  # slots in use; their mask
-        if not one:
-            slot = torch.arange(self.read, device=held.device)
-            # [documents, 1, read]
-            stored = (last[:, None] - (last[:, None] - slot) % held.shape[3])[:, None]
-            row = (before[:, None] + torch.arange(packing.longest, device=held.device))[:, :, None]
-            self.hidden = (stored < 0) | (stored > row)  # [documents, longest, read]
-            if window:
-                self.hidden |= stored <= row - window
-            self.padded_row = (
-                packing.document * packing.longest
-                + packing.position
-                - before.index_select(0, packing.document)
-            )
+            self.slot = self.slot + packing.document * slots
+        self.used_slots = min(rows, slots)
+        self.hidden = None
+        if distances:
+            distance = torch.tensor(distances, device=buffer.device)[:, None]
+            position = packing.position - distance  # [distances, M]
+            self.earlier_slot = (packing.document * slots + position % slots).flatten()
+            self.has_earlier = (position >= 0)[:, :, None]
+        elif not single:
+            self.hidden = self._hidden(newest, before, window)
+            row_in_step = packing.position - before.index_select(0, packing.document)
+            self.padded_row = packing.document * packing.longest + row_in_step
+
+    def _hidden(self, newest_B: Tensor, before_B: Tensor, window: int) -> Tensor:
+        """Mark what the step's rows must not see, bool [B, T, used_slots]: slots that were never
+        filled, later rows, and rows before the window."""
+        slots = self.buffer.shape[3]
+        slot = torch.arange(self.used_slots, device=self.buffer.device)
+        # The position of the row in each slot, once the step's rows are stored; below 0: none.
+        stored_BS = newest_B[:, None] - (newest_B[:, None] - slot) % slots
+        step = torch.arange(self.packing.longest, device=self.buffer.device)
+        row_BT1 = (before_B[:, None] + step)[:, :, None]
+        stored_B1S = stored_BS[:, None]
+        hidden_BTS = (stored_B1S < 0) | (stored_B1S > row_BT1)
+        if window:
+            hidden_BTS |= stored_B1S <= row_BT1 - window
+        return hidden_BTS
 
     def of(self, layer: int, loop: int = 0) -> "Cache":
-        """Return a view for a layer and loop."""
+        """Return a view for a layer and loop, on the same buffer."""
         view = copy(self)
-        view.layer, view.loop = layer, loop
+        view.layer = layer
+        view.loop = loop
         return view
 
     def put(self, x: Tensor) -> Tensor:
-        """Store the step's rows [N, width]; return all rows of the loop, [documents, slots,
-        width]."""
-        held = self.held[self.layer, self.loop :]
-        held.flatten(1, 2).index_copy_(1, self.slot, x.expand(len(held), -1, -1))
-        return held[0]
+        """Store the step's rows [M, width]; return all rows of this layer and loop [B, S, width].
 
-    def look_back(self, distances: list[int]) -> "Cache":
-        """Choose the distances, in rows, for `put_and_look_back`."""
-        position = self.packing.position - torch.tensor(distances, device=self.held.device)[:, None]
-        slots = self.held.shape[3]
-        self.back = (self.packing.document * slots + position % slots).flatten()
-        self.there = (position >= 0)[:, :, None]
-        return self
-
-    def put_and_look_back(self, x: Tensor) -> Tensor:
-        """Store the step's rows [N, width]; return earlier ones [distances, N, width], zero before
-        a document's start."""
-        back = self.put(x).flatten(0, 1).index_select(0, self.back).view(-1, *x.shape)
-        return torch.where(self.there, back, 0)
+        This also fills all later loops. A segment that halts is not computed there, so these loops
+        read its last state."""
+        from_this_loop = self.buffer[self.layer, self.loop :]  # [loops, B, S, width]
+        slots = from_this_loop.flatten(1, 2)  # a view
+        slots.index_copy_(1, self.slot, x.expand(len(slots), -1, -1))
+        return from_this_loop[0]
 
     def attend(self, q: Tensor, x: Tensor, scale: float, value_width: int) -> Tensor:
-        """Attend from q [N, H, width] to the step's rows x [N, width] and all stored ones -> [N, H,
-        value_width]. All heads share the rows; values are the first numbers of keys."""
-        documents, longest, (rows, heads, width) = (
-            len(self.packing.cu_seqlens) - 1,
-            self.packing.longest,
-            q.shape,
-        )
-        held = self.put(x)[:, : self.read]
-        regular = documents * longest == rows
-        if not regular:
+        """Store the step's rows x [M, width] and attend to all rows -> [M, H, value_width].
+
+        q [M, H, width]. All heads share the rows. Values are the first numbers of the keys."""
+        rows, heads, width = q.shape
+        documents = len(self.packing.cu_seqlens) - 1
+        longest = self.packing.longest
+        keys_BSw = self.put(x)[:, : self.used_slots]
+        padded = documents * longest != rows
+        if padded:
             q = q.new_zeros(documents * longest, heads, width).index_copy(0, self.padded_row, q)
         q = q.reshape(documents, longest * heads, width)
-        score = torch.baddbmm(q.new_zeros(()), q, held.mT, beta=0, alpha=scale)
+        score = torch.baddbmm(q.new_zeros(()), q, keys_BSw.mT, beta=0, alpha=scale)
         if self.hidden is not None:
-            score.view(documents, longest, heads, -1).masked_fill_(
-                self.hidden[:, :, None], -math.inf
-            )
-        out = torch.bmm(score.softmax(-1), held[..., :value_width]).view(
-            documents * longest, heads, value_width
-        )
-        return out if regular else out.index_select(0, self.padded_row)
+            score_BTHS = score.view(documents, longest, heads, -1)
+            score_BTHS.masked_fill_(self.hidden[:, :, None], -math.inf)
+        out = torch.bmm(score.softmax(-1), keys_BSw[..., :value_width])
+        out = out.view(documents * longest, heads, value_width)
+        return out.index_select(0, self.padded_row) if padded else out
+
+    def put_and_look_back(self, x: Tensor) -> Tensor:
+        """Store the step's rows [M, width]; return the earlier rows at the cache's distances,
+        [distances, M, width]. They are zero before a document's start."""
+        rows = self.put(x).flatten(0, 1)  # [B * S, width]
+        earlier = rows.index_select(0, self.earlier_slot).view(-1, *x.shape)
+        return torch.where(self.has_earlier, earlier, 0)
+
+
+def _with_slots(buffer: Tensor, rows_B: Tensor, slots: int) -> Tensor:
+    """Copy a cache's buffer to one with another number of slots, [layers, loops, B, slots, width].
+
+    rows: those that each document has stored so far. The newest ones are kept."""
+    slot = torch.arange(slots, device=buffer.device)
+    newest = rows_B[:, None] - 1
+    # The newest row that belongs into each slot: row < rows and row % slots == slot.
+    row_BS = newest - (newest - slot) % slots
+    document = torch.arange(len(rows_B), device=buffer.device)[:, None]
+    return buffer[:, :, document, row_BS % buffer.shape[3]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -167,8 +220,7 @@ class Cache:
 
 
 class _Rotate(torch.autograd.Function):
-    """Apply the rotary embedding in place to the last numbers of each head: x [rows, H *
-    head_dim]."""
+    """Apply the rotary embedding in place to the last numbers of each head: x [M, H * width]."""
 
     @staticmethod
     def forward(ctx, x, heads, cos, sin):
@@ -179,15 +231,18 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
         grad = grad.clone(memory_format=torch.contiguous_format)
-        return _rotate_(grad, ctx.heads, *ctx.saved_tensors, -1), None, None, None
+        return _rotate_(grad, ctx.heads, cos, sin, -1), None, None, None
 
 
 def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Rotate x by its rows' angles in place, or back (direction -1)."""
-    rope = x.view(len(x), heads, -1)[:, :, -cos.shape[2] :]
-    swapped = rope.roll(cos.shape[2] // 2, -1)
-    rope.mul_(cos).addcmul_(swapped, sin, value=direction)
+    """Rotate x by its rows' angles in place, or back (direction -1).
+
+    cos, sin [M, 1, R]: see Packing."""
+    rope_MHR = x.view(len(x), heads, -1)[:, :, -cos.shape[2] :]
+    swapped = rope_MHR.roll(cos.shape[2] // 2, -1)
+    rope_MHR.mul_(cos).addcmul_(swapped, sin, value=direction)
     return x
 
 
@@ -195,68 +250,109 @@ def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int) ->
 # Attention inside documents
 
 
-def attend_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
-    """Attend causally inside each document by torch's variable-length kernel: q, k, v [rows, H,
-    head_dim] -> [rows, H * head_dim]."""
+def attend_varlen(q_MHQ: Tensor, k_MHQ: Tensor, v_MHQ: Tensor, packing: Packing) -> Tensor:
+    """Attend causally inside each document by torch's variable-length kernel -> [M, H * Q]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    cu, longest = packing.cu_seqlens, packing.extent.shape[0]
-    return varlen_attn(
-        q, k, v, cu, cu, longest, longest, window_size=(packing.window - 1, 0)
-    ).flatten(1)
+    assert packing.extent is not None  # Packing.build gives either this or buckets
+    cu_seqlens = packing.cu_seqlens
+    longest = packing.extent.shape[0]
+    window = (packing.window - 1, 0)  # rows before and after the row itself; -1: all
+    out = varlen_attn(
+        q_MHQ, k_MHQ, v_MHQ, cu_seqlens, cu_seqlens, longest, longest, window_size=window
+    )
+    assert isinstance(out, Tensor)  # a tuple only if its log-sums are asked for
+    return out.flatten(1)
 
 
 def attend_padded(qkv: Tensor, packing: Packing) -> Tensor:
-    """Attend in the same way by padded batches of documents, where there is no such kernel: qkv
-    [rows, H, 3, head_dim] -> [rows, H * head_dim]."""
-    sizes = [documents * length for documents, length in packing.buckets]
+    """Attend in the same way without such a kernel, by padded batches of documents.
+
+    qkv [M, H, 3, Q]: queries, keys and values, side by side. Returns [M, H * Q]."""
+    assert packing.buckets is not None
+    sizes = [bucket.documents * bucket.length for bucket in packing.buckets]
     if packing.padded_row is not None:
-        qkv = qkv.new_zeros(sum(sizes), *qkv.shape[1:]).index_copy_(0, packing.padded_row, qkv)
-    batches = qkv.split(sizes) if len(sizes) > 1 else [qkv]
-    batches = [
-        _attend_batch(batch.unflatten(0, bucket), packing.window).flatten(0, 1)
-        for batch, bucket in zip(batches, packing.buckets, strict=True)
-    ]
-    out = torch.cat(batches) if len(batches) > 1 else batches[0]
+        padding = qkv.new_zeros(sum(sizes), *qkv.shape[1:])
+        qkv = padding.index_copy_(0, packing.padded_row, qkv)
+    batches = qkv.split(sizes) if len(sizes) > 1 else (qkv,)
+    outs = []
+    for batch, bucket in zip(batches, packing.buckets, strict=True):
+        out = _attend_batch(batch.unflatten(0, bucket), packing.window)
+        outs.append(out.flatten(0, 1))
+    out = _concatenate(outs, dim=0)
     return out if packing.padded_row is None else out.index_select(0, packing.padded_row)
 
 
 def _attend_batch(qkv: Tensor, window: int) -> Tensor:
-    """Attend in a padded batch: qkv [documents, rows, H, 3, head_dim] -> [documents, rows, H *
-    head_dim]. Padding follows the last row, so the causal mask hides it. With a window, blocks of
-    that size attend to themselves and the block before."""
+    """Attend in a padded batch of documents: qkv [B, T, H, 3, Q] -> [B, T, H * Q].
+
+    Padding follows the last row, so the causal mask hides it. With a window, rows are cut into
+    blocks of that size. Each block attends to itself and to the block before."""
     documents, longest = qkv.shape[:2]
-    if not 0 < window < longest:
-        return _attend_block(*qkv.unbind(3), longest)
-    blocks = F.pad(qkv, (0, 0, 0, 0, 0, 0, 0, -longest % window)).unflatten(1, (-1, window))
-    first = _attend_block(*blocks[:, 0].unbind(3), window)
-    q, k, v = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2).flatten(0, 1).unbind(3)
-    rest = _attend_block(q[:, window:], k, v, window)
-    return torch.cat((first, rest.unflatten(0, (documents, -1)).flatten(1, 2)), dim=1)[:, :longest]
+    if window == 0 or window >= longest:
+        q, k, v = qkv.unbind(3)
+        return _attend_block(q, k, v, longest)
+    padding = (0, 0, 0, 0, 0, 0, 0, -longest % window)  # F.pad begins with the last dimension
+    blocks = F.pad(qkv, padding).unflatten(1, (-1, window))  # [B, blocks, window, H, 3, Q]
+    q, k, v = blocks[:, 0].unbind(3)
+    first = _attend_block(q, k, v, window)
+    # All later blocks, each behind the one before it: [B * (blocks - 1), 2 * window, H, 3, Q].
+    pairs = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2).flatten(0, 1)
+    q, k, v = pairs.unbind(3)
+    later = _attend_block(q[:, window:], k, v, window)
+    later = later.unflatten(0, (documents, -1)).flatten(1, 2)
+    return torch.cat((first, later), dim=1)[:, :longest]
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Attend from the last n of m rows, each to at most `window` rows: q [B, n, H, head_dim], k, v
-    [B, m, H, head_dim] -> [B, n, H * head_dim]."""
-    batch, n, heads, width = q.shape
-    m = k.shape[1]
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if q.dtype == torch.bfloat16 and m <= 2048:
-        # up to there plain bf16 products are faster than SDPA on a CPU
-        q, k, v = (t.reshape(batch * heads, -1, width) for t in (q, k, v))
-        outs = []
-        for rows in q.split(512, dim=1):  # skip keys after the last of these rows
-            last = min(m, m - n + 512 * len(outs) + rows.shape[1])
-            score = torch.baddbmm(
-                causal_mask(rows, last, window), rows, k[:, :last].mT, alpha=width**-0.5
-            )
-            outs.append(torch.bmm(score.softmax(-1), v[:, :last]))
-        out = (torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]).view(batch, heads, n, width)
-    elif m > n:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(q, m, window))
+    """Attend from the last rows of a batch, each to at most `window` rows.
+
+    k and v [B, T, H, Q] have all T rows, q [B, t, H, Q] the last t of them. Returns [B, t, H * Q].
+    """
+    rows = q.shape[1]
+    keys = k.shape[1]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, rows, Q]
+    if q.dtype == torch.bfloat16 and keys <= 2048:
+        out = _attend_by_products(q, k, v, window)
+    elif keys > rows:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(q, keys, window))
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return out.transpose(1, 2).reshape(batch, n, heads * width)
+    return out.transpose(1, 2).flatten(2)
+
+
+def _attend_by_products(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Attend by plain products, which in bf16 are faster than SDPA on a CPU up to 2048 keys.
+
+    q [B, H, t, Q], k and v [B, H, T, Q], as in _attend_block -> [B, H, t, Q]."""
+    shape = q.shape
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # [B * H, rows, Q]
+    outs = []
+    end = k.shape[1] - q.shape[1]
+    for part in q.split(512, dim=1):
+        end += part.shape[1]  # no row of this part sees a later key
+        mask = causal_mask(part, end, window)
+        score = torch.baddbmm(mask, part, k[:, :end].mT, alpha=shape[-1] ** -0.5)
+        outs.append(torch.bmm(score.softmax(-1), v[:, :end]))
+    return _concatenate(outs, dim=1).view(shape)
+
+
+def causal_mask(q: Tensor, keys: int, window: int) -> Tensor:
+    """Return the mask to add to scores [t, keys]: 0 for keys that a row sees, -inf for others.
+
+    q [..., t, Q] are the last t of as many rows as there are keys. A row sees itself and the rows
+    before it, at most `window` in all."""
+    rows = q.shape[-2]
+    minus_inf = q.new_full((rows, keys), -math.inf)
+    later = minus_inf.triu(keys - rows + 1)
+    if keys <= window:
+        return later
+    return later + minus_inf.tril(keys - rows - window)
+
+
+def _concatenate(tensors: list[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors, but do not copy a single one, as torch.cat does."""
+    return torch.cat(tensors, dim=dim) if len(tensors) > 1 else tensors[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,21 +360,19 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention; later rows read only a row's latent, kv_lora_rank +
-    qk_rope_head_dim numbers."""
+    """Multi-head latent attention. Later rows read only a row's latent, C + R numbers."""
 
     def __init__(self, config: SpiderConfig):
         super().__init__()
-        self.config, c = config, config
-        head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
+        c = config
+        self.config = config
+        q_width = c.n_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+        kv_width = c.n_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        latent_width = c.kv_lora_rank + c.qk_rope_head_dim
         self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank, normed_input=True)
-        self.q_b_proj = Linear(c.q_lora_rank, c.n_heads * head_dim, normed_input=True)
-        self.kv_a_proj = Linear(
-            c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, normed_input=True
-        )
-        self.kv_b_proj = Linear(
-            c.kv_lora_rank, c.n_heads * (c.qk_nope_head_dim + c.v_head_dim), normed_input=True
-        )
+        self.q_b_proj = Linear(c.q_lora_rank, q_width, normed_input=True)
+        self.kv_a_proj = Linear(c.hidden_size, latent_width, normed_input=True)
+        self.kv_b_proj = Linear(c.kv_lora_rank, kv_width, normed_input=True)
         self.o_proj = Linear(c.n_heads * c.v_head_dim, c.hidden_size)
 
     def forward(
@@ -289,44 +383,60 @@ class MLA(nn.Module):
         latent: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend from the active rows x [n, D] -> [n, D]; also return the latents [rows,
-        kv_lora_rank + rope], not rotated, in which inactive rows keep the given ones of the loop
-        before. A cache has earlier latents, normed and rotated."""
+        """Attend from the active rows x [A, D] -> [A, D]; also return the latents [M, C + R].
+
+        latent [M, C + R]: those of the loop before, which inactive rows keep; None in the first
+        loop. They are neither normed nor rotated. cache: in decoding, has the latents of earlier
+        steps, normed and rotated."""
         c = self.config
         latent = active.merge(latent, self.kv_a_proj(x))
-        rows, heads = len(latent), c.n_heads
+        rows = len(latent)
         q = active.scatter(self.q_b_proj(rms_norm(self.q_a_proj(x))), rows)
         if not isinstance(self.q_b_proj, Linear):
             # FP8's output is a view, which autograd does not let us modify
             q = q.clone()
-        # [rows, H, nope + rope]
-        q = _Rotate.apply(q, heads, packing.cos, packing.sin).view(rows, heads, -1)
+        q_MHQ = _Rotate.apply(q, c.n_heads, packing.cos, packing.sin).view(rows, c.n_heads, -1)
         c_kv, k_rope = latent.split_with_sizes((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
-        c_kv, k_rope = rms_norm(c_kv), _Rotate.apply(k_rope.clone(), 1, packing.cos, packing.sin)
-        if cache is not None:
-            return self.o_proj(active.select(self.absorbed(q, c_kv, k_rope, cache))), latent
-        kv = self.kv_b_proj(c_kv).view(rows, heads, -1)  # [rows, H, nope + v]
-        k_nope, v = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
-        k_rope = k_rope[:, None].expand(-1, heads, -1)  # shared by the heads
-        if packing.buckets is None:
-            v = v if c.qk_nope_head_dim % 8 == 0 else v.contiguous()  # 16-byte alignment
-            out = attend_varlen(q, torch.cat((k_nope, k_rope), dim=-1), v, packing)
+        c_kv_MC = rms_norm(c_kv)
+        k_rope_MR = _Rotate.apply(k_rope.clone(), 1, packing.cos, packing.sin)
+        if cache is None:
+            out = self._attend_in_documents(q_MHQ, c_kv_MC, k_rope_MR, packing)
         else:
-            out = attend_padded(
-                torch.cat((q, k_nope, k_rope, v), dim=-1).view(rows, heads, 3, -1), packing
-            )
+            out = self._attend_to_cache(q_MHQ, c_kv_MC, k_rope_MR, cache)
         return self.o_proj(active.select(out)), latent
 
-    def absorbed(self, q: Tensor, c_kv: Tensor, k_rope: Tensor, cache: Cache) -> Tensor:
-        """Attend over the latents directly -> [rows, H * v_head_dim], without expanding them to
-        keys and values: q (W_UK c) = (q W_UK) c, and the weighted sum of W_UV c is W_UV times the
-        weighted sum of c."""
+    def _attend_in_documents(
+        self, q_MHQ: Tensor, c_kv_MC: Tensor, k_rope_MR: Tensor, packing: Packing
+    ) -> Tensor:
+        """Expand the latents to keys and values, and attend inside documents -> [M, H * Q]."""
         c = self.config
-        # [H, nope + v, c_kv]
-        weight = weight_of(self.kv_b_proj, c_kv.dtype).view(c.n_heads, -1, c.kv_lora_rank)
-        w_uk, w_uv = weight.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=1)
-        q_nope, q_rope = q.split_with_sizes((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
-        q = torch.cat((torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_rope), dim=-1)
-        held = torch.cat((c_kv, k_rope), dim=-1)
-        out = cache.attend(q, held, c.v_head_dim**-0.5, c.kv_lora_rank)  # [rows, H, c_kv]
-        return torch.bmm(out.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)
+        rows, heads, _ = q_MHQ.shape
+        kv = self.kv_b_proj(c_kv_MC).view(rows, heads, -1)  # [M, H, nope + Q]
+        k_nope, v_MHQ = kv.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
+        k_rope_MHR = k_rope_MR[:, None].expand(-1, heads, -1)  # shared by the heads
+        if packing.buckets is None:
+            if c.qk_nope_head_dim % 8 != 0:
+                v_MHQ = v_MHQ.contiguous()  # the kernel needs addresses in multiples of 16 bytes
+            k_MHQ = torch.cat((k_nope, k_rope_MHR), dim=-1)
+            return attend_varlen(q_MHQ, k_MHQ, v_MHQ, packing)
+        qkv = torch.cat((q_MHQ, k_nope, k_rope_MHR, v_MHQ), dim=-1)
+        return attend_padded(qkv.view(rows, heads, 3, -1), packing)
+
+    def _attend_to_cache(
+        self, q_MHQ: Tensor, c_kv_MC: Tensor, k_rope_MR: Tensor, cache: Cache
+    ) -> Tensor:
+        """Attend to the latents themselves -> [M, H * Q], without keys and values of each head.
+
+        kv_b_proj's rows are W_UK and W_UV of each head. A score is q (W_UK c) = (q W_UK) c, so the
+        query takes W_UK. The weighted sum of values W_UV c is W_UV times the weighted sum of c."""
+        c = self.config
+        weight = weight_of(self.kv_b_proj, c_kv_MC.dtype)
+        weight_per_head = weight.view(c.n_heads, -1, c.kv_lora_rank)
+        w_uk, w_uv = weight_per_head.split_with_sizes((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+        q_nope, q_rope = q_MHQ.split_with_sizes((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
+        q_c_MHC = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        query = torch.cat((q_c_MHC, q_rope), dim=-1)  # [M, H, C + R]
+        latent = torch.cat((c_kv_MC, k_rope_MR), dim=-1)  # [M, C + R]
+        scale = c.v_head_dim**-0.5  # v_head_dim is also the width of q and k
+        out_MHC = cache.attend(query, latent, scale, c.kv_lora_rank)
+        return torch.bmm(out_MHC.transpose(0, 1), w_uv.mT).transpose(0, 1).flatten(1)

@@ -4,14 +4,24 @@ match memory.
 Engram (arXiv 2601.07372) looks up learned rows: at segment rate before core layers, at byte rate
 (BLT, arXiv 2412.09871) before prelude and head. The match memory (the match model of PAQ, Mahoney
 2005) finds the last occurrences of the current context in the document, and the bytes after them.
-Shapes: M bytes, N segments, D hidden size.
+
+Shapes, as suffixes of names:
+    M  bytes
+    N  segments
+    A  active segments, those of the N segments that a loop computes
+    D  hidden size
+    W  last bytes of a byte or segment, the newest first
+    X  contexts of the match memory
+    B  documents in decoding
+    T  bytes of each that a decoding step reads
+    S  slots for bytes of each that earlier steps have read
 """
 
 import operator
 import warnings
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,101 +38,120 @@ from tokenizer import PAD_ID
 # Hashes of n-grams, and ends of words
 
 
-def gram_keys(shifted: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -> list[Tensor]:
-    """Hash the last n bytes of each row, for each order n: XOR over k < n of shifted[k] *
-    multiplier[k]."""
-    keys = list(
-        accumulate((shifted[: len(multiplier)] * multiplier[:, None]).unbind(), operator.xor)
-    )
-    return [keys[order - 1] for order in orders]
+def shifted_bytes(ids_M: Tensor, position_M: Tensor, longest: int) -> Tensor:
+    """Return the last `longest` bytes at each byte, the newest first: [W, M].
+
+    Row k has the byte k positions back, and PAD where that is before the document."""
+    back_W1 = torch.arange(longest, device=ids_M.device)[:, None]
+    byte_M = torch.arange(len(ids_M), device=ids_M.device)
+    earlier_WM = (byte_M - back_W1).clamp_min(0)
+    return torch.where(position_M >= back_W1, ids_M[earlier_WM], PAD_ID)
 
 
-def word_ends(shifted: Tensor) -> Tensor:
-    """Mark bytes that end a word: those that are not word bytes, after one that is. shifted [K, M]
-    (see shifted_bytes) -> bool [K - 1, M], for the byte k positions back.
+def init_multiplier(multiplier: Tensor, seed: int):
+    """Draw odd 64-bit multipliers from `seed`, without changing any random state."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-(2**62), 2**62, multiplier.shape, generator=generator, device="cpu")
+    multiplier.copy_(drawn * 2 + 1)
+
+
+def gram_keys(shifted_WM: Tensor, multiplier: Tensor, orders: tuple[int, ...]) -> list[Tensor]:
+    """Hash the last n bytes for each order n: XOR over k < n of shifted[k] * multiplier[k], [M].
+
+    See shifted_bytes; columns may be segments, too."""
+    products = shifted_WM[: len(multiplier)] * multiplier[:, None]
+    hashes = list(accumulate(products.unbind(), operator.xor))  # of the last byte, the last two ...
+    return [hashes[order - 1] for order in orders]
+
+
+def word_ends(shifted_WM: Tensor) -> Tensor:
+    """Mark bytes that end a word: those that are not word bytes, after one that is.
+
+    Takes shifted [W, M] (see shifted_bytes); returns bool [W - 1, M], for the byte k positions
+    back.
 
     Word bytes are letters, digits, _, UTF-8 continuation bytes, and the lead bytes of two-byte
     letters (from 0xC3 on: Latin, Greek, Cyrillic, Hebrew, Arabic). A Chinese character is therefore
     a word. This is the rule of SpaceByte, arXiv 2404.14408, except that there _ and those lead
     bytes end a word."""
-    of_words = (
-        ((shifted | 32) >= ord("a")) & ((shifted | 32) <= ord("z"))
-        | (shifted >= ord("0")) & (shifted <= ord("9"))
-        | (shifted == ord("_"))
-        | (shifted >= 0x80) & (shifted < 0xE0) & (shifted != 0xC2)
-    )
-    return of_words[1:] & ~of_words[:-1]
-
-
-def init_multiplier(multiplier: Tensor, seed: int):
-    """Draw odd 64-bit multipliers from `seed`, without changing any random state."""
-    numbers = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(-(2**62), 2**62, multiplier.shape, generator=numbers, device="cpu")
-    multiplier.copy_(drawn * 2 + 1)
-
-
-def shifted_bytes(ids: Tensor, position: Tensor, longest: int) -> Tensor:
-    """Return the byte k positions back for each of ids [M], k < longest, as [longest, M]; PAD
-    before a document."""
-    back = torch.arange(longest, device=ids.device)[:, None]
-    row = torch.arange(len(ids), device=ids.device)
-    return torch.where(position >= back, ids[(row - back).clamp_min(0)], PAD_ID)
+    lower_case = shifted_WM | 32  # of letters
+    is_letter = (lower_case >= ord("a")) & (lower_case <= ord("z"))
+    is_digit = (shifted_WM >= ord("0")) & (shifted_WM <= ord("9"))
+    is_underscore = shifted_WM == ord("_")
+    is_utf8 = (shifted_WM >= 0x80) & (shifted_WM < 0xE0) & (shifted_WM != 0xC2)
+    is_word_byte = is_letter | is_digit | is_underscore | is_utf8
+    return is_word_byte[1:] & ~is_word_byte[:-1]
 
 
 # --------------------------------------------------------------------------------------------------
 # Tables of learned rows
 
 
+class Lookups(NamedTuple):
+    """Gradients of n lookups in a table."""
+
+    row: Tensor  # int64 [n]
+    gradient: Tensor  # [n, dim], at least fp32
+    mean_square: Tensor  # [n], of each gradient
+
+
 class EngramTable(nn.Module):
-    """The rows of one memory. For each order n and head, the row is (XOR over k < n of byte_{t-k} *
-    multiplier_k) mod a prime of that table. All tables are concatenated in `weight`; unused rows
-    stay zero.
+    """The rows of one memory, in several hash tables: one for each order n and hash head.
+
+    The address in a table is the hash of the last n bytes (see gram_keys) mod a prime of that
+    table. All tables are concatenated in `weight`. Rows that were never looked up stay zero.
 
     Gradients of lookups are not in weight.grad but in `gathered`, until `forget`. Only
     optim.RowwiseAdagrad reads them there, and sets `claimed`."""
 
-    claimed = warned = False  # warned: once per process, for any table
+    multiplier: Tensor  # int64 [longest order], odd
+    prime: Tensor  # int64 [orders, heads], rows of each table
+    offset: Tensor  # int64 [orders, heads], first row of each table
+    claimed: bool = False
+    warned: ClassVar[bool] = False  # once per process, for any table
 
     def __init__(self, orders: tuple[int, ...], heads: int, rows: int, dim: int):
         super().__init__()
-        self.orders, self.heads, self.width = orders, heads, len(orders) * heads * dim
+        self.orders = orders
+        self.heads = heads
+        self.width = len(orders) * heads * dim
         self.primes = primes_below(rows, len(orders) * heads)
         self.weight = nn.Parameter(torch.empty(sum(self.primes), dim))
         self.register_buffer("multiplier", torch.empty(max(orders), dtype=torch.int64))
-        self.register_buffer(
-            "prime", torch.empty(len(orders), heads, dtype=torch.int64), persistent=False
-        )
-        self.register_buffer(
-            "offset", torch.empty(len(orders), heads, dtype=torch.int64), persistent=False
-        )
-        self.forget()
+        prime = torch.empty(len(orders), heads, dtype=torch.int64)
+        self.register_buffer("prime", prime, persistent=False)
+        self.register_buffer("offset", torch.empty_like(prime), persistent=False)
+        self.lookups: list[Lookups] = []
+        self.sums: Lookups | None = None
 
     def init_hash(self, seed: int):
         """Set the multipliers from `seed`, primes and offsets from the sizes."""
         init_multiplier(self.multiplier, seed)
         prime = torch.tensor(self.primes).view(self.prime.shape)
+        first_row = F.pad(prime.flatten().cumsum(0), (1, -1))
         self.prime.copy_(prime)
-        self.offset.copy_(F.pad(prime.flatten().cumsum(0), (1, -1)).view(prime.shape))
+        self.offset.copy_(first_row.view(prime.shape))
 
     def addresses(self, shifted: Tensor) -> Tensor:
-        """Hash shifted [at least max(orders), rows] -> rows of `weight` int64 [rows, orders *
-        heads]."""
-        key = torch.stack(gram_keys(shifted, self.multiplier, self.orders), dim=1)  # [rows, orders]
-        return (key[:, :, None].remainder(self.prime) + self.offset).flatten(1)
+        """Hash the last bytes [W, n] -> rows of `weight`, int64 [n, orders * heads]. W is at least
+        the longest order."""
+        keys = gram_keys(shifted, self.multiplier, self.orders)
+        key = torch.stack(keys, dim=1)[:, :, None]  # [n, orders, 1]
+        return (key.remainder(self.prime) + self.offset).flatten(1)
 
     def forward(self, shifted: Tensor) -> Tensor:
-        """Look up [rows, orders * heads, dim]; its gradient goes to `gather`, weight.grad stays
-        None."""
+        """Look up the last bytes [W, n] -> [n, orders * heads, dim].
+
+        The gradient goes to `gather`, weight.grad stays None."""
         return _Lookup.apply(self.weight, self.addresses(shifted), self)
 
-    def gather(self, row: Tensor, grad: Tensor):
-        """Record lookups for the optimizer: their rows [n], gradients [n, dim] and the gradients'
-        mean squares.
+    def gather(self, row: Tensor, gradient: Tensor):
+        """Record n lookups for the optimizer: their rows [n] and gradients [n, dim].
 
         They are collected in a list, and summed by row once they exceed half the number of the
         table's rows. So memory is bounded by the table's size, for any number of lookups and
-        micro-steps. torch's sparse gradients would not
-        do: they are merged by row before squaring."""
+        micro-steps. torch's sparse gradients would not do: they are merged by row before
+        squaring."""
         if not (self.claimed or EngramTable.warned):
             EngramTable.warned = True
             warnings.warn(
@@ -131,38 +160,43 @@ class EngramTable(nn.Module):
                 "(see docs/guide/your-own-loop.md): other optimizers leave them unchanged",
                 stacklevel=2,
             )
-        grad = wide(grad)
-        self.lookups.append(
-            (row, grad, torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1]))
-        )
-        if 2 * sum(len(row) for row, _, _ in self.lookups) > len(self.weight):
+        gradient = wide(gradient)
+        length = torch.linalg.vector_norm(gradient, dim=1)
+        mean_square = length.square_().div_(gradient.shape[1])
+        self.lookups.append(Lookups(row, gradient, mean_square))
+        count = sum(len(lookup.row) for lookup in self.lookups)
+        if 2 * count > len(self.weight):
             self.sum_up()
 
-    def sum_up(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum all gathered lookups by row; return all rows of the table, their gradients and mean
+    def sum_up(self) -> Lookups:
+        """Sum all gathered lookups by row. Return all rows of the table, their gradients and mean
         squares."""
         if self.sums is None:
             rows = len(self.weight)
             zeros = torch.zeros_like(wide(self.weight))
-            self.sums = torch.arange(rows, device=self.weight.device), zeros, zeros.new_zeros(rows)
-        for row, grad, square in self.lookups:
-            self.sums[1].index_add_(0, row, grad)
-            self.sums[2].index_add_(0, row, square)
+            all_rows = torch.arange(rows, device=self.weight.device)
+            self.sums = Lookups(all_rows, zeros, zeros.new_zeros(rows))
+        for row, gradient, mean_square in self.lookups:
+            self.sums.gradient.index_add_(0, row, gradient)
+            self.sums.mean_square.index_add_(0, row, mean_square)
         self.lookups.clear()
         return self.sums
 
-    def gathered(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return rows [n], gradients [n, dim] and mean squares [n] since `forget`; a row may come
-        several times."""
-        return list(self.lookups) if self.sums is None else [*self.lookups, self.sums]
+    def gathered(self) -> list[Lookups]:
+        """Return all lookups since `forget`; a row may come several times."""
+        if self.sums is None:
+            return list(self.lookups)
+        return [*self.lookups, self.sums]
 
     def forget(self):
-        self.lookups, self.sums = [], None
+        """Drop all gathered lookups."""
+        self.lookups = []
+        self.sums = None
 
 
 class _Lookup(torch.autograd.Function):
-    """Look up rows of a table by address, [rows, tables] -> [rows, tables, dim]; the table gathers
-    their gradients."""
+    """Look up rows of a table by address, [n, tables] -> [n, tables, dim]. The table gathers their
+    gradients."""
 
     @staticmethod
     def forward(ctx, weight, address, table):
@@ -172,7 +206,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.table.gather(ctx.saved_tensors[0].flatten(), grad.flatten(0, 1))
+        (address,) = ctx.saved_tensors
+        ctx.table.gather(address.flatten(), grad.flatten(0, 1))
         return None, None, None
 
 
@@ -181,10 +216,18 @@ class _Lookup(torch.autograd.Function):
 
 
 class Matches(NamedTuple):
-    """Found by the match memory for C contexts of M bytes."""
+    """The matches of the contexts of M bytes, see MatchMemory."""
 
-    row: Tensor  # int64 [M, C], see MatchMemory
-    followed: Tensor  # int64 [M, C, occurrences], the ids after them, newest first; -1: none
+    row: Tensor  # int64 [M, X]
+    followed: Tensor  # int64 [M, X, occurrences], the ids after them, newest first; -1: none
+
+
+class MatchHistory(NamedTuple):
+    """The bytes of documents so far, for the match memory in decoding. Byte t is in slot t."""
+
+    ids: Tensor  # int64 [B, S]
+    keys: Tensor  # int64 [X, B, S], hashes of the contexts that end with each byte
+    previous: Tensor  # int64 [X, B, S], the byte of each context's occurrence before; -1: none
 
 
 class MatchMemory(nn.Module):
@@ -192,99 +235,149 @@ class MatchMemory(nn.Module):
     small transformer takes long to learn this.
 
     Contexts are the last n bytes for each n of `orders`, and the bytes since the n-th last end of a
-    word for each n of `words` (at most WORD_BYTES - 1). For each context, find the last
-    `occurrences` (at least two) in the document. A match's row is the byte after the last one: +
-    256 if the byte after the one before is the same, + 512 if it differs, or NOTHING."""
+    word for each n of `words` (at most WORD_BYTES - 1 bytes). An occurrence of a context ends with
+    an earlier byte of the document. The last `occurrences` (at least two) of each are found.
 
-    NOTHING = 3 * 256  # no earlier occurrence, or no byte after it
+    A match's row is the byte after the newest occurrence, plus
+          0  if there is no older occurrence
+        256  if the same byte follows the older one
+        512  if another byte does
+    or NOTHING, if there is no occurrence, or if no byte (0-255) follows it.
+    """
+
+    NOTHING = 3 * 256
+    multiplier: Tensor  # int64 [longest context], odd
 
     def __init__(self, orders: tuple[int, ...], words: tuple[int, ...], occurrences: int = 2):
         super().__init__()
-        self.orders, self.words, self.occurrences = orders, words, occurrences
-        self.register_buffer(
-            "multiplier", torch.empty(max((*orders, WORD_BYTES * bool(words))), dtype=torch.int64)
-        )
+        self.orders = orders
+        self.words = words
+        self.occurrences = occurrences
+        longest = max((*orders, WORD_BYTES)) if words else max(orders)
+        self.register_buffer("multiplier", torch.empty(longest, dtype=torch.int64))
 
     def init_hash(self, seed: int):
+        """Set the multipliers from `seed`."""
         init_multiplier(self.multiplier, seed)
 
-    def forward(self, ids: Tensor, shifted: Tensor, document: Tensor) -> Matches:
-        """Look up the contexts of all bytes, orders first: ids [M], shifted [longest context, M],
-        document [M], ascending -> matches of [M, contexts]."""
-        key, row = self.keys(shifted).sort(dim=1, stable=True)
-        document = document[row]
-        again = (key[:, 1:] == key[:, :-1]) & (document[:, 1:] == document[:, :-1])
-        last = torch.full_like(row, -1).scatter_(1, row[:, 1:], torch.where(again, row[:, :-1], -1))
-        return self.found(ids.expand_as(last), last, last)
+    def forward(self, ids_M: Tensor, shifted_WM: Tensor, document_M: Tensor) -> Matches:
+        """Find the matches of all bytes, contexts of `orders` first.
 
-    def keys(self, shifted: Tensor) -> Tensor:
-        """Hash the bytes of each context, [contexts, M]."""
-        orders, lengths = self.orders, tuple(range(1, WORD_BYTES)) if self.words else ()
+        document int64 [M]: of each byte, ascending. W is at least the longest context."""
+        # Bytes with the same key become neighbours, in their order, since the sort is stable.
+        key_XM, byte_XM = self.keys(shifted_WM).sort(dim=1, stable=True)
+        sorted_document = document_M[byte_XM]
+        same_key = key_XM[:, 1:] == key_XM[:, :-1]
+        same_document = sorted_document[:, 1:] == sorted_document[:, :-1]
+        before = torch.where(same_key & same_document, byte_XM[:, :-1], -1)
+        previous_XM = torch.full_like(byte_XM, -1).scatter_(1, byte_XM[:, 1:], before)
+        return self._follow(ids_M.expand_as(previous_XM), previous_XM, newest=previous_XM)
+
+    def keys(self, shifted_WM: Tensor) -> Tensor:
+        """Hash the bytes of each context, [X, M]."""
+        lengths = tuple(range(1, WORD_BYTES)) if self.words else ()
         # + 1: zero bytes must change the hash, too
-        keys = gram_keys(shifted + 1, self.multiplier, orders + lengths)
+        hashes = gram_keys(shifted_WM + 1, self.multiplier, self.orders + lengths)
+        keys = hashes[: len(self.orders)]
         if self.words:
-            ended = word_ends(shifted[:WORD_BYTES]).cumsum(0)  # [WORD_BYTES - 1, M]
-            by_length = torch.stack((torch.zeros_like(keys[0]), *keys[len(orders) :]))
-            keys[len(orders) :] = [
-                by_length.gather(0, (ended < n).sum(0, keepdim=True))[0] for n in self.words
-            ]
+            of_no_byte = torch.zeros_like(hashes[0])
+            hash_by_length = torch.stack((of_no_byte, *hashes[len(self.orders) :]))
+            # Row k counts the ends among the last k + 1 bytes.
+            ends_WM = word_ends(shifted_WM[:WORD_BYTES]).cumsum(0)
+            for n in self.words:
+                length = (ends_WM < n).sum(0, keepdim=True)  # bytes since the n-th last end
+                keys.append(hash_by_length.gather(0, length)[0])
         return torch.stack(keys)
 
     def step(
-        self, ids: Tensor, shifted: Tensor, position: Tensor, held: Tensor
-    ) -> tuple[Matches, Tensor]:
-        """Look up the contexts of the next bytes in decoding: ids [rows, n], shifted [longest, rows
-        * n], position [rows, n]. held int64 [1 + 2 * contexts, rows, slots] has for all earlier
-        bytes of the documents the bytes, the keys of their contexts, and the previous occurrence of
-        each. Returns the matches of [rows * n, contexts], and `held` with the new bytes; its slots
-        double as they fill up."""
-        if (need := int(position[:, -1].max()) + 1) > held.shape[2]:  # host synchronisation
-            held = F.pad(held, (0, 2 * need - held.shape[2]))
-        keys = self.keys(shifted).view(-1, *ids.shape)
-        at, count = position.expand(1 + len(keys), -1, -1), 1 + len(keys)
-        held[:count].scatter_(2, at, torch.cat((ids[None], keys)))
-        known, behind = (
-            held[1:count, :, None, :need],
-            torch.arange(1, need + 1, dtype=torch.int32, device=ids.device),
-        )
-        width = max(1, (1 << 22) // known.numel())  # bytes at a time
-        last = (
-            torch.cat(
-                [
-                    ((known == key[..., None]) & (behind <= t[..., None])).mul(behind).amax(-1)
-                    for key, t in zip(keys.split(width, -1), position.split(width, -1), strict=True)
-                ],
-                dim=-1,
-            ).long()
-            - 1
-        )
-        held[count:].scatter_(2, at[1:], last)
-        return self.found(held[:1].expand(len(last), -1, -1), held[count:], last), held
+        self, ids_BT: Tensor, shifted_WM: Tensor, position_BT: Tensor, history: MatchHistory
+    ) -> tuple[Matches, MatchHistory]:
+        """Find the matches of a decoding step's bytes, M = B * T; also return the history with
+        these bytes.
 
-    def found(self, ids: Tensor, before: Tensor, last: Tensor) -> Matches:
-        """Return the matches of contexts with their last occurrence at `last` [C, ...] (-1: none).
-        ids and `before` [C, ..., slots]: the bytes, and the previous occurrence of each context."""
+        The history is changed in place, but copied when it needs more slots, which then double.
+        Waits for the device."""
+        needed = int(position_BT[:, -1].max()) + 1  # host synchronisation
+        slots = history.ids.shape[1]
+        if needed > slots:
+            more = (0, 2 * needed - slots)
+            history = MatchHistory(*(F.pad(tensor, more) for tensor in history))
+        keys_XBT = self.keys(shifted_WM).view(-1, *ids_BT.shape)
+        position_XBT = position_BT.expand_as(keys_XBT)
+        history.ids.scatter_(1, position_BT, ids_BT)
+        history.keys.scatter_(2, position_XBT, keys_XBT)
+        newest_XBT = _newest_occurrence(keys_XBT, position_BT, history.keys[:, :, :needed])
+        history.previous.scatter_(2, position_XBT, newest_XBT)
+        ids_XBS = history.ids.expand_as(history.previous)
+        return self._follow(ids_XBS, history.previous, newest_XBT), history
 
-        def at(x, slot):
-            return torch.where(slot < 0, -1, x.gather(-1, slot.clamp(0, x.shape[-1] - 1)))
+    def _follow(self, ids: Tensor, previous: Tensor, newest: Tensor) -> Matches:
+        """Return the matches of contexts whose newest occurrences are given.
 
+        newest [X, ..., n]: the byte of each; -1: none. ids and `previous` [X, ..., S]: the bytes of
+        the document, and the occurrence before the one that ends there."""
         followed = []
+        occurrence = newest
         for _ in range(self.occurrences):
-            followed.append(at(ids, torch.where(last < 0, -1, last + 1)).flatten(1).T)
-            last = at(before, last)
-        newest, older = followed[:2]
-        kind = torch.where(older < 0, 0, torch.where(newest == older, 256, 512))
-        row = torch.where((newest < 0) | (newest > 255), self.NOTHING, newest + kind)
-        return Matches(row, torch.stack(followed, dim=-1))
+            next_byte = torch.where(occurrence < 0, -1, occurrence + 1)
+            followed.append(_gather_or_none(ids, next_byte).flatten(1).T)  # [M, X]
+            occurrence = _gather_or_none(previous, occurrence)
+        newest_id, older_id = followed[:2]
+        kind = torch.where(older_id < 0, 0, torch.where(newest_id == older_id, 256, 512))
+        is_byte = (newest_id >= 0) & (newest_id <= 255)
+        row_MX = torch.where(is_byte, newest_id + kind, self.NOTHING)
+        return Matches(row_MX, torch.stack(followed, dim=-1))
+
+
+def _newest_occurrence(keys_XBT: Tensor, position_BT: Tensor, stored_XBS: Tensor) -> Tensor:
+    """Return the position of the last byte before each whose context has the same key, int64
+    [X, B, T]; -1: none.
+
+    stored: the keys at all bytes of the documents, those of this step included."""
+    # Positions count from 1 here: 0 stands for none.
+    count_S = torch.arange(1, stored_XBS.shape[2] + 1, dtype=torch.int32, device=keys_XBT.device)
+    bytes_at_once = max(1, (1 << 22) // stored_XBS.numel())  # bounds the memory of `is_match`
+    newest = []
+    for keys, position in zip(
+        keys_XBT.split(bytes_at_once, -1), position_BT.split(bytes_at_once, -1), strict=True
+    ):
+        same_key = stored_XBS[:, :, None] == keys[..., None]
+        is_match = same_key & (count_S <= position[..., None])  # [X, B, bytes at once, S]
+        newest.append(is_match.mul(count_S).amax(-1))
+    return torch.cat(newest, dim=-1).long() - 1
+
+
+def _gather_or_none(x: Tensor, index: Tensor) -> Tensor:
+    """Gather x [..., S] at index [..., n], below S; -1 where the index is below 0."""
+    return torch.where(index < 0, -1, x.gather(-1, index.clamp_min(0)))
 
 
 # --------------------------------------------------------------------------------------------------
 # Engram at segment rate
 
 
+class Recalled(NamedTuple):
+    """The lookups of a segment Engram, shared by all loops."""
+
+    key: Tensor  # [N, D], normed
+    value: Tensor  # [N, D]
+    mean_square: Tensor  # [N, 1], of value, at least fp32
+    tap_segment: Tensor  # int64 [N * taps], the segments that a segment's convolution reads
+    tap_value: Tensor  # [N, taps, D], values there times their weights, 0 before a document's start
+
+
 class SegmentEngram(nn.Module):
     """The memory before a core layer: rows of the segment's last bytes, gated by the state, then
-    convolved."""
+    convolved over segments.
+
+    With m the rows that were looked up, a state h becomes
+
+        u = gate * W_V m       gate = sigmoid(signed_sqrt(<norm(h), norm(W_K m)> / sqrt(D)))
+        h + u + SiLU(conv(norm(u)))
+
+    Only gates change between loops. norm(u) is W_V m times a scale per segment. So the convolution
+    is the sum over its taps of scales times weighted values, and weighted values are computed once.
+    """
 
     kernel_size = 4
     compiled: Callable | None = None  # of `in_one_graph`, see Spider.compile_layers
@@ -302,89 +395,99 @@ class SegmentEngram(nn.Module):
         self.conv_weight = nn.Parameter(torch.empty(self.kernel_size, config.hidden_size))
 
     @classmethod
-    def taps(cls, config: SpiderConfig) -> list[int]:
+    def tap_distances(cls, config: SpiderConfig) -> list[int]:
         """Return the distances, in segments, of the earlier taps of the convolution."""
-        return [tap * len(config.engram_orders) for tap in range(1, cls.kernel_size)]
+        dilation = len(config.engram_orders)
+        return [tap * dilation for tap in range(1, cls.kernel_size)]
 
-    def recall(self, shifted: Tensor, position: Tensor, dtype: torch.dtype) -> "Recalled":
-        """Compute what all loops share, for segments at `position` [N] that end with bytes
-        `shifted` [K, N]."""
-        memory = self.table(shifted).flatten(1).to(dtype)
-        key, value = rms_norm(self.key_proj(memory), self.eps), self.value_proj(memory)
+    def recall(self, shifted_WN: Tensor, position_N: Tensor, dtype: torch.dtype) -> Recalled:
+        """Compute what all loops share.
+
+        position int64 [N]: of the segments in their documents. shifted int64 [W, N]: the last bytes
+        of each segment, the newest first."""
+        rows = self.table(shifted_WN).flatten(1).to(dtype)
+        key_ND = rms_norm(self.key_proj(rows), self.eps)
+        value_ND = self.value_proj(rows)
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
-        power = (
-            torch.linalg.vector_norm(value, dim=1, keepdim=True, dtype=at_least_fp32).square()
-            / value.shape[1]
-        )
+        length = torch.linalg.vector_norm(value_ND, dim=1, keepdim=True, dtype=at_least_fp32)
+        mean_square = length.square() / value_ND.shape[1]
         if not torch.is_grad_enabled():
-            taps, row = self.in_one_graph(value, position)
+            tap_value, tap_segment = self.in_one_graph(value_ND, position_N)
         elif self.compiled is not None:
-            mark_rows_dynamic(value, position)
-            taps, row = self.compiled(self, value, position)
+            mark_rows_dynamic(value_ND, position_N)
+            tap_value, tap_segment = self.compiled(self, value_ND, position_N)
         else:  # cheap to recompute, and three times as large as its inputs
-            taps, row = checkpoint(
-                self.in_one_graph, value, position, use_reentrant=False, preserve_rng_state=False
+            tap_value, tap_segment = checkpoint(
+                self.in_one_graph,
+                value_ND,
+                position_N,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
-        return Recalled(key, value, power, row, taps)
+        return Recalled(key_ND, value_ND, mean_square, tap_segment, tap_value)
 
-    def in_one_graph(self, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def in_one_graph(self, value_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted values of all taps, [N, taps, D], and the index of each tap's
         segment, [N * taps]."""
-        back = torch.arange(self.kernel_size, device=value.device) * len(self.table.orders)
-        there = position[:, None] >= back  # [N, taps]
-        row = (torch.arange(len(value), device=value.device)[:, None] - back).clamp_min(0)
-        taps = value.index_select(0, row.flatten()).unflatten(0, row.shape)
-        return taps * (there[:, :, None] * self.conv_weight.to(value.dtype)), row.flatten()
+        distance = torch.arange(self.kernel_size, device=value_ND.device) * len(self.table.orders)
+        in_document = position_N[:, None] >= distance  # [N, taps]
+        segment_N = torch.arange(len(value_ND), device=value_ND.device)
+        tap_segment = (segment_N[:, None] - distance).clamp_min(0)  # [N, taps]
+        tap_value = value_ND.index_select(0, tap_segment.flatten()).unflatten(0, tap_segment.shape)
+        weight = in_document[:, :, None] * self.conv_weight.to(value_ND.dtype)
+        return tap_value * weight, tap_segment.flatten()
 
     def forward(
         self,
         h: Tensor,
-        recalled: "Recalled",
+        recalled: Recalled,
         active: ActiveRows,
         before: Tensor | None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Add the memory to the active rows h [n, D]; return them, and the scales that the
-        convolution reads. `before`: the scales of the loop before, which inactive rows keep.
+        """Add the memory to the states of active segments h [A, D]; also return what the
+        convolution reads of each segment.
 
-        Only the gates change between loops. The convolution reads u = gate * value, normed: that is
-        value times a scale per segment, [N, 1], so it is the sum of scales times the weighted
-        values of the taps. In decoding, a cache holds the inputs of earlier steps, [N, D]."""
-        key, value, power = (active.select(tensor) for tensor in recalled[:3])
+        That is norm(u) [N, D] with a cache, and else its scales [N, 1]. before: the same of the
+        loop before, which inactive segments keep; None in the first loop. cache: in decoding, has
+        norm(u) of earlier steps."""
+        key = active.select(recalled.key)
+        value = active.select(recalled.value)
+        mean_square = active.select(recalled.mean_square)
         gate = self.gate(h, key)
-        scale = (gate * torch.rsqrt(gate * gate * power + self.eps)).to(h.dtype)
+        # 1 / sqrt(mean of u^2 + eps), times the gate: norm(u) is value times this
+        scale = (gate * torch.rsqrt(gate * gate * mean_square + self.eps)).to(h.dtype)
         if cache is None:
-            read = active.merge(before, scale)
-            # [N, taps, 1]
-            number = read.flatten().index_select(0, recalled.row).view(len(read), -1, 1)
-            # bmm of a row would not fuse
-            convolved = (active.select(number) * active.select(recalled.taps)).sum(1)
+            conv_input = active.merge(before, scale)
+            convolved = self._convolve(conv_input, recalled, active)
         else:
-            read = active.merge(before, scale * value)
-            first, *weights = self.conv_weight.to(read.dtype)
-            convolved = read * first
-            for weight, x in zip(weights, cache.put_and_look_back(read), strict=True):
-                convolved = convolved + x * weight
-            convolved = active.select(convolved)
-        return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), read
+            conv_input = active.merge(before, scale * value)
+            convolved = active.select(self._convolve_with_cache(conv_input, cache))
+        return torch.addcmul(h, gate.to(h.dtype), value) + F.silu(convolved), conv_input
 
     def gate(self, h: Tensor, key: Tensor) -> Tensor:
         """Compute gates from states h [n, D] and keys [n, D]: [n, 1] in (0, 1), at least fp32."""
-        match = _Match.apply(h, key)
-        return torch.sigmoid(match.sign() * match.abs().clamp_min(1e-6).sqrt())
+        similarity = _Similarity.apply(h, key)
+        return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
+
+    def _convolve(self, scale_N1: Tensor, recalled: Recalled, active: ActiveRows) -> Tensor:
+        """Convolve norm(u) over all segments of the pass; return active ones, [A, D]."""
+        tap_scale = scale_N1.flatten().index_select(0, recalled.tap_segment)
+        tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
+        # not bmm: a product per segment would not fuse with what follows
+        return (active.select(tap_scale) * active.select(recalled.tap_value)).sum(1)
+
+    def _convolve_with_cache(self, norm_u_ND: Tensor, cache: Cache) -> Tensor:
+        """Convolve norm(u) over a step's segments and those of earlier steps, [N, D]."""
+        weight, *earlier_weights = self.conv_weight.to(norm_u_ND.dtype)
+        convolved = norm_u_ND * weight
+        earlier = cache.put_and_look_back(norm_u_ND)  # [taps - 1, N, D]
+        for weight, norm_u in zip(earlier_weights, earlier, strict=True):
+            convolved = convolved + norm_u * weight
+        return convolved
 
 
-class Recalled(NamedTuple):
-    """The lookups of a segment Engram, shared by all loops."""
-
-    key: Tensor  # [N, D], normed
-    value: Tensor  # [N, D]
-    power: Tensor  # [N, 1], mean square of value, at least fp32
-    row: Tensor  # int64 [N * taps], the segments that a segment's convolution reads
-    taps: Tensor  # [N, taps, D], values there times their weights, 0 before a document's start
-
-
-class _Match(torch.autograd.Function):
+class _Similarity(torch.autograd.Function):
     """Compute <rms_norm(h), key> / sqrt(D) of rows [n, D] -> [n, 1], at least fp32, without storing
     normed rows."""
 
@@ -392,16 +495,16 @@ class _Match(torch.autograd.Function):
     def forward(ctx, h, key):
         scale = inverse_rms(h, 1e-6)
         dot = (h * key).sum(1, keepdim=True, dtype=scale.dtype)
-        match = dot * scale * h.shape[1] ** -0.5
-        ctx.save_for_backward(h, key, scale, match)
-        return match
+        similarity = dot * scale * h.shape[1] ** -0.5
+        ctx.save_for_backward(h, key, scale, similarity)
+        return similarity
 
     @staticmethod
     def backward(ctx, grad):
-        h, key, scale, match = ctx.saved_tensors
+        h, key, scale, similarity = ctx.saved_tensors
         grad = grad * scale
         to_key = (grad * h.shape[1] ** -0.5).to(h.dtype)
-        to_h = (grad * match * scale / h.shape[1]).to(h.dtype)
+        to_h = (grad * similarity * scale / h.shape[1]).to(h.dtype)
         return torch.addcmul(to_key * key, to_h, h, value=-1), to_key * h
 
 
@@ -410,79 +513,89 @@ class _Match(torch.autograd.Function):
 
 
 class ByteEngram(nn.Module):
-    """The memory at byte rate: rows of every n-gram order and of the match memory."""
+    """A memory at byte rate: rows of every n-gram order and of the match memory."""
 
-    def __init__(self, config: SpiderConfig, matches: int):
+    def __init__(self, config: SpiderConfig, match_contexts: int):
+        """match_contexts: contexts of the match memory whose matches have rows here; 0: none."""
         super().__init__()
-        orders, dim = config.engram_byte_orders, config.engram_byte_dim
+        orders = config.engram_byte_orders
+        dim = config.engram_byte_dim
         self.table = EngramTable(orders, 1, config.engram_byte_rows, dim) if orders else None
-        # so that sharding does not split blocks of 8-bit AdamW
-        rows = round_up(MatchMemory.NOTHING + 1, 32)
-        self.followed = nn.Parameter(torch.empty(matches, rows, dim)) if matches else None
-        self.proj = Linear((len(orders) + matches) * dim, config.hidden_size)
+        self.followed = None
+        if match_contexts:
+            # a multiple of 32, so that sharding does not split blocks of 8-bit AdamW
+            rows = round_up(MatchMemory.NOTHING + 1, 32)
+            self.followed = nn.Parameter(torch.empty(match_contexts, rows, dim))
+        self.proj = Linear((len(orders) + match_contexts) * dim, config.hidden_size)
 
-    def rows(self, shifted: Tensor, matches: Matches | None, dtype: torch.dtype) -> Tensor:
-        """Look up shifted [K, M] and the matches of [M, match contexts]: [M, orders and contexts,
-        dim]."""
-        rows = [self.table(shifted)] if self.table is not None else []  # of [M, orders, dim]
+    def rows(self, shifted_WM: Tensor, matches: Matches | None, dtype: torch.dtype) -> Tensor:
+        """Look up the last bytes and their matches: [M, orders + match contexts, dim]."""
+        parts = []
+        if self.table is not None:
+            parts.append(self.table(shifted_WM))
         if self.followed is not None:
-            first = torch.arange(len(self.followed), device=shifted.device) * self.followed.shape[1]
-            rows.append(F.embedding(matches.row + first, self.followed.flatten(0, 1)))
-        return torch.cat([tensor.to(dtype) for tensor in rows], dim=1)
+            assert matches is not None  # the model has a match memory
+            contexts, rows, _ = self.followed.shape
+            first_row = torch.arange(contexts, device=shifted_WM.device) * rows
+            parts.append(F.embedding(matches.row + first_row, self.followed.flatten(0, 1)))
+        return torch.cat([part.to(dtype) for part in parts], dim=1)
 
-    def forward(self, x: Tensor, shifted: Tensor, matches: Matches | None) -> Tensor:
-        """Return the term to add to x [M, D]."""
-        return self.proj(self.rows(shifted, matches, x.dtype).flatten(1))
+
+class InputEngram(ByteEngram):
+    """The memory before the prelude."""
+
+    def forward(self, x_MD: Tensor, shifted_WM: Tensor, matches: Matches | None) -> Tensor:
+        """Return the term to add to the embedded bytes x, [M, D]."""
+        return self.proj(self.rows(shifted_WM, matches, x_MD.dtype).flatten(1))
 
 
 class OutputEngram(ByteEngram):
-    """The memory before the head, whose rows are weighted by gates of the state. It can also add to
-    the logits directly: linearly from its rows (`engram_logits`), and by votes for the bytes that
-    followed a context's last occurrences (`engram_votes`; beside tables they replace the rows of
-    matches). A small network of the state weighs the votes, as the mixer of PAQ weighs predictions
-    (Mahoney 2005)."""
+    """The memory before the head, whose rows are weighted by gates of the state.
+
+    It can also add to the logits directly, in two ways. `engram_logits`: linearly from its rows.
+    `engram_votes`: by votes for the bytes that followed a context's last occurrences. A small
+    network of the state weighs the votes, as the mixer of PAQ weighs predictions (Mahoney 2005).
+    With byte tables, votes replace the rows of matches."""
 
     def __init__(self, config: SpiderConfig):
         super().__init__(config, config.matches_before_head)
-        self.config, c, width = config, config, self.proj.in_features
-        self.gate = Linear(c.hidden_size, width // c.engram_byte_dim)
-        self.logits = Linear(width, c.vocab_size) if c.engram_logits else None
-        votes = c.engram_votes * c.match_contexts
-        self.votes = (
-            nn.Sequential(
-                Linear(c.hidden_size, c.hidden_size // 2),
+        self.config = config
+        width = self.proj.in_features
+        self.gate = Linear(config.hidden_size, width // config.engram_byte_dim)
+        self.logits = Linear(width, config.vocab_size) if config.engram_logits else None
+        self.votes = None
+        if config.engram_votes and config.match_contexts:
+            self.votes = nn.Sequential(
+                Linear(config.hidden_size, config.hidden_size // 2),
                 nn.GELU(),
-                Linear(c.hidden_size // 2, votes),
+                Linear(config.hidden_size // 2, config.engram_votes * config.match_contexts),
             )
-            if votes
-            else None
-        )
 
     def forward(
-        self, x: Tensor, shifted: Tensor, matches: Matches | None
+        self, x_MD: Tensor, shifted_WM: Tensor, matches: Matches | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the terms to add to x [M, D] and to the logits [M, vocab_size]."""
-        state, logits = rms_norm(x), None
-        rows = (
-            self.rows(shifted, matches, x.dtype) * self.gate(state).sigmoid()[:, :, None]
-        ).flatten(1)
-        if self.logits is not None:
-            logits = self.logits(rows)
+        """Return the terms to add to x [M, D] and to the logits [M, vocab_size]; None: nothing."""
+        state = rms_norm(x_MD)
+        rows = self.rows(shifted_WM, matches, x_MD.dtype)
+        rows = (rows * self.gate(state).sigmoid()[:, :, None]).flatten(1)
+        logits = None if self.logits is None else self.logits(rows)
         if self.votes is not None:
+            assert matches is not None
             followed, weight = self.cast_votes(state, matches)
             weight = wide(weight)
-            logits = (
-                weight.new_zeros(len(x), self.config.vocab_size)
-                if logits is None
-                else logits.to(weight.dtype)
-            )
-            logits = logits.scatter_add(1, followed.clamp_min(0), weight)
+            if logits is None:
+                logits = weight.new_zeros(len(x_MD), self.config.vocab_size)
+            logits = logits.to(weight.dtype).scatter_add(1, followed.clamp_min(0), weight)
         return self.proj(rows), logits
 
-    def cast_votes(self, state: Tensor, matches: Matches) -> tuple[Tensor, Tensor]:
+    def cast_votes(self, state_MD: Tensor, matches: Matches) -> tuple[Tensor, Tensor]:
         """Return the ids that are voted for (-1: none) and the weights of the votes, both [M,
-        contexts * engram_votes]; a context's votes are adjacent, the newest occurrence first. A
-        vote for anything but a byte weighs 0."""
+        contexts * engram_votes].
+
+        A context's votes are adjacent, the newest occurrence first. A vote for anything but a byte
+        weighs 0."""
+        assert self.votes is not None
         # MatchMemory finds at least two
         followed = matches.followed[:, :, : self.config.engram_votes].flatten(1)
-        return followed, torch.where((followed >= 0) & (followed < 256), self.votes(state), 0)
+        is_byte = (followed >= 0) & (followed < 256)
+        return followed, torch.where(is_byte, self.votes(state_MD), 0)

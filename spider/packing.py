@@ -1,15 +1,24 @@
 """Packed rows: documents without padding.
 
-A batch is [rows, hidden_size]; `cu_seqlens` marks where documents start, so memory grows with the
-number of bytes and documents do not see each other."""
+A batch is [rows, hidden_size]; `cu_seqlens` marks where documents start. So memory grows with the
+number of bytes, and documents do not see each other.
 
+Shapes, as suffixes of names:
+    M  packed rows: bytes, or segments in the core
+    B  documents
+    R  width of a head's rotated part: qk_rope_head_dim
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spider.config import SpiderConfig
 from tokenizer import BOS_ID, EOS_ID
 
 # --------------------------------------------------------------------------------------------------
@@ -17,46 +26,57 @@ from tokenizer import BOS_ID, EOS_ID
 
 
 def document_starts(input_ids: Tensor) -> Tensor:
-    """Mark the starts of documents in [B, T]: BOS, and bytes after EOS; bool [B, T]."""
+    """Mark the starts of documents: BOS, and bytes after EOS. [sequences, length] -> bool, the same
+    shape."""
     starts = input_ids == BOS_ID
     starts[:, 1:] |= input_ids[:, :-1] == EOS_ID
     return starts
 
 
 def document_cu_seqlens(input_ids: Tensor) -> Tensor:
-    """Return cu_seqlens of the documents in [B, T], int32 [documents + 1]; every row starts one."""
+    """Return cu_seqlens of the documents in [sequences, length], int32 [B + 1]. Every sequence
+    starts a document."""
     starts = document_starts(input_ids)
     starts[:, 0] = True
-    return F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=input_ids.numel()).to(
-        torch.int32
-    )
+    first_rows = starts.flatten().nonzero().squeeze(1)
+    return F.pad(first_rows, (0, 1), value=input_ids.numel()).to(torch.int32)
 
 
 def longest_bound(cu_seqlens: Tensor, length: int) -> int:
     """Return an upper bound of the documents' lengths: a power of two, at least 16, but at most
-    `length`. Attention's kernel launches blocks for so many rows of every document. cu_seqlens: on
-    the host."""
+    `length`.
+
+    Attention's kernel launches blocks for so many rows of every document. cu_seqlens: on the
+    host."""
     longest = int(cu_seqlens.diff().max())
-    return min(length, max(16, 1 << (longest - 1).bit_length()))
+    return min(length, max(16, next_power_of_two(longest)))
+
+
+class Bucket(NamedTuple):
+    """A padded batch of documents."""
+
+    documents: int
+    length: int  # rows of each document, padding included
 
 
 @dataclass
 class Packing:
-    """The document of each packed row, and the inputs of attention that follow from it."""
+    """The document of each packed row, and the inputs of attention that follow from it.
 
-    cu_seqlens: Tensor  # int32 [documents + 1], first row of each document, and the number of rows
-    document: Tensor  # int64 [rows]
-    position: Tensor  # int64 [rows], row within its document, including earlier steps' rows
+    Attention inside documents takes either `buckets`, on a CPU, or `extent`, for the
+    variable-length kernel. In decoding both are None: the cache attends."""
+
+    cu_seqlens: Tensor  # int32 [B + 1], first row of each document, and the number of rows
+    document: Tensor  # int64 [M]
+    position: Tensor  # int64 [M], row within its document, counting rows of earlier decoding steps
     longest: int  # upper bound of rows in a document
-    cos: Tensor  # [rows, 1, qk_rope_head_dim], of both halves
-    sin: Tensor  # the same, negative in the first half
-    # (documents, padded length) of each padded batch; None: varlen kernel
-    buckets: list[tuple[int, int]] | None
-    # int64 [rows], each row's index in the padded batches; None: the same
-    padded_row: Tensor | None
+    cos: Tensor  # [M, 1, R], of both halves
+    sin: Tensor  # [M, 1, R], negative in the first half
+    buckets: list[Bucket] | None  # the padded batches
+    padded_row: Tensor | None  # int64 [M], each row's index in these; None: the same
     window: int  # attention window in rows, including the row itself; 0: unlimited
-    # [longest, 0]: its size carries the bound into a compiled graph, in which an int would be a
-    # constant, and each other number another graph
+    # [longest, 0]. Its size carries the bound into a compiled graph. An int would be a constant
+    # there, and each other number another graph.
     extent: Tensor | None = None
 
     @classmethod
@@ -65,36 +85,53 @@ class Packing:
         cu_seqlens: Tensor,
         rows: int,
         bound: int,
-        config,
+        config: SpiderConfig,
         dtype: torch.dtype,
         window: int = 0,
         before: Tensor | None = None,
     ) -> "Packing":
-        """Build the packing of `rows` rows with cu_seqlens int32 [documents + 1] and documents of
-        at most `bound` rows. config: has qk_rope_head_dim and rope_theta; dtype: of attention;
-        before [documents]: rows of earlier decoding steps."""
+        """Build the packing of `rows` rows in documents of at most `bound` rows.
+
+        cu_seqlens int32 [B + 1]; dtype: of attention; before int64 [B]: in decoding, the rows of
+        each document in earlier steps."""
         device = cu_seqlens.device
         row = torch.arange(rows, device=device)
-        if before is not None and rows == len(before) and bound == 1:  # one row per document
-            document, position = row, before
+        if before is not None and rows == len(before) and bound == 1:
+            # One row of each document: the common step of decoding needs no search.
+            document = row
+            position = before
         else:
             document = torch.searchsorted(cu_seqlens[1:], row, right=True)
-            position = row - (
-                cu_seqlens if before is None else cu_seqlens[:-1] - before
-            ).index_select(0, document)
-        buckets = padded_row = extent = None
-        if before is None and (
-            device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16)
-        ):
-            buckets, start = pad_documents(cu_seqlens.diff(), bound)
-            padded_row = None if start is None else start.index_select(0, document) + position
-        elif before is None:
-            extent = torch.empty(bound, 0, device=device)
-        frequency, signed = rotary_frequencies(config.qk_rope_head_dim, config.rope_theta, device)
-        position_of = position[:, None, None]
-        cos, sin = (position_of * frequency).cos().to(dtype), (position_of * signed).sin().to(dtype)
+            origin = cu_seqlens if before is None else cu_seqlens[:-1] - before  # position 0
+            position = row - origin.index_select(0, document)
+
+        buckets = None
+        padded_row = None
+        extent = None
+        if before is None:
+            has_kernel = device.type != "cpu" and dtype in (torch.bfloat16, torch.float16)
+            if has_kernel:
+                extent = torch.empty(bound, 0, device=device)
+            else:
+                buckets, start = pad_documents(cu_seqlens.diff(), bound)
+                if start is not None:
+                    padded_row = start.index_select(0, document) + position
+
+        frequency, signed_frequency = rotary_frequencies(
+            config.qk_rope_head_dim, config.rope_theta, device
+        )
+        position_M11 = position[:, None, None]
         return cls(
-            cu_seqlens, document, position, bound, cos, sin, buckets, padded_row, window, extent
+            cu_seqlens=cu_seqlens,
+            document=document,
+            position=position,
+            longest=bound,
+            cos=(position_M11 * frequency).cos().to(dtype),
+            sin=(position_M11 * signed_frequency).sin().to(dtype),
+            buckets=buckets,
+            padded_row=padded_row,
+            window=window,
+            extent=extent,
         )
 
 
@@ -102,70 +139,97 @@ class Packing:
 def rotary_frequencies(width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the rotary frequencies of both halves, [width], and the same with the first half
     negated."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # decoding may be the first to ask, and training the next
         frequency = theta ** -(torch.arange(0, width, 2, device=device) / width)
         return torch.cat((frequency, frequency)), torch.cat((-frequency, frequency))
 
 
+# --------------------------------------------------------------------------------------------------
+# Padded batches of documents
+
 SMALL_PRODUCT = 1 << 16  # scores per head that take as long as the overhead of one more product
 
 
-def pad_documents(lengths: Tensor, bound: int) -> tuple[list[tuple[int, int]], Tensor | None]:
-    """Sort documents of lengths [documents] into buckets, each padded to its longest document.
-    Padding at most doubles the rows and adds half as many scores (which determine the time of
-    attention) or SMALL_PRODUCT.
+def pad_documents(lengths_B: Tensor, bound: int) -> tuple[list[Bucket], Tensor | None]:
+    """Sort documents of these lengths into buckets, each padded to its longest document.
 
-    Returns (documents, length) of each bucket, the longest first, and the padded start of each
-    document, int64 [documents], or None if no row changes its place. To limit the number of
-    kernels, lengths are powers of two, multiples of 16 from 16 on, or the bound. Waits for the
-    device.
-    """
-    kinds, counts = (
-        tensor.flip(0).tolist() for tensor in torch.unique(lengths[lengths > 0], return_counts=True)
-    )
-    buckets, shortest, rows, scores = [], [], 0, 0  # of the last bucket
-    for kind, count in zip(kinds, counts, strict=True):
-        documents, size = buckets[-1] if buckets else (0, 0)
-        documents, rows, scores = (
-            documents + count,
-            rows + kind * count,
-            scores + kind * kind * count,
-        )
-        if (
-            buckets
-            and documents * size <= 2 * rows
-            and documents * size * size <= 1.5 * scores + SMALL_PRODUCT
-        ):
-            buckets[-1], shortest[-1] = (documents, size), kind
-        else:
-            size = 1 << (kind - 1).bit_length() if kind < 16 else round_up(kind, 16)
-            buckets.append((count, min(size, bound)))
-            shortest.append(kind)
-            rows, scores = kind * count, kind * kind * count
-    if len(buckets) == 1 and rows == buckets[0][0] * buckets[0][1]:
+    Returns the buckets, the longest documents first, and the padded start of each document, int64
+    [B], or None if padding moves no row. bound: of the lengths. Waits for the device."""
+    present, counts = torch.unique(lengths_B[lengths_B > 0], return_counts=True)
+    lengths_and_counts = zip(present.flip(0).tolist(), counts.flip(0).tolist(), strict=True)
+    buckets, shortest = _fill_buckets(lengths_and_counts, bound)
+    if len(buckets) == 1 and buckets[0].documents * buckets[0].length == int(lengths_B.sum()):
         return buckets, None
-    bucket = (lengths[:, None] < lengths.new_tensor(shortest)).sum(1)
-    # 0: empty
-    size = lengths.new_tensor([size for _, size in buckets] + [0]).index_select(0, bucket).long()
-    order = bucket.argsort(stable=True)
-    start = torch.empty_like(size)
-    start[order] = F.pad(size[order].cumsum(0), (1, -1))
-    return buckets, start
+
+    # Documents shorter than the shortest of a bucket are in a later one, and empty ones in none.
+    bucket_B = (lengths_B[:, None] < lengths_B.new_tensor(shortest)).sum(1)
+    padded_lengths = lengths_B.new_tensor([bucket.length for bucket in buckets] + [0])
+    size_B = padded_lengths.index_select(0, bucket_B).long()
+    order = bucket_B.argsort(stable=True)
+    start_B = torch.empty_like(size_B)
+    start_B[order] = F.pad(size_B[order].cumsum(0), (1, -1))
+    return buckets, start_B
 
 
-def mark_rows_dynamic(*given):
-    """Tell torch.compile of all tensors given that their number of rows varies."""
-    for one in given:
-        if isinstance(one, Tensor):
-            torch._dynamo.maybe_mark_dynamic(one, 0)
+def _fill_buckets(
+    lengths_and_counts: Iterable[tuple[int, int]], bound: int
+) -> tuple[list[Bucket], list[int]]:
+    """Divide documents, given as (length, number of such documents) from the longest down, into
+    buckets; also return the shortest length in each.
+
+    Padding at most doubles a bucket's rows. It adds at most half as many scores (which determine
+    the time of attention), or SMALL_PRODUCT. To limit the number of kernels, padded lengths are
+    powers of two below 16, multiples of 16 from 16 on, or the bound."""
+    buckets: list[Bucket] = []
+    shortest: list[int] = []
+    rows = 0  # of the last bucket, without padding
+    scores = 0
+    for length, count in lengths_and_counts:
+        if buckets:
+            widened = Bucket(buckets[-1].documents + count, buckets[-1].length)
+            padded_rows = widened.documents * widened.length
+            more_rows = rows + length * count
+            more_scores = scores + length * length * count
+            few_rows = padded_rows <= 2 * more_rows
+            few_scores = padded_rows * widened.length <= 1.5 * more_scores + SMALL_PRODUCT
+            if few_rows and few_scores:
+                buckets[-1] = widened
+                shortest[-1] = length
+                rows = more_rows
+                scores = more_scores
+                continue
+        size = next_power_of_two(length) if length < 16 else round_up(length, 16)
+        buckets.append(Bucket(count, min(size, bound)))
+        shortest.append(length)
+        rows = length * count
+        scores = length * length * count
+    return buckets, shortest
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers of rows
+
+
+def mark_rows_dynamic(*values: object):
+    """Tell torch.compile of all tensors among the values that their number of rows varies."""
+    for value in values:
+        if isinstance(value, Tensor):
+            torch._dynamo.maybe_mark_dynamic(value, 0)
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def next_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n, for n from 1 on."""
+    return 1 << (n - 1).bit_length()
+
+
 def row_step(n_bytes: int, longest: int) -> int:
-    """Return the step in which the core's number of rows grows, for a batch of n_bytes in documents
-    of at most `longest` bytes. Each number needs its own kernels on a CPU, so there are few;
-    products in FP8 need multiples of 16, and compiled layers other graphs for other numbers."""
+    """Return the step in which the core's number of rows grows.
+
+    n_bytes: of the batch; longest: upper bound of a document's bytes. Each number of rows needs its
+    own kernels on a CPU, so there are few. It is a multiple of 16, as products in FP8 need it, and
+    compiled layers would need other graphs for other numbers."""
     return round_up(max(1, min(longest, n_bytes // 64)), 16)

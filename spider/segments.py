@@ -1,7 +1,28 @@
 """Segments of bytes: pool the bytes of each, and unpool segments to bytes.
 
-Boundaries b [M] are 1 where a segment ends, else 0. Shapes: M byte rows, N segments, D hidden size.
+Let b_t be 1 where a segment ends with byte t, else 0, and let sums run over bytes of one document.
+
+    c_t = sum of b_u over u < t          index of the segment that byte t belongs to
+    w_t = 1 + c_t - stopgrad(c_t)        1, with the gradient of the index
+    z_s = sum of w_t h_t / sum of w_t    over bytes t with c_t = s: mean of segment s
+    f_t = sum of b_u over u <= t         segments that have ended at or before byte t
+
+Pooling returns z (FlexiTokens, arXiv 2507.12720). Its gradient with respect to b runs through w
+alone. Bytes after a document's last boundary belong to no finished segment. Unpooling gives byte t
+the segment f_t - 1, the last that ended at or before it. Therefore it is causal without a shift.
+Where f_t is 0, the byte receives a learned null row instead.
+
+In decoding, the bytes after the last boundary are an open segment, which later steps continue.
+
+Shapes, as suffixes of names:
+    M  bytes
+    N  segments
+    B  documents
+    D  hidden size
+    O  segment offsets (see segment_offsets), each with its own row in unpooling
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,61 +33,72 @@ def pool_segments(h: Tensor, b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
     """Return the mean of each finished segment's bytes, in O(M * D), with the gradient of the
     published dense einsum.
 
-    h [M, D]; b [M] with a straight-through gradient; cu_seqlens int32 [documents + 1]. Returns z
-    [N, D], documents in order, and segment_cu_seqlens int32 [documents + 1]. Bytes after a
-    document's last boundary belong to no segment. The gradient of b runs through w_t = 1 + c_t -
-    stopgrad(c_t), where c_t is the number of boundaries before t in the document (FlexiTokens,
-    arXiv 2507.12720).
-    """
-    z, total, segment_cu_seqlens = sum_segments(h, b, cu_seqlens)
-    segments = len(z) + 1 - len(cu_seqlens)
-    return (z[:segments] / total[:segments]).to(h.dtype), segment_cu_seqlens
+    h [M, D]; b [M] with a straight-through gradient; cu_seqlens int32 [B + 1]. Returns z [N, D],
+    documents in order, and segment_cu_seqlens int32 [B + 1]. Waits for the device."""
+    sums, weights, segment_cu_seqlens = sum_segments(h, b, cu_seqlens)
+    documents = len(cu_seqlens) - 1
+    segments = len(sums) - documents
+    z_ND = sums[:segments] / weights[:segments]
+    return z_ND.to(h.dtype), segment_cu_seqlens
+
+
+class SegmentSums(NamedTuple):
+    """The sums of bytes over each segment: N finished ones, then one open segment per document."""
+
+    sums: Tensor  # [N + B, D], of w_t h_t
+    weights: Tensor  # [N + B, 1], of w_t
+    segment_cu_seqlens: Tensor  # int32 [B + 1], of the finished segments
 
 
 def sum_segments(
     h: Tensor, b: Tensor, cu_seqlens: Tensor, open_segment: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums [N + documents, D] and weights [N + documents, 1] of pool_segments before the
-    division, and segment_cu_seqlens. The last `documents` rows are the open segments, after each
-    document's last boundary; pass them as `open_segment` when the documents continue."""
-    document, finished = _documents_and_segments(b, cu_seqlens)
-    segment_cu_seqlens = F.pad(finished, (1, 0)).index_select(0, cu_seqlens)
+) -> SegmentSums:
+    """Sum the bytes of each segment: numerator and denominator of pool_segments.
+
+    open_segment: sums [B, D] and weights [B, 1] of the open segments of a step before, which the
+    documents continue. Waits for the device."""
+    documents = len(cu_seqlens) - 1
+    document_M, ended_M = _documents_and_segments(b, cu_seqlens)
+    segment_cu_seqlens = F.pad(ended_M, (1, 0)).index_select(0, cu_seqlens)
     segments = int(segment_cu_seqlens[-1])  # host synchronisation
-    own = finished - b.detach().round().long()  # [M], segment of each byte
-    own = torch.where(
-        own < segment_cu_seqlens.index_select(0, document + 1), own, segments + document
-    )
-    before = b.cumsum(0) - b
-    before = before - before.index_select(0, cu_seqlens.index_select(0, document))  # c_t
-    weight = 1 + before - before.detach()
-    rows = segments + len(cu_seqlens) - 1
-    total = weight.new_zeros(rows, 1).index_add(0, own, weight[:, None])
-    z = _SumRows.apply(h, weight, own, rows)
+
+    # The row of each byte's sum, counted over all documents.
+    segment_M = ended_M - b.detach().round().long()
+    first_of_next = segment_cu_seqlens.index_select(0, document_M + 1)
+    row_M = torch.where(segment_M < first_of_next, segment_M, segments + document_M)
+
+    boundaries_before = b.cumsum(0) - b
+    before_document = boundaries_before.index_select(0, cu_seqlens.index_select(0, document_M))
+    c_M = boundaries_before - before_document
+    w_M = 1 + c_M - c_M.detach()
+
+    rows = segments + documents
+    weights = w_M.new_zeros(rows, 1).index_add(0, row_M, w_M[:, None])
+    sums = _SumRows.apply(h, w_M, row_M, rows)
     if open_segment is not None:
-        first = own.index_select(0, cu_seqlens[:-1])
-        z, total = (
-            z.index_add(0, first, open_segment[0]),
-            total.index_add(0, first, open_segment[1]),
-        )
-    return z, total, segment_cu_seqlens.to(torch.int32)
+        first_row = row_M.index_select(0, cu_seqlens[:-1])  # of each document's first byte
+        sums = sums.index_add(0, first_row, open_segment[0])
+        weights = weights.index_add(0, first_row, open_segment[1])
+    return SegmentSums(sums, weights, segment_cu_seqlens.to(torch.int32))
 
 
 class _SumRows(torch.autograd.Function):
-    """Sum rows h [M, D] times weights [M] by `own` [M], [rows, D]; unlike autograd's, it does not
-    save the products."""
+    """Multiply rows h [M, D] by weights [M] and sum them by target row [M], to [rows, D].
+
+    Unlike autograd's own, it does not save the products."""
 
     @staticmethod
-    def forward(ctx, h, weight, own, rows):
-        ctx.save_for_backward(h, weight, own)
+    def forward(ctx, h, weight, row, rows):
+        ctx.save_for_backward(h, weight, row)
         products = weight[:, None] * h
-        return products.new_zeros(rows, h.shape[1]).index_add_(0, own, products)
+        return products.new_zeros(rows, h.shape[1]).index_add_(0, row, products)
 
     @staticmethod
     def backward(ctx, grad):
-        h, weight, own = ctx.saved_tensors
-        grad = grad.index_select(0, own)
-        to_weight = (grad * h).sum(1)
-        return grad.mul_(weight[:, None]).to(h.dtype), to_weight, None, None
+        h, weight, row = ctx.saved_tensors
+        grad = grad.index_select(0, row)
+        grad_weight = (grad * h).sum(1)
+        return grad.mul_(weight[:, None]).to(h.dtype), grad_weight, None, None
 
 
 def unpool_segments(
@@ -78,58 +110,66 @@ def unpool_segments(
     offset: Tensor | None = None,
     back: int = 0,
 ) -> Tensor:
-    """Give each byte the last segment of its document that ended at or before it, which is causal
-    without a shift.
+    """Give each byte the last segment of its document that ended at or before it, [M, D].
 
-    z [N, D]; null [D] or [documents, D], for bytes before a document's first boundary; b [M];
-    cu_seqlens and segment_cu_seqlens int32 [documents + 1]. Returns [M, D]; b gets no gradient.
-    With `offset` [M] a segment has a row per segment offset, z [N, offsets, D] and null [offsets,
-    D], and a byte gets the row of its offset. `back`: take the segment that many before.
-    """
-    document, finished = _documents_and_segments(b, cu_seqlens)
-    null, finished = null.view(-1, *z.shape[1:]), finished - back
-    own = torch.where(
-        finished > segment_cu_seqlens.index_select(0, document),
-        finished + len(null) - 1,
-        document.clamp_max(len(null) - 1),
-    )
+    z [N, D]; b [M], which gets no gradient; cu_seqlens and segment_cu_seqlens int32 [B + 1]. null
+    [D] or [B, D]: for bytes before a document's first boundary. With `offset` [M] a segment has a
+    row per segment offset, z [N, O, D], null [O, D] or [B, O, D], and a byte gets the row of its
+    offset. `back`: take the segment that many before."""
+    document_M, ended_M = _documents_and_segments(b, cu_seqlens)
+    ended_M = ended_M - back
+    null = null.view(-1, *z.shape[1:])
+    null_rows = len(null)  # 1 or B
     rows = torch.cat((null.to(z.dtype), z))
+    has_segment = ended_M > segment_cu_seqlens.index_select(0, document_M)
+    row_of_segment = null_rows + ended_M - 1
+    row_of_null = document_M.clamp_max(null_rows - 1)
+    row_M = torch.where(has_segment, row_of_segment, row_of_null)
     if offset is not None:
-        own, rows = own * z.shape[1] + offset, rows.flatten(0, 1)
-    return rows.index_select(0, own)
+        row_M = row_M * z.shape[1] + offset
+        rows = rows.flatten(0, 1)
+    return rows.index_select(0, row_M)
 
 
 def segment_offsets(
     b: Tensor, start: Tensor, count: int, open_bytes: Tensor | int = 0, back: int = 0
 ) -> Tensor:
-    """Return each byte's segment offset, its distance from the last boundary, 0 at the boundary and
-    at most `count` -
-    1: int64 [M].
+    """Return each byte's segment offset, its distance from the last boundary: int64 [M].
 
-    start [M]: the first byte of each byte's document; open_bytes [M]: in decoding, earlier bytes
-    since the last boundary. `back`: count from that many boundaries before the last."""
-    row, last = torch.arange(len(b), device=b.device), last_boundary(b)
+    It is 0 at the boundary and at most count - 1. start [M]: first byte of each byte's document.
+    open_bytes [M]: in decoding, earlier bytes since the last boundary. `back`: count from that many
+    boundaries before the last."""
+    byte_M = torch.arange(len(b), device=b.device)
+    last_M = last_boundary(b)
     for _ in range(back):
-        last = F.pad(last, (1, 0), value=-1).index_select(0, last + (last < 0))
-    return (row - torch.where(last < start, start - 1 - open_bytes, last)).clamp_max(count - 1)
+        before_last = F.pad(last_M, (1, 0), value=-1)  # the last boundary before each byte
+        last_M = before_last.index_select(0, last_M + (last_M < 0))  # -1 stays -1
+    before_start = start - 1 - open_bytes
+    origin = torch.where(last_M < start, before_start, last_M)
+    return (byte_M - origin).clamp_max(count - 1)
 
 
 def last_boundary(b: Tensor) -> Tensor:
-    """Return the last row at or before each byte where b [M] is 1, int64 [M]; -1 before the
+    """Return the last byte at or before each byte where b [M] is 1, int64 [M]; -1 before the
     first."""
-    return torch.where(b.detach() > 0, torch.arange(len(b), device=b.device), -1).cummax(0).values
+    byte_M = torch.arange(len(b), device=b.device)
+    return torch.where(b.detach() > 0, byte_M, -1).cummax(0).values
 
 
 def last_byte_of(b: Tensor, rows: int) -> Tensor:
-    """Return the last byte of each segment, int64 [rows], from boundaries b [M]; 0 for padding
-    rows."""
-    byte = torch.arange(len(b), device=b.device)
-    own = torch.where(b.detach() > 0, b.detach().round().long().cumsum(0) - 1, rows)
-    return byte.new_zeros(rows + 1).index_copy_(0, own, byte)[:rows]
+    """Return the last byte of each segment, int64 [rows], from boundaries b [M].
+
+    rows: N or more; the last byte of the rows after N, which are padding, is 0."""
+    byte_M = torch.arange(len(b), device=b.device)
+    segment_M = b.detach().round().long().cumsum(0) - 1
+    row_M = torch.where(b.detach() > 0, segment_M, rows)  # bytes inside segments: a row to drop
+    return byte_M.new_zeros(rows + 1).index_copy_(0, row_M, byte_M)[:rows]
 
 
 def _documents_and_segments(b: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each byte, int64 [M], its document, and the number of segments that ended at or
-    before it."""
-    row = torch.arange(len(b), device=b.device)
-    return torch.searchsorted(cu_seqlens[1:], row, right=True), b.detach().round().long().cumsum(0)
+    before it, counted over all documents."""
+    byte_M = torch.arange(len(b), device=b.device)
+    document_M = torch.searchsorted(cu_seqlens[1:], byte_M, right=True)
+    ended_M = b.detach().round().long().cumsum(0)
+    return document_M, ended_M

@@ -100,7 +100,9 @@ def test_a_long_text_doubles_the_cache_slots_and_a_new_document_frees_them():
             slots.append(state.byte_latents.shape[3])
     assert all(t + 1 <= n <= max(16, 2 * t + 2) for t, n in enumerate(slots[:150]))
     assert len(set(slots[:150])) < 8 and slots[-1] < slots[149]  # moved seldom
-    assert state.convolved.shape[3] <= 2 * max(16, SegmentEngram.taps(model.config)[-1] + 1)
+    assert state.convolved.shape[3] <= 2 * max(
+        16, SegmentEngram.tap_distances(model.config)[-1] + 1
+    )
     # only latents are kept
     assert state.byte_latents.shape[-1] == state.segment_latents.shape[-1] == 16 + 8
 

@@ -10,7 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import awake, documents, small_config, text
 from spider.attention import ALL_ROWS
-from spider.memory import EngramTable, Matches, MatchMemory, OutputEngram, shifted_bytes, word_ends
+from spider.memory import (
+    EngramTable,
+    Matches,
+    MatchMemory,
+    OutputEngram,
+    _Similarity,
+    shifted_bytes,
+    word_ends,
+)
 from spider.packing import Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
@@ -164,7 +172,7 @@ def test_a_segments_memory_is_convolved_as_a_sum_over_its_taps_without_batched_p
     assert operations.names.isdisjoint({"bmm", "baddbmm"}) and "mm" in operations.names
     gate = engram.gate(h, recalled.key).double()
     convolved = torch.zeros(n, width, dtype=torch.float64)
-    for tap, distance in enumerate((0, *engram.taps(model.config))):
+    for tap, distance in enumerate((0, *engram.tap_distances(model.config))):
         for i in range(n):
             if position[i] >= distance:
                 convolved[i] += (
@@ -174,3 +182,8 @@ def test_a_segments_memory_is_convolved_as_a_sum_over_its_taps_without_batched_p
                 )
     exact = h.double() + gate * recalled.value + F.silu(convolved)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gates_hand_written_backward_pass_is_the_derivative():
+    inputs = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True).unbind()
+    assert torch.autograd.gradcheck(_Similarity.apply, inputs)

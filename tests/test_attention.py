@@ -1,0 +1,82 @@
+"""Attention inside documents by padded batches, and the cache of decoding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import small_config
+from spider.attention import Cache, attend_padded
+from spider.packing import Packing
+
+LENGTHS = (
+    (1,),
+    (5, 1, 1, 2, 0, 3),
+    (16, 256, 0, 256) + (16,) * 20,
+    (4,) * 100 + (130,) + (4,) * 100,
+    (600, 1, 30, 17, 0, 16, 200, 513),
+    (1,) * 50,
+    (96, 80, 70, 33),
+)
+
+
+def attend_alone(qkv: torch.Tensor, window: int) -> torch.Tensor:
+    """Attend in one document [n, H, 3, width] by a mask over all its rows -> [n, H, width]."""
+    row = torch.arange(len(qkv))
+    distance = row[:, None] - row
+    visible = (distance >= 0) & (distance < (window or len(qkv)))
+    q, k, v = qkv.permute(2, 1, 0, 3)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "dtype,atol", ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)), ids=str
+)
+@pytest.mark.parametrize("window", (0, 1, 16, 24))
+@pytest.mark.parametrize(
+    "lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} documents up to {max(lengths)}"
+)
+def test_documents_attend_together_as_alone_in_value_and_gradient(lengths, window, dtype, atol):
+    rows = sum(lengths)
+    cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    packing = Packing.build(cu_seqlens, rows, max(lengths), small_config(), dtype, window)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(rows, 2, 3, 8, generator=generator).to(dtype).requires_grad_()
+    upstream = torch.randn(rows, 16, generator=generator).to(dtype)
+
+    out = attend_padded(qkv, packing)
+    (grad,) = torch.autograd.grad(out, qkv, upstream)
+
+    exact_qkv = qkv.detach().double().requires_grad_()
+    alone = [attend_alone(document, window) for document in exact_qkv.split(lengths)]
+    expected = torch.cat(alone).flatten(1)
+    (expected_grad,) = torch.autograd.grad(expected, exact_qkv, upstream.double())
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=4 * atol)
+
+
+@pytest.mark.parametrize("window", (0, 1, 3, 8))
+@pytest.mark.parametrize("step_lengths", ([1] * 23, [9, 1, 1, 7, 5], [23]))
+def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(window, step_lengths):
+    """Two documents side by side; the second starts five rows later."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 30, 4, dtype=torch.float64, generator=generator)
+    q = torch.randn(2, 30, 2, 4, dtype=torch.float64, generator=generator)
+    buffer = torch.zeros(1, 1, 2, 1, 4, dtype=torch.float64)
+    before = torch.zeros(2, dtype=torch.int64)
+    for rows in ([5, 0], *([n, n] for n in step_lengths)):
+        cu_seqlens = torch.tensor([0, rows[0], sum(rows)], dtype=torch.int32)
+        packing = Packing.build(
+            cu_seqlens, sum(rows), max(rows), small_config(), torch.float64, before=before
+        )
+        cache = Cache(buffer, packing, before, window)
+        now = (packing.document, packing.position)
+        out = cache.attend(q[now], x[now], scale=0.7, value_width=3)
+        for document, position, y in zip(*(t.tolist() for t in now), out, strict=True):
+            first = max(0, position + 1 - window) if window else 0
+            keys = x[document, first : position + 1]
+            weights = (0.7 * q[document, position] @ keys.T).softmax(-1)
+            torch.testing.assert_close(y, weights @ keys[:, :3], rtol=0, atol=1e-12)
+        buffer = cache.buffer
+        before = before + torch.tensor(rows)
+    if window:
+        assert buffer.shape[3] <= max(16, 2 * (window + max(step_lengths) - 1))

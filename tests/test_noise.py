@@ -1,0 +1,81 @@
+"""Noise and dropout are functions of seed and position."""
+
+import pytest
+import torch
+
+import spider_model
+from conftest import awake, small_config, text
+from spider.noise import byte_noise, dropped, uniform
+
+CPU = torch.device("cpu")
+
+
+def correlation(a, b):
+    return abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])
+
+
+def test_noise_of_a_row_depends_on_the_seed_plus_its_index():
+    rows_0_to_7 = byte_noise(1000, 8, 16, CPU)
+    rows_4_to_7 = byte_noise(1004, 4, 16, CPU)
+    assert torch.equal(rows_0_to_7[4:], rows_4_to_7)
+
+
+@pytest.mark.parametrize("seed", (7, None))
+def test_noise_is_uniform_and_neighbours_are_not_correlated(seed):
+    noise = uniform(byte_noise(seed, 200, 500, CPU))
+    assert noise.min() > 0 and noise.max() < 1
+    assert abs(noise.mean() - 1 / 2) < 0.005
+    assert abs(noise.var() - 1 / 12) < 0.002
+    assert correlation(noise[:, 1:], noise[:, :-1]) < 0.02
+    assert correlation(noise[1:], noise[:-1]) < 0.02
+
+
+def test_dropout_drops_its_share_of_each_row_and_column_and_keeps_the_mean():
+    noise = byte_noise(3, 1, 2000, CPU)[0]
+    x = torch.ones(2000, 400)
+    y = dropped(x, 0.25, noise, site=0)
+    assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    mask = (y == 0).float()
+    assert abs(mask.mean() - 0.25) < 0.002
+    # within five sigma
+    assert (mask.mean(0) - 0.25).abs().max() < 0.05
+    assert (mask.mean(1) - 0.25).abs().max() < 0.11
+    other_site = (dropped(x, 0.25, noise, site=1) == 0).float()
+    assert correlation(mask, other_site) < 0.01
+    assert correlation(mask[:, 1:], mask[:, :-1]) < 0.01
+    assert correlation(mask[1:], mask[:-1]) < 0.01
+
+
+@pytest.mark.parametrize(
+    "changes", ({}, dict(boundaries="words", segment_offsets=3, core_loss_weight=0.2)), ids=str
+)
+def test_dropout_applies_in_training_at_four_sites_by_the_seeds_of_rows(changes, monkeypatch):
+    ids = text(4, 48, seed=8)
+    model = awake(small_config(**changes))
+
+    @torch.no_grad()
+    def nats(ids, seed):
+        return model(ids, ids, noise_seed=seed).nats_per_byte
+
+    without = nats(ids, 0)
+    model.eval()
+    in_evaluation = nats(ids, 0)
+    model.dropout = 0.5
+    assert nats(ids, 0) == in_evaluation
+
+    model.train()
+    assert abs(nats(ids, 0) - without) > 1e-5
+    assert nats(ids, 0) == nats(ids, 0)
+    row_by_row = torch.stack([nats(ids[i : i + 1], seed=i) for i in range(4)])
+    torch.testing.assert_close(nats(ids, 0), row_by_row.mean())
+
+    sites = []
+
+    def record(x, rate, noise, site):
+        sites.append((site, rate))
+        return x
+
+    monkeypatch.setattr(spider_model, "dropped", record)
+    nats(ids, 0)
+    # bytes, the core's input and output, bytes
+    assert sites == [(0, 0.1), (1, 0.5), (2, 0.5), (3, 0.1)]
