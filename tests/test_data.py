@@ -27,6 +27,7 @@ from conftest import ROOT, prepare
 from data import BLOCK, Feed, Loader, Shard, Source, Stream, mock_source, open_data, validation_sets
 from spider import common
 from spider.packing import longest_bound
+from spider.shard_files import files_below
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 # --------------------------------------------------------------------------------------------------
@@ -221,9 +222,8 @@ def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(
         source(range(81 * k, 81 * k + targets + 1), name=str(k), weight=weight)
         for k, (targets, weight) in enumerate(mixture)
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "BLOCK", block)
-        loader = Loader(sources, seq_len, seed)
+    if True:
+        loader = Loader(sources, seq_len, seed, block)
         rows = loader.rows(np.arange(count))
         labels = [row[row != -100].tolist() for row in rows[1]]
         owners, windows = (
@@ -243,7 +243,7 @@ def test_a_mixture_reads_each_source_to_its_end_before_it_begins_it_again(
             assert loader.epochs(g).tolist() == passes
             assert loader.epoch(g) == sum(map(mul, loader.counts.tolist(), passes)) // block
         first = draw.draw(st.integers(0, count - 1))  # and another process goes on anywhere
-        again = next(Loader(sources, seq_len, seed).batches(0, first, shape(count - first)))
+        again = next(Loader(sources, seq_len, seed, block).batches(0, first, shape(count - first)))
         assert torch.equal(again.ids, rows[0][first:]) and torch.equal(
             again.labels, rows[1][first:]
         )
@@ -511,10 +511,10 @@ def test_directories_that_are_linked_into_one_another_are_searched_once(tmp_path
     for name in ("a/1", "a/2", "a/z", "0"):
         (tmp_path / name).symlink_to(tmp_path / "a")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
-    assert data.files_below(str(tmp_path)) == [f"{tmp_path}/0/x.bin", f"{tmp_path}/b.bin"]
+    assert files_below(str(tmp_path)) == [f"{tmp_path}/0/x.bin", f"{tmp_path}/b.bin"]
     # of several paths to a file the first is listed
     (tmp_path / "0.bin").symlink_to(tmp_path / "a" / "x.bin")
-    assert data.files_below(str(tmp_path)) == [f"{tmp_path}/0.bin", f"{tmp_path}/b.bin"]
+    assert files_below(str(tmp_path)) == [f"{tmp_path}/0.bin", f"{tmp_path}/b.bin"]
 
 
 def test_a_directory_that_cannot_be_read_is_an_error_and_not_left_out(

@@ -18,7 +18,8 @@ import data
 from bad_data import complaint, documents, joined, write_shard
 from conftest import ROOT, contents, measured, prepare
 from data import open_data
-from spider import common, datasets_import
+from spider import common, inputs
+from spider.prepare import ShardWriter
 from tokenizer import VOCAB_SIZE
 
 LINE = b'{"text": "fine"}\n'
@@ -45,9 +46,9 @@ def test_json_lines_become_documents_of_which_a_hash_of_the_text_chooses_some_to
             "".join(f"\n{json.dumps(dict(body=text))}\r\n" for text in texts)
         )
     chosen = []
-    for inputs in (["a.jsonl"], ["b.ndjson"], ["a.jsonl", "b.ndjson"]):
-        out = tmp_path / "".join(inputs).replace(".", "")
-        argv = [tmp_path / name for name in inputs] + [
+    for names in (["a.jsonl"], ["b.ndjson"], ["a.jsonl", "b.ndjson"]):
+        out = tmp_path / "".join(names).replace(".", "")
+        argv = [tmp_path / name for name in names] + [
             "--field",
             "body",
             "--val_fraction",
@@ -60,7 +61,7 @@ def test_json_lines_become_documents_of_which_a_hash_of_the_text_chooses_some_to
             [document.decode() for document in documents(out, split)] for split in ("train", "val")
         )
         assert (
-            sorted(train + val) == sorted(texts * len(inputs)) and 60 < len(val) / len(inputs) < 140
+            sorted(train + val) == sorted(texts * len(names)) and 60 < len(val) / len(names) < 140
         )
         totals = metadata(out)["totals"]
         assert (totals["train"]["documents"], totals["val"]["documents"]) == (len(train), len(val))
@@ -82,14 +83,16 @@ def validation_texts(out: Path, *argv) -> set[bytes]:
 def test_a_text_falls_into_the_same_split_from_any_input_at_any_place(tmp_path, monkeypatch):
     """Each twice in JSON lines, in reverse, and in files of --ext, whose hash is computed in
     several pieces."""
-    monkeypatch.setattr(datasets_import, "MIB", 50)
+    monkeypatch.setattr(inputs, "MIB", 50)
     texts = [f"text {i} " + "y" * (40 * i % 999) for i in range(60)]
     lines = [json.dumps(dict(text=text)) + "\n" for text in ["", *texts]]
     (tmp_path / "twice.jsonl").write_text("".join(lines + lines))
     (tmp_path / "reverse.jsonl").write_text("".join(reversed(lines)))
     (tmp_path / "files").mkdir()
     for i, text in enumerate(texts):
-        (tmp_path / "files" / f"{i * 7 % 60}.md").write_bytes(data.BOM * (i % 2) + text.encode())
+        (tmp_path / "files" / f"{i * 7 % 60}.md").write_bytes(
+            inputs.BYTE_ORDER_MARK * (i % 2) + text.encode()
+        )
     chosen = {}
     for fraction in ("0", "0.2", "0.5"):
         argv = "--val_fraction", fraction
@@ -127,7 +130,7 @@ def mixed(tmp_path) -> Path:
 def test_the_size_of_shards_does_not_change_the_stream(mixed, tmp_path, monkeypatch, capsys):
     assert prepare(mixed, "--out", tmp_path / "one") == 0
     assert f"prepare: {mixed}: skipped 3 other files; --ext" in capsys.readouterr().err
-    monkeypatch.setattr(datasets_import, "MIB", 50)  # of which what is read at a time is a multiple
+    monkeypatch.setattr(inputs, "MIB", 50)  # of which what is read at a time is a multiple
     assert prepare(mixed, "--out", tmp_path / "many", "--shard_mb", "0.002") == 0
     assert data.main(["verify", str(tmp_path / "many")]) == 0
     one, many = (metadata(tmp_path / out) for out in ("one", "many"))
@@ -222,9 +225,9 @@ def test_text_that_spells_sentinels_holds_bytes_alone_and_loses_only_its_byte_or
         + "<PAD><BOS><EOS>\\u0101"
         + "\x03\x00"
     )
-    (tmp_path / "a.txt").write_bytes(data.BOM + spelled.encode() + b"\xff\xfe")
+    (tmp_path / "a.txt").write_bytes(inputs.BYTE_ORDER_MARK + spelled.encode() + b"\xff\xfe")
     (tmp_path / "b.jsonl").write_bytes(
-        2 * (data.BOM + json.dumps(dict(text=spelled)).encode() + b"\n")
+        2 * (inputs.BYTE_ORDER_MARK + json.dumps(dict(text=spelled)).encode() + b"\n")
     )
     for name, raw in (
         ("a.txt", [spelled.encode() + b"\xff\xfe"]),
@@ -256,8 +259,8 @@ BAD_LINES = {
 def test_a_bad_record_is_skipped_counted_and_named_by_kind_and_first_place(
     tmp_path, monkeypatch, capsys, bad, kind
 ):
-    monkeypatch.setattr(datasets_import, "LINE_LIMIT", 120_000)
-    monkeypatch.setattr(datasets_import, "MIB", 1000)
+    monkeypatch.setattr(inputs, "LINE_LIMIT", 120_000)
+    monkeypatch.setattr(inputs, "MIB", 1000)
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
     assert prepare(path, "--val_fraction", "0", "--out", tmp_path / "o") == 0
@@ -304,7 +307,7 @@ def test_an_empty_split_is_a_refusal_or_a_warning_with_the_remedy(tmp_path, caps
 JSON = {
     "array": b' [{"text": "one"},\n\n{"id": 1, "text": "two"}]\n',
     "array of texts": b'["one", "two"]',
-    "with a byte order mark": data.BOM + b'[{"text": "one"}, {"text": "two"}]',
+    "with a byte order mark": inputs.BYTE_ORDER_MARK + b'[{"text": "one"}, {"text": "two"}]',
     "objects over several lines": b'{\n"text": "one"\n}\n{\n"text":\n"two"}\n',
     "lines": b'\n{"text": "one"}\n{"text": "two"}',
     "lines with a bad one": b'{"text": "one"}\n{"text": \n{"text": "two"}',
@@ -322,11 +325,11 @@ def test_a_json_file_is_read_as_what_it_holds(tmp_path, monkeypatch, raw):
     (tmp_path / "in.json").write_bytes(raw)
     argv = tmp_path / "in.json", "--val_fraction", "0", "--out"
     for size in (1 << 20, 3):  # bytes at a time
-        monkeypatch.setattr(datasets_import, "MIB", size)
+        monkeypatch.setattr(inputs, "MIB", size)
         assert prepare(*argv, tmp_path / f"o{size}") == 0
         assert documents(tmp_path / f"o{size}", "train") == [b"one", b"two"]
     assert prepare(*argv, tmp_path / "documents", "--ext", ".json") == 0
-    assert documents(tmp_path / "documents", "train") == [raw.removeprefix(data.BOM)]
+    assert documents(tmp_path / "documents", "train") == [raw.removeprefix(inputs.BYTE_ORDER_MARK)]
 
 
 def test_texts_of_a_json_array_are_not_changed(tmp_path):
@@ -356,8 +359,8 @@ def test_texts_of_a_json_array_are_not_changed(tmp_path):
 def test_a_json_array_with_a_bad_end_is_read_up_to_there_and_the_rest_counted(
     tmp_path, monkeypatch, capsys, end
 ):
-    monkeypatch.setattr(datasets_import, "LINE_LIMIT", 2000)
-    monkeypatch.setattr(datasets_import, "MIB", 1000)
+    monkeypatch.setattr(inputs, "LINE_LIMIT", 2000)
+    monkeypatch.setattr(inputs, "MIB", 1000)
     (tmp_path / "a.json").write_bytes(b'[{"text": "one"}, {"text": "two"}' + end)
     assert prepare(tmp_path / "a.json", "--val_fraction", "0", "--out", tmp_path / "o") == 0
     assert documents(tmp_path / "o", "train") == [b"one", b"two"]
@@ -401,7 +404,7 @@ def test_what_cannot_be_read_in_a_directory_is_skipped_counted_and_named(
         return call
 
     # root may read everything
-    monkeypatch.setattr(datasets_import, "open", denying(open), raising=False)
+    monkeypatch.setattr(inputs, "open", denying(open), raising=False)
     monkeypatch.setattr(os, "scandir", denying(os.scandir))
     assert prepare(folder, "--val_fraction", "0", "--out", tmp_path / "all") == 0
     assert documents(tmp_path / "all", "train") == [b"text"]
@@ -606,7 +609,7 @@ def test_a_link_of_the_name_of_a_temporary_shard_is_not_followed(tmp_path):
     assert prepare(tmp_path / "a.txt", "--out", out) == 0  # there before
     (out / ".train-00000.bin.tmp").symlink_to(tmp_path / "victim")
     with pytest.raises(FileExistsError):  # or made later
-        data.ShardWriter(out, "train", 100).write([b"text"], common.ProgressBar("prepare"))
+        ShardWriter(out, "train", 100).write([b"text"], common.ProgressBar("prepare"))
     assert (tmp_path / "victim").read_text() == "precious"
 
 

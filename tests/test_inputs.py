@@ -1,4 +1,4 @@
-"""Inputs that data.py prepares through Hugging Face `datasets`, and compressed ones."""
+"""Tables, data sets of the hub, and compressed files that data.py prepares."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ from fsspec.compression import compr
 
 from bad_data import complaint, documents, joined
 from conftest import contents, prepare
-from spider import common, datasets_import
+from spider import common, inputs
 
 datasets = pytest.importorskip("datasets", reason='needs the extra: pip install -e ".[data]"')
 ipc = pytest.importorskip("pyarrow.ipc")
@@ -150,7 +150,7 @@ def test_cells_of_a_csv_file_are_texts_as_they_stand_and_bad_rows_are_counted(tm
 def test_a_csv_file_with_bad_quotes_is_one_line_that_names_the_place(
     tmp_path, monkeypatch, capsys, rows, said
 ):
-    monkeypatch.setattr(datasets_import, "LINE_LIMIT", 2000)
+    monkeypatch.setattr(inputs, "LINE_LIMIT", 2000)
     (tmp_path / "a.csv").write_bytes(b"id,text\n" + rows)
     assert f"a.csv: {said}" in complaint(
         capsys, "prepare", tmp_path / "a.csv", "--out", tmp_path / "o"
@@ -189,10 +189,7 @@ def test_a_local_directory_is_read_as_the_hub_would_have_it(tmp_path, table):
     table.to_parquet(tmp_path / "set" / "data" / "train-0.parquet")
     table.select(range(3)).to_parquet(tmp_path / "set" / "data" / "test-0.parquet")
     for split, count in (("train", len(TEXTS)), ("test", 3)):
-        assert (
-            list(datasets_import.hub_cells(str(tmp_path / "set"), "text", None, split))
-            == TEXTS[:count]
-        )
+        assert list(inputs.hub_cells(str(tmp_path / "set"), "text", None, split)) == TEXTS[:count]
 
 
 def test_a_bad_row_is_skipped_and_what_cannot_be_read_is_one_line_that_names_the_remedy(
@@ -237,7 +234,7 @@ def compressed(raw: bytes, ending: str) -> bytes:
     )
 
 
-@pytest.mark.parametrize("ending", datasets_import.COMPRESSED)
+@pytest.mark.parametrize("ending", inputs.COMPRESSIONS)
 def test_compressed_files_become_what_they_are_decompressed(tmp_path, ending):
     lines = "".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS).encode()
     files = {"a.txt": "".join(TEXTS).encode(), "b.jsonl": lines, "c.md": b"a document"}
@@ -258,7 +255,7 @@ def test_compressed_files_become_what_they_are_decompressed(tmp_path, ending):
         assert joined(out, "train")
 
 
-@pytest.mark.parametrize("ending", datasets_import.COMPRESSED)
+@pytest.mark.parametrize("ending", inputs.COMPRESSIONS)
 def test_a_compressed_file_that_is_damaged_or_cut_off_is_named_and_leaves_no_shard(
     tmp_path, capsys, ending
 ):
@@ -276,4 +273,4 @@ def test_without_a_library_for_zst_the_remedy_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         common.DataError, match="a.txt.zst: .zst needs backports.zstd; run: pip install"
     ):
-        datasets_import.open_input(str(tmp_path / "a.txt.zst"), tmp_path)
+        inputs.open_input(str(tmp_path / "a.txt.zst"), tmp_path)
