@@ -1,4 +1,4 @@
-"""Tables, data sets of the hub, and compressed files that data.py prepares."""
+"""spider/inputs.py: tables, data sets of the Hugging Face hub, and compressed files."""
 
 import gzip
 import json
@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 from fsspec.compression import compr
 
-from bad_data import complaint, documents, joined
-from conftest import contents, prepare
+from bad_data import documents, error_line, joined, metadata, prepare
+from conftest import contents
 from spider import common, inputs
 
 datasets = pytest.importorskip("datasets", reason='needs the extra: pip install -e ".[data]"')
 ipc = pytest.importorskip("pyarrow.ipc")
 TEXTS = [f'row {i} \u00e4\u4e2d, "quoted"\n' for i in range(300)] + ["", "NA", "0017", "null"]
+JSON_LINES = "".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS)
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    """Every test has a directory of its own for its relative paths."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -22,16 +29,16 @@ def table():
     return datasets.Dataset.from_dict(dict(id=range(len(TEXTS)), text=TEXTS))
 
 
-def write_table(table, path):
-    """Write a data set in the format that the path's extension names; compressed with a further
-    one."""
+def write_table(table, path: Path):
+    """Write a data set in the format of the path's first extension, compressed if there is a
+    second one."""
     plain = path.with_name("plain")
-    ending = path.suffixes[0].lower()
-    if ending == ".parquet":
+    extension = path.suffixes[0].lower()
+    if extension == ".parquet":
         table.to_parquet(plain, batch_size=70)
-    elif ending == ".csv":
+    elif extension == ".csv":
         table.to_csv(plain)
-    elif ending == ".json":
+    elif extension == ".json":
         table.to_json(plain, lines=False)
     else:
         with ipc.new_file(str(plain), table.data.schema) as writer:
@@ -41,105 +48,89 @@ def write_table(table, path):
     path.write_bytes(compressed(raw, path.suffix) if len(path.suffixes) == 2 else raw)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a.parquet",
-        "a.csv",
-        "a.csv.gz",
-        "a.parquet.gz",
-        "a.PARQUET.zst",
-        "a.arrow",
-        "a.arrow.gz",
-        "a.json",
-        "a.json.gz",
-        "a.json.zst",
-        "saved",
-    ],
+def compressed(raw: bytes, extension: str) -> bytes:
+    """Compress with a checksum, in two members or frames."""
+    half = len(raw) // 2
+    parts = raw[:half], raw[half:]
+    if extension == ".gz":
+        return b"".join(map(gzip.compress, parts))
+    module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    zstd = pytest.importorskip(module)
+    options = {zstd.CompressionParameter.checksum_flag: 1}
+    return b"".join(zstd.compress(part, options=options) for part in parts)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables
+
+TABLE_NAMES = (
+    "a.parquet a.csv a.csv.gz a.parquet.gz a.PARQUET.zst a.arrow a.arrow.gz a.json a.json.gz "
+    "a.json.zst saved"
 )
-def test_the_rows_of_a_table_are_documents_as_they_stand(tmp_path, table, name):
-    if name == "saved":  # an .arrow file in Arrow's other format, and two .json files about it
-        table.save_to_disk(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", TABLE_NAMES.split())
+def test_rows_of_a_table_become_the_same_documents_as_json_lines(table, name):
+    if name == "saved":  # a directory: an .arrow file in the stream format, and two .json files
+        table.save_to_disk(name)
     else:
-        write_table(table, tmp_path / name)
-    assert prepare(tmp_path / name, "--out", tmp_path / "o") == 0
-    train, val = (
-        [document.decode() for document in documents(tmp_path / "o", split)]
-        for split in ("train", "val")
-    )
-    assert sorted(train + val) == sorted(TEXTS) and 10 < len(val) < 60
-    lines = tmp_path / "b.jsonl"
-    lines.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS))
-    assert prepare(lines, "--val_fraction", "0", "--out", tmp_path / "p") == 0
-    order = [document.decode() for document in documents(tmp_path / "p", "train")]
-    assert train == [text for text in order if text in set(train)]
+        write_table(table, Path(name))
+    Path("b.jsonl").write_text(JSON_LINES)
+    prepare(f"{name} --out o")
+    prepare("b.jsonl --out lines")
+    for split in ("train", "val"):
+        assert joined("o", split) == joined("lines", split)
+    assert len(documents("o", "train")) + len(documents("o", "val")) == len(TEXTS)
 
 
-ODD_NAMES = [
-    "p[1]",
-    "*",
-    "a?",
-    "{1,2}",
-    "a::b",
-    "file:",
-    "hf:",
-    "zip::p1",
-    "%41",
-    "a#b",
-    "~",
-    "$HOME",
-    "-a",
-    "a\nb",
-    "\udcff",
-    "p1;x",
-]
+ODD_NAMES = (
+    "p[1] * a? {1,2} a::b file: hf: zip::p1 %41 a#b ~ $HOME -a \udcff p1;x hf://owner/x "
+    "http://owner/x"
+).split() + ["a\nb"]
 
 
-@pytest.mark.parametrize("ending", [".csv", ".parquet", ".arrow", ".json", ".csv.gz", ".txt.gz"])
-def test_a_file_is_read_as_the_one_that_was_named_whatever_its_characters(
-    tmp_path, monkeypatch, ending
-):
-    monkeypatch.chdir(tmp_path)
-    for url in ("hf:", "http:"):  # hf://owner/x.csv is a local path too
+@pytest.mark.parametrize("extension", ".csv .parquet .arrow .json .csv.gz .txt.gz".split())
+def test_name_of_a_file_is_neither_a_pattern_nor_an_address(extension):
+    for url in ("hf:", "http:"):  # hf://owner/x.csv is a local path, too
         Path(url, "owner").mkdir(parents=True)
-    names = [*ODD_NAMES, "hf://owner/x", "http://owner/x"]
-    Path("p1" + ending).write_bytes(b"another file")
-    for number, name in enumerate(names):
-        if ending == ".txt.gz":
-            Path(name + ending).write_bytes(gzip.compress(b"%d" % number))
+    Path("p1" + extension).write_bytes(b"another file")
+    for number, name in enumerate(ODD_NAMES):
+        plain = Path("table" + extension)
+        if extension == ".txt.gz":
+            plain.write_bytes(gzip.compress(b"%d" % number))
         else:
-            write_table(
-                datasets.Dataset.from_dict(dict(text=[str(number)])), Path("table" + ending)
-            )
-            Path("table" + ending).rename(name + ending)
-    for number, name in enumerate(names):
-        path = "./" * name.startswith("-") + name + ending
-        assert prepare(path, "--val_fraction", "0", "--out", f"o{number}") == 0
-        assert documents(Path(f"o{number}"), "train") == [b"%d" % number], name
+            write_table(datasets.Dataset.from_dict(dict(text=[str(number)])), plain)
+        plain.rename(name + extension)
+    for number, name in enumerate(ODD_NAMES):
+        path = f"./{name}" if name.startswith("-") else name
+        prepare([path + extension, "--val_fraction", "0", "--out", f"o{number}"])
+        assert documents(f"o{number}", "train") == [b"%d" % number], name
 
 
-CSV = {  # rows after the header id,text; what is read of them
-    b"1,0017\n2,12.0\n3,NA\n4,\n": [b"0017", b"12.0", b"NA", b""],  # texts as they stand
-    b'1,"a, ""b""\nc"\r\n\r\n2,"d"\r3, e "f" ': [b'a, "b"\nc', b"d", b' e "f" '],
-    b"1,a\n2,b,c\n3\n4,d\n": [b"a", b"d"],  # a comma without quotes, a row that is too short
-    b"1,a\n2,\xff\n3,b": [b"a", b"b"],
-    b"1," + b"x" * 200_000: [b"x" * 200_000],
+# rows after the header id,text; the texts that are read; how many rows are skipped
+CSV = {
+    "as they stand": (b"1,0017\n2,12.0\n3,NA\n4,\n", [b"0017", b"12.0", b"NA", b""], 0),
+    "quotes": (
+        b'1,"a, ""b""\nc"\r\n\r\n2,"d"\r3, e "f" ',
+        [b'a, "b"\nc', b"d", b' e "f" '],
+        0,
+    ),
+    "other numbers of fields": (b"1,a\n2,b,c\n3\n4,d\n", [b"a", b"d"], 2),
+    "not UTF-8": (b"1,a\n2,\xff\n3,b", [b"a", b"b"], 1),
+    "long": (b"1," + b"x" * 200_000, [b"x" * 200_000], 0),
 }
 
 
-@pytest.mark.parametrize("rows", CSV, ids=[str(rows)[:30] for rows in CSV])
-def test_cells_of_a_csv_file_are_texts_as_they_stand_and_bad_rows_are_counted(tmp_path, rows):
-    (tmp_path / "a.csv").write_bytes(b"id,text\n" + rows)
-    assert prepare(tmp_path / "a.csv", "--val_fraction", "0", "--out", tmp_path / "o") == 0
-    assert documents(tmp_path / "o", "train") == CSV[rows]
-    skipped = json.loads((tmp_path / "o" / "metadata.json").read_text())["skipped"]
-    assert sum(skipped.values()) == {b"1,a\n2,b,c\n3\n4,d\n": 2, b"1,a\n2,\xff\n3,b": 1}.get(
-        rows, 0
-    )
+@pytest.mark.parametrize("rows, texts, skipped", CSV.values(), ids=CSV)
+def test_cells_of_csv_are_read_unchanged_and_bad_rows_are_counted(rows, texts, skipped):
+    Path("a.csv").write_bytes(b"id,text\n" + rows)
+    prepare("a.csv --val_fraction 0 --out o")
+    assert documents("o", "train") == texts
+    assert sum(metadata("o")["skipped"].values()) == skipped
 
 
 @pytest.mark.parametrize(
-    "rows, said",
+    "rows, message",
     [
         (b'1,"a\n2,b\n', "line 3: unexpected end of data"),
         (b'1,"a"b\n', "line 2: ',' expected"),
@@ -147,130 +138,117 @@ def test_cells_of_a_csv_file_are_texts_as_they_stand_and_bad_rows_are_counted(tm
         (b'1,"' + b"x\n" * 3000, "line 1,002: field larger"),
     ],
 )
-def test_a_csv_file_with_bad_quotes_is_one_line_that_names_the_place(
-    tmp_path, monkeypatch, capsys, rows, said
-):
+def test_csv_with_bad_quotes_is_refused_with_the_line(monkeypatch, capsys, rows, message):
     monkeypatch.setattr(inputs, "LINE_LIMIT", 2000)
-    (tmp_path / "a.csv").write_bytes(b"id,text\n" + rows)
-    assert f"a.csv: {said}" in complaint(
-        capsys, "prepare", tmp_path / "a.csv", "--out", tmp_path / "o"
-    )
+    Path("a.csv").write_bytes(b"id,text\n" + rows)
+    assert f"a.csv: {message}" in error_line(capsys, "prepare a.csv --out o")
 
 
-def test_a_data_set_of_the_hub_is_streamed_by_name_configuration_and_split(
-    tmp_path, monkeypatch, capsys
-):
-    asked = []
+def test_empty_cell_of_parquet_is_skipped(capsys):
+    datasets.Dataset.from_dict(dict(text=["a", None, "b"])).to_parquet("null.parquet")
+    prepare("null.parquet --val_fraction 0 --out o")
+    assert documents("o", "train") == [b"a", b"b"]
+    err = capsys.readouterr().err
+    assert "skipped 1 without a text in 'text' (--field) (first: null.parquet:2)" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("a.parquet --field body", "no column 'body' (--field), but id, text"),
+        ("a.csv --field body", "no column 'body' (--field), but id, text"),
+        ("broken.parquet", "magic bytes"),
+        ("owner/set", "Hugging Face hub"),  # the tests are offline
+    ],
+)
+def test_table_that_cannot_be_read_is_named(table, capsys, arguments, message):
+    table.to_csv("a.csv", columns=["id", "text"])
+    table.to_parquet("a.parquet")
+    Path("broken.parquet").write_bytes(b"PAR1 and no more")
+    capsys.readouterr()
+    line = error_line(capsys, f"prepare {arguments} --out o")
+    assert line.startswith(f"data.py: error: {arguments.split()[0]}: ")
+    assert message in line
+    assert contents(Path("o")) == {}
+
+
+# --------------------------------------------------------------------------------------------------
+# The hub
+
+
+def test_data_set_of_the_hub_is_streamed_by_name_configuration_and_split(monkeypatch):
+    calls = []
 
     def load(*args, **options):
-        asked.append((args, options))
+        calls.append((args, options))
         return datasets.Dataset.from_dict(dict(text=TEXTS, body=TEXTS)).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.chdir(tmp_path)
-    argv = [
-        "owner/set-1.0",
-        "--config",
-        "sample",
-        "--split",
-        "test",
-        "--field",
-        "body",
-        "--out",
-        tmp_path / "o",
-    ]
-    assert prepare(*argv) == 0
-    assert asked == [(("owner/set-1.0", "sample"), dict(split="test", streaming=True))]
-    assert sum(len(documents(tmp_path / "o", split)) for split in ("train", "val")) == len(TEXTS)
+    prepare("owner/set-1.0 --config sample --split test --field body --out o")
+    assert calls == [(("owner/set-1.0", "sample"), dict(split="test", streaming=True))]
+    assert len(documents("o", "train")) + len(documents("o", "val")) == len(TEXTS)
 
 
-def test_a_local_directory_is_read_as_the_hub_would_have_it(tmp_path, table):
-    (tmp_path / "set" / "data").mkdir(parents=True)
-    table.to_parquet(tmp_path / "set" / "data" / "train-0.parquet")
-    table.select(range(3)).to_parquet(tmp_path / "set" / "data" / "test-0.parquet")
-    for split, count in (("train", len(TEXTS)), ("test", 3)):
-        assert list(inputs.hub_cells(str(tmp_path / "set"), "text", None, split)) == TEXTS[:count]
+def test_hub_cells_reads_the_files_of_a_split(table):
+    """`datasets` reads a local directory as it reads one of the hub."""
+    Path("set/data").mkdir(parents=True)
+    table.to_parquet("set/data/train-0.parquet")
+    table.select(range(3)).to_parquet("set/data/test-0.parquet")
+    assert list(inputs.hub_cells("set", "text", None, "train")) == TEXTS
+    assert list(inputs.hub_cells("set", "text", None, "test")) == TEXTS[:3]
 
 
-def test_a_bad_row_is_skipped_and_what_cannot_be_read_is_one_line_that_names_the_remedy(
-    tmp_path, table, monkeypatch, capsys
-):
-    datasets.Dataset.from_dict(dict(text=["a", None, "b"])).to_parquet(tmp_path / "null.parquet")
-    assert prepare(tmp_path / "null.parquet", "--val_fraction", "0", "--out", tmp_path / "o") == 0
-    assert documents(tmp_path / "o", "train") == [b"a", b"b"]
-    assert (
-        f"skipped 1 without a text in 'text' (--field) (first: {tmp_path}/null.parquet:2)"
-        in capsys.readouterr().err
-    )
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
-    table.to_csv(tmp_path / "a.csv")
-    table.to_parquet(tmp_path / "a.parquet")
-    capsys.readouterr()
-    for name, field, said in (
-        ("a.parquet", "body", "'body'"),
-        ("a.csv", "body", "'body'"),
-        ("broken.parquet", "text", "magic bytes"),
-        ("owner/set", "text", "Hugging Face hub"),
-    ):
-        path = name if "/" in name else tmp_path / name
-        line = complaint(capsys, "prepare", path, "--field", field, "--out", tmp_path / "p")
-        assert f"error: {path}: " in line and said in line and contents(tmp_path / "p") == {}
-    for module, name in (("datasets", "owner/set"), ("pyarrow.parquet", tmp_path / "a.parquet")):
-        monkeypatch.setitem(sys.modules, module, None)
-        line = complaint(capsys, "prepare", name, "--out", tmp_path / "p")
-        assert f'needs {module}; run: pip install -e ".[data]"' in line
+# --------------------------------------------------------------------------------------------------
+# Compressed files
 
 
-def compressed(raw: bytes, ending: str) -> bytes:
-    """Compressed with a checksum, in two members or frames."""
-    parts = raw[: len(raw) // 2], raw[len(raw) // 2 :]
-    if ending == ".gz":
-        return b"".join(map(gzip.compress, parts))
-    zstd = pytest.importorskip(
-        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    )
-    return b"".join(
-        zstd.compress(part, options={zstd.CompressionParameter.checksum_flag: 1}) for part in parts
-    )
+@pytest.mark.parametrize("extension", inputs.COMPRESSIONS)
+@pytest.mark.parametrize("options", ["--val_fraction 0.3", "--val_fraction 0 --ext .md"])
+def test_compressed_files_become_what_the_plain_files_become(extension, options):
+    files = {
+        "a.txt": "".join(TEXTS).encode(),
+        "b.jsonl": JSON_LINES.encode(),
+        "c.md": b"a document",
+    }
+    Path("plain").mkdir()
+    Path("packed").mkdir()
+    for name, raw in files.items():
+        Path("plain", name).write_bytes(raw)
+        Path("packed", name + extension).write_bytes(compressed(raw, extension))
+    prepare(f"plain {options} --out plain-o")
+    prepare(f"packed {options} --out packed-o")
+    assert joined("packed-o", "train") == joined("plain-o", "train") != b""
+    assert joined("packed-o", "val") == joined("plain-o", "val")
 
 
-@pytest.mark.parametrize("ending", inputs.COMPRESSIONS)
-def test_compressed_files_become_what_they_are_decompressed(tmp_path, ending):
-    lines = "".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS).encode()
-    files = {"a.txt": "".join(TEXTS).encode(), "b.jsonl": lines, "c.md": b"a document"}
-    for options in ([], ["--ext", ".md"]):
-        for folder, suffix in (("plain", ""), ("packed", ending)):
-            out = tmp_path / f"{folder}-out{len(options)}"
-            (tmp_path / folder).mkdir(exist_ok=True)
-            for name, raw in files.items():
-                (tmp_path / folder / (name + suffix)).write_bytes(
-                    compressed(raw, ending) if suffix else raw
-                )
-            fraction = "0" if options else "0.3"
-            assert (
-                prepare(tmp_path / folder, "--val_fraction", fraction, *options, "--out", out) == 0
-            )
-        for split in ("train", "val"):
-            assert joined(out, split) == joined(tmp_path / f"plain-out{len(options)}", split)
-        assert joined(out, "train")
-
-
-@pytest.mark.parametrize("ending", inputs.COMPRESSIONS)
-def test_a_compressed_file_that_is_damaged_or_cut_off_is_named_and_leaves_no_shard(
-    tmp_path, capsys, ending
-):
-    path, sound = tmp_path / f"a.txt{ending}", compressed(b"some text " * 999, ending)
+@pytest.mark.parametrize("extension", inputs.COMPRESSIONS)
+def test_damaged_compressed_file_is_named_and_leaves_no_shard(capsys, extension):
+    path = Path(f"a.txt{extension}")
+    sound = compressed(b"some text " * 999, extension)
     altered = sound[:30] + bytes([sound[30] ^ 1]) + sound[31:]
-    for bad in (sound[:-3], sound[: len(sound) // 2 + 9], altered, b"plain text"):
-        path.write_bytes(bad)
-        assert f"error: {path}: " in complaint(capsys, "prepare", path, "--out", tmp_path / "o")
-        assert contents(tmp_path / "o") == {}
+    for damaged in (sound[:-3], sound[: len(sound) // 2 + 9], altered, b"plain text"):
+        path.write_bytes(damaged)
+        assert f"error: {path}: " in error_line(capsys, f"prepare {path} --out o")
+        assert contents(Path("o")) == {}
+
+
+# --------------------------------------------------------------------------------------------------
+# Libraries that are not installed
+
+
+@pytest.mark.parametrize(
+    "module, name", [("datasets", "owner/set"), ("pyarrow.parquet", "a.parquet")]
+)
+def test_without_a_library_for_tables_the_remedy_is_named(table, monkeypatch, capsys, module, name):
+    table.to_parquet("a.parquet")
+    monkeypatch.setitem(sys.modules, module, None)
+    capsys.readouterr()
+    line = error_line(capsys, f"prepare {name} --out o")
+    assert f'needs {module}; run: pip install -e ".[data]"' in line
 
 
 def test_without_a_library_for_zst_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.delitem(compr, "zstd", raising=False)
-    (tmp_path / "a.txt.zst").write_bytes(b"x")
-    with pytest.raises(
-        common.DataError, match="a.txt.zst: .zst needs backports.zstd; run: pip install"
-    ):
-        inputs.open_input(str(tmp_path / "a.txt.zst"), tmp_path)
+    Path("a.txt.zst").write_bytes(b"x")
+    with pytest.raises(common.DataError, match="a.txt.zst: .zst needs backports.zstd; run: pip"):
+        inputs.open_input("a.txt.zst", tmp_path)
