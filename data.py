@@ -336,16 +336,16 @@ def mock_word(rng: random.Random) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Random numbers that are functions of their place, so that no state is kept
+# Random permutations, as functions of a key: no generator's state is kept
 
 ADD = np.uint64(0x9E3779B97F4A7C15)  # between the states of SplitMix64
 BITS_32 = np.uint64(32)
-ONE = np.ones(1, np.int64)
+ONE = np.ones(1, np.int64)  # the first number after a state
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Return the number that SplitMix64 gives after state x, uint64 -> uint64: a bijection where
-    every input bit affects every output bit."""
+    """Return the first number of SplitMix64 after each state x, uint64 -> uint64. This is a
+    bijection where every input bit affects every output bit."""
     return splitmix(x.view(np.int64), ONE).view(np.uint64)
 
 
@@ -404,7 +404,7 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 class Deal(NamedTuple):
     """How the slots of a block are dealt to the sources; int64 [slots]."""
 
-    source: np.ndarray  # number of the slot's source
+    source: np.ndarray  # number of the slot's source, in the order of --data_dir
     position: np.ndarray  # how many slots before it in the block have the same source
 
 
@@ -424,7 +424,7 @@ def deal(seed: int, counts: tuple[int, ...], block: int) -> Deal:
 
 
 class SourceSequences(NamedTuple):
-    """Result of step 1 of the order; int64 [n]."""
+    """Result of step 1 of the order (see Loader); int64 [n]."""
 
     source: np.ndarray  # number of the source
     position: np.ndarray  # how many sequences of this source were before it, in all epochs
@@ -485,8 +485,14 @@ class Loader:
        and last of an epoch. They cover each target (every id but the stream's first) exactly once,
        and each epoch cuts at other places.
 
-    Checkpoints store no more of the order than seed, sequences read and `mixture`: a change of any
-    step would give the runs that resume other text.
+    For example, let the weights be 0.7 and 0.3. Sequence 12,345 is then slot 2,345 of block 1. Say
+    that the slot is dealt to the second source, and so are 700 slots before it: 3,000 + 700
+    sequences of this source came before (step 1). If its epoch has 1,000 windows, this is the
+    701st one of epoch 3. A permutation for source and epoch maps 700 to, say, window 42 (step 2).
+    Window 42 has up to seq_len ids and the id after them (step 3).
+
+    Checkpoints store no more of the order than seed, seq_len, the bytes read and `mixture`. So a
+    change of any step would give other text to a run that resumes.
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int, seed: int, block: int = BLOCK):
