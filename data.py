@@ -471,6 +471,19 @@ class BatchShape(Protocol):
     def sequences(self) -> int: ...  # of all ranks and micro-steps
 
 
+class StepLayout(NamedTuple):
+    """How the sequences of an optimizer step are spread; it does not choose them."""
+
+    micro_batch: int  # sequences per rank and micro-step
+    grad_accum: int  # micro-steps
+    ranks: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, on all ranks together."""
+        return self.micro_batch * self.grad_accum * self.ranks
+
+
 class Loader:
     """Read the training sequences of a run.
 
