@@ -18,24 +18,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import errno
 import hashlib
-import json
 import math
 import os
 import random
 import re
-import stat
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,9 +40,7 @@ from spider.common import (
     DataError,
     Parser,
     ProgressBar,
-    durable,
     integer,
-    locked,
     note,
     one_line,
     path_name,
@@ -54,34 +49,21 @@ from spider.common import (
     real,
     run_program,
     say,
-    sync,
 )
-from spider.datasets_import import (
-    BOM,
-    COMPRESSED,
-    TABLES,
-    hub_cells,
-    is_compressed,
-    json_lines,
-    json_records,
-    naming,
-    open_input,
-    pieces,
-    table_cells,
-    text_of,
-    uncompressed_name,
-)
-from spider.noise import step_seed
+from spider.noise import splitmix, step_seed
+from spider.prepare import Documents, prepare
+from spider.shard_files import ID_BYTES, METADATA, ShardEntry, files_below, read_metadata
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
-if TYPE_CHECKING:  # torch is imported where it is used: it takes seconds, and neither `prepare`
-    import torch  # nor a mistyped flag needs it
+# torch is imported where it is used: it takes seconds, and neither `prepare` nor a mistyped flag
+# needs it.
+if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-MIB = 1 << 20
-HELD_OUT = 10_000_000  # most ids to hold out where there is no validation shard
-# names of validation shards and their folders
-VALIDATION = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)
+MOST_HELD_OUT = 10_000_000  # ids, where there is no validation shard
+VALIDATION_NAME = re.compile(r"val(id(ation)?)?([^a-z]|$)", re.IGNORECASE)  # of a file or folder
+IGNORED = -100  # a label that does not count, as in torch's cross_entropy
 
 # --------------------------------------------------------------------------------------------------
 # Shards
@@ -96,186 +78,143 @@ class Shard(NamedTuple):
 
 
 class Stream:
-    """Shards as one sequence of ids; Stream([Shard("memory", ids)]) needs no file."""
+    """Shards as one sequence of ids. Stream([Shard("memory", ids)]) needs no file."""
 
     def __init__(self, shards: Iterable[Shard]):
         self.shards = list(shards)
+        # starts[i]: index of shard i's first id in the stream; the last entry is the length
         self.starts = [0, *accumulate(len(shard.ids) for shard in self.shards)]
 
     def __len__(self) -> int:
         return self.starts[-1]
 
+    def _shard_at(self, index: int) -> int:
+        """Return the number of the shard that has the id at `index`."""
+        return bisect_right(self.starts, index) - 1
+
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return ids start .. stop - 1, uint16; a view if they are all in one shard."""
-        i = bisect_right(self.starts, start) - 1
-        if stop <= self.starts[i + 1]:
-            return self.shards[i].ids[start - self.starts[i] : stop - self.starts[i]]
+        """Return ids start .. stop - 1, uint16. It is a view if they are all in one shard."""
+        number = self._shard_at(start)
+        shard_start = self.starts[number]
+        if stop <= self.starts[number + 1]:
+            return self.shards[number].ids[start - shard_start : stop - shard_start]
         return np.concatenate([shard.ids for shard in self.slice(start, stop).shards])
 
     def slice(self, start: int, stop: int) -> Stream:
         """Return the stream of ids start .. stop - 1."""
-        cuts = [
-            (shard, max(0, start - begin), min(len(shard.ids), stop - begin))
-            for shard, begin in zip(self.shards, self.starts[:-1], strict=True)
-        ]
-        return Stream(
-            shard._replace(ids=shard.ids[a:b], first=shard.first + a)
-            for shard, a, b in cuts
-            if a < b
-        )
+        parts = []
+        for shard, shard_start in zip(self.shards, self.starts[:-1], strict=True):
+            begin = max(0, start - shard_start)
+            end = min(len(shard.ids), stop - shard_start)
+            if begin < end:
+                parts.append(Shard(shard.path, shard.ids[begin:end], shard.first + begin))
+        return Stream(parts)
 
     def where(self, index: int) -> str:
         """Return the file and byte offset of an id."""
-        i = bisect_right(self.starts, index) - 1
-        shard = self.shards[i]
-        return f"{shard.path}: byte offset {2 * (shard.first + index - self.starts[i])}"
+        number = self._shard_at(index)
+        shard = self.shards[number]
+        index_in_file = shard.first + index - self.starts[number]
+        return f"{shard.path}: byte offset {ID_BYTES * index_in_file}"
 
     def check(self, start: int, stop: int):
-        """Raise DataError at the first of the ids start .. stop - 1 that is above 271."""
+        """Raise DataError at the first of the ids start .. stop - 1 that is not below
+        VOCAB_SIZE."""
         ids = self.read(start, stop)
         if ids.max() >= VOCAB_SIZE:
-            i = int((ids >= VOCAB_SIZE).argmax())
+            first = int((ids >= VOCAB_SIZE).argmax())
             raise DataError(
-                f"{self.where(start + i)}: id {ids[i]} is above {VOCAB_SIZE - 1}: damaged, or "
-                f"not a shard"
+                f"{self.where(start + first)}: id {ids[first]} is above {VOCAB_SIZE - 1}: "
+                "damaged, or not a shard"
             )
 
     def rows(self, start: np.ndarray, stop: np.ndarray, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Return (input_ids, labels), int64 [n, seq_len], of windows given by start and stop [n]:
-        ids start .. stop - 1 are inputs, the ids one further their labels, so id stop is a label
-        only. Short windows are padded with PAD; labels that are PAD become -100."""
+        """Read windows as (input_ids, labels), int64 [n, seq_len].
+
+        start, stop [n]: the inputs of a window are ids start .. stop - 1, its labels those one
+        further. Id `stop` is therefore a label only. Windows shorter than seq_len are filled with
+        PAD. A label that is PAD becomes IGNORED.
+        """
         import torch
 
-        ids = np.full((len(start), seq_len + 1), PAD_ID, np.uint16)
-        for row, a, b in zip(ids, start.tolist(), stop.tolist(), strict=True):
-            row[: b - a + 1] = self.read(a, b + 1)
+        spans = list(zip(start.tolist(), stop.tolist(), strict=True))
+        ids = np.full((len(spans), seq_len + 1), PAD_ID, np.uint16)
+        for row, (begin, end) in zip(ids, spans, strict=True):
+            row[: end - begin + 1] = self.read(begin, end + 1)
         if ids.max() >= VOCAB_SIZE:
-            for a, b in zip(start.tolist(), stop.tolist(), strict=True):
-                self.check(a, b + 1)
-        input_ids, labels = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
-        # a window's last id is a target only
-        input_ids[np.arange(seq_len) >= (stop - start)[:, None]] = PAD_ID
-        labels[labels == PAD_ID] = -100
+            for begin, end in spans:
+                self.check(begin, end + 1)
+        input_ids = ids[:, :-1].astype(np.int64)
+        labels = ids[:, 1:].astype(np.int64)
+        beyond_window = np.arange(seq_len) >= (stop - start)[:, None]  # [n, seq_len]
+        input_ids[beyond_window] = PAD_ID  # in a short window, id `stop` is among the inputs
+        labels[labels == PAD_ID] = IGNORED
         return torch.from_numpy(input_ids), torch.from_numpy(labels)
 
 
-def files_below(directory: str, skip: Callable[[OSError], None] | None = None) -> list[str]:
-    """List the files below a directory, sorted, without hidden names. Links are followed; a file is
-    listed once, and a directory is searched once. `skip` gets the error of a directory that cannot
-    be read, which is raised without it."""
-
-    def stop(fault: OSError):
-        raise fault
-
-    searched: set[str] = set()
-    found: dict[str, str] = {}  # path as it is listed, by real path
-    for folder, folders, names in os.walk(directory, onerror=skip or stop, followlinks=True):
-        real_folder = os.path.realpath(folder)
-        if real_folder in searched:  # links may form a circle
-            folders.clear()
-            continue
-        searched.add(real_folder)
-        shown = (name for name in folders if not name.startswith("."))
-        folders[:] = sorted(shown, key=lambda name: name + "/")  # in the order of the paths in them
-        for name in names:
-            if not name.startswith("."):
-                path = os.path.join(folder, name)
-                real_path = os.path.realpath(path)
-                found[real_path] = min(path, found.get(real_path, path))
-    return sorted(found.values())
+class ShardFile(NamedTuple):
+    path: str
+    split: str  # train or val
+    entry: ShardEntry | None  # of metadata.json; None if it does not list the shard
 
 
-def read_metadata(path: str) -> list[dict]:
-    """Return the entries of shards (name, split, ids, sha256) in a metadata.json; none if another
-    program wrote it. Raise DataError if they lack something."""
-    remedy = "delete it if it does not belong to these shards"
-    if not os.path.isfile(path):  # opening a pipe would wait for its writer
-        raise DataError(f"{path}: not a regular file; {remedy}")
-    try:
-        metadata = json.loads(Path(path).read_bytes())
-    except (ValueError, RecursionError) as fault:
-        raise DataError(f"{path}: not JSON: {fault}; {remedy}") from None
-    if not isinstance(metadata, dict) or metadata.get("vocab_size") != VOCAB_SIZE:
-        return []
-    entries = metadata.get("shards")
-    if not isinstance(entries, list):
-        raise DataError(f"{path}: has no list of shards; {remedy}")
-    names = set()
-    for number, entry in enumerate(entries):
-        if wrong := wrong_field(entry):
-            raise DataError(f"{path}: shard {number} has no valid {wrong}; {remedy}")
-        if entry["name"] in names:
-            raise DataError(f"{path}: lists {entry['name']} twice; {remedy}")
-        names.add(entry["name"])
-    return entries
+def find_shards(directory: str) -> list[ShardFile]:
+    """List the .bin files below a directory, sorted by relative path.
 
-
-def wrong_field(entry: object) -> str | None:
-    """Return the first field of a shard's entry in metadata.json that is missing or invalid, None
-    if all are valid."""
-    if not isinstance(entry, dict):
-        return "entry"
-    name = entry.get("name")
-    if not isinstance(name, str) or not name.endswith(".bin") or "\0" in name:
-        return "name"
-    if os.path.isabs(name) or ".." in Path(name).parts or name != os.path.normpath(name):
-        return "name"
-    if entry.get("split") not in ("train", "val"):
-        return "split"
-    ids = entry.get("ids")
-    if type(ids) is not int or not 0 < ids < 1 << 62:
-        return "ids"
-    sha256 = entry.get("sha256")
-    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
-        return "sha256"
-    return None
-
-
-def find_shards(directory: str) -> list[tuple[str, str, dict | None]]:
-    """List (path, split, entry in metadata.json) of the .bin files below a directory, sorted by
-    relative path.
-
-    Without an entry, the split is "val" if a file or folder name is like val, val_00, valid or
-    validation-1, else "train".
+    A shard without an entry in a metadata.json is for validation if a file or folder in its
+    relative path has a name like val, val_00, valid or validation-1.
     """
     remedy = f"make shards by `python data.py prepare INPUT --out {quoted(directory)}`"
     if not os.path.isdir(directory):
         raise DataError(f"{directory}: no such directory; {remedy}")
     names = sorted(os.path.relpath(path, directory) for path in files_below(directory))
-    entries, found = {}, []
-    for folder in sorted({os.path.dirname(name) for name in names}):
-        path = os.path.join(directory, folder, "metadata.json")
-        if os.path.lexists(path):
-            for entry in read_metadata(path):
-                entries[os.path.join(folder, entry["name"])] = entry
-    if missing := sorted(entries.keys() - set(names)):
-        raise DataError(
-            f"{os.path.join(directory, missing[0])}: missing, though metadata.json lists it"
-        )
+    entries = find_entries(directory, {os.path.dirname(name) for name in names})
+    missing = sorted(entries.keys() - set(names))
+    if missing:
+        path = os.path.join(directory, missing[0])
+        raise DataError(f"{path}: missing, though metadata.json lists it")
+    shards = []
     for name in names:
         if name.endswith(".bin"):
-            split = "val" if any(map(VALIDATION.match, Path(name).parts)) else "train"
-            split = entries[name]["split"] if name in entries else split
-            found.append((os.path.join(directory, name), split, entries.get(name)))
-    if not found:
+            entry = entries.get(name)
+            split = split_by_name(name) if entry is None else entry.split
+            shards.append(ShardFile(os.path.join(directory, name), split, entry))
+    if not shards:
         raise DataError(f"{directory}: no .bin file in it; {remedy}")
-    return found
+    return shards
 
 
-def map_shard(path: str, entry: dict | None = None) -> Shard:
-    """Map a file as a plain uint16 array, since slices of np.memmap are slow; `entry`: of
-    metadata.json."""
+def find_entries(directory: str, folders: Iterable[str]) -> dict[str, ShardEntry]:
+    """Read each metadata.json in folders of a directory. Return the entries by the shards' paths
+    relative to the directory."""
+    entries = {}
+    for folder in sorted(folders):
+        path = os.path.join(directory, folder, METADATA)
+        if os.path.lexists(path):
+            for entry in read_metadata(path):
+                entries[os.path.join(folder, entry.name)] = entry
+    return entries
+
+
+def split_by_name(name: str) -> str:
+    is_validation = any(VALIDATION_NAME.match(part) for part in Path(name).parts)
+    return "val" if is_validation else "train"
+
+
+def map_shard(path: str, entry: ShardEntry | None = None) -> Shard:
+    """Map a file into memory. Raise DataError if its size is not that of its entry in
+    metadata.json, or not that of a shard."""
     size = os.path.getsize(path)
-    if entry is not None and size != 2 * entry["ids"]:
+    if entry is not None and size != ID_BYTES * entry.ids:
         raise DataError(
-            f"{path}: has {size:,} bytes, but metadata.json says {2 * entry['ids']:,}: truncated "
-            f"or "
-            "altered; copy or prepare it again"
+            f"{path}: has {size:,} bytes, but metadata.json says {ID_BYTES * entry.ids:,}: "
+            "truncated or altered; copy or prepare it again"
         )
-    if size == 0 or size % 2:
+    if size == 0 or size % ID_BYTES:
         raise DataError(
             f"{path}: has {size:,} bytes, none or an odd number: truncated, or not a shard"
         )
+    # as a plain array: slices of np.memmap are slow
     return Shard(path, np.memmap(path, "<u2", "r").view(np.ndarray))
 
 
@@ -295,10 +234,9 @@ class Source:
 
     def __str__(self) -> str:
         validation = f"{len(self.val):,} validation ids" if len(self.val) else "no validation ids"
-        origin = (
-            " (the end of its data, held out: it has no validation shard)" if self.held_out else ""
-        )
-        return f"{self.name}: {len(self.train):,} training and {validation}{origin}"
+        if self.held_out:
+            validation += " (the end of its data, held out: it has no validation shard)"
+        return f"{self.name}: {len(self.train):,} training and {validation}"
 
     def documents_per_byte(self) -> float:
         """Estimate how many documents begin per byte of training text, by its first million ids."""
@@ -307,103 +245,112 @@ class Source:
         from spider.packing import document_starts
 
         ids = self.train.read(0, min(len(self.train), 1_000_000))
-        return float(document_starts(torch.from_numpy(ids.astype(np.int64))[None]).float().mean())
+        row = torch.from_numpy(ids.astype(np.int64))[None]
+        return float(document_starts(row).float().mean())
 
 
 def open_data(spec: str) -> list[Source]:
-    """Open a directory, or a mixture such as web:0.7,code:0.3 (positive weights, of any sum)."""
+    """Open a directory, or a mixture such as web:0.7,code:0.3. Weights are positive, and their sum
+    may be any."""
     if ":" not in spec or os.path.isdir(spec):
         return [open_source(spec, 1.0)]
-    names, _, weights = zip(*(part.rpartition(":") for part in spec.split(",")), strict=True)
-    try:
-        weights = [float(weight) for weight in weights]
-    except ValueError:
-        weights = [0]
-    if not all(names) or not all(weight > 0 for weight in weights) or not sum(weights) < math.inf:
+    names = []
+    weights = []
+    for part in spec.split(","):
+        name, _, weight = part.rpartition(":")
+        names.append(name)
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            weights.append(math.nan)
+    total = sum(weights)
+    if not (all(names) and all(weight > 0 for weight in weights) and total < math.inf):
         raise DataError(
             f"{spec}: neither a directory nor a mixture dir:weight,dir:weight with positive weights"
         )
-    if len(set(map(os.path.realpath, names))) < len(names):
+    if len({os.path.realpath(name) for name in names}) < len(names):
         raise DataError(
             f"{spec}: a directory is named twice: give it once, with the sum of its weights"
         )
-    return [
-        open_source(name, weight / sum(weights))
-        for name, weight in zip(names, weights, strict=True)
-    ]
+    return [open_source(name, weight / total) for name, weight in zip(names, weights, strict=True)]
 
 
 def open_source(directory: str, weight: float) -> Source:
-    """Map a directory's shards; without a validation shard, hold out the last 1% of the ids."""
-    with suppress(ImportError):  # Windows has no such limit
-        import resource
-
-        low, high = resource.getrlimit(resource.RLIMIT_NOFILE)  # a mapped file keeps its descriptor
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(low, min(high, 1 << 16)), high))
-    shards = [(split, map_shard(path, entry)) for path, split, entry in find_shards(directory)]
-    train, val = (
-        Stream(shard for its_split, shard in shards if its_split == split)
-        for split in ("train", "val")
-    )
+    """Map the shards of a directory. Without a validation shard, hold out the last 1% of the
+    ids."""
+    raise_file_limit()
+    shards: dict[str, list[Shard]] = {"train": [], "val": []}
+    for file in find_shards(directory):
+        shards[file.split].append(map_shard(file.path, file.entry))
+    train = Stream(shards["train"])
+    val = Stream(shards["val"])
     if not len(train):
         raise DataError(f"{directory}: has only validation shards, none for training")
     if len(val):
         return Source(directory, weight, train, val)
-    cut = len(train) - min(len(train) // 100, HELD_OUT)
-    return Source(
-        directory, weight, train.slice(0, cut), train.slice(cut, len(train)), held_out=True
-    )
+    cut = len(train) - min(len(train) // 100, MOST_HELD_OUT)
+    held_out = train.slice(cut, len(train))
+    return Source(directory, weight, train.slice(0, cut), held_out, held_out=True)
+
+
+def raise_file_limit():
+    """Let the process open up to 65,536 files, where it may: a mapped shard keeps its
+    descriptor."""
+    with suppress(ImportError):  # Windows has no such limit
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft = max(soft, min(hard, 1 << 16))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def mock_source(seed: int) -> Source:
     """Generate about 1 MB of sentences that a model learns within a few steps, and 70 kB for
     validation, in memory."""
     rng = random.Random(seed)
-    words = [
-        "".join(
-            rng.choice("bdfgklmnprst") + rng.choice("aeiou")
-            for _ in range(rng.choice((1, 2, 2, 3)))
-        )
-        for _ in range(20)
-    ]
-    often = [1 / (i + 1) for i in range(40)]
-    sentences = [
-        " ".join(rng.choices(words, often[:20], k=rng.randint(3, 5))) + ". " for _ in range(40)
-    ]
+    words = [mock_word(rng) for _ in range(20)]
+    # The first words and sentences are the most frequent ones.
+    word_weights = [1 / rank for rank in range(1, 21)]
+    sentence_weights = [1 / rank for rank in range(1, 41)]
+    sentences = []
+    for _ in range(40):
+        n_words = rng.randint(3, 5)
+        sentences.append(" ".join(rng.choices(words, word_weights, k=n_words)) + ". ")
 
-    def stream(documents: int) -> Stream:  # 8 sentences each; 0x02 and 0x03 stand for BOS and EOS
-        text = "".join(
-            "\x02" + "".join(rng.choices(sentences, often, k=8)) + "\x03" for _ in range(documents)
-        )
-        ids = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
-        ids[ids == 2], ids[ids == 3] = BOS_ID, EOS_ID
-        return Stream([Shard("mock data", ids)])
+    def mock_stream(n_documents: int) -> Stream:
+        documents = []
+        for _ in range(n_documents):
+            text = "".join(rng.choices(sentences, sentence_weights, k=8))
+            documents.append(np.array([BOS_ID, *text.encode(), EOS_ID], np.uint16))
+        return Stream([Shard("mock data", np.concatenate(documents))])
 
-    return Source("mock", 1.0, stream(5000), stream(350))
+    train = mock_stream(5000)
+    val = mock_stream(350)
+    return Source("mock", 1.0, train, val)
+
+
+def mock_word(rng: random.Random) -> str:
+    n_syllables = rng.choice((1, 2, 2, 3))
+    syllables = [rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(n_syllables)]
+    return "".join(syllables)
 
 
 # --------------------------------------------------------------------------------------------------
-# The order of training, and the rows of an evaluation
+# Random permutations, as functions of a key: no generator's state is kept
 
-BLOCK = 10_000  # sequences in which each source of a mixture has exactly its share
-
-# Constants of SplitMix64, as numpy scalars, which are twice as fast as Python's.
-ADD, MUL_1, MUL_2, BITS_27, BITS_30, BITS_31, BITS_32 = map(
-    np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 27, 30, 31, 32)
-)
+ADD = np.uint64(0x9E3779B97F4A7C15)  # between the states of SplitMix64
+BITS_32 = np.uint64(32)
+ONE = np.ones(1, np.int64)  # the first number after a state
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Apply a step of SplitMix64, uint64 -> uint64: a bijection where every input bit affects every
-    output bit."""
-    x = x + ADD
-    x = (x ^ (x >> BITS_30)) * MUL_1
-    x = (x ^ (x >> BITS_27)) * MUL_2
-    return x ^ (x >> BITS_31)
+    """Return the first number of SplitMix64 after each state x, uint64 -> uint64. This is a
+    bijection where every input bit affects every output bit."""
+    return splitmix(x.view(np.int64), ONE).view(np.uint64)
 
 
-def key(seed: int, *numbers) -> np.ndarray:
-    """Hash a seed and non-negative numbers or arrays to uint64; the result has at least one
+def key(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
+    """Hash a seed and non-negative numbers or arrays to uint64. The result has at least one
     dimension."""
     x = mix(np.array([seed % 2**64], np.uint64))
     for number in numbers:
@@ -412,48 +359,116 @@ def key(seed: int, *numbers) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
-    """Map indices [m] by keyed bijections of [0, n), n < 2**52, under keys [m]; n [m] or a number;
-    int64 [m].
+    """Map each index by a permutation of [0, n) that its key chooses; int64 [m].
 
-    A Feistel network of four rounds on two digits in a base just above sqrt(n). Values of n or more
-    are mapped again (cycle walking), which is rare with this base.
+    index [m]: integers in [0, n); n [m] or a number: below 2**52; keys [m]: uint64.
+
+    A Feistel network of four rounds, on two digits in a base just above sqrt(n), permutes a range
+    that is somewhat larger than n. Values of n or more are mapped again until they are below n
+    (cycle walking); with this base they are rare.
     """
     n = np.asarray(n)
     base = np.sqrt(n).astype(np.uint64) + np.uint64(1)
     high, low = np.divmod(index.astype(np.uint64), base)
     round_keys = keys
     for _ in range(4):
-        high, low = low, (high + (mix(round_keys ^ low) >> BITS_32)) % base
+        random_digits = mix(round_keys ^ low) >> BITS_32
+        high, low = low, (high + random_digits) % base
         round_keys = round_keys + ADD
     out = (high * base + low).astype(np.int64)
     beyond = np.flatnonzero(out >= n)
     if beyond.size:
-        out[beyond] = permute(out[beyond], np.broadcast_to(n, out.shape)[beyond], keys[beyond])
+        n_beyond = np.broadcast_to(n, out.shape)[beyond]
+        out[beyond] = permute(out[beyond], n_beyond, keys[beyond])
     return out
 
 
+# --------------------------------------------------------------------------------------------------
+# The order of training
+
+BLOCK = 10_000  # sequences in which each source of a mixture has exactly its share
+
+
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Split `total` into integers in proportion to weights (largest remainder, ties to the
-    first)."""
+    """Split `total` into integers in proportion to weights, by largest remainder; ties go to the
+    first."""
     exact = [weight / sum(weights) * total for weight in weights]
-    out = [int(x) for x in exact]
-    for k in sorted(range(len(out)), key=lambda k: out[k] - exact[k])[: total - sum(out)]:
+    out = [int(share) for share in exact]
+    missing = total - sum(out)
+    by_remainder = sorted(range(len(out)), key=lambda k: out[k] - exact[k])
+    for k in by_remainder[:missing]:
         out[k] += 1
     return out
 
 
+class Deal(NamedTuple):
+    """How the slots of a block are dealt to the sources; int64 [slots]."""
+
+    source: np.ndarray  # number of the slot's source, in the order of --data_dir
+    position: np.ndarray  # how many slots before it in the block have the same source
+
+
 @lru_cache(maxsize=4)
-def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Assign each slot of a block to a source; return the source and the slot's rank within it,
-    int64 [slots]."""
+def deal(seed: int, counts: tuple[int, ...], block: int) -> Deal:
+    """Deal the slots of a block to the sources, in random order. counts: slots of each source."""
     ends = np.cumsum(counts)
     slots = np.arange(ends[-1])
-    source = np.searchsorted(
-        ends, permute(slots, len(slots), key(seed, 0, np.full_like(slots, block))), side="right"
-    )
-    rank = np.empty_like(slots)
-    rank[np.argsort(source, kind="stable")] = slots  # by source, in order
-    return source, rank - (ends - counts)[source]
+    shuffled = permute(slots, len(slots), key(seed, 0, np.full_like(slots, block)))
+    # Of the shuffled numbers, the lowest counts[0] are the first source's, and so on.
+    source = np.searchsorted(ends, shuffled, side="right")
+    # Where each slot stands if they are sorted by source and then by slot.
+    sorted_position = np.empty_like(slots)
+    sorted_position[np.argsort(source, kind="stable")] = slots
+    starts = ends - counts
+    return Deal(source, sorted_position - starts[source])
+
+
+class SourceSequences(NamedTuple):
+    """Result of step 1 of the order (see Loader); int64 [n]."""
+
+    source: np.ndarray  # number of the source
+    position: np.ndarray  # how many sequences of this source were before it, in all epochs
+
+
+class Windows(NamedTuple):
+    """Result of step 2 of the order; [n]."""
+
+    source: np.ndarray  # number of the source, int64
+    epoch: np.ndarray  # of this source, int64
+    epoch_key: np.ndarray  # random number of this source and epoch, uint64
+    window: np.ndarray  # number of the window, in the order of the text, int64
+
+
+class Spans(NamedTuple):
+    """Result of step 3 of the order: inputs are ids start .. stop - 1 of the joined stream, labels
+    those one further; int64 [n]."""
+
+    start: np.ndarray
+    stop: np.ndarray
+
+
+class Origin(NamedTuple):
+    """Where a sequence comes from."""
+
+    source: int  # its number
+    epoch: int  # of this source
+    offset: str  # file and byte offset of its first id
+
+
+class BatchShape(Protocol):
+    """How the sequences of a step are divided; train.Plan is one. It does not choose them."""
+
+    @property
+    def micro_batch(self) -> int: ...  # sequences of a rank in a micro-step
+
+    @property
+    def grad_accum(self) -> int: ...  # micro-steps
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def sequences(self) -> int: ...  # of all ranks and micro-steps
 
 
 class StepLayout(NamedTuple):
@@ -470,25 +485,43 @@ class StepLayout(NamedTuple):
 
 
 class Loader:
-    """Read the training sequences of a run, numbered from 0 in one global order over ranks and
-    micro-steps.
+    """Read the training sequences of a run.
 
-    Each epoch of a source covers each of its targets (every id but the first) exactly once, in new
-    windows of up to seq_len and in a new order. Blocks of 10,000 sequences contain the sources in
-    exact proportion to the weights, shuffled; each slot takes the next sequence of its source.
+    They are numbered by g, from 0, in one global order over ranks and micro-steps. Three steps lead
+    from g to the ids. Each computes its result from (seed, g) alone, for many g at once:
+
+    1. `_pick_sources`: which source is it, and how many sequences of that one came before? Every
+       10,000 sequences are a block, in which each source has exactly its share, in random order.
+    2. `_pick_windows`: which window of that source's text? In each of its epochs, the windows of a
+       source are read once each, in an order of their own.
+    3. `_cut_spans`: which ids does the window have? Windows have seq_len targets, but for the first
+       and last of an epoch. They cover each target (every id but the stream's first) exactly once,
+       and each epoch cuts at other places.
+
+    For example, let the weights be 0.7 and 0.3. Sequence 12,345 is then slot 2,345 of block 1. Say
+    that the slot is dealt to the second source, and so are 700 slots before it: 3,000 + 700
+    sequences of this source came before (step 1). If its epoch has 1,000 windows, this is the
+    701st one of epoch 3. A permutation for source and epoch maps 700 to, say, window 42 (step 2).
+    Window 42 has up to seq_len ids and the id after them (step 3).
+
+    Checkpoints store no more of the order than seed, seq_len, the bytes read and `mixture`. So a
+    change of any step would give other text to a run that resumes.
     """
 
-    def __init__(self, sources: Sequence[Source], seq_len: int, seed: int):
+    def __init__(self, sources: Sequence[Source], seq_len: int, seed: int, block: int = BLOCK):
+        """block: sequences in which each source has exactly its share."""
         streams = [source.train for source in sources]
+        self.seq_len = seq_len
+        self.seed = seed
+        self.block = block
+        # All sources as one stream, and where each begins in it.
         self.stream = Stream(shard for stream in streams for shard in stream.shards)
-        self.offsets = np.array([0, *accumulate(map(len, streams))][:-1])  # where each begins
-        self.seq_len, self.seed = seq_len, seed
+        self.offsets = np.array([0, *accumulate(len(stream) for stream in streams)][:-1])
+        # By source: targets and windows of an epoch, and sequences of a block.
         self.targets = np.array([len(stream) - 1 for stream in streams])
-        self.windows = -(-self.targets // seq_len)  # in an epoch
-        self.counts = np.array(shares([source.weight for source in sources], BLOCK))  # in a block
-        self.share = self.counts / BLOCK  # of each source, as dealt
-        # of a block: source and rank of each slot
-        self.deal = partial(deal, seed, tuple(self.counts.tolist()))
+        self.windows = -(-self.targets // seq_len)
+        self.counts = np.array(shares([source.weight for source in sources], block))
+        self.share = self.counts / block  # of the sequences, exactly
         for source, targets, count in zip(sources, self.targets, self.counts, strict=True):
             if targets < seq_len:
                 raise DataError(
@@ -498,80 +531,95 @@ class Loader:
             if count == 0:
                 raise DataError(
                     f"{source.name}: weight {source.weight:g} is less than one sequence in "
-                    f"{BLOCK:,}: "
-                    "raise it"
+                    f"{block:,}: raise it"
                 )
 
     def mixture(self) -> dict[str, list]:
-        """Return the targets of each source and its share of the sequences; beside seed and
-        seq_len, these decide which sequences a step reads."""
+        """Return the targets of each source, and its share of the sequences. With seed and seq_len,
+        these decide which sequences a step reads."""
         return dict(targets=self.targets.tolist(), shares=self.share.tolist())
 
-    def batches(self, step: int, first: int, plan, rank: int = 0) -> Iterator[Batch]:
-        """Yield a rank's micro-batches of an optimizer step. `first`: number of sequences before
-        it; `plan`: has micro_batch, grad_accum and ranks, which cut the step's sequences into
-        batches, but do not choose them."""
-        noise = step_seed(self.seed, step, "noise")
-        for micro_step in range(plan.grad_accum):
-            begin = (micro_step * plan.ranks + rank) * plan.micro_batch
-            yield Batch.of(*self.rows(first + begin + np.arange(plan.micro_batch)), noise + begin)
+    def batches(self, step: int, first: int, shape: BatchShape, rank: int = 0) -> Iterator[Batch]:
+        """Yield a rank's micro-batches of an optimizer step. first: number of sequences before the
+        step."""
+        step_noise = step_seed(self.seed, step, "noise")
+        for micro_step in range(shape.grad_accum):
+            begin = (micro_step * shape.ranks + rank) * shape.micro_batch
+            input_ids, labels = self.rows(first + begin + np.arange(shape.micro_batch))
+            yield Batch.of(input_ids, labels, step_noise + begin)
 
     def rows(self, g: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]; labels are shifted,
-        those of -100 do not count."""
-        return self.stream.rows(*self._spans(np.asarray(g)), self.seq_len)
+        """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]. Labels are shifted;
+        those that are IGNORED do not count."""
+        spans = self._cut_spans(self._pick_windows(self._pick_sources(g)))
+        return self.stream.rows(spans.start, spans.stop, self.seq_len)
 
-    def describe(self, g: int) -> tuple[int, int, str]:
-        """Return sequence g's number of source, that source's epoch, and the file and byte offset
-        where it begins."""
-        (k,), (index,) = self._source_and_index(np.array([g]))
-        (start,), _ = self._spans(np.array([g]))
-        return int(k), int(index // self.windows[k]), self.stream.where(start)
+    def origin(self, g: int) -> Origin:
+        """Return where sequence g comes from."""
+        windows = self._pick_windows(self._pick_sources(np.array([g])))
+        start = int(self._cut_spans(windows).start[0])
+        return Origin(int(windows.source[0]), int(windows.epoch[0]), self.stream.where(start))
 
     def epochs(self, g: int) -> np.ndarray:
-        """Count the passes over each source that were completed before sequence g; int64
+        """Count the passes over each source that are complete before sequence g; int64
         [sources]."""
-        block, slot = divmod(g, BLOCK)
-        read = block * self.counts + np.bincount(
-            self.deal(block)[0][:slot], minlength=len(self.counts)
-        )
-        return read // self.windows
+        block, slot = divmod(g, self.block)
+        in_this_block = np.bincount(self._deal(block).source[:slot], minlength=len(self.counts))
+        return (block * self.counts + in_this_block) // self.windows
 
     def epoch(self, g: int) -> int:
-        """Return the epoch of sequence g, from 0; of a mixture the mean of `epochs` by weight,
-        rounded down."""
-        return int(self.counts @ self.epochs(g)) // BLOCK
+        """Return the epoch of sequence g, from 0. For a mixture it is the mean of `epochs` by
+        weight, rounded down."""
+        return int(self.counts @ self.epochs(g)) // self.block
 
-    def _source_and_index(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source number of sequences g, and their index in that source's own endless
-        sequence."""
-        block, slot = np.divmod(g, BLOCK)
-        source, index = np.empty_like(g), np.empty_like(g)
+    def _deal(self, block: int) -> Deal:
+        return deal(self.seed, tuple(self.counts.tolist()), block)
+
+    def _pick_sources(self, g: np.ndarray) -> SourceSequences:
+        """Step 1: find the source of sequences g [n], and the number of that source's sequences
+        before each."""
+        block, slot = np.divmod(g, self.block)
+        source = np.empty_like(g)
+        position = np.empty_like(g)
         for number in np.unique(block).tolist():
-            here = block == number
-            owner, rank = (dealt[slot[here]] for dealt in self.deal(number))
-            source[here], index[here] = owner, number * self.counts[owner] + rank
-        return source, index
+            in_block = block == number
+            dealt = self._deal(number)
+            sources = dealt.source[slot[in_block]]
+            in_blocks_before = number * self.counts[sources]
+            source[in_block] = sources
+            position[in_block] = in_blocks_before + dealt.position[slot[in_block]]
+        return SourceSequences(source, position)
 
-    def _spans(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return start and stop of sequences g in the joined stream: inputs are ids start .. stop -
-        1, labels one further."""
-        source, index = self._source_and_index(g)
-        targets, windows = self.targets[source], self.windows[source]
-        epoch, position = np.divmod(index, windows)
-        keys = key(self.seed, 1 + source, epoch)  # an order of its own for each source and epoch
-        # Windows end at head, head + seq_len, ..., and the last at `targets`. Where they do not fit
-        # evenly, the first has head targets and the last seq_len + rest - head: each epoch cuts
-        # elsewhere, with equally many windows.
-        rest = targets % self.seq_len
-        head = np.where(
-            rest == 0,
-            self.seq_len,
-            rest + (mix(keys) >> 32).astype(np.int64) % (self.seq_len - rest),
-        )
-        stop = head + permute(position, windows, keys) * self.seq_len
-        begin = self.offsets[source]
-        return begin + np.maximum(stop - self.seq_len, 0), begin + np.minimum(stop, targets)
+    def _pick_windows(self, sequences: SourceSequences) -> Windows:
+        """Step 2: find the epoch of each sequence, and permute the epoch's windows."""
+        source = sequences.source
+        windows = self.windows[source]
+        epoch, position_in_epoch = np.divmod(sequences.position, windows)
+        epoch_key = key(self.seed, 1 + source, epoch)
+        window = permute(position_in_epoch, windows, epoch_key)
+        return Windows(source, epoch, epoch_key, window)
+
+    def _cut_spans(self, windows: Windows) -> Spans:
+        """Step 3: cut the text of each source into the windows of an epoch.
+
+        Windows end after `head` targets, head + seq_len, and so on; the last one ends with the
+        text. If seq_len does not divide the targets, `head` is random, between rest and seq_len -
+        1. The last window then has seq_len + rest - head targets, so that the number of windows is
+        the same in every epoch.
+        """
+        seq_len = self.seq_len
+        targets = self.targets[windows.source]
+        rest = targets % seq_len
+        random_number = (mix(windows.epoch_key) >> BITS_32).astype(np.int64)
+        head = np.where(rest == 0, seq_len, rest + random_number % (seq_len - rest))
+        stop = head + windows.window * seq_len
+        start = np.maximum(stop - seq_len, 0)
+        offset = self.offsets[windows.source]
+        return Spans(offset + start, offset + np.minimum(stop, targets))
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows of an evaluation
 
 
 def validation_sets(
@@ -580,24 +628,24 @@ def validation_sets(
     """Return the rows of every evaluation by source name: (input_ids, labels), int64 [n, seq_len].
 
     They have the first `eval_tokens` validation targets, split by weight. A source with fewer
-    targets than its share contributes all of them; one without targets (or with PAD alone) is left
+    targets than its share contributes all of them. One without targets, or with PAD alone, is left
     out. Raise DataError if none is left.
     """
     sets = {}
-    for source, share in zip(
-        sources, shares([source.weight for source in sources], eval_tokens), strict=True
-    ):
-        count = min(share, len(source.val) - 1)
-        if count > 0:
-            starts = np.arange(0, count, seq_len)
-            ids, labels = source.val.rows(starts, np.minimum(starts + seq_len, count), seq_len)
-            if (labels != -100).any():
-                sets[source.name] = ids, labels
+    counts = shares([source.weight for source in sources], eval_tokens)
+    for source, count in zip(sources, counts, strict=True):
+        n_targets = min(count, len(source.val) - 1)
+        if n_targets <= 0:
+            continue
+        starts = np.arange(0, n_targets, seq_len)
+        stops = np.minimum(starts + seq_len, n_targets)
+        input_ids, labels = source.val.rows(starts, stops, seq_len)
+        if (labels != IGNORED).any():
+            sets[source.name] = input_ids, labels
     if not sets:
+        names = ", ".join(source.name for source in sources)
         raise DataError(
-            f"{', '.join(source.name for source in sources)}: no validation data: prepare more "
-            f"data, or "
-            "train with --eval_every 0"
+            f"{names}: no validation data: prepare more data, or train with --eval_every 0"
         )
     return sets
 
@@ -608,12 +656,12 @@ def validation_sets(
 
 @dataclass
 class Batch:
-    """The sequences of a micro-step, with counts that are cheap to compute on the host before the
-    copy."""
+    """The sequences of a micro-step, with counts that the host computes before they are copied to
+    the device."""
 
     ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64, -100 is ignored
-    noise_seed: int  # of the first row's segments and dropout
+    noise_seed: int  # of the first row's segments and dropout; the one of row i is i higher
     cu_seqlens: Tensor  # int32 [documents + 1]
     longest: int  # upper bound of a document's length
     targets: int  # labels other than -100
@@ -625,456 +673,159 @@ class Batch:
         from spider.packing import document_cu_seqlens, longest_bound
 
         cu_seqlens = document_cu_seqlens(ids)
-        targets = int((labels != -100).sum())
-        n_bytes = int((ids != PAD_ID).sum())
         return cls(
-            ids,
-            labels,
-            noise_seed,
-            cu_seqlens,
-            longest_bound(cu_seqlens, ids.shape[1]),
-            targets,
-            n_bytes,
+            ids=ids,
+            labels=labels,
+            noise_seed=noise_seed,
+            cu_seqlens=cu_seqlens,
+            longest=longest_bound(cu_seqlens, ids.shape[1]),
+            targets=int((labels != IGNORED).sum()),
+            n_bytes=int((ids != PAD_ID).sum()),
         )
 
     def to(self, device: torch.device) -> Batch:
         """Copy it to a device; from pinned memory, so that the host does not wait."""
         if device.type == "cpu":
             return self
-        moved = {
-            name: getattr(self, name).pin_memory().to(device, non_blocking=True)
-            for name in ("ids", "labels", "cu_seqlens")
-        }
-        return dataclasses.replace(self, **moved)
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        return dataclasses.replace(
+            self,
+            ids=copy(self.ids),
+            labels=copy(self.labels),
+            cu_seqlens=copy(self.cu_seqlens),
+        )
 
 
 class Feed:
-    """Give a rank's batches step by step, on its device. A thread fetches those of the next step
-    meanwhile."""
+    """Give a rank's batches step by step, on its device. Meanwhile a thread fetches those of the
+    next step."""
+
+    fetched: Future[list[Batch]]  # the batches that `take` returns next
 
     def __init__(
-        self, loader: Loader, plan, rank: int, device: torch.device, step: int, first: int
+        self,
+        loader: Loader,
+        shape: BatchShape,
+        rank: int,
+        device: torch.device,
+        step: int,
+        first: int,
     ):
-        """step, first: the next step, and the number of sequences before it; for `plan` see
-        Loader.batches."""
-        self.loader, self.plan, self.rank, self.device = loader, plan, rank, device
-        # its thread is no daemon, which would abort inside of torch at the end
+        """step: the next one; first: number of sequences before it."""
+        self.loader = loader
+        self.shape = shape
+        self.rank = rank
+        self.device = device
+        # No daemon thread: at the end of the process it would abort inside of torch.
         self.thread = ThreadPoolExecutor(1)
-        self._fetch(step, first)
+        self._start_fetching(step, first)
 
     def take(self) -> list[Batch]:
         """Return the batches of the next step, and start to fetch those of the step after it."""
         batches = self.fetched.result()
-        self._fetch(self.step + 1, self.first + self.plan.sequences)
+        self._start_fetching(self.step + 1, self.first + self.shape.sequences)
         return batches
 
-    def _fetch(self, step: int, first: int):
-        def fetch() -> list[Batch]:
-            return [
-                batch.to(self.device)
-                for batch in self.loader.batches(step, first, self.plan, self.rank)
-            ]
+    def _start_fetching(self, step: int, first: int):
+        self.step = step
+        self.first = first
+        self.fetched = self.thread.submit(self._fetch, step, first)
 
-        self.step, self.first, self.fetched = step, first, self.thread.submit(fetch)
-
-
-# --------------------------------------------------------------------------------------------------
-# prepare: inputs become documents, documents become shards
-
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a data set: owner/name
-KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "json"} | dict.fromkeys(
-    TABLES, "table"
-)
-
-
-class Input(NamedTuple):
-    """A file, standard input (-) or a data set of the hub, and how it is read."""
-
-    path: str
-    kind: str  # one of KINDS, or document, stdin, hub
-    named: bool = True  # on the command line, not found in a directory
-
-    def size(self) -> int | None:
-        """Return the bytes that are read of it; None if they are not known before."""
-        if self.kind in ("table", "hub", "stdin") or is_compressed(self.path):
-            return None
-        try:
-            status = os.stat(self.path)
-        except OSError:  # such an input is skipped, or its error raised when it is opened
-            return 0
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-@dataclass
-class Documents:
-    """Read the documents of inputs. Bad records are skipped and counted by kind, or with `strict`
-    raise DataError."""
-
-    field: str  # of a JSON object, or the column of a table, with the text
-    val_fraction: float
-    endings: tuple[str, ...]  # if any, only files with these are read, each as a document
-    config: str | None  # of a data set of the hub
-    split: str  # the same
-    strict: bool
-    # count and first place by kind
-    skipped: dict[str, list] = dataclasses.field(default_factory=dict)
-
-    def find(self, argument: str) -> list[Input]:
-        """List the inputs that an argument names; directories are searched in sorted order."""
-        if argument == "-":
-            return [Input("-", "stdin")]
-        if not os.path.exists(argument):
-            is_file = os.path.lexists(argument) or Path(argument).suffix.lower() in (
-                *KINDS,
-                *COMPRESSED,
-            )
-            if self.endings or is_file or not HUB_NAME.fullmatch(argument):
-                raise DataError(f"{argument}: no such file or directory")
-            return [Input(argument, "hub")]
-        in_directory = os.path.isdir(argument)
-        faults: list[OSError] = []  # of directories
-        paths = (
-            sorted(map(Path, files_below(argument, faults.append)))
-            if in_directory
-            else [Path(argument)]
-        )
-        for fault in faults:
-            if fault.filename == argument:
-                raise fault
-            self.skip(f"unreadable: {fault.strerror}", fault.filename)
-        kinds = [(str(path), self.kind_of(uncompressed_name(path))) for path in paths]
-        found = [
-            Input(path, kind, named=not in_directory) for path, kind in kinds if kind is not None
-        ]
-        if not found and not faults:
-            raise DataError(
-                f"{argument}: no {' '.join(self.endings or KINDS)} file; --ext names other text "
-                f"files"
-            )
-        if len(found) < len(paths):
-            note(
-                f"prepare: {argument}: skipped {len(paths) - len(found):,} other files; --ext "
-                f"names those to read as "
-                "documents"
-            )
-        return found
-
-    def kind_of(self, name: str) -> str | None:
-        """Return how a file is read by its name; None if it is not."""
-        if self.endings:
-            return "document" if name.endswith(self.endings) else None
-        return KINDS.get(Path(name).suffix)
-
-    def read(self, source: Input, scratch: Path) -> Iterator[tuple[str, Iterable[bytes]]]:
-        """Yield (split, pieces of the text) for each document of an input; `scratch`: see
-        open_input."""
-        path, kind, named = source
-        if kind == "hub":
-            yield from self.texts(path, hub_cells(path, self.field, self.config, self.split))
-            return
-        if not (named or os.path.isfile(path)):
-            self.skip("missing, a dead link or no regular file", path)
-            return
-        try:
-            file = open_input(path, scratch)
-        except OSError as fault:
-            if named or fault.filename != path:  # the other one is of `scratch`
-                raise
-            self.skip(f"unreadable: {fault.strerror}", path)
-            return
-        with file, naming(path):
-            head = file.read(MIB)
-            start = len(BOM) if head.startswith(BOM) else 0
-            size = file.seek(0, os.SEEK_END) - start
-            file.seek(start)
-            if kind == "stdin":
-                kind = "text"
-                if found := re.match(rb'\s*(\[?)\s*\{\s*"', head[start:]):
-                    kind = "json" if found[1] else "lines"
-                label = dict(text="text", json="a JSON array", lines="JSON lines")[kind]
-                note(f"prepare: -: read as {label}, by its first bytes")
-            if size == 0:
-                self.skip("empty", path)
-            elif head.startswith((b"\xff\xfe", b"\xfe\xff")):  # its byte order mark
-                self.skip("UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`", path)
-            elif kind == "table":
-                yield from self.texts(path, table_cells(path, file, self.field))
-            elif kind == "lines":
-                yield from self.texts(path, json_lines(file))
-            elif kind == "json":
-                yield from self.texts(path, json_records(file))
-            elif kind == "document":
-                split = self.draw_split(pieces(file, size, path))
-                file.seek(start)
-                yield split, pieces(file, size, path)
-            else:  # a text: its end is the validation split
-                cut = int(size * (1 - self.val_fraction))
-                for split, count in ("train", cut), ("val", size - cut):
-                    if count:
-                        yield split, pieces(file, count, path)
-
-    def texts(self, path: str, records: Iterator[object]) -> Iterator[tuple[str, Iterable[bytes]]]:
-        """Yield the documents of an input's records (see text_of), but for bad ones and blank
-        lines."""
-        number = 0
-        while True:
-            number += 1
-            try:
-                text = text_of(next(records), self.field)
-            except StopIteration:
-                return
-            except ValueError as fault:
-                self.skip(str(fault), f"{path}:{number}")
-            else:
-                if text is not None:
-                    yield self.draw_split([text]), [text]
-
-    def draw_split(self, text: Iterable[bytes]) -> str:
-        """Draw the split of a document by a hash of its text, so that equal ones never fall into
-        both; a document that validates at one --val_fraction does so at any higher one."""
-        digest = hashlib.blake2b(digest_size=8, person=b"validation")
-        for piece in text:
-            digest.update(piece)
-        return (
-            "val"
-            if int.from_bytes(digest.digest(), "little") < self.val_fraction * 2**64
-            else "train"
-        )
-
-    def skip(self, kind: str, place: str):
-        if self.strict:
-            raise DataError(f"{place}: {kind}")
-        self.skipped.setdefault(kind, [0, place])[0] += 1
-
-
-class ShardWriter:
-    """Write the shards of a split under temporary names, each of `limit` ids but the last."""
-
-    BOS, EOS = np.array([BOS_ID], "<u2"), np.array([EOS_ID], "<u2")
-
-    def __init__(self, out: Path, split: str, limit: int):
-        # entries: of metadata.json
-        self.out, self.split, self.limit, self.entries = out, split, limit, []
-        # of the shard being written
-        self.file, self.digest, self.ids, self.documents = None, None, 0, 0
-
-    def write(self, document: Iterable[bytes], progress: ProgressBar):
-        """Write a document; `progress`: counts its bytes."""
-        self._put(self.BOS)
-        self.documents += 1
-        for piece in document:
-            self._put(np.frombuffer(piece, np.uint8).astype("<u2"))
-            progress.add(len(piece))
-        self._put(self.EOS)
-
-    def _put(self, ids: np.ndarray):
-        while len(ids):
-            if self.file is None:
-                self.name = f"{self.split}-{len(self.entries):05d}.bin"
-                # x: no link of this name is followed
-                self.file = open(temporary(self.out, self.name), "xb", MIB)
-                self.digest = hashlib.sha256()
-            part, ids = ids[: self.limit - self.ids], ids[self.limit - self.ids :]
-            self.file.write(part)
-            self.digest.update(part)
-            self.ids += len(part)
-            if self.ids == self.limit:
-                self.finish()
-
-    def finish(self):
-        """Complete the shard that is being written, if there is one."""
-        if self.file is not None:
-            self.file.close()
-            sync(temporary(self.out, self.name))
-            self.entries.append(
-                dict(
-                    name=self.name,
-                    split=self.split,
-                    ids=self.ids,
-                    documents=self.documents,
-                    sha256=self.digest.hexdigest(),
-                )
-            )
-            self.file, self.ids, self.documents = None, 0, 0
-
-
-def temporary(out: Path, name: str) -> Path:
-    """Return the path of a shard until all are complete."""
-    return out / f".{name}.tmp"
-
-
-def prepare(arguments: Sequence[str], out: Path, documents: Documents, limit: int):
-    """Turn inputs into shards of `limit` ids and metadata.json, in one pass; after a failure
-    nothing is left.
-
-    Shards get their names at the end, after metadata.json, so that nothing of a killed process is
-    taken for data; it is deleted by the next one."""
-
-    def clear():
-        for path in (
-            *out.glob("*.bin"),
-            *out.glob(".*.bin.tmp"),
-            *out.glob(".metadata.json.*.tmp"),
-            out / "metadata.json",
-        ):
-            path.unlink(missing_ok=True)
-
-    inputs = [found for argument in arguments for found in documents.find(argument)]
-    sizes = [source.size() for source in inputs]
-    progress = ProgressBar("prepare", 0 if None in sizes else sum(sizes))
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
-        described = (out / "metadata.json").exists()
-        killed = described and any(out.glob(".*.bin.tmp"))
-        if not killed and (described or any(out.rglob("*.bin"))):
-            raise DataError(f"{out}: has shards already: use another --out, or delete it")
-        clear()
-        try:
-            with naming(out):
-                writers = {split: ShardWriter(out, split, limit) for split in ("train", "val")}
-                for source, end in zip(
-                    inputs, accumulate(size or 0 for size in sizes), strict=True
-                ):
-                    for split, document in documents.read(source, out):
-                        writers[split].write(document, progress)
-                    # of JSON lines only the texts were counted
-                    progress.add(max(0, end - progress.done))
-                for writer in writers.values():
-                    writer.finish()
-                totals = summarize(arguments, documents, writers)
-                shards = [entry for writer in writers.values() for entry in writer.entries]
-                with durable(out / "metadata.json") as file:
-                    json.dump(
-                        dict(
-                            vocab_size=VOCAB_SIZE,
-                            dtype="uint16",
-                            totals=totals,
-                            inputs=arguments,
-                            field=documents.field,
-                            ext=documents.endings,
-                            val_fraction=documents.val_fraction,
-                            split_by="blake2b of the text",
-                            skipped={kind: count for kind, (count, _) in documents.skipped.items()},
-                            shards=shards,
-                        ),
-                        file,
-                        indent=1,
-                    )
-                for shard in shards:
-                    os.replace(temporary(out, shard["name"]), out / shard["name"])
-                sync(out)
-        except OSError as fault:
-            clear()
-            if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise DataError(
-                f"{fault.filename}: {fault.strerror}: shards take two bytes for each byte of "
-                f"text, and "
-                "inputs that are compressed or piped a copy; make room, or use another --out"
-            ) from None
-        except BaseException:
-            clear()
-            raise
-    say(
-        f"{out}: "
-        + "; ".join(
-            f"{split} {total['ids']:,} ids, {total['documents']:,} documents"
-            for split, total in totals.items()
-        )
-    )
-
-
-def summarize(
-    arguments: Sequence[str], documents: Documents, writers: dict[str, ShardWriter]
-) -> dict[str, dict]:
-    """Return the ids and documents of each split, and print what was skipped. Raise DataError
-    without training data."""
-    totals = {
-        split: {
-            count: sum(entry[count] for entry in writer.entries) for count in ("ids", "documents")
-        }
-        for split, writer in writers.items()
-    }
-    skipped = ", ".join(
-        f"{count:,} {kind} (first: {place})" for kind, (count, place) in documents.skipped.items()
-    )
-    if not totals["train"]["ids"]:
-        reason = skipped or "no document"
-        if totals["val"]["ids"]:
-            reason = "every document fell into the validation split: lower --val_fraction"
-        raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
-    if skipped:
-        note(f"prepare: skipped {skipped}")
-    if not totals["val"]["ids"]:
-        note(
-            "prepare: no validation split: training will hold out the last 1% of its data; for a "
-            "real one "
-            "raise --val_fraction or add documents"
-        )
-    return totals
+    def _fetch(self, step: int, first: int) -> list[Batch]:
+        batches = self.loader.batches(step, first, self.shape, self.rank)
+        return [batch.to(self.device) for batch in batches]
 
 
 # --------------------------------------------------------------------------------------------------
 # verify and show
 
+IDS_AT_A_TIME = 1 << 20  # of a shard that is verified
+
 
 def verify(directory: str):
-    """Check the shards of a directory; print each that is damaged, and raise DataError if there is
+    """Check the shards of a directory. Print each that is damaged, and raise DataError if there is
     one."""
-    shards, damaged = find_shards(directory), 0
-    progress = ProgressBar("verify", sum(os.path.getsize(path) for path, _, _ in shards))
-    for path, _, entry in shards:
+    shards = find_shards(directory)
+    progress = ProgressBar("verify", sum(os.path.getsize(shard.path) for shard in shards))
+    damaged = 0
+    for shard in shards:
         try:
-            stream, digest = Stream([map_shard(path, entry)]), hashlib.sha256()
-            for start in range(0, len(stream), MIB):
-                stop = min(start + MIB, len(stream))
-                stream.check(start, stop)
-                digest.update(stream.read(start, stop))
-                progress.add(2 * (stop - start))
-            if entry is not None and digest.hexdigest() != entry["sha256"]:
-                raise DataError(
-                    f"{path}: altered: its SHA-256 does not match metadata.json; copy or prepare "
-                    f"it again"
-                )
-        except DataError as fault:
-            note(str(fault))
+            verify_shard(shard, progress)
+        except DataError as error:
+            note(str(error))
             damaged += 1
     if damaged:
         raise DataError(f"{directory}: {damaged:,} of {len(shards):,} shards are damaged")
     say(f"{directory}: {len(shards):,} shards are valid")
-    if unlisted := sum(entry is None for _, _, entry in shards):
+    unlisted = sum(shard.entry is None for shard in shards)
+    if unlisted:
         say(f"{unlisted:,} of them are not in a metadata.json: only their format was checked")
 
 
+def verify_shard(shard: ShardFile, progress: ProgressBar):
+    """Check size, ids and checksum of a shard. Raise DataError if it is damaged."""
+    stream = Stream([map_shard(shard.path, shard.entry)])
+    digest = hashlib.sha256()
+    for start in range(0, len(stream), IDS_AT_A_TIME):
+        stop = min(start + IDS_AT_A_TIME, len(stream))
+        stream.check(start, stop)
+        digest.update(stream.read(start, stop).data)
+        progress.add(ID_BYTES * (stop - start))
+    if shard.entry is not None and digest.hexdigest() != shard.entry.sha256:
+        raise DataError(
+            f"{shard.path}: altered: its SHA-256 does not match metadata.json; copy or prepare it "
+            "again"
+        )
+
+
 def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: int):
-    """Print sequences of a run: number, epoch, source, file and byte offset of the first id, then
-    the text."""
+    """Print sequences of a run. A line has number, epoch, source, and file and byte offset of the
+    first id; the next one has the text."""
     loader = Loader(sources, seq_len, seed)
     for g in range(first, first + count):
-        k, epoch, offset = loader.describe(g)
-        (inputs,), (labels,) = loader.rows([g])
-        print(one_line(f"{g}: epoch {epoch}, {sources[k].name}, {offset}"))
-        print(
-            "    " + printable([int(inputs[0]), *labels.masked_fill(labels < 0, PAD_ID).tolist()])
-        )
+        origin = loader.origin(g)
+        name = sources[origin.source].name
+        print(one_line(f"{g}: epoch {origin.epoch}, {name}, {origin.offset}"))
+        (input_ids,), (labels,) = loader.rows(np.array([g]))
+        ids = [int(input_ids[0]), *labels.masked_fill(labels == IGNORED, PAD_ID).tolist()]
+        print("    " + printable(ids))
 
 
 # --------------------------------------------------------------------------------------------------
 # The command line
 
 
+def extensions(text: str) -> tuple[str, ...]:
+    """Parse a list such as .py,md, for `type` of an argument."""
+    return tuple("." + name.lstrip(".") for name in text.lower().split(","))
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="data.py", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="{prepare,verify,show}")
-    add = commands.add_parser("prepare", help="make shards from text").add_argument
+    add_prepare_flags(commands.add_parser("prepare", help="make shards from text"))
+    verify_parser = commands.add_parser(
+        "verify", help="check shards: size and checksum by metadata.json, ids"
+    )
+    verify_parser.add_argument("directory", type=path_name, metavar="DIR")
+    add_show_flags(
+        commands.add_parser("show", help="print the sequences that a run reads, by number")
+    )
+    return parser.parse_args(argv)
+
+
+def add_prepare_flags(parser: argparse.ArgumentParser):
+    add = parser.add_argument
     add(
         "inputs",
         nargs="+",
         type=path_name,
         metavar="INPUT",
-        help="text, JSON, parquet, csv or arrow file, also "
-        "compressed; directory of them; - (standard input); or OWNER/NAME, a data set of the "
-        "Hugging Face hub",
+        help="text, JSON, parquet, csv or arrow file, also compressed; directory of them; - "
+        "(standard input); or OWNER/NAME, a data set of the Hugging Face hub",
     )
     add(
         "--out",
@@ -1086,7 +837,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--ext",
-        type=lambda text: tuple("." + ending.lstrip(".") for ending in text.lower().split(",")),
+        type=extensions,
         default=(),
         metavar=".py,.md",
         help="read the files with these extensions alone, each as one document",
@@ -1098,53 +849,53 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=0.1,
         metavar="FRACTION",
         help="fraction for validation, below 1: the end of a text; of documents, those that a "
-        "hash of them draws",
+        "hash of their text draws",
     )
     add("--config", "--name", help="configuration of a data set of the hub")
     add("--split", default="train", help="split of a data set of the hub")
     add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")
     add("--shard_mb", type=real(1e-6, 1e9), default=256, metavar="MB", help="size of a shard")
-    add = commands.add_parser(
-        "verify", help="check shards: size and checksum by metadata.json, ids"
-    ).add_argument
-    add("directory", type=path_name, metavar="DIR")
-    command = commands.add_parser("show", help="print the sequences that a run reads, by number")
-    add = command.add_mutually_exclusive_group(required=True).add_argument
-    add(
+
+
+def add_show_flags(parser: argparse.ArgumentParser):
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument(
         "directory",
         nargs="?",
         type=path_name,
         metavar="SPEC",
         help="the run's --data_dir: a directory or a mixture",
     )
-    add("--mock_data", action="store_true", help="synthetic data instead of SPEC")
-    add = command.add_argument
+    data.add_argument("--mock_data", action="store_true", help="synthetic data instead of SPEC")
+    add = parser.add_argument
     add("--seq_len", type=integer(1), default=2048, metavar="BYTES", help="the run's --seq_len")
     add("--seed", type=integer(0), default=0, metavar="N", help="the run's --seed")
     add("--first", type=integer(0), default=0, metavar="G", help="number of the first sequence")
     add("--count", type=integer(1), default=1, metavar="N", help="sequences to print")
-    return parser.parse_args(argv)
+
+
+def run_command(args: argparse.Namespace):
+    if args.command == "prepare":
+        documents = Documents(
+            field=args.field,
+            val_fraction=args.val_fraction,
+            endings=args.ext,
+            config=args.config,
+            split=args.split,
+            strict=args.strict,
+        )
+        shard_ids = max(1, int(args.shard_mb * 1e6 / ID_BYTES))
+        prepare(args.inputs, Path(args.directory), documents, shard_ids)
+    elif args.command == "verify":
+        verify(args.directory)
+    else:
+        sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
+        show(sources, args.seq_len, args.seed, args.first, args.count)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit status: 0; 2 with a line on stderr for an error; 130 after Ctrl-C."""
-
-    def command():
-        args = parse_args(argv)
-        if args.command == "prepare":
-            documents = Documents(
-                args.field, args.val_fraction, args.ext, args.config, args.split, args.strict
-            )
-            prepare(
-                args.inputs, Path(args.directory), documents, max(1, int(args.shard_mb * 1e6 / 2))
-            )
-        elif args.command == "verify":
-            verify(args.directory)
-        else:
-            sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
-            show(sources, args.seq_len, args.seed, args.first, args.count)
-
-    return run_program(command, "data.py", interrupted="interrupted")
+    return run_program(lambda: run_command(parse_args(argv)), "data.py", interrupted="interrupted")
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from data import KINDS, Documents, Input, Shard, Stream, map_shard, open_data, validation_sets
+from data import Shard, Stream, map_shard, open_data, validation_sets
 from spider.distributed import World
 from spider.export import write_export
 from spider.inference import (
@@ -240,6 +240,7 @@ from spider.machine import (
     resolve_device,
     start_log,
 )
+from spider.prepare import KINDS, Documents, Input
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 from train import EVAL_BYTES, evaluate

@@ -1,5 +1,7 @@
-"""Shards for the tests of data, and the complaint of a command."""
+"""Helpers for the tests of data: shards, commands of data.py in this process, what they write."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,26 +10,41 @@ import data
 from data import Shard, Source, Stream
 from tokenizer import BOS_ID, EOS_ID
 
-PROGRESS = "prepare: ", "verify: "
+# --------------------------------------------------------------------------------------------------
+# Commands
 
 
-def complaint(capsys, *argv) -> str:
-    """Return the complaint of data.py about a command line; fail unless it is one line on stderr,
-    and the status 2."""
-    status = data.main([*map(str, argv)])
+def run_data(command: str | Sequence) -> int:
+    """Run a command of data.py; return its exit status. A word with spaces needs a sequence."""
+    words = command.split() if isinstance(command, str) else [str(word) for word in command]
+    return data.main(words)
+
+
+def prepare(command: str | Sequence):
+    """Run `data.py prepare`, which must succeed."""
+    words = command.split() if isinstance(command, str) else command
+    assert run_data(["prepare", *words]) == 0
+
+
+def error_line(capsys, command: str | Sequence) -> str:
+    """Run a command that must fail with status 2, nothing on stdout, and one line on stderr beside
+    the lines of progress. Return that line."""
+    status = run_data(command)
     out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if not line.startswith(PROGRESS)]
-    assert (status, len(lines), out) == (2, 1, "") and lines[0].startswith("data.py: error: "), (
-        argv,
-        status,
-        err,
-        out,
-    )
+    lines = [line for line in err.splitlines() if not line.startswith(("prepare: ", "verify: "))]
+    assert (status, out) == (2, ""), err
+    assert len(lines) == 1, err
+    assert lines[0].startswith("data.py: error: ")
     assert lines[0].isprintable()
     return lines[0]
 
 
-def write_shard(path: Path, ids) -> Path:
+# --------------------------------------------------------------------------------------------------
+# Shards
+
+
+def write_shard(path: str | Path, ids) -> Path:
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     np.asarray(ids, "<u2").tofile(path)
     return path
@@ -41,15 +58,29 @@ def source(ids, val=(), name="s", weight=1.0) -> Source:
     return Source(name, weight, stream(ids), stream(val))
 
 
-def joined(directory: Path, split: str) -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(directory.glob(f"{split}-*.bin")))
+# --------------------------------------------------------------------------------------------------
+# What prepare wrote
 
 
-def documents(directory: Path, split: str) -> list[bytes]:
-    """The documents of a split; fails where one does not begin with BOS and end with EOS."""
-    out = []
-    stream = np.frombuffer(joined(directory, split), "<u2")
-    for ids in np.split(stream, np.flatnonzero(stream == EOS_ID) + 1)[:-1]:
-        assert ids[0] == BOS_ID and ids[-1] == EOS_ID and (ids[1:-1] < 256).all()
-        out.append(ids[1:-1].astype(np.uint8).tobytes())
-    return out
+def metadata(directory: str | Path) -> dict:
+    return json.loads(Path(directory, "metadata.json").read_text())
+
+
+def joined(directory: str | Path, split: str) -> bytes:
+    """Return the shards of a split as one."""
+    shards = sorted(Path(directory).glob(f"{split}-*.bin"))
+    return b"".join(path.read_bytes() for path in shards)
+
+
+def documents(directory: str | Path, split: str) -> list[bytes]:
+    """Return the texts of a split. Each must begin with BOS and end with EOS."""
+    texts = []
+    ids = np.frombuffer(joined(directory, split), "<u2")
+    ends = np.flatnonzero(ids == EOS_ID) + 1
+    *parts, rest = np.split(ids, ends)
+    assert len(rest) == 0
+    for part in parts:
+        assert part[0] == BOS_ID and part[-1] == EOS_ID
+        assert (part[1:-1] < 256).all()
+        texts.append(part[1:-1].astype(np.uint8).tobytes())
+    return texts

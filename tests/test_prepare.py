@@ -14,182 +14,160 @@ from pathlib import Path
 
 import pytest
 
-import data
-from bad_data import complaint, documents, joined, write_shard
-from conftest import ROOT, contents, measured, prepare
+from bad_data import documents, error_line, joined, metadata, prepare, run_data, write_shard
+from conftest import ROOT, contents, measured
 from data import open_data
-from spider import common, datasets_import
+from spider import common, inputs
+from spider.inputs import BYTE_ORDER_MARK
+from spider.prepare import ShardWriter
 from tokenizer import VOCAB_SIZE
 
 LINE = b'{"text": "fine"}\n'
 
 
-def metadata(directory: Path) -> dict:
-    return json.loads((directory / "metadata.json").read_text())
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    """Every test has a directory of its own for its relative paths."""
+    monkeypatch.chdir(tmp_path)
 
 
-def test_a_text_is_split_by_bytes_as_everyone_splits_tinyshakespeare(tmp_path):
+def write(name: str, content: bytes):
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def json_line(text: str) -> str:
+    return json.dumps(dict(text=text)) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------
+# Documents and their split
+
+
+def test_text_is_split_at_the_byte_where_everyone_splits_tinyshakespeare():
     text = random.Random(0).randbytes(1_115_394)
-    (tmp_path / "in.txt").write_bytes(text)
-    assert prepare(tmp_path / "in.txt", "--out", tmp_path / "o") == 0
-    assert documents(tmp_path / "o", "train") == [text[:1_003_854]]
-    assert documents(tmp_path / "o", "val") == [text[1_003_854:]]
-    [found] = open_data(str(tmp_path / "o"))
-    assert len(found.train) == 1_003_856 and len(found.val) == 111_542
+    write("in.txt", text)
+    prepare("in.txt --out o")
+    assert documents("o", "train") == [text[:1_003_854]]
+    assert documents("o", "val") == [text[1_003_854:]]
+    [source] = open_data("o")
+    assert len(source.train) == 1_003_856
+    assert len(source.val) == 111_542
 
 
-def test_json_lines_become_documents_of_which_a_hash_of_the_text_chooses_some_to_validate(tmp_path):
+def test_records_are_split_by_a_hash_that_never_changes_and_stay_in_order():
     texts = [f"document {i} \u00fc\u4e2d\U0001f600 " + "y" * (i % 50) for i in range(400)]
-    for name in ("a.jsonl", "b.ndjson"):
-        (tmp_path / name).write_text(
-            "".join(f"\n{json.dumps(dict(body=text))}\r\n" for text in texts)
-        )
-    chosen = []
-    for inputs in (["a.jsonl"], ["b.ndjson"], ["a.jsonl", "b.ndjson"]):
-        out = tmp_path / "".join(inputs).replace(".", "")
-        argv = [tmp_path / name for name in inputs] + [
-            "--field",
-            "body",
-            "--val_fraction",
-            "0.25",
-            "--out",
-            out,
-        ]
-        assert prepare(*argv) == 0
-        train, val = (
-            [document.decode() for document in documents(out, split)] for split in ("train", "val")
-        )
-        assert (
-            sorted(train + val) == sorted(texts * len(inputs)) and 60 < len(val) / len(inputs) < 140
-        )
-        totals = metadata(out)["totals"]
-        assert (totals["train"]["documents"], totals["val"]["documents"]) == (len(train), len(val))
-        chosen.append(val)
-    # in their order
-    assert chosen[0] == chosen[1] == [text for text in texts if text in set(chosen[0])]
-    assert chosen[2] == chosen[0] + chosen[1]
-    assert chosen[0][:2] == texts[:2]  # the hash is that of every version
+    lines = [f"\n{json.dumps(dict(body=text))}\r\n" for text in texts]
+    write("a.jsonl", "".join(lines).encode())
+    write("b.ndjson", "".join(lines).encode())
+    prepare("a.jsonl b.ndjson --field body --val_fraction 0.25 --out o")
+    train = [text.decode() for text in documents("o", "train")]
+    val = [text.decode() for text in documents("o", "val")]
+    assert train == 2 * [text for text in texts if text not in set(val)]
+    assert val == 2 * [text for text in texts if text in set(val)]
+    assert 120 < len(val) < 280
+    assert val[:2] == texts[:2]  # as in all versions
+    totals = metadata("o")["totals"]
+    assert totals["train"]["documents"] == len(train)
+    assert totals["val"]["documents"] == len(val)
 
 
-def validation_texts(out: Path, *argv) -> set[bytes]:
-    """Prepare inputs; return the texts that validate, of which none may be trained on."""
-    assert prepare(*argv, "--out", out) == 0
-    train, val = (set(documents(out, split)) for split in ("train", "val"))
-    assert not train & val
-    return val
-
-
-def test_a_text_falls_into_the_same_split_from_any_input_at_any_place(tmp_path, monkeypatch):
-    """Each twice in JSON lines, in reverse, and in files of --ext, whose hash is computed in
-    several pieces."""
-    monkeypatch.setattr(datasets_import, "MIB", 50)
+def test_same_text_falls_into_the_same_split_from_any_input(monkeypatch):
+    """The texts stand in JSON lines twice, in JSON lines in reverse, and in a file each."""
+    monkeypatch.setattr(inputs, "MIB", 50)  # so that files are hashed in several pieces
     texts = [f"text {i} " + "y" * (40 * i % 999) for i in range(60)]
-    lines = [json.dumps(dict(text=text)) + "\n" for text in ["", *texts]]
-    (tmp_path / "twice.jsonl").write_text("".join(lines + lines))
-    (tmp_path / "reverse.jsonl").write_text("".join(reversed(lines)))
-    (tmp_path / "files").mkdir()
+    lines = [json_line(text) for text in ["", *texts]]
+    write("twice.jsonl", "".join(lines + lines).encode())
+    write("reverse.jsonl", "".join(reversed(lines)).encode())
     for i, text in enumerate(texts):
-        (tmp_path / "files" / f"{i * 7 % 60}.md").write_bytes(data.BOM * (i % 2) + text.encode())
+        mark = BYTE_ORDER_MARK * (i % 2)
+        write(f"files/{i * 7 % 60}.md", mark + text.encode())
+
+    def validation_texts(command: str, out: str) -> set[bytes]:
+        prepare(f"{command} --out {out}")
+        val = set(documents(out, "val"))
+        assert not val & set(documents(out, "train"))
+        return val
+
     chosen = {}
     for fraction in ("0", "0.2", "0.5"):
-        argv = "--val_fraction", fraction
-        twice = validation_texts(tmp_path / f"twice{fraction}", tmp_path / "twice.jsonl", *argv)
-        assert (
-            validation_texts(tmp_path / f"reverse{fraction}", tmp_path / "reverse.jsonl", *argv)
-            == twice
-        )
-        files = validation_texts(
-            tmp_path / f"files{fraction}", tmp_path / "files", "--ext", ".md", *argv
-        )
-        assert files == twice - {b""}
-        chosen[fraction] = twice
-    assert chosen["0"] == set() and chosen["0.2"] < chosen["0.5"] and 5 < len(chosen["0.2"]) < 20
+        flag = f"--val_fraction {fraction}"
+        chosen[fraction] = validation_texts(f"twice.jsonl {flag}", f"twice{fraction}")
+        reverse = validation_texts(f"reverse.jsonl {flag}", f"reverse{fraction}")
+        files = validation_texts(f"files --ext .md {flag}", f"files{fraction}")
+        assert reverse == chosen[fraction]
+        assert files == chosen[fraction] - {b""}
+    assert chosen["0"] == set()
+    assert 5 < len(chosen["0.2"]) < 20
+    assert chosen["0.2"] < chosen["0.5"]
 
 
 @pytest.fixture
-def mixed(tmp_path) -> Path:
-    """A directory with a text, JSON lines with unicode, blank lines and long lines, and files of
-    other kinds."""
-    inputs = tmp_path / "in"
-    (inputs / "sub").mkdir(parents=True)
-    (inputs / "a.txt").write_bytes(random.Random(0).randbytes(5000))
+def mixed() -> str:
+    """Write a directory with a text, JSON lines (unicode, blank and long lines) and other files;
+    return its name."""
+    write("in/a.txt", random.Random(0).randbytes(5000))
     texts = ["plain", "", "na\u00efve \u4f60\u597d \U0001f577", 'quote " and \\ and\nnewline']
     texts += ["x" * n for n in range(0, 3000, 40)]
-    lines = [
-        json.dumps(dict(id=i, text=text), ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)
-    ]
-    (inputs / "sub" / "b.jsonl").write_text("\n\n" + "\n  \n".join(lines), encoding="utf-8")
+    lines = []
+    for i, text in enumerate(texts):
+        lines.append(json.dumps(dict(id=i, text=text), ensure_ascii=i % 2 == 0))
+    write("in/sub/b.jsonl", ("\n\n" + "\n  \n".join(lines)).encode())
     for name in ("c.md", "d.md", "Makefile", ".hidden.txt"):
-        (inputs / name).write_text("not data")
-    return inputs
+        write(f"in/{name}", b"not data")
+    return "in"
 
 
-def test_the_size_of_shards_does_not_change_the_stream(mixed, tmp_path, monkeypatch, capsys):
-    assert prepare(mixed, "--out", tmp_path / "one") == 0
-    assert f"prepare: {mixed}: skipped 3 other files; --ext" in capsys.readouterr().err
-    monkeypatch.setattr(datasets_import, "MIB", 50)  # of which what is read at a time is a multiple
-    assert prepare(mixed, "--out", tmp_path / "many", "--shard_mb", "0.002") == 0
-    assert data.main(["verify", str(tmp_path / "many")]) == 0
-    one, many = (metadata(tmp_path / out) for out in ("one", "many"))
-    assert one["totals"] == many["totals"] and len(one["shards"]) == 2 and len(many["shards"]) > 90
-    sizes = [path.stat().st_size for path in (tmp_path / "many").glob("*.bin")]
-    assert max(sizes) == 2000 and sum(size < 2000 for size in sizes) <= 2
+def test_size_of_shards_does_not_change_the_stream(mixed, monkeypatch, capsys):
+    prepare("in --out one")
+    assert "prepare: in: skipped 3 other files; --ext" in capsys.readouterr().err
+    monkeypatch.setattr(inputs, "MIB", 50)  # inputs are read in pieces of a multiple of it
+    prepare("in --out many --shard_mb 0.002")
+    assert run_data("verify many") == 0
+    one = metadata("one")
+    many = metadata("many")
+    assert one["totals"] == many["totals"]
+    assert len(one["shards"]) == 2
+    assert len(many["shards"]) > 90
+    sizes = [path.stat().st_size for path in Path("many").glob("*.bin")]
+    assert max(sizes) == 2000
+    assert sum(size < 2000 for size in sizes) <= 2  # the last one of each split
     for split in ("train", "val"):
-        assert joined(tmp_path / "one", split) == joined(tmp_path / "many", split) != b""
+        assert joined("one", split) == joined("many", split) != b""
         names = [entry["name"] for entry in many["shards"] if entry["split"] == split]
         assert names == sorted(names)
 
 
-def test_with_ext_every_file_is_a_document_of_which_a_hash_chooses_some_to_validate(tmp_path):
-    rng, folder = random.Random(1), tmp_path / "in"
-    files = {
-        f"{'sub/' * (i % 3)}{rng.choice('abcdef')}{i}.{('py', 'md', 'RST')[i % 3]}": f"# "
-        f"\u00fc{i}\n".encode()
-        + rng.randbytes(rng.randrange(300))
-        for i in range(100)
-    }
-    for name, content in (files | {"sub/__init__.py": b"", "x.jsonl": b"no JSON"}).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    assert prepare(folder, "--ext", ".py,md,.rst", "--out", tmp_path / "o") == 0
-    train, val = (documents(tmp_path / "o", split) for split in ("train", "val"))
-    assert (
-        len(train) + len(val) == 100
-        and 3 < len(val) < 25
-        and metadata(tmp_path / "o")["skipped"] == {"empty": 1}
-    )
+def test_with_ext_each_file_is_one_document_in_sorted_order():
+    rng = random.Random(1)
+    files = {}
+    for i in range(100):
+        extension = ("py", "md", "RST")[i % 3]
+        name = f"{'sub/' * (i % 3)}{rng.choice('abcdef')}{i}.{extension}"
+        files[name] = f"# \u00fc{i}\n".encode() + rng.randbytes(rng.randrange(300))
+    for name, content in files.items():
+        write(f"in/{name}", content)
+    write("in/sub/__init__.py", b"")
+    write("in/x.jsonl", b"no JSON")
+    prepare("in --ext .py,md,.rst --out o")
+    assert metadata("o")["skipped"] == {"empty": 1}
+    train = documents("o", "train")
+    val = documents("o", "val")
     in_order = [files[str(path)] for path in sorted(map(Path, files))]
-    assert train == [file for file in in_order if file in set(train)] and set(train) | set(
-        val
-    ) == set(in_order)
-    (tmp_path / "a.txt").write_bytes(b"0123456789")  # a text is cut, a document is not
-    for options, train, val in (
-        ([], [b"01234"], [b"56789"]),
-        (["--ext", ".txt"], [b"0123456789"], []),
-    ):
-        out = tmp_path / f"o{len(options)}"
-        assert (
-            prepare(
-                tmp_path / "in" / "x.jsonl",
-                "--ext",
-                "jsonl",
-                "--out",
-                tmp_path / f"x{len(options)}",
-            )
-            == 0
-        )
-        assert (
-            prepare(
-                tmp_path / "a.txt",
-                "--val_fraction",
-                "0.5" if val else "0.1",
-                *options,
-                "--out",
-                out,
-            )
-            == 0
-        )
-        assert documents(out, "train") == train and documents(out, "val") == val
+    assert train == [text for text in in_order if text not in val]
+    assert val == [text for text in in_order if text in val]
+    assert 3 < len(val) < 25
+
+
+def test_with_ext_a_txt_file_is_not_cut():
+    write("a.txt", b"0123456789")
+    prepare("a.txt --val_fraction 0.5 --out cut")
+    assert documents("cut", "train") == [b"01234"]
+    assert documents("cut", "val") == [b"56789"]
+    prepare("a.txt --ext .txt --out whole")
+    assert documents("whole", "train") == [b"0123456789"]
+    assert documents("whole", "val") == []
 
 
 @pytest.mark.parametrize(
@@ -200,42 +178,46 @@ def test_with_ext_every_file_is_a_document_of_which_a_hash_chooses_some_to_valid
         (b'\n{ "text": "one"}\n{"text": "two"}\n', "JSON lines", [b"one", b"two"], []),
     ],
 )
-def test_standard_input_is_prepared_like_a_file_of_the_kind_that_it_begins_like(
-    tmp_path, monkeypatch, capsys, raw, kind, train, val
-):
+def test_kind_of_standard_input_is_guessed(monkeypatch, capsys, raw, kind, train, val):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
-    assert prepare("-", "--out", tmp_path / "o", "--val_fraction", "0.5" if val else "0") == 0
-    assert documents(tmp_path / "o", "train") == train and documents(tmp_path / "o", "val") == val
+    prepare(f"- --out o --val_fraction {0.5 if val else 0}")
+    assert documents("o", "train") == train
+    assert documents("o", "val") == val
     assert f"-: read as {kind}" in capsys.readouterr().err
-    assert set(contents(tmp_path / "o")) == {
-        "metadata.json",
-        "train-00000.bin",
-        *["val-00000.bin"] * bool(val),
-    }
+    shards = {"train-00000.bin", "val-00000.bin"} if val else {"train-00000.bin"}
+    assert contents(Path("o")).keys() == shards | {"metadata.json"}  # no copy is left
 
 
-def test_text_that_spells_sentinels_holds_bytes_alone_and_loses_only_its_byte_order_mark(tmp_path):
-    """Control bytes 0-3, and the characters and names whose numbers or words are those of PAD, BOS
-    and EOS."""
-    spelled = (
-        "".join(map(chr, (0, 1, 2, 3, *range(256, VOCAB_SIZE))))
-        + "<PAD><BOS><EOS>\\u0101"
-        + "\x03\x00"
-    )
-    (tmp_path / "a.txt").write_bytes(data.BOM + spelled.encode() + b"\xff\xfe")
-    (tmp_path / "b.jsonl").write_bytes(
-        2 * (data.BOM + json.dumps(dict(text=spelled)).encode() + b"\n")
-    )
-    for name, raw in (
-        ("a.txt", [spelled.encode() + b"\xff\xfe"]),
-        ("b.jsonl", 2 * [spelled.encode()]),
+def test_text_that_spells_special_ids_becomes_bytes_alone():
+    """Control bytes 0-3, the characters of numbers 256 to 271, and names of special ids. Only the
+    byte order mark at the beginning of a file or line is lost."""
+    numbers = [0, 1, 2, 3, *range(256, VOCAB_SIZE)]
+    spelled = "".join(map(chr, numbers)) + "<PAD><BOS><EOS>\\u0101" + "\x03\x00"
+    line = BYTE_ORDER_MARK + json_line(spelled).encode()
+    write("a.txt", BYTE_ORDER_MARK + spelled.encode() + b"\xff\xfe")
+    write("b.jsonl", line + line)
+    prepare("a.txt --val_fraction 0 --out a")
+    prepare("b.jsonl --val_fraction 0 --out b")
+    assert documents("a", "train") == [spelled.encode() + b"\xff\xfe"]
+    assert documents("b", "train") == 2 * [spelled.encode()]
+    assert metadata("a")["skipped"] == metadata("b")["skipped"] == {}
+
+
+def test_empty_split_is_a_warning_or_an_error_with_the_remedy(capsys):
+    write("a.jsonl", LINE)
+    write("a.txt", b"a text")
+    for number, command in enumerate(
+        ("a.jsonl", "a.jsonl --val_fraction 0", "a.txt --val_fraction 0")
     ):
-        assert prepare(tmp_path / name, "--val_fraction", "0", "--out", tmp_path / name[0]) == 0
-        assert (
-            documents(tmp_path / name[0], "train") == raw
-            and metadata(tmp_path / name[0])["skipped"] == {}
-        )
+        prepare(f"{command} --out o{number}")
+        err = capsys.readouterr().err
+        assert "no validation split" in err and "raise --val_fraction" in err
+    line = error_line(capsys, "prepare a.jsonl --val_fraction 0.999 --out none")
+    assert "nothing to train on" in line and "lower --val_fraction" in line
 
+
+# --------------------------------------------------------------------------------------------------
+# JSON
 
 BAD_LINES = {
     b"null": "without a text in 'text'",
@@ -253,58 +235,26 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("bad, kind", BAD_LINES.items(), ids=[str(line[:16]) for line in BAD_LINES])
-def test_a_bad_record_is_skipped_counted_and_named_by_kind_and_first_place(
-    tmp_path, monkeypatch, capsys, bad, kind
-):
-    monkeypatch.setattr(datasets_import, "LINE_LIMIT", 120_000)
-    monkeypatch.setattr(datasets_import, "MIB", 1000)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
-    assert prepare(path, "--val_fraction", "0", "--out", tmp_path / "o") == 0
-    assert documents(tmp_path / "o", "train") == 3 * [b"fine"]
-    assert (
-        f"prepare: skipped 2 {kind}" in (err := capsys.readouterr().err)
-        and f"(first: {path}:3)" in err
-    )
-    [(named, count)] = metadata(tmp_path / "o")["skipped"].items()
-    assert count == 2 and named.startswith(kind)
-    line = complaint(capsys, "prepare", path, "--strict", "--out", tmp_path / "strict")
-    assert f"{path}:3: {kind}" in line and os.listdir(tmp_path / "strict") == []
+def test_bad_lines_are_skipped_and_counted_by_kind(monkeypatch, capsys, bad, kind):
+    monkeypatch.setattr(inputs, "LINE_LIMIT", 120_000)
+    monkeypatch.setattr(inputs, "MIB", 1000)
+    write("a.jsonl", LINE + b"\n" + bad + b"\n" + LINE + bad + b"\n" + LINE)
+    prepare("a.jsonl --val_fraction 0 --out o")
+    assert documents("o", "train") == 3 * [b"fine"]
+    err = capsys.readouterr().err
+    assert f"prepare: skipped 2 {kind}" in err
+    assert "(first: a.jsonl:3)" in err
+    [(skipped_kind, count)] = metadata("o")["skipped"].items()
+    assert skipped_kind.startswith(kind)
+    assert count == 2
+    assert f"a.jsonl:3: {kind}" in error_line(capsys, "prepare a.jsonl --strict --out strict")
+    assert os.listdir("strict") == []
 
 
-def test_utf_16_is_refused_with_the_remedy_and_never_read_as_bytes(tmp_path, capsys):
-    for name in ("a.txt", "a.jsonl"):
-        (tmp_path / name).write_bytes("some text".encode("utf-16"))
-        line = complaint(capsys, "prepare", tmp_path / name, "--out", tmp_path / "o")
-        assert (
-            f"UTF-16: convert it by `iconv -f UTF-16 -t UTF-8` (first: {tmp_path / name})" in line
-        )
-
-
-def test_an_empty_split_is_a_refusal_or_a_warning_with_the_remedy(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_bytes(LINE)
-    (tmp_path / "a.txt").write_bytes(b"a text")
-    for name, fraction in (("a.jsonl", "0"), ("a.jsonl", "0.1"), ("a.txt", "0")):
-        assert (
-            prepare(
-                tmp_path / name, "--val_fraction", fraction, "--out", tmp_path / (name + fraction)
-            )
-            == 0
-        )
-        assert (
-            "no validation split" in (err := capsys.readouterr().err)
-            and "raise --val_fraction" in err
-        )
-    line = complaint(
-        capsys, "prepare", tmp_path / "a.jsonl", "--val_fraction", "0.999", "--out", tmp_path / "o"
-    )
-    assert "nothing to train on" in line and "lower --val_fraction" in line
-
-
-JSON = {
+JSON_LAYOUTS = {
     "array": b' [{"text": "one"},\n\n{"id": 1, "text": "two"}]\n',
     "array of texts": b'["one", "two"]',
-    "with a byte order mark": data.BOM + b'[{"text": "one"}, {"text": "two"}]',
+    "with a byte order mark": BYTE_ORDER_MARK + b'[{"text": "one"}, {"text": "two"}]',
     "objects over several lines": b'{\n"text": "one"\n}\n{\n"text":\n"two"}\n',
     "lines": b'\n{"text": "one"}\n{"text": "two"}',
     "lines with a bad one": b'{"text": "one"}\n{"text": \n{"text": "two"}',
@@ -317,80 +267,85 @@ JSON = {
 }
 
 
-@pytest.mark.parametrize("raw", JSON.values(), ids=JSON)
-def test_a_json_file_is_read_as_what_it_holds(tmp_path, monkeypatch, raw):
-    (tmp_path / "in.json").write_bytes(raw)
-    argv = tmp_path / "in.json", "--val_fraction", "0", "--out"
-    for size in (1 << 20, 3):  # bytes at a time
-        monkeypatch.setattr(datasets_import, "MIB", size)
-        assert prepare(*argv, tmp_path / f"o{size}") == 0
-        assert documents(tmp_path / f"o{size}", "train") == [b"one", b"two"]
-    assert prepare(*argv, tmp_path / "documents", "--ext", ".json") == 0
-    assert documents(tmp_path / "documents", "train") == [raw.removeprefix(data.BOM)]
+@pytest.mark.parametrize("raw", JSON_LAYOUTS.values(), ids=JSON_LAYOUTS)
+def test_json_file_is_read_by_its_layout(monkeypatch, raw):
+    write("in.json", raw)
+    for chunk_bytes in (1 << 20, 3):
+        monkeypatch.setattr(inputs, "MIB", chunk_bytes)
+        prepare(f"in.json --val_fraction 0 --out o{chunk_bytes}")
+        assert documents(f"o{chunk_bytes}", "train") == [b"one", b"two"]
+    prepare("in.json --val_fraction 0 --ext .json --out document")
+    assert documents("document", "train") == [raw.removeprefix(BYTE_ORDER_MARK)]
 
 
-def test_texts_of_a_json_array_are_not_changed(tmp_path):
-    """Dates, numbers, and texts beside numbers and objects in the same field."""
+def test_texts_of_a_json_array_are_not_changed():
+    """Texts like dates and numbers, beside numbers and objects in the same field."""
     texts = ["2020-01-01", "0017", "12.0", "null", "NA", "", "x", '"', "\n\u4e2d"]
-    (tmp_path / "in.json").write_text(
-        json.dumps([dict(text=text) for text in texts] + [dict(text=5), dict(text={})])
-    )
-    assert prepare(tmp_path / "in.json", "--val_fraction", "0", "--out", tmp_path / "o") == 0
-    assert documents(tmp_path / "o", "train") == [text.encode() for text in texts]
-    assert metadata(tmp_path / "o")["skipped"] == {"without a text in 'text' (--field)": 2}
+    records = [dict(text=text) for text in [*texts, 5, {}]]
+    write("in.json", json.dumps(records).encode())
+    prepare("in.json --val_fraction 0 --out o")
+    assert documents("o", "train") == [text.encode() for text in texts]
+    assert metadata("o")["skipped"] == {"without a text in 'text' (--field)": 2}
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        b"",
-        b"]]",
-        b", ] x",
-        b'{"text": ',
-        b"{'text': 1}]",
-        b'{"text": "' + b"x" * 3000,
-        b"\xff",
-        b"[" * 100_000,
-    ],
-)
-def test_a_json_array_with_a_bad_end_is_read_up_to_there_and_the_rest_counted(
-    tmp_path, monkeypatch, capsys, end
-):
-    monkeypatch.setattr(datasets_import, "LINE_LIMIT", 2000)
-    monkeypatch.setattr(datasets_import, "MIB", 1000)
-    (tmp_path / "a.json").write_bytes(b'[{"text": "one"}, {"text": "two"}' + end)
-    assert prepare(tmp_path / "a.json", "--val_fraction", "0", "--out", tmp_path / "o") == 0
-    assert documents(tmp_path / "o", "train") == [b"one", b"two"]
-    assert (
-        "skipped 1 not JSON, or longer than 2,000 bytes" in (err := capsys.readouterr().err)
-        and "a.json:3)" in err
-    )
-    assert "a.json:3: not JSON" in complaint(
-        capsys, "prepare", tmp_path / "a.json", "--strict", "--out", tmp_path / "strict"
-    )
+BAD_ENDS = [
+    b"",
+    b"]]",
+    b", ] x",
+    b'{"text": ',
+    b"{'text': 1}]",
+    b'{"text": "' + b"x" * 3000,
+    b"\xff",
+    b"[" * 100_000,
+]
 
 
-BAD_FILES = {  # in the order in which they are met; a word of why
-    "denied": "Permission denied",
-    "dead.txt": "dead link",
-    "dead.txt.gz": "dead link",
-    "denied.json": "Permission denied",
-    "loop.jsonl": "dead link",
-    "pipe.csv": "no regular file",
+@pytest.mark.parametrize("end", BAD_ENDS, ids=[str(end[:12]) for end in BAD_ENDS])
+def test_json_array_is_read_up_to_a_syntax_error(monkeypatch, capsys, end):
+    monkeypatch.setattr(inputs, "LINE_LIMIT", 2000)
+    monkeypatch.setattr(inputs, "MIB", 1000)
+    write("a.json", b'[{"text": "one"}, {"text": "two"}' + end)
+    prepare("a.json --val_fraction 0 --out o")
+    assert documents("o", "train") == [b"one", b"two"]
+    err = capsys.readouterr().err
+    assert "skipped 1 not JSON, or longer than 2,000 bytes" in err
+    assert "a.json:3)" in err
+    line = error_line(capsys, "prepare a.json --strict --out strict")
+    assert "a.json:3: not JSON" in line
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad files
+
+
+def test_utf_16_is_refused_with_the_remedy(capsys):
+    for name in ("a.txt", "a.jsonl"):
+        write(name, "some text".encode("utf-16"))
+        line = error_line(capsys, f"prepare {name} --out o")
+        assert f"UTF-16: convert it by `iconv -f UTF-16 -t UTF-8` (first: {name})" in line
+
+
+# of a directory, in the order in which they are met: a part of the reason
+UNREADABLE = {
+    "in/denied": "Permission denied",
+    "in/dead.txt": "dead link",
+    "in/dead.txt.gz": "dead link",
+    "in/denied.json": "Permission denied",
+    "in/loop.jsonl": "dead link",
+    "in/pipe.csv": "no regular file",
 }
 
 
-def test_what_cannot_be_read_in_a_directory_is_skipped_counted_and_named(
-    tmp_path, monkeypatch, capsys
-):
-    folder = tmp_path / "in"
-    (folder / "denied").mkdir(parents=True)
-    (folder / "denied.json").write_text("[]")
-    (folder / "dead.txt").symlink_to(folder / "nowhere")
-    (folder / "dead.txt.gz").symlink_to(folder / "gone")
-    (folder / "good.txt").write_text("text")
-    (folder / "loop.jsonl").symlink_to(folder / "loop.jsonl")
-    os.mkfifo(folder / "pipe.csv")
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Make a directory `in` with one good file and those of UNREADABLE."""
+    write("in/good.txt", b"text")
+    Path("in/denied").mkdir()
+    write("in/denied.json", b"[]")
+    Path("in/dead.txt").symlink_to("nowhere")
+    Path("in/dead.txt.gz").symlink_to("gone")
+    Path("in/loop.jsonl").symlink_to("loop.jsonl")
+    os.mkfifo("in/pipe.csv")
 
     def denying(real):
         def call(path, *args):
@@ -400,104 +355,96 @@ def test_what_cannot_be_read_in_a_directory_is_skipped_counted_and_named(
 
         return call
 
-    # root may read everything
-    monkeypatch.setattr(datasets_import, "open", denying(open), raising=False)
+    # Stand-ins for permissions, since root may read everything.
+    monkeypatch.setattr(inputs, "open", denying(open), raising=False)
     monkeypatch.setattr(os, "scandir", denying(os.scandir))
-    assert prepare(folder, "--val_fraction", "0", "--out", tmp_path / "all") == 0
-    assert documents(tmp_path / "all", "train") == [b"text"]
-    assert sum(metadata(tmp_path / "all")["skipped"].values()) == len(BAD_FILES)
-    assert f"(first: {folder}/dead.txt)" in capsys.readouterr().err
-    for name, reason in BAD_FILES.items():
-        path = folder / name
-        line = complaint(capsys, "prepare", folder, "--strict", "--out", tmp_path / "strict")
+
+
+def test_unreadable_files_of_a_directory_are_skipped_and_counted(unreadable, capsys):
+    prepare("in --val_fraction 0 --out o")
+    assert documents("o", "train") == [b"text"]
+    assert sum(metadata("o")["skipped"].values()) == len(UNREADABLE)
+    assert "(first: in/dead.txt)" in capsys.readouterr().err
+    line = error_line(capsys, "prepare in --ext .md --out none")
+    assert "nothing to train on: 1 unreadable: Permission denied (first: in/denied)" in line
+
+
+def test_strict_stops_at_each_unreadable_file(unreadable, capsys):
+    for path, reason in UNREADABLE.items():
+        line = error_line(capsys, "prepare in --strict --out o")
         assert f"error: {path}: " in line and reason in line
-        if name != "pipe.csv":  # named, a pipe is read
-            line = complaint(
-                capsys, "prepare", path, folder / "good.txt", "--out", tmp_path / "named"
-            )
-            assert f"error: {path}: " in line and ("Permission" in reason) == ("Permission" in line)
-        if name == "denied":
-            assert f"nothing to train on: 1 unreadable: {reason} (first: {path})" in complaint(
-                capsys, "prepare", folder, "--ext", ".md", "--out", tmp_path / "none"
-            )
-        path.rmdir() if name == "denied" else path.unlink()
-    assert prepare(folder, "--strict", "--out", tmp_path / "strict") == 0
+        if path == "in/denied":
+            Path(path).rmdir()
+        else:
+            Path(path).unlink()
+    prepare("in --strict --out o")
 
 
-def test_a_dead_link_that_is_named_like_a_data_set_is_not_looked_up_at_the_hub(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    Path("owner").mkdir()
-    Path("owner", "set").symlink_to("nowhere")
-    assert "owner/set: no such file or directory" in complaint(
-        capsys, "prepare", "owner/set", "--out", "o"
-    )
+def test_unreadable_file_that_is_named_is_an_error(unreadable, capsys):
+    for path in UNREADABLE.keys() - {"in/pipe.csv"}:
+        line = error_line(capsys, f"prepare {path} in/good.txt --out o")
+        assert f"error: {path}: " in line
+        assert ("Permission denied" in line) == ("denied" in path)
 
 
-def test_a_pipe_that_is_named_is_read(tmp_path):
-    os.mkfifo(tmp_path / "a.txt")
+def test_pipe_that_is_named_is_read():
+    os.mkfifo("a.txt")
     with ThreadPoolExecutor() as thread:
-        thread.submit((tmp_path / "a.txt").write_bytes, b"0123456789")
-        assert prepare(tmp_path / "a.txt", "--val_fraction", "0.5", "--out", tmp_path / "o") == 0
-    assert documents(tmp_path / "o", "train") == [b"01234"] and documents(
-        tmp_path / "o", "val"
-    ) == [b"56789"]
+        thread.submit(Path("a.txt").write_bytes, b"0123456789")
+        prepare("a.txt --val_fraction 0.5 --out o")
+    assert documents("o", "train") == [b"01234"]
+    assert documents("o", "val") == [b"56789"]
 
 
+def test_dead_link_named_like_a_data_set_is_not_looked_up_at_the_hub(capsys):
+    Path("owner").mkdir()
+    Path("owner/set").symlink_to("nowhere")
+    assert "owner/set: no such file or directory" in error_line(capsys, "prepare owner/set --out o")
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+# (file to write, its content, arguments, what the error says)
 FAULTY = {
-    "no field": (
-        {"x.jsonl": LINE},
-        ["x.jsonl", "--field", "body"],
-        ["x.jsonl: nothing to train on", "'body'", "--fi"],
-    ),
-    "only blank": (
-        {"x.jsonl": b"\n \n"},
-        ["x.jsonl"],
-        ["x.jsonl: nothing to train on: no document"],
-    ),
-    "empty": ({"x.txt": b""}, ["x.txt"], ["1 empty (first: x.txt)"]),
-    "empty table": ({"x.csv": b""}, ["x.csv"], ["1 empty (first: x.csv)"]),
-    "empty array": ({"x.json": b"[ ]"}, ["x.json"], ["x.json: nothing to train on: no document"]),
-    "other JSON": (
-        {"x.json": b'{"a": [\n1]}'},
-        ["x.json"],
-        ["1 without a text in 'text' (--field) (first: x.json:1)"],
-    ),
-    "missing": ({}, ["x.txt"], ["x.txt: no such file"]),
-    "missing JSON": ({}, ["d/x.json"], ["d/x.json: no such file"]),
+    "no field": ("x.jsonl", LINE, "x.jsonl --field body", "without a text in 'body' (--field)"),
+    "only blank": ("x.jsonl", b"\n \n", "x.jsonl", "x.jsonl: nothing to train on: no document"),
+    "empty": ("x.txt", b"", "x.txt", "1 empty (first: x.txt)"),
+    "empty table": ("x.csv", b"", "x.csv", "1 empty (first: x.csv)"),
+    "empty array": ("x.json", b"[ ]", "x.json", "x.json: nothing to train on: no document"),
+    "other JSON": ("x.json", b'{"a": [\n1]}', "x.json", "1 without a text in 'text' (--field)"),
+    "missing": ("y.txt", b"a", "x.txt", "x.txt: no such file"),
+    "missing JSON": ("y.txt", b"a", "d/x.json", "d/x.json: no such file"),
     "other kind": (
-        {"x.odt": b"a"},
-        ["x.odt"],
-        ["x.odt: no .txt .jsonl .ndjson .json .parquet .csv .arrow", "--ext"],
+        "x.odt",
+        b"a",
+        "x.odt",
+        "x.odt: no .txt .jsonl .ndjson .json .parquet .csv .arrow file; --ext",
     ),
-    "nothing in it": ({"d/x.odt": b"a"}, ["d"], ["d: no .txt .jsonl"]),
-    "other ending": ({"x.txt": b"a"}, ["x.txt", "--ext", ".py,.md"], ["x.txt: no .py .md file"]),
-    "fraction": ({"x.txt": b"a"}, ["x.txt", "--val_fraction", "1"], ["--val_fraction", "0.999"]),
-    "size": ({"x.txt": b"a"}, ["x.txt", "--shard_mb", "0"], ["--shard_mb", "'0'"]),
-    "endless": ({"x.txt": b"a"}, ["x.txt", "--shard_mb", "1e308"], ["--shard_mb", "'1e308'"]),
-    "no input": ({}, [], ["INPUT"]),
-    "empty name": ({"x.txt": b"a"}, ["x.txt", "--out", ""], ["--out: '' is not a path"]),
+    "nothing in it": ("d/x.odt", b"a", "d", "d: no .txt .jsonl"),
+    "other ending": ("x.txt", b"a", "x.txt --ext .py,.md", "x.txt: no .py .md file"),
+    "fraction": ("x.txt", b"a", "x.txt --val_fraction 1", "--val_fraction: '1' is not a number"),
+    "size": ("x.txt", b"a", "x.txt --shard_mb 0", "--shard_mb: '0' is not a number"),
+    "endless": ("x.txt", b"a", "x.txt --shard_mb 1e308", "--shard_mb: '1e308' is not a number"),
+    "no input": ("x.txt", b"a", "", "INPUT"),
 }
 
 
-@pytest.mark.parametrize("files, arguments, said", FAULTY.values(), ids=FAULTY)
-def test_faulty_input_is_one_line_and_leaves_no_shard(
-    tmp_path, monkeypatch, capsys, files, arguments, said
-):
-    monkeypatch.chdir(tmp_path)
-    for name, content in files.items():
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_bytes(content)
-    line = complaint(capsys, "prepare", "--out", "o", *arguments)
-    assert all(part in line for part in said), line
+@pytest.mark.parametrize("name, content, arguments, message", FAULTY.values(), ids=FAULTY)
+def test_faulty_command_is_one_line_and_leaves_no_shard(capsys, name, content, arguments, message):
+    write(name, content)
+    assert message in error_line(capsys, f"prepare --out o {arguments}")
     assert not Path("o").exists() or os.listdir("o") == []
+
+
+def test_empty_name_is_no_path(capsys):
+    assert "--out: '' is not a path" in error_line(capsys, ["prepare", "x.txt", "--out", ""])
 
 
 # --------------------------------------------------------------------------------------------------
 # The output directory
 
-KILLED = """
+KILL_IN_CALL = """
 import os, signal, sys, data
 name, count = sys.argv[1], int(sys.argv[2])
 real = getattr(os, name)
@@ -512,126 +459,126 @@ sys.exit(data.main(sys.argv[3:]))
 """
 
 
+def run_python(code: str, *words: str, **options) -> subprocess.CompletedProcess:
+    """Run code in a process of its own, in this directory."""
+    environment = os.environ | dict(PYTHONPATH=str(ROOT))
+    return subprocess.run([sys.executable, "-c", code, *words], env=environment, **options)
+
+
 @pytest.mark.parametrize(
-    "call, count", [("fsync", 2), ("fsync", 9), ("replace", 0), ("replace", 3)]
+    "call, count, message",
+    [
+        ("fsync", 2, "no .bin file in it"),
+        ("fsync", 9, "no .bin file in it"),
+        ("replace", 0, "no .bin file in it"),
+        ("replace", 3, "train-00002.bin: missing"),
+    ],
 )
-def test_a_killed_prepare_leaves_no_data_and_the_same_command_ends_byte_for_byte_the_same(
-    mixed, tmp_path, call, count
-):
-    arguments, out = [str(mixed), "--shard_mb", "0.02", "--out"], tmp_path / "o"
-    assert prepare(*arguments, tmp_path / "undisturbed") == 0
-    command = [sys.executable, "-c", KILLED, call, str(count), "prepare", *arguments, out]
-    assert (
-        subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL and len(contents(out)) > 1
-    )
-    with pytest.raises(
-        common.DataError, match="train-00002.bin: missing" if count == 3 else "no .bin file in it"
-    ):
-        open_data(str(out))
-    write_shard(out / ".train-00077.bin.tmp", range(99))  # of a killed process with other inputs
-    assert prepare(*arguments, out) == 0
-    assert contents(out) == contents(tmp_path / "undisturbed")
+def test_killed_prepare_leaves_no_data_and_can_be_repeated(mixed, call, count, message):
+    arguments = f"{mixed} --shard_mb 0.02 --out"
+    prepare(f"{arguments} undisturbed")
+    killed = run_python(KILL_IN_CALL, call, str(count), "prepare", *arguments.split(), "o")
+    assert killed.returncode == -signal.SIGKILL
+    assert len(os.listdir("o")) > 1
+    with pytest.raises(common.DataError, match=message):
+        open_data("o")
+    write_shard("o/.train-00077.bin.tmp", range(99))  # as of a killed process with other inputs
+    prepare(f"{arguments} o")
+    assert contents(Path("o")) == contents(Path("undisturbed"))
 
 
-def test_shards_that_are_there_already_are_neither_mixed_with_others_nor_replaced(
-    mixed, tmp_path, capsys
-):
-    assert prepare(mixed, "--out", tmp_path / "o") == 0
-    write_shard(tmp_path / "p" / "below" / "x.bin", [1, 2])
+@pytest.mark.parametrize("out", ["o", "p"])
+def test_directory_that_has_shards_is_refused_and_not_changed(mixed, capsys, out):
+    prepare("in --out o")
+    write_shard("p/below/x.bin", [1, 2])
     capsys.readouterr()
-    for out in (tmp_path / "o", tmp_path / "p"):
-        before = {path: path.read_bytes() for path in out.rglob("*.*")}
-        assert complaint(capsys, "prepare", mixed / "a.txt", "--out", out).endswith(
-            f"{out}: has shards already: use another --out, or delete it"
-        )
-        assert {path: path.read_bytes() for path in out.rglob("*.*")} == before
+    before = {path: path.read_bytes() for path in Path(out).rglob("*.*")}
+    line = error_line(capsys, f"prepare in/a.txt --out {out}")
+    assert line.endswith(f"{out}: has shards already: use another --out, or delete it")
+    assert {path: path.read_bytes() for path in Path(out).rglob("*.*")} == before
 
 
-@pytest.mark.parametrize("call, place", [("fsync", "{out}"), ("replace", "{out}/metadata.json")])
-def test_a_full_disk_is_one_line_with_a_path_and_a_remedy_and_leaves_nothing(
-    mixed, tmp_path, monkeypatch, capsys, call, place
-):
+@pytest.mark.parametrize("call, place", [("fsync", "o"), ("replace", "o/metadata.json")])
+def test_full_disk_is_one_line_with_path_and_remedy(mixed, monkeypatch, capsys, call, place):
     def fail(*paths):
+        # as the system does: an error of os.fsync names no file
         raise OSError(errno.ENOSPC, "No space left on device", *map(str, paths[1:]))
 
-    monkeypatch.setattr(os, call, fail)  # as the system does, os.fsync names no file
-    line = complaint(capsys, "prepare", mixed, "--shard_mb", "0.02", "--out", tmp_path / "o")
-    assert line.startswith(
-        f"data.py: error: {place.format(out=tmp_path / 'o')}: No space left on device: "
-    )
-    assert "another --out" in line and os.listdir(tmp_path / "o") == []
+    monkeypatch.setattr(os, call, fail)
+    line = error_line(capsys, "prepare in --shard_mb 0.02 --out o")
+    assert line.startswith(f"data.py: error: {place}: No space left on device: ")
+    assert "another --out" in line
+    assert os.listdir("o") == []
 
 
-LIMITED = """
-import resource, sys, data
+RUN = "import sys, data; sys.exit(data.main(sys.argv[1:]))"
+RUN_WITH_FILES_OF_100_KB = f"""
+import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-sys.exit(data.main(sys.argv[1:]))
+{RUN}
 """
+RUN_WITHOUT_STDIN = RUN.replace("sys.exit", "sys.stdin = None; sys.exit")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "-"])
-def test_an_error_of_writing_names_the_directory_and_one_of_reading_the_input(tmp_path, name):
+def last_error(code: str, name: str) -> str:
+    """Prepare an input in a process of its own, which fails; return its last line."""
+    done = run_python(
+        code, "prepare", name, "--out", "o", stdin=open("a.txt"), capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert os.listdir("o") == []
+    return done.stderr.splitlines()[-1]
+
+
+def test_error_of_writing_names_the_directory_and_error_of_reading_the_input():
     text = random.Random(0).randbytes(200_000)
-    (tmp_path / "a.txt").write_bytes(text)
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text))
-
-    def error(code: str, argument: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", code, "prepare", argument, "--out", tmp_path / "o"],
-            cwd=ROOT,
-            stdin=open(tmp_path / "a.txt"),
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 2 and os.listdir(tmp_path / "o") == []
-        return done.stderr.splitlines()[-1]
-
-    argument = "-" if name == "-" else str(tmp_path / name)
-    assert error(LIMITED, argument) == f"data.py: error: {tmp_path}/o: File too large"
-    if name == "a.txt":  # a file whose bytes cannot be read
-        (tmp_path / "b.txt").symlink_to("/proc/self/mem")
-        line = error("import sys, data; sys.exit(data.main(sys.argv[1:]))", str(tmp_path / "b.txt"))
-        assert line == f"data.py: error: {tmp_path}/b.txt: Input/output error"
-    if name == "-":
-        line = error("import sys, data; sys.stdin = None; sys.exit(data.main(sys.argv[1:]))", "-")
-        assert line == "data.py: error: -: standard input is closed"
+    write("a.txt", text)
+    write("a.txt.gz", gzip.compress(text))
+    Path("b.txt").symlink_to("/proc/self/mem")  # a file whose bytes cannot be read
+    for name in ("a.txt", "a.txt.gz", "-"):
+        assert last_error(RUN_WITH_FILES_OF_100_KB, name) == "data.py: error: o: File too large"
+    assert last_error(RUN, "b.txt") == "data.py: error: b.txt: Input/output error"
+    closed = last_error(RUN_WITHOUT_STDIN, "-")
+    assert closed == "data.py: error: -: standard input is closed"
 
 
-def test_a_link_of_the_name_of_a_temporary_shard_is_not_followed(tmp_path):
-    (tmp_path / "a.txt").write_text("a text")
-    (tmp_path / "victim").write_text("precious")
-    out = tmp_path / "o"
-    out.mkdir()
-    (out / ".train-00000.bin.tmp").symlink_to(tmp_path / "victim")
-    assert prepare(tmp_path / "a.txt", "--out", out) == 0  # there before
-    (out / ".train-00000.bin.tmp").symlink_to(tmp_path / "victim")
-    with pytest.raises(FileExistsError):  # or made later
-        data.ShardWriter(out, "train", 100).write([b"text"], common.ProgressBar("prepare"))
-    assert (tmp_path / "victim").read_text() == "precious"
+def test_link_with_the_name_of_a_temporary_shard_is_not_followed():
+    write("a.txt", b"a text")
+    write("victim", b"precious")
+    link = Path("o/.train-00000.bin.tmp")
+    link.parent.mkdir()
+    link.symlink_to("../victim")
+    prepare("a.txt --out o")  # the link was there before
+    link.symlink_to("../victim")
+    with pytest.raises(FileExistsError):  # or it is made while `prepare` writes
+        ShardWriter(Path("o"), "train", 100).write([b"text"], common.ProgressBar("prepare"))
+    assert Path("victim").read_bytes() == b"precious"
 
 
-def test_a_directory_for_shards_may_be_a_link(tmp_path):
-    (tmp_path / "a.txt").write_text("a text")
-    (tmp_path / "far").mkdir()
-    (tmp_path / "o").symlink_to("far")
-    assert prepare(tmp_path / "a.txt", "--out", tmp_path / "o") == 0
-    assert documents(tmp_path / "far", "train") == [b"a tex"]
+def test_output_directory_may_be_a_link():
+    write("a.txt", b"a text")
+    Path("far").mkdir()
+    Path("o").symlink_to("far")
+    prepare("a.txt --out o")
+    assert documents("far", "train") == [b"a tex"]
 
 
-def test_two_that_prepare_into_one_directory_do_not_meet(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("a text")
-    with common.locked(tmp_path):
-        assert "another process is using it" in complaint(
-            capsys, "prepare", tmp_path / "a.txt", "--out", tmp_path
-        )
+def test_output_directory_is_locked(capsys):
+    write("a.txt", b"a text")
+    Path("o").mkdir()
+    with common.locked(Path("o")):
+        assert "another process is using it" in error_line(capsys, "prepare a.txt --out o")
 
 
-def test_prepare_takes_little_memory_and_no_torch(tmp_path):
-    (tmp_path / "a.txt").write_bytes(bytes(100_000_000))
-    with open(tmp_path / "b.jsonl", "wb") as file:
+def test_prepare_takes_little_memory_and_does_not_import_torch(tmp_path):
+    """A long text, a line of JSON that is too long, and an array of JSON that is too long. The
+    zeros in them take no room on the disk."""
+    with open("a.txt", "wb") as file:
+        file.truncate(100_000_000)
+    with open("b.jsonl", "wb") as file:
         file.write(LINE + b'{"text": "')
-        file.truncate(200_000_000)  # a line of zeros that take no room on the disk
-    with open(tmp_path / "c.json", "wb") as file:
+        file.truncate(200_000_000)
+    with open("c.json", "wb") as file:
         file.write(b'[{"text": "')
         file.truncate(200_000_000)
     code = """if True:
@@ -641,23 +588,22 @@ def test_prepare_takes_little_memory_and_no_torch(tmp_path):
         assert "torch" not in sys.modules
         sys.exit(status)"""
     done, peak = measured(code, "prepare", tmp_path, "--out", tmp_path / "o")
-    assert (
-        done.returncode == 0
-        and f"1 longer than 33,554,432 bytes (first: {tmp_path}/b.jsonl:2)" in done.stderr
-    )
+    assert done.returncode == 0
+    assert f"1 longer than 33,554,432 bytes (first: {tmp_path}/b.jsonl:2)" in done.stderr
     assert f"there on (first: {tmp_path}/c.json:1)" in done.stderr
     assert peak < 160_000  # kB: the limit of a line, twice, and Python
 
 
-def test_ctrl_c_leaves_nothing_and_status_130(tmp_path):
-    run = subprocess.Popen(
+def test_ctrl_c_leaves_nothing_and_ends_with_status_130(tmp_path):
+    process = subprocess.Popen(
         [sys.executable, "data.py", "prepare", "-", "--out", tmp_path / "o"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    while not (tmp_path / "o").exists() and run.poll() is None:
+    while not Path("o").exists() and process.poll() is None:
         os.sched_yield()
-    run.send_signal(signal.SIGINT)
-    assert run.communicate()[1].endswith(b"data.py: interrupted\n") and run.returncode == 130
-    assert os.listdir(tmp_path / "o") == []
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1].endswith(b"data.py: interrupted\n")
+    assert process.returncode == 130
+    assert os.listdir("o") == []

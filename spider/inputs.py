@@ -1,0 +1,351 @@
+"""Open the inputs of `prepare`, compressed ones too, and read their records.
+
+    json_lines(file)                        # .jsonl
+    json_records(file)                      # .json: an array, objects in a row, or JSON lines
+    table_cells("a.parquet", file, "text")  # .parquet, .csv, .arrow
+    hub_cells("HuggingFaceFW/fineweb-edu", "text", "sample-10BT", "train")
+    text_of(record, "text")                 # the text of a record, in UTF-8
+
+Each reader holds a few MB at a time.
+
+Local files are read from open files, not by name: to `datasets` and fsspec a name such as p[1].csv
+is a pattern, and one with :: or :// in it is an address. Only data sets of the Hugging Face hub are
+read by `datasets`, which streams them. `datasets` and pyarrow are imported where they are used,
+since that takes seconds.
+"""
+
+import codecs
+import csv
+import io
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from spider.common import DataError, SpiderError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # file extension -> fsspec's name
+MIB = 1 << 20
+LINE_LIMIT = 32 * MIB  # bytes of a JSON line. Parsing one may take 30 times its size.
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8
+INSTALL = 'run: pip install -e ".[data]"'
+
+
+def is_compressed(path: str | Path) -> bool:
+    return Path(path).suffix.lower() in COMPRESSIONS
+
+
+def uncompressed_name(path: str | Path) -> str:
+    """Return a file's name in lower case, without .gz or .zst. Its extension then names the
+    format."""
+    name = Path(path).name.lower()
+    return Path(name).stem if is_compressed(name) else name
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+
+
+@contextmanager
+def any_error_as_data_error(path: str) -> Iterator[None]:
+    """Turn any error of a library that reads `path` into a DataError of one line."""
+    try:
+        yield
+    except SpiderError:
+        raise
+    except ImportError as error:
+        raise DataError(f"{path}: needs {error.name}; {INSTALL}") from None
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise DataError(f"{path}: {first_line or type(error).__name__}") from None
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Add `path` to an OSError that names no file, as those of reading and writing do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+# --------------------------------------------------------------------------------------------------
+# Bytes
+
+
+def open_input(path: str, scratch: Path) -> IO[bytes]:
+    """Open a file, or standard input (-), as a file that can be sought in.
+
+    A text is split by its length, so the length must be known before. Standard input, pipes and
+    compressed files are therefore copied first, into an unnamed file in the directory `scratch`.
+    Raise DataError for a compressed file that is damaged or cut off.
+    """
+    if path == "-":
+        if sys.stdin is None:
+            raise DataError("-: standard input is closed")
+        return copy_of(sys.stdin.buffer, path, scratch)
+    file = open(path, "rb", MIB)
+    if is_compressed(path):
+        with file:
+            return copy_of(decompressed(file, path), path, scratch)
+    if file.seekable():
+        return file
+    with file:
+        return copy_of(file, path, scratch)
+
+
+def decompressed(file: IO[bytes], path: str) -> IO[bytes]:
+    """Return a stream of the content of a compressed file."""
+    from fsspec.compression import compr  # torch needs fsspec, too
+
+    compression = COMPRESSIONS[Path(path).suffix.lower()]
+    if compression not in compr:
+        raise DataError(f"{path}: .zst needs backports.zstd; {INSTALL}")
+    with any_error_as_data_error(path):
+        return compr[compression](file, mode="rb")
+
+
+def copy_of(stream: IO[bytes], path: str, scratch: Path) -> IO[bytes]:
+    """Copy a stream that reads `path` into an unnamed file in the directory `scratch`. Return that
+    file, at its start."""
+    copy = tempfile.TemporaryFile(buffering=MIB, dir=scratch)
+    while True:
+        with any_error_as_data_error(path):
+            piece = stream.read(MIB)
+        if not piece:
+            copy.seek(0)
+            return copy
+        copy.write(piece)
+
+
+def pieces(file: IO[bytes], size: int, path: str) -> Iterator[bytes]:
+    """Yield the next `size` bytes of a file in pieces of a few MB; errors name `path`."""
+    with naming(path):
+        while size > 0:
+            piece = file.read(min(4 * MIB, size))
+            if not piece:
+                return
+            yield piece
+            size -= len(piece)
+
+
+# --------------------------------------------------------------------------------------------------
+# JSON
+
+
+def json_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield each line. Of a line longer than LINE_LIMIT, yield the first LINE_LIMIT + 1 bytes."""
+    while line := file.readline(LINE_LIMIT + 1):
+        yield line
+        rest = line
+        while rest and not rest.endswith(b"\n"):  # skip what is left of a long line
+            rest = file.readline(MIB)
+
+
+def json_records(file: IO[bytes]) -> Iterator[object]:
+    """Yield the records of a .json file, whose layout its first two lines tell.
+
+    They are either the values that `json_values` finds: the elements of an array, or objects in a
+    row, over several lines or not. Or they are its lines, if a line is a whole value by itself.
+    """
+    start = file.tell()
+    lines = first_two_lines(file)
+    file.seek(start)
+    first = lines[0].lstrip() if lines else b""
+    if first.startswith(b"["):
+        # An array on one line, with more lines after it, is a bad record of JSON lines.
+        has_line_records = len(lines) == 2 and is_json(lines[0], list)
+    elif first.startswith(b"{"):
+        has_line_records = any(is_json(line, dict) for line in lines)
+    else:
+        has_line_records = True
+    return json_lines(file) if has_line_records else json_values(file)
+
+
+def first_two_lines(file: IO[bytes]) -> list[bytes]:
+    """Return up to two lines that are not blank."""
+    lines: list[bytes] = []
+    for line in json_lines(file):
+        if line.strip():
+            lines.append(line)
+        if len(lines) == 2:
+            break
+    return lines
+
+
+def is_json(text: bytes, kind: type) -> bool:
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(text), kind)
+    return False
+
+
+def json_values(file: IO[bytes]) -> Iterator[object]:
+    """Yield the elements of a JSON array, or objects that follow one another in a file.
+
+    After a syntax error, or a value longer than LINE_LIMIT, no further value can be found: raise
+    ValueError with the kind of bad record.
+
+    `datasets` is not used for this. It holds the whole array several times, and it changes texts: a
+    date (2020-01-01) becomes a time, and a text beside a number in the same field gets quotes.
+    """
+    decode = json.JSONDecoder().raw_decode
+    separators = re.compile(r"[\s,]*")
+    chunks = iter(partial(file.read, MIB), b"")
+    text = ""  # read but not decoded yet
+    closing = None  # what must follow the last value; None until the first character is read
+    for chunk in codecs.iterdecode(chunks, "utf-8", "surrogateescape"):
+        text += chunk
+        if closing is None:
+            text = text.lstrip()
+            if text:
+                closing = "]" if text.startswith("[") else ""
+                text = text.removeprefix("[")
+        position = 0
+        # Decoding fails at the text's last value, of which a part is not read yet.
+        with suppress(ValueError, RecursionError):
+            while True:
+                gap = separators.match(text, position)
+                assert gap is not None  # it may be empty
+                position = gap.end()
+                value, position = decode(text, position)
+                yield value
+        text = text[position:]
+        if len(text) > LINE_LIMIT:
+            break
+    if text.strip() != (closing or ""):
+        raise ValueError(
+            f"not JSON, or longer than {LINE_LIMIT:,} bytes, and nothing is read from there on"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables
+
+
+def table_cells(path: str, file: IO[bytes], field: str) -> Iterator[object]:
+    """Yield the cells of the column `field` of a table. The extension of `path` names its format.
+    Raise DataError for anything that cannot be read."""
+    read_cells = TABLES[Path(uncompressed_name(path)).suffix]
+    with any_error_as_data_error(path):
+        yield from read_cells(file, field)
+
+
+def check_column(field: str, names: Sequence[str]):
+    """Raise ValueError if a table has no column `field`. In a CSV file without a header, the first
+    row is taken for one."""
+    if field not in names:
+        raise ValueError(f"no column {field!r} (--field), but {', '.join(names)[:200]}")
+
+
+def parquet_cells(file: IO[bytes], field: str) -> Iterator[object]:
+    from pyarrow.parquet import ParquetFile
+
+    # buffer_size and pre_buffer: read what a batch needs, not a whole row group
+    table = ParquetFile(file, buffer_size=MIB, pre_buffer=False)
+    check_column(field, table.schema_arrow.names)
+    for batch in table.iter_batches(100, columns=[field]):
+        for cell in batch.column(field):
+            yield cell.as_py()
+
+
+def arrow_cells(file: IO[bytes], field: str) -> Iterator[object]:
+    """Yield the cells of a column in either of Arrow's two formats, file or stream."""
+    from pyarrow import ipc
+
+    is_file_format = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if is_file_format:
+        reader = ipc.open_file(file)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        reader = ipc.open_stream(file)
+        batches = iter(reader)
+    check_column(field, reader.schema.names)
+    for batch in batches:
+        batch.validate(full=True)  # before anything is read by a damaged offset
+        for cell in batch.column(field):
+            yield cell.as_py()
+
+
+def csv_cells(file: IO[bytes], field: str) -> Iterator[object]:
+    """Yield the cells of a column as they stand; None for a row with more or fewer fields than the
+    header."""
+    text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+
+    def bounded_lines() -> Iterator[str]:
+        while line := text.readline(LINE_LIMIT + 1):
+            if len(line) > LINE_LIMIT:  # it would fill the memory
+                raise ValueError(f"line {rows.line_num + 1:,}: longer than {LINE_LIMIT:,} bytes")
+            yield line
+
+    csv.field_size_limit(LINE_LIMIT)  # bounds a quoted cell of several lines
+    rows = csv.reader(bounded_lines(), strict=True)
+    try:
+        names = next(rows, [])
+        check_column(field, names)
+        column = names.index(field)
+        for row in rows:
+            if row:
+                yield row[column] if len(row) == len(names) else None
+    except csv.Error as error:
+        raise ValueError(f"line {rows.line_num:,}: {error}") from None
+
+
+TABLES: dict[str, Callable[[IO[bytes], str], Iterator[object]]] = {
+    ".parquet": parquet_cells,
+    ".csv": csv_cells,
+    ".arrow": arrow_cells,
+}
+
+
+def hub_cells(name: str, field: str, config: str | None, split: str) -> Iterator[object]:
+    """Yield the cells of the column `field` of a data set of the Hugging Face hub.
+
+    name, config, split: owner/name, configuration and split of the data set. Raise DataError for
+    anything that cannot be read.
+    """
+    with any_error_as_data_error(
+        f"{name}: no such file, and as a data set of the Hugging Face hub"
+    ):
+        import datasets
+
+        # what it would log is in the exception
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+        table = datasets.load_dataset(name, config, split=split, streaming=True)
+        for row in table.select_columns([field]):
+            yield row[field]
+
+
+# --------------------------------------------------------------------------------------------------
+# The text of a record
+
+
+def text_of(record: object, field: str) -> bytes | None:
+    """Return the text of a record in UTF-8, None for a blank line.
+
+    A record of type bytes is a JSON line. The text is an object's `field`, or the record itself.
+    Raise ValueError with the kind of bad record.
+    """
+    if isinstance(record, bytes):
+        if not record.strip():
+            return None
+        if len(record) > LINE_LIMIT:
+            raise ValueError(f"longer than {LINE_LIMIT:,} bytes")
+        try:
+            record = json.loads(record.removeprefix(BYTE_ORDER_MARK).decode())
+        except (ValueError, RecursionError):
+            raise ValueError("not JSON in UTF-8") from None
+    text = record.get(field) if isinstance(record, dict) else record
+    if not isinstance(text, str):
+        raise ValueError(f"without a text in {field!r} (--field)")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("with a lone surrogate, or not UTF-8") from None

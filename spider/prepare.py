@@ -1,0 +1,461 @@
+"""The work of `data.py prepare`: inputs become documents, and documents become shards.
+
+    documents = Documents("text", val_fraction=0.1)
+    prepare(["books.txt", "web/"], Path("data"), documents, shard_ids=128_000_000)
+
+`Documents` finds the files that an argument names, reads their documents one by one, and draws the
+split of each. `ShardWriter` writes the documents of a split. How a format is read is in inputs.py.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from spider.common import DataError, ProgressBar, durable, locked, note, say, sync
+from spider.inputs import (
+    BYTE_ORDER_MARK,
+    COMPRESSIONS,
+    TABLES,
+    hub_cells,
+    is_compressed,
+    json_lines,
+    json_records,
+    naming,
+    open_input,
+    pieces,
+    table_cells,
+    text_of,
+    uncompressed_name,
+)
+from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
+from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
+
+MIB = 1 << 20
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16
+
+# How a file is read, by its extension.
+KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
+KINDS |= dict.fromkeys(TABLES, "table")
+
+# --------------------------------------------------------------------------------------------------
+# Inputs become documents
+
+
+class Input(NamedTuple):
+    """A file, standard input (-) or a data set of the hub, and how it is read."""
+
+    path: str
+    kind: str  # a value of KINDS, or document (of --ext), stdin, hub
+    is_named: bool = True  # on the command line; else it was found in a directory
+
+    def size(self) -> int | None:
+        """Return how many bytes will be read, None if that is not known before."""
+        if self.kind in ("table", "hub", "stdin") or is_compressed(self.path):
+            return None
+        try:
+            status = os.stat(self.path)
+        except OSError:  # opening it will fail, and report why
+            return 0
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+class Document(NamedTuple):
+    split: str
+    pieces: Iterable[bytes]  # its text; read once, before the next document
+
+
+@dataclass
+class Skipped:
+    """Bad records or files of one kind."""
+
+    count: int
+    first_place: str
+
+
+@dataclass
+class Documents:
+    """Read the documents of inputs. Bad records and files are skipped and counted by kind; with
+    `strict` the first one raises DataError."""
+
+    field: str  # of a JSON object, or column of a table: has the text
+    val_fraction: float
+    endings: tuple[str, ...] = ()  # if any: read files with these alone, each as one document
+    config: str | None = None  # configuration of a data set of the hub
+    split: str = "train"  # split of a data set of the hub
+    strict: bool = False
+    skipped: dict[str, Skipped] = dataclasses.field(default_factory=dict)  # by kind
+
+    def find(self, argument: str) -> list[Input]:
+        """List the inputs that an argument of the command line names."""
+        if argument == "-":
+            return [Input("-", "stdin")]
+        if os.path.isdir(argument):
+            return self._find_in_directory(argument)
+        if os.path.exists(argument):
+            path = str(Path(argument))
+            kind = self._kind_of(path)
+            if kind is None:
+                raise self._nothing_to_read(argument)
+            return [Input(path, kind)]
+        # Neither a dead link nor a mistyped name of a file is looked up at the hub.
+        extension = Path(argument).suffix.lower()
+        is_file = os.path.lexists(argument) or extension in KINDS or extension in COMPRESSIONS
+        if self.endings or is_file or not HUB_NAME.fullmatch(argument):
+            raise DataError(f"{argument}: no such file or directory")
+        return [Input(argument, "hub")]
+
+    def _find_in_directory(self, directory: str) -> list[Input]:
+        """List the inputs below a directory in sorted order; say how many files are left out."""
+        unreadable: list[OSError] = []  # errors of directories
+        paths = sorted(map(Path, files_below(directory, unreadable.append)))
+        for error in unreadable:
+            if error.filename == directory:
+                raise error
+            self.skip(f"unreadable: {error.strerror}", error.filename)
+        inputs = []
+        for path in paths:
+            kind = self._kind_of(path)
+            if kind is not None:
+                inputs.append(Input(str(path), kind, is_named=False))
+        if not inputs and not unreadable:
+            raise self._nothing_to_read(directory)
+        if len(inputs) < len(paths):
+            note(
+                f"prepare: {directory}: skipped {len(paths) - len(inputs):,} other files; --ext "
+                "names those to read as documents"
+            )
+        return inputs
+
+    def _kind_of(self, path: str | Path) -> str | None:
+        """Return how a file is read, by its name; None if it is not."""
+        name = uncompressed_name(path)
+        if self.endings:
+            return "document" if name.endswith(self.endings) else None
+        return KINDS.get(Path(name).suffix)
+
+    def _nothing_to_read(self, argument: str) -> DataError:
+        extensions = " ".join(self.endings or KINDS)
+        return DataError(f"{argument}: no {extensions} file; --ext names other text files")
+
+    def read(self, source: Input, scratch: Path) -> Iterator[Document]:
+        """Yield the documents of an input. `scratch`: directory for temporary copies, see
+        open_input."""
+        if source.kind == "hub":
+            cells = hub_cells(source.path, self.field, self.config, self.split)
+            yield from self._documents_of_records(cells, source.path)
+            return
+        file = self._open(source, scratch)
+        if file is not None:
+            with file, naming(source.path):
+                yield from self._documents_of_file(file, source)
+
+    def _open(self, source: Input, scratch: Path) -> IO[bytes] | None:
+        """Open an input. One in a directory that cannot be opened is skipped: return None."""
+        if source.is_named:
+            return open_input(source.path, scratch)
+        if not os.path.isfile(source.path):
+            self.skip("missing, a dead link or no regular file", source.path)
+            return None
+        try:
+            return open_input(source.path, scratch)
+        except OSError as error:
+            if error.filename != source.path:  # of the copy in `scratch`
+                raise
+            self.skip(f"unreadable: {error.strerror}", source.path)
+            return None
+
+    def _documents_of_file(self, file: IO[bytes], source: Input) -> Iterator[Document]:
+        path = source.path
+        head = file.read(MIB)
+        start = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0
+        size = file.seek(0, os.SEEK_END) - start
+        file.seek(start)
+        kind = guess_kind(head[start:]) if source.kind == "stdin" else source.kind
+        if size == 0:
+            self.skip("empty", path)
+        elif head.startswith(UTF_16_MARKS):
+            self.skip("UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`", path)
+        elif kind == "table":
+            yield from self._documents_of_records(table_cells(path, file, self.field), path)
+        elif kind == "lines":
+            yield from self._documents_of_records(json_lines(file), path)
+        elif kind == "json":
+            yield from self._documents_of_records(json_records(file), path)
+        elif kind == "document":
+            split = self._draw_split(pieces(file, size, path))
+            file.seek(start)
+            yield Document(split, pieces(file, size, path))
+        else:  # a text, whose end is for validation
+            train_size = int(size * (1 - self.val_fraction))
+            if train_size:
+                yield Document("train", pieces(file, train_size, path))
+            if train_size < size:
+                yield Document("val", pieces(file, size - train_size, path))
+
+    def _documents_of_records(self, records: Iterator[object], path: str) -> Iterator[Document]:
+        """Yield the documents of an input's records (see text_of), but for bad ones and blank
+        lines."""
+        number = 0
+        while True:
+            number += 1
+            try:
+                text = text_of(next(records), self.field)
+            except StopIteration:
+                return
+            except ValueError as error:
+                self.skip(str(error), f"{path}:{number}")
+                continue
+            if text is not None:
+                yield Document(self._draw_split([text]), [text])
+
+    def _draw_split(self, text: Iterable[bytes]) -> str:
+        """Draw the split of a document by a hash of its text.
+
+        Equal texts never fall into both splits. A document that is for validation at one
+        --val_fraction is so at any higher one.
+        """
+        digest = hashlib.blake2b(digest_size=8, person=b"validation")
+        for piece in text:
+            digest.update(piece)
+        number = int.from_bytes(digest.digest(), "little")
+        return "val" if number < self.val_fraction * 2**64 else "train"
+
+    def skip(self, kind: str, place: str):
+        """Count a bad record or file. kind: what is wrong with it; place: where it is."""
+        if self.strict:
+            raise DataError(f"{place}: {kind}")
+        self.skipped.setdefault(kind, Skipped(0, place)).count += 1
+
+
+def guess_kind(head: bytes) -> str:
+    """Guess the kind of standard input by its first bytes, and say which one it is."""
+    kind, description = "text", "text"
+    if re.match(rb'\s*\{\s*"', head):
+        kind, description = "lines", "JSON lines"
+    elif re.match(rb'\s*\[\s*\{\s*"', head):
+        kind, description = "json", "a JSON array"
+    note(f"prepare: -: read as {description}, by its first bytes")
+    return kind
+
+
+# --------------------------------------------------------------------------------------------------
+# Documents become shards
+
+
+class Totals(NamedTuple):
+    """Counts of a split. The fields are keys in metadata.json, in this order."""
+
+    ids: int
+    documents: int
+
+
+class UnfinishedShard:
+    """A shard that is being written under a temporary name."""
+
+    def __init__(self, out: Path, name: str):
+        self.name = name
+        self.path = temporary_path(out, name)
+        self.file = open(self.path, "xb", MIB)  # x: a link of this name is not followed
+        self.digest = hashlib.sha256()
+        self.n_ids = 0
+
+
+class ShardWriter:
+    """Write the shards of a split, each of `shard_ids` ids but the last. They keep temporary names
+    until all are complete."""
+
+    BOS = np.array([BOS_ID], "<u2")
+    EOS = np.array([EOS_ID], "<u2")
+
+    def __init__(self, out: Path, split: str, shard_ids: int):
+        self.out = out
+        self.split = split
+        self.shard_ids = shard_ids
+        self.entries: list[ShardEntry] = []  # of the finished shards
+        self.unfinished: UnfinishedShard | None = None
+        self.new_documents = 0  # that began after the last finished shard
+
+    def write(self, text: Iterable[bytes], progress: ProgressBar):
+        """Write a document, given the pieces of its text; `progress` counts its bytes."""
+        self._append(self.BOS)
+        self.new_documents += 1
+        for piece in text:
+            self._append(np.frombuffer(piece, np.uint8).astype("<u2"))
+            progress.add(len(piece))
+        self._append(self.EOS)
+
+    def _append(self, ids: np.ndarray):
+        """Append ids to the unfinished shard, and to further ones where it is full."""
+        while len(ids):
+            if self.unfinished is None:
+                name = f"{self.split}-{len(self.entries):05d}.bin"
+                self.unfinished = UnfinishedShard(self.out, name)
+            shard = self.unfinished
+            room = self.shard_ids - shard.n_ids
+            part = ids[:room]
+            ids = ids[room:]
+            shard.file.write(part.data)
+            shard.digest.update(part.data)
+            shard.n_ids += len(part)
+            if shard.n_ids == self.shard_ids:
+                self.finish_shard()
+
+    def finish_shard(self):
+        """Complete the unfinished shard, if there is one, and flush it to disk."""
+        shard = self.unfinished
+        if shard is None:
+            return
+        shard.file.close()
+        sync(shard.path)
+        self.entries.append(
+            ShardEntry(
+                name=shard.name,
+                split=self.split,
+                ids=shard.n_ids,
+                documents=self.new_documents,
+                sha256=shard.digest.hexdigest(),
+            )
+        )
+        self.unfinished = None
+        self.new_documents = 0
+
+    def totals(self) -> Totals:
+        ids = sum(entry.ids for entry in self.entries)
+        documents = sum(entry.documents or 0 for entry in self.entries)
+        return Totals(ids, documents)
+
+
+def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids: int):
+    """Turn inputs into shards of `shard_ids` ids and a metadata.json, in one pass.
+
+    Shards get their names last, after metadata.json is written. So nothing that a killed process
+    left is taken for data, and the next `prepare` deletes it. After an error nothing is left.
+    """
+    inputs: list[Input] = []
+    for argument in arguments:
+        inputs += documents.find(argument)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        refuse_existing_shards(out)
+        delete_files(out)
+        try:
+            with naming(out):
+                writers = write_shards(inputs, out, documents, shard_ids)
+                totals = {writer.split: writer.totals() for writer in writers}
+                report(arguments, documents, totals)
+                entries = [entry for writer in writers for entry in writer.entries]
+                write_metadata(arguments, out, documents, totals, entries)
+                for entry in entries:
+                    os.replace(temporary_path(out, entry.name), out / entry.name)
+                sync(out)
+        except BaseException as error:
+            delete_files(out)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DataError(
+                    f"{error.filename}: {error.strerror}: shards take two bytes for each byte of "
+                    "text, and compressed or piped inputs are copied first; make room, or use "
+                    "another --out"
+                ) from None
+            raise
+    counts = "; ".join(
+        f"{split} {total.ids:,} ids, {total.documents:,} documents"
+        for split, total in totals.items()
+    )
+    say(f"{out}: {counts}")
+
+
+def temporary_path(out: Path, name: str) -> Path:
+    """Return the path of a shard until all shards are complete."""
+    return out / f".{name}.tmp"
+
+
+def refuse_existing_shards(out: Path):
+    """Raise DataError if a directory has shards, unless a killed `prepare` left them."""
+    has_metadata = (out / METADATA).exists()
+    was_killed = has_metadata and any(out.glob(".*.bin.tmp"))
+    if not was_killed and (has_metadata or any(out.rglob("*.bin"))):
+        raise DataError(f"{out}: has shards already: use another --out, or delete it")
+
+
+def delete_files(out: Path):
+    """Delete all that `prepare` writes, under final and temporary names."""
+    shards = [*out.glob("*.bin"), *out.glob(".*.bin.tmp")]
+    unfinished_metadata = out.glob(f".{METADATA}.*.tmp")
+    for path in [*shards, *unfinished_metadata, out / METADATA]:
+        path.unlink(missing_ok=True)
+
+
+def write_shards(
+    inputs: Sequence[Input], out: Path, documents: Documents, shard_ids: int
+) -> list[ShardWriter]:
+    """Write the documents of all inputs; return a writer for each split."""
+    writers = {split: ShardWriter(out, split, shard_ids) for split in SPLITS}
+    sizes = [source.size() for source in inputs]
+    known_sizes = [size for size in sizes if size is not None]
+    all_known = len(known_sizes) == len(sizes)
+    progress = ProgressBar("prepare", sum(known_sizes) if all_known else 0)
+    end = 0  # bytes of the inputs up to this one
+    for source, size in zip(inputs, sizes, strict=True):
+        for document in documents.read(source, out):
+            writers[document.split].write(document.pieces, progress)
+        end += size or 0
+        # Only texts were counted: add the rest of JSON lines.
+        progress.add(max(0, end - progress.done))
+    for writer in writers.values():
+        writer.finish_shard()
+    return list(writers.values())
+
+
+def report(arguments: Sequence[str], documents: Documents, totals: dict[str, Totals]):
+    """Print what was skipped, and whether there is a validation split. Raise DataError without
+    training data."""
+    skipped = ", ".join(
+        f"{skipped.count:,} {kind} (first: {skipped.first_place})"
+        for kind, skipped in documents.skipped.items()
+    )
+    if not totals["train"].ids:
+        reason = skipped or "no document"
+        if totals["val"].ids:
+            reason = "every document fell into the validation split: lower --val_fraction"
+        raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
+    if skipped:
+        note(f"prepare: skipped {skipped}")
+    if not totals["val"].ids:
+        note(
+            "prepare: no validation split: training will hold out the last 1% of its data; for a "
+            "real one raise --val_fraction or add documents"
+        )
+
+
+def write_metadata(
+    arguments: Sequence[str],
+    out: Path,
+    documents: Documents,
+    totals: dict[str, Totals],
+    entries: Sequence[ShardEntry],
+):
+    metadata = dict(
+        vocab_size=VOCAB_SIZE,
+        dtype="uint16",
+        totals={split: total._asdict() for split, total in totals.items()},
+        inputs=arguments,
+        field=documents.field,
+        ext=documents.endings,
+        val_fraction=documents.val_fraction,
+        split_by="blake2b of the text",
+        skipped={kind: skipped.count for kind, skipped in documents.skipped.items()},
+        shards=[entry._asdict() for entry in entries],
+    )
+    with durable(out / METADATA) as file:
+        json.dump(metadata, file, indent=1)

@@ -1,0 +1,121 @@
+"""The files in a directory of shards. `prepare` writes them and data.py reads them.
+
+A shard is a headerless file of little-endian uint16 ids (see tokenizer.py). `metadata.json` beside
+the shards has an entry for each of them. Shards of other programs need no metadata.json.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from spider.common import DataError
+from tokenizer import VOCAB_SIZE
+
+SPLITS = ("train", "val")
+METADATA = "metadata.json"
+ID_BYTES = 2  # of an id in a shard
+
+
+class ShardEntry(NamedTuple):
+    """What metadata.json records of a shard. The fields are the keys there, in this order."""
+
+    name: str  # relative to metadata.json
+    split: str  # one of SPLITS
+    ids: int
+    documents: int | None  # for people: it is written, but not checked when it is read
+    sha256: str  # of the file, in hexadecimal digits
+
+
+def files_below(
+    directory: str, on_unreadable: Callable[[OSError], None] | None = None
+) -> list[str]:
+    """List the files below a directory, sorted, without hidden names.
+
+    Links are followed. A file to which several paths lead is listed once, by the first of them, and
+    a directory is searched once. The error of a directory that cannot be read is passed to
+    `on_unreadable`, or raised if that is None.
+    """
+
+    def raise_error(error: OSError):
+        raise error
+
+    searched = set()  # real paths of directories
+    path_of: dict[str, str] = {}  # real path of a file -> the first path to it
+    walk = os.walk(directory, onerror=on_unreadable or raise_error, followlinks=True)
+    for folder, subfolders, names in walk:
+        real_folder = os.path.realpath(folder)
+        if real_folder in searched:  # links may form a circle
+            subfolders.clear()
+            continue
+        searched.add(real_folder)
+        visible = [name for name in subfolders if not name.startswith(".")]
+        # os.walk enters the subfolders in the order of this list. With the slash, it is that of
+        # the paths of the files in them.
+        subfolders[:] = sorted(visible, key=lambda name: name + "/")
+        for name in names:
+            if name.startswith("."):
+                continue
+            path = os.path.join(folder, name)
+            real_path = os.path.realpath(path)
+            path_of[real_path] = min(path, path_of.get(real_path, path))
+    return sorted(path_of.values())
+
+
+# --------------------------------------------------------------------------------------------------
+# metadata.json
+
+
+def read_metadata(path: str) -> list[ShardEntry]:
+    """Return the entries of a metadata.json; none if another program wrote it.
+
+    Raise DataError if it is no JSON file, or if one of our own has an invalid entry.
+    """
+    remedy = "delete it if it does not belong to these shards"
+    if not os.path.isfile(path):  # opening a pipe would wait for its writer
+        raise DataError(f"{path}: not a regular file; {remedy}")
+    try:
+        metadata = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON: {error}; {remedy}") from None
+    if not isinstance(metadata, dict) or metadata.get("vocab_size") != VOCAB_SIZE:
+        return []
+    values = metadata.get("shards")
+    if not isinstance(values, list):
+        raise DataError(f"{path}: has no list of shards; {remedy}")
+    entries: dict[str, ShardEntry] = {}  # by name
+    for number, value in enumerate(values):
+        invalid = invalid_field(value)
+        if invalid is not None:
+            raise DataError(f"{path}: shard {number} has no valid {invalid}; {remedy}")
+        if value["name"] in entries:
+            raise DataError(f"{path}: lists {value['name']} twice; {remedy}")
+        fields = {field: value.get(field) for field in ShardEntry._fields}
+        entries[value["name"]] = ShardEntry(**fields)
+    return list(entries.values())
+
+
+def invalid_field(entry: object) -> str | None:
+    """Return the first field of an entry that is missing or invalid, None if all are valid.
+
+    `entry` is a JSON value of a file that anyone may have written. A name is that of a .bin file in
+    or below the directory of metadata.json, so that no entry leads out of it.
+    """
+    if not isinstance(entry, dict):
+        return "entry"
+    name = entry.get("name")
+    if not isinstance(name, str) or not name.endswith(".bin") or "\0" in name:
+        return "name"
+    if os.path.isabs(name) or ".." in Path(name).parts or name != os.path.normpath(name):
+        return "name"
+    if entry.get("split") not in SPLITS:
+        return "split"
+    ids = entry.get("ids")
+    if type(ids) is not int or not 0 < ids < 1 << 62:  # True is an int, too
+        return "ids"
+    sha256 = entry.get("sha256")
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        return "sha256"
+    return None
