@@ -497,6 +497,7 @@ from spider.fp8 import convert_to_fp8, describe_fp8
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Optimizers, kinds_of
 from spider.run import Metrics, RunProgress, StepEvents, StopSignals, start_profiler, start_wandb
+from spider.state import gather_model, load_model, model_state
 from spider_model import Spider, SpiderOutput
 from tile_moe import KERNELS, multiplies_at_once, resolve_backend
 
@@ -1389,7 +1390,7 @@ def restore(
 ) -> RunProgress:
     """Load a checkpoint into model and optimizers, or only its weights; log what has changed since;
     return the run's progress."""
-    sharding_of(model).load_model(model, state["model_state_dict"])
+    load_model(model, state["model_state_dict"])
     if not resumes:
         return RunProgress()
     optimizers.load_state_dict(state["optimizer_state_dict"])
@@ -1431,7 +1432,7 @@ def run_state(
     """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the
     keys."""
     return dict(
-        model_state_dict=sharding_of(model).model_state(model),
+        model_state_dict=model_state(model),
         optimizer_state_dict=optimizers.state_dict(),
         cfg=asdict(model.config),
         recipe=plan.recipe,
@@ -1656,7 +1657,7 @@ def main(
                 )
                 # a resumed checkpoint of this step lacks the evaluation
                 writer.step = progress.step - 1
-            if samples and (whole := sharding_of(model).gather_model(model)) is not None:
+            if samples and (whole := gather_model(model)) is not None:
                 log_sample(whole, progress.step, plan, validation)
             stop.raises = False
         except Stopped:

@@ -18,7 +18,6 @@ import torch
 
 import train
 from conftest import (
-    SMALL,
     assert_same,
     assert_same_runs,
     final_state,
@@ -29,7 +28,7 @@ from conftest import (
     run_flags,
 )
 from jobs import file_limit, forked, until
-from spider import checkpoint
+from spider import checkpoint, state
 from spider.checkpoint import (
     REQUIRED,
     CheckpointWriter,
@@ -101,32 +100,6 @@ def test_a_checkpoint_has_the_keys_of_the_contract_and_only_plain_values(trained
         ), value
 
     walk(trained)
-
-
-def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path, shards):
-    """FlexiTokens were called learned, segment offsets places; metrics of the last step were not
-    saved."""
-    flags = ("--set", f"{SMALL},segment_offsets=3", "--eval_every", "0")
-    path = find_checkpoints(run(tmp_path, shards, *flags, steps=3))[-1].path
-    state = torch.load(path)
-    state["cfg"] = {
-        {"segment_offsets": "places"}.get(name, name): value for name, value in state["cfg"].items()
-    }
-    state["cfg"] |= dict(boundaries="learned", lti=True)
-    weights = state["model_state_dict"]
-    weights["core.place_proj"] = weights.pop("core.offset_proj")
-    del state["cfg"]["boundary_rate"]
-    for name in ("metrics", "recent", "lowest_peak"):
-        del state[name]
-    torch.save(
-        state | dict(owed=None, lineage=0, average_loss=3.0, noise=0.1, best_before_end=None), path
-    )
-    run(tmp_path, shards, *flags)
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(1, 7)]
-    whole = run(tmp_path, shards, *flags, ckpt="whole")
-    assert_same(
-        final_state(tmp_path / "run")["model_state_dict"], final_state(whole)["model_state_dict"]
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -706,7 +679,7 @@ def test_a_save_waits_for_the_gpus_copies_before_it_writes_them(tmp_path, monkey
         for buffer, value in begun:
             buffer.copy_(value)
 
-    monkeypatch.setattr(checkpoint, "host_buffer", host_buffer)
+    monkeypatch.setattr(state, "host_buffer", host_buffer)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     save(writer, 1, weight=torch.ones(3))

@@ -14,15 +14,15 @@ from data import Batch
 from jobs import run_ranks
 from spider.distributed import ShardedParameter
 from spider.memory import EngramTable
+from spider.muon_ranks import MatrixAssignment
 from spider.optim import (
-    MatrixAssignment,
     Muon,
     Optimizers,
     RowwiseAdagrad,
     kinds_of,
-    load_optimizer_state,
     orthogonalize,
 )
+from spider.state import load_optimizer
 from train import step_alone
 
 # --------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_a_state_of_a_parameter_without_dimensions_can_be_loaded():
     scale.grad = torch.ones(())
     optimizer.step()
     other = torch.optim.AdamW([scale])
-    load_optimizer_state("adamw", other, optimizer.state_dict())
+    load_optimizer("adamw", other, optimizer.state_dict())
     assert other.state[scale]["exp_avg"] == optimizer.state[scale]["exp_avg"] != 0
 
 
