@@ -31,7 +31,7 @@ from spider import common
 from spider.common import CheckpointError
 from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.distributed import World
-from spider.state import check_optimizer_tensors, check_plain, copy_to_host
+from spider.state import check_tensors, copy_to_host
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 REQUIRED_OF_EXPORT = {"model_state_dict", "cfg"}
@@ -69,8 +69,8 @@ def check_sums(path: Path):
 
 @contextmanager
 def reading(path: Path):
-    """Turn any error inside, as a damaged or foreign file may cause, into a CheckpointError that
-    names the file."""
+    """Turn any error inside into a CheckpointError that names the file. A damaged or foreign file
+    may cause errors of any kind."""
     try:
         yield
     except CheckpointError:
@@ -109,14 +109,20 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
     return state
 
 
+# --------------------------------------------------------------------------------------------------
+# Values that a checkpoint may have
+
+
 class Rule(NamedTuple):
-    """What a value of a checkpoint must be."""
+    """What a value must be. `wanted` completes "must be ..." in the message of an error."""
 
     wanted: str
     holds: Callable[[object], bool]
 
 
 def whole(low: int, high: int = (1 << 62) - 1) -> Rule:
+    """Make a rule for whole numbers from low to high. Within the default no sum of two
+    overflows 64 bits."""
     bounds = f"from {low} to {high}" if high < 1 << 61 else f"of at least {low}"
     return Rule(
         f"a whole number {bounds}", lambda value: type(value) is int and low <= value <= high
@@ -187,14 +193,15 @@ def is_preset(value: object) -> bool:
 SWITCH = Rule("true or false", is_switch)
 TEXT = Rule("text", is_text)
 FINITE = Rule("a finite number", is_finite)
-LOWEST = Rule("a number and not NaN", is_ordered)
+NOT_NAN = Rule("a number and not NaN", is_ordered)
 METRIC = Rule("a number", is_metric)
 FLAG = Rule("a number or text", is_flag)
 DICT = Rule("a dict", lambda value: isinstance(value, dict))
 WANDB_RUN = Rule("a dict with the texts name and id", is_wandb_run)
 PRESET = Rule(f"one of {', '.join(PRESETS)}", is_preset)
 
-# Of the fields of RunProgress and the other keys, any of which may be absent.
+# By key; any key may be absent. Beside the keys that the docstring of this file lists, a key with a
+# dot is that of an entry: "flags.seq_len" of state["flags"]["seq_len"].
 RULES = {
     "cfg": DICT,
     "model_state_dict": DICT,
@@ -202,12 +209,12 @@ RULES = {
     "step": whole(0),
     "bytes_seen": whole(0),
     "epoch": whole(0),
-    "best_loss": LOWEST,
+    "best_loss": NOT_NAN,
     "val_loss": optional(FINITE),
     "unimproved": whole(0),
     "metrics": optional(dict_of(optional(METRIC))),
     "recent": list_of(FINITE),
-    "lowest_peak": LOWEST,
+    "lowest_peak": NOT_NAN,
     "exploded": SWITCH,
     "skipped": whole(0),
     "wandb": optional(WANDB_RUN),
@@ -238,14 +245,11 @@ def check_state(path: Path, state: object, required: set[str]):
     try:
         for key, rule in RULES.items():
             table, _, name = key.rpartition(".")
-            values = state.get(table, {}) if table else state
+            values = state.get(table, {}) if table else state  # a dict: its own rule comes first
             if name in values and not rule.holds(values[name]):
                 raise ValueError(f"{key} must be {rule.wanted}")
         SpiderConfig.from_saved(state["cfg"])
-        for name, weight in state["model_state_dict"].items():
-            check_plain(weight, f"model_state_dict.{name}")
-        optimizers = state.get("optimizer_state_dict", {})
-        check_optimizer_tensors(optimizers, "optimizer_state_dict", set())
+        check_tensors(state["model_state_dict"], state.get("optimizer_state_dict", {}))
     except (TypeError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path}: {fault}") from None
 
@@ -358,7 +362,7 @@ def read_export(path: Path) -> dict:
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint in a directory."""
+    """A checkpoint in a directory, and what decides whether it is kept."""
 
     step: int
     path: Path

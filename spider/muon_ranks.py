@@ -1,9 +1,15 @@
 """Muon on several ranks: which rank orthogonalizes which matrix, and how matrices reach it.
 
-Muon needs whole matrices, of which each shard has some rows. One rank collects a matrix,
-orthogonalizes it, and returns to each shard its rows. A stack of matrices is split between
-matrices, so each of them stays on its shard. Replicas have the same rows: each does a part of the
-work, and they exchange the results.
+Muon needs whole matrices, but FSDP cuts a matrix into rows for the shards. So each matrix has an
+owner, one of all ranks, and a step has four parts:
+
+1. Within a replica, the shards send rows to the owners that are in this replica (all-to-all).
+2. Each owner orthogonalizes its matrices, in batches of one shape.
+3. The owners return the rows to the shards (all-to-all).
+4. The replicas, which have the same rows of all matrices, exchange their results (all-gather).
+
+FSDP cuts a stack (of experts, for example) between its matrices. These stay whole, and so their
+owners have them already: they take part in 2 and 4 alone.
 
 Shapes: n matrices [n, r, c].
 """
@@ -29,42 +35,48 @@ class AssignedMatrix(NamedTuple):
     """A matrix, and its owner: the rank that orthogonalizes it."""
 
     param: int  # index of the parameter
-    in_stack: int | None  # index in its shard's part of a stack; None: a matrix sharded by rows
-    rows: tuple[int, ...]  # on each shard
+    in_stack: int | None  # index in its shard's part of a stack; None: a matrix cut into rows
+    rows: tuple[int, ...]  # number of its rows on each shard; of a stack, all on one
     columns: int
     replica: int  # of the owner
     shard: int  # of the owner
 
 
-class Candidate(NamedTuple):
-    """A matrix without an owner."""
+class UnassignedMatrix(NamedTuple):
+    """A matrix without an owner; the fields are those of AssignedMatrix."""
 
-    cost: int  # of one matrix product
     param: int
     in_stack: int | None
     rows: tuple[int, ...]
     columns: int
-    ranks: range  # that may own it
+    owners: range  # the ranks that may own it
+
+    @property
+    def cost(self) -> int:
+        """Return the multiplications of a product of the matrix with itself."""
+        rows = sum(self.rows)
+        return rows * self.columns * min(rows, self.columns)
 
 
-def candidates(params: Sequence[ShardedParameter], world: World) -> list[Candidate]:
-    """List the matrices of parameters. Any rank may own a matrix sharded by rows; only the ranks of
-    its shard a matrix of a stack."""
+def matrices_of(params: Sequence[ShardedParameter], world: World) -> list[UnassignedMatrix]:
+    """List the matrices of parameters. Any rank may own a matrix that is cut into rows. A matrix of
+    a stack stays on its shard, of which each replica has a rank."""
     found = []
     for i, param in enumerate(params):
         rows, columns = param.shape[-2:]
-        cost = rows * columns * min(rows, columns)
         # of rows, or of matrices of a stack, on each shard
         counts = [end - begin for begin, end in pairwise(param.bounds)]
         if len(param.shape) == 2:
-            found.append(Candidate(cost, i, None, tuple(counts), columns, range(world.ranks)))
+            found.append(
+                UnassignedMatrix(i, None, tuple(counts), columns, owners=range(world.ranks))
+            )
             continue
         for shard, count in enumerate(counts):
-            rows_by_shard = [0] * world.shards
-            rows_by_shard[shard] = rows
-            ranks = range(shard, world.ranks, world.shards)
+            all_here = [0] * world.shards
+            all_here[shard] = rows
+            owners = range(shard, world.ranks, world.shards)
             found += [
-                Candidate(cost, i, in_stack, tuple(rows_by_shard), columns, ranks)
+                UnassignedMatrix(i, in_stack, tuple(all_here), columns, owners)
                 for in_stack in range(count)
             ]
     return found
@@ -73,15 +85,15 @@ def candidates(params: Sequence[ShardedParameter], world: World) -> list[Candida
 def assign(params: Sequence[ShardedParameter], world: World) -> list[AssignedMatrix]:
     """Assign all matrices of parameters: the largest first, each to the rank with the least work so
     far. Every rank computes the same assignment."""
-    loads = [0] * world.ranks
-    matrices = []
-    by_cost = sorted(candidates(params, world), key=lambda matrix: -matrix.cost)
-    for cost, param, in_stack, rows, columns, ranks in by_cost:
-        owner = min(ranks, key=lambda rank: loads[rank])
-        loads[owner] += cost
+    work_of = [0] * world.ranks
+    assigned = []
+    for matrix in sorted(matrices_of(params, world), key=lambda matrix: -matrix.cost):
+        owner = min(matrix.owners, key=work_of.__getitem__)
+        work_of[owner] += matrix.cost
         replica, shard = divmod(owner, world.shards)
-        matrices.append(AssignedMatrix(param, in_stack, rows, columns, replica, shard))
-    return matrices
+        param, in_stack, rows, columns, _ = matrix
+        assigned.append(AssignedMatrix(param, in_stack, rows, columns, replica, shard))
+    return assigned
 
 
 class MatrixAssignment:
@@ -91,8 +103,9 @@ class MatrixAssignment:
         self.world = world
         self.matrices = assign(params, world)
         self.longer_sides = [max(param.shape[-2:]) for param in params]
-        # Those that this replica owns: sharded by rows, by owner's shard; and this rank's of stacks
+        # of those that are cut into rows, the ones that this replica owns, by the owner's shard
         self.split: list[list[AssignedMatrix]] = [[] for _ in range(world.shards)]
+        # of those of stacks, the ones that this rank owns
         self.stacked: list[AssignedMatrix] = []
         for matrix in self.matrices:
             if matrix.replica != world.replica:
@@ -105,7 +118,8 @@ class MatrixAssignment:
     def __call__(self, local: list[Tensor], work: Work) -> list[Tensor]:
         """Apply `work` to all matrices. `local`: this rank's rows of each parameter, or its
         matrices of a stack; the result has the same shapes."""
-        # has the dtype and device of all that is exchanged, on which the ranks must agree
+        # No elements, but the dtype and device of all that is exchanged: the ranks must agree on
+        # them, also one that sends nothing.
         empty = local[0].new_empty(0)
         collected = self._collect(local, empty)
         stacked = [part_of(matrix, local) for matrix in self.stacked]
@@ -147,8 +161,8 @@ class MatrixAssignment:
     def _all_to_all(
         self, sent: list[list[Tensor]], shapes: list[list[Shape]], empty: Tensor
     ) -> list[list[Tensor]]:
-        """Exchange tensors with the shards of this replica, by shard: send these, and return those
-        received, in these shapes."""
+        """Exchange tensors with the shards of this replica. `sent`: for each shard, the tensors for
+        it. Return those received from each shard, in these shapes."""
         if self.world.shards == 1:
             return sent
         flat = [empty]

@@ -235,7 +235,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         assignment: MatrixAssignment | None = None,
     ):
-        """assignment: of the matrices to ranks; None for one rank."""
+        """assignment: which rank orthogonalizes which matrix; None for one rank."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.assignment = assignment
 
@@ -259,6 +259,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_batch(params[first : first + per_batch], group)
 
     def _buffer(self, p: Tensor) -> Tensor:
+        """Return the momentum of a parameter."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
@@ -275,14 +276,14 @@ class Muon(torch.optim.Optimizer):
         counts = [len(w) for w in weights]  # of matrices: n in all
         # Of a stack, a matrix without a gradient keeps momentum and weights. This is decided on the
         # device, since the host would have to wait for it. None: every matrix has a gradient.
-        moves = None
+        mask = None
         if any(p.ndim > 2 for p in params):
-            moves = torch.cat([has_gradient(g) for g in grads])
+            mask = torch.cat([has_gradient(g) for g in grads])
         fresh = 1 - momentum  # the new gradient's part of the momentum
-        if moves is None:
+        if mask is None:
             torch._foreach_lerp_(buffers, grads, fresh)
         else:
-            parts = torch.where(moves, fresh, 0.0).to(weights[0].dtype).split(counts)
+            parts = torch.where(mask, fresh, 0.0).to(weights[0].dtype).split(counts)
             torch._foreach_lerp_(buffers, grads, parts)
         if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
             return
@@ -290,16 +291,16 @@ class Muon(torch.optim.Optimizer):
         dtype = dtype_of_products(params[0])
         ahead = weights[0].new_empty(sum(counts), rows, columns, dtype=dtype)
         for out, grad, buffer in zip(ahead.split(counts), grads, buffers, strict=True):
-            # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: scale does not
-            # matter.
+            # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: orthogonalization
+            # ignores the scale
             torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
-        updates = orthogonalize(ahead, moves, -lr * 0.2 * max(rows, columns) ** 0.5)
+        updates = orthogonalize(ahead, mask, -lr * 0.2 * max(rows, columns) ** 0.5)
         kept = 1 - lr * group["weight_decay"]  # of the weights
-        if moves is None:
+        if mask is None:
             for p, update in zip(weights, updates.split(counts), strict=True):
                 torch.add(update, p, alpha=kept, out=p)
         else:
-            factors = torch.where(moves, kept, 1.0).to(weights[0].dtype).split(counts)
+            factors = torch.where(mask, kept, 1.0).to(weights[0].dtype).split(counts)
             for p, update, factor in zip(weights, updates.split(counts), factors, strict=True):
                 torch.addcmul(update, p, factor, out=p)
 
@@ -309,25 +310,25 @@ class Muon(torch.optim.Optimizer):
         lr = group["lr"]
         momentum = group["momentum"]
         ahead = []
-        # Of each parameter: 1 or 0 per matrix, whether it has a gradient; None without any
-        moves: list[Tensor | None] = []
+        # for each parameter 1 or 0 per matrix, whether it has a gradient; None: no matrix has one
+        masks: list[Tensor | None] = []
         for p in group["params"]:
             dtype = dtype_of_products(p)
             if p.grad is None:
-                moves.append(None)
+                masks.append(None)
                 ahead.append(torch.zeros_like(p, dtype=dtype))
                 continue
-            moving = has_gradient(p.grad).to(p.dtype) if p.ndim > 2 else p.new_ones(())
-            buffer = self._buffer(p).lerp_(p.grad, moving * (1 - momentum))
-            moves.append(moving)
+            mask = has_gradient(p.grad).to(p.dtype) if p.ndim > 2 else p.new_ones(())
+            buffer = self._buffer(p).lerp_(p.grad, mask * (1 - momentum))
+            masks.append(mask)
             ahead.append(p.grad.lerp(buffer, momentum).to(dtype))
         updates = assignment(ahead, orthogonalize)
-        for p, update, moved, longer_side in zip(
-            group["params"], updates, moves, assignment.longer_sides, strict=True
+        for p, update, mask, longer_side in zip(
+            group["params"], updates, masks, assignment.longer_sides, strict=True
         ):
-            if moved is not None:
-                p.mul_(1 - moved * (lr * group["weight_decay"]))
-                p.add_(update.to(p.dtype).mul_(moved), alpha=-lr * 0.2 * longer_side**0.5)
+            if mask is not None:
+                p.mul_(1 - mask * (lr * group["weight_decay"]))
+                p.add_(update.to(p.dtype).mul_(mask), alpha=-lr * 0.2 * longer_side**0.5)
 
 
 def gradient(p: Tensor) -> Tensor:
@@ -346,19 +347,19 @@ def has_gradient(grads: Tensor) -> Tensor:
     return torch.linalg.vector_norm(grads, dim=(1, 2), keepdim=True) != 0
 
 
-def orthogonalize(matrices: Tensor, moves: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def orthogonalize(matrices: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """Orthogonalize matrices [n, r, c] approximately, by four Newton-Schulz steps of Muon's
-    quintic, and multiply by `scale`. The result is 0 where `moves`, bool [n, 1, 1], is false. A
+    quintic, and multiply by `scale`. The result is 0 where `mask`, bool [n, 1, 1], is false. A
     fifth step does not lower the loss (docs/results/learning.md).
 
-    Normalization takes no extra pass over x: the first Gram matrix has its norm, the first
-    polynomial divides by it."""
+    A step is x -> (3.4445 + quintic_polynomial(x x^T)) x. The first one also divides x by its norm,
+    whose square is the trace of x x^T. So normalization takes no extra pass over x."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     gram = x @ x.mT
-    squared_norm = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32)  # the trace
-    norm = squared_norm.sqrt()[:, None, None] + 1e-7
-    inverse = 1 / norm if moves is None else moves / norm
+    trace = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32)
+    norm = trace.sqrt()[:, None, None] + 1e-7
+    inverse = 1 / norm if mask is None else mask / norm
     gram = gram * (inverse * inverse).to(gram.dtype)
     polynomial = quintic_polynomial(gram)
     polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)
@@ -371,7 +372,8 @@ def orthogonalize(matrices: Tensor, moves: Tensor | None = None, scale: float = 
 
 
 def quintic_polynomial(gram: Tensor) -> Tensor:
-    """Return Muon's polynomial of Gram matrices [n, r, r], without its constant 3.4445."""
+    """Return -4.7750 g + 2.0315 g g for Gram matrices g [n, r, r]: Muon's polynomial without its
+    constant."""
     return torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
 
 

@@ -5,8 +5,11 @@ a part, and `copy_to_host` copies it to host memory. checkpoint.py writes the co
 
 To load: checkpoint.py reads a file on rank 0, and the other ranks get the same state with tensors
 on the meta device. `load_model` and `load_optimizers` broadcast it, and each rank keeps its rows.
-Before that, `check_plain`, `check_optimizer_tensors` and `check_fits` refuse tensors that are not
-what a run saves: kernels and collectives trust shapes and dtypes, and torch does not check them.
+Before that, `check_tensors` and `check_fits` refuse tensors that are not what a run saves: kernels
+and collectives trust shapes and dtypes, and torch does not check them.
+
+The state of an optimizer is torch's: `param_groups`, and `state`, which has a dict of values for
+each parameter, by its number.
 """
 
 import math
@@ -243,6 +246,14 @@ def is_plain(value: object) -> bool:
         and value.is_contiguous()
         and value.untyped_storage().nbytes() == value.nbytes
     )
+
+
+def check_tensors(weights: Mapping[str, object], optimizers: Mapping[str, object]):
+    """Raise ValueError unless the tensors of a checkpoint can be relied on: those by name of the
+    model, and those in nested dicts of the optimizers."""
+    for name, weight in weights.items():
+        check_plain(weight, f"model_state_dict.{name}")
+    check_optimizer_tensors(optimizers, "optimizer_state_dict", set())
 
 
 def check_plain(value: object, name: str):
