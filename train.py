@@ -546,6 +546,7 @@ from spider.run import (
     start_profiler,
     start_wandb,
 )
+from spider.state import gather_model, load_model, model_state
 from spider_model import Spider, SpiderOutput
 from tile_moe import KERNELS, multiplies_at_once, resolve_backend
 
@@ -1497,7 +1498,7 @@ def restore(
     state = origin.state
     if state is None:
         return RunProgress()
-    sharding_of(model).load_model(model, state["model_state_dict"])
+    load_model(model, state["model_state_dict"])
     if not origin.resumes:
         return RunProgress()
     optimizers.load_state_dict(state["optimizer_state_dict"])
@@ -1607,7 +1608,7 @@ class Run:
 
     def sample(self):
         """Log a sample."""
-        whole = sharding_of(self.model).gather_model(self.model)
+        whole = gather_model(self.model)
         if whole is not None:
             log_sample(whole, self.progress.step, self.flags, self.validation)
 
@@ -1635,7 +1636,7 @@ class Run:
         """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the
         keys."""
         return dict(
-            model_state_dict=sharding_of(self.model).model_state(self.model),
+            model_state_dict=model_state(self.model),
             optimizer_state_dict=self.optimizers.state_dict(),
             cfg=asdict(self.model.config),
             recipe=self.plan.recipe,

@@ -4,9 +4,12 @@ keep.
 A checkpoint is one file, `spider-step{N}.pt`, whatever the number of ranks: torch.save's archive of
 tensors and plain values. It is read with `torch.load(weights_only=True)`, so loading executes no
 code. All randomness is a function of (seed, step), so there is no random state in it. The keys:
-`model_state_dict`, `optimizer_state_dict`, `cfg`, the fields of run.RunProgress (`step`, `epoch`,
-`best_loss`, ...), `recipe`, `flags` (those that should not change), and `targets` and `shares`
-(training bytes of each source, and its part of the sequences).
+
+    model_state_dict, optimizer_state_dict    see state.py
+    cfg, recipe                               the fields of SpiderConfig, and the preset's name
+    step, epoch, best_loss, ...               the fields of run.RunProgress
+    flags                                     those that should not change in a run
+    targets, shares                           by source: training bytes, and part of the sequences
 """
 
 import json
@@ -15,10 +18,10 @@ import re
 import time
 import zipfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple, TypeGuard
 
 import torch
 from loguru import logger
@@ -27,19 +30,19 @@ from torch import Tensor, nn
 from spider import common
 from spider.common import CheckpointError
 from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
-from spider.distributed import ShardedRows, World, host_buffer, is_plain
+from spider.distributed import World
+from spider.state import check_tensors, copy_to_host
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
+REQUIRED_OF_EXPORT = {"model_state_dict", "cfg"}
 WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-MOST_STEPS = 1 << 31  # of an optimizer: 8-bit AdamW's kernel takes 32 bits
-RENAMED = {"core.place_proj": "core.offset_proj"}  # old and new names of weights
 
 
 # --------------------------------------------------------------------------------------------------
 # The file format
 
 
-def write_archive(file: BinaryIO, state: dict):
+def write_archive(file: IO[bytes], state: dict):
     """Write a state to a binary file; raise OSError if writing fails."""
     try:
         torch.save(state, file)
@@ -49,31 +52,33 @@ def write_archive(file: BinaryIO, state: dict):
 
 def check_sums(path: Path):
     """Raise ValueError or BadZipFile if an archive does not match its own checksums, which
-    torch.load ignores, or if its records have more bytes than the file: a small one could fill the
-    memory."""
+    torch.load ignores. The same if its records have more bytes than the file: a small file could
+    fill the memory."""
     with zipfile.ZipFile(path) as archive:
-        if sum(info.file_size for info in archive.infolist()) > path.stat().st_size:
+        records = archive.infolist()
+        if sum(record.file_size for record in records) > path.stat().st_size:
             raise ValueError("its records are compressed, or overlap")
-        damaged = archive.testzip() or next(
-            (info.filename for info in archive.infolist() if info.external_attr), None
-        )
-    if damaged is not None:  # torch.load does not read a record with the attribute of a directory
+        damaged = archive.testzip()
+        for record in records:
+            if damaged is None and record.external_attr:
+                # torch.load does not read a record with the attribute of a directory
+                damaged = record.filename
+    if damaged is not None:
         raise ValueError(f"truncated or altered: {damaged} is damaged")
 
 
 @contextmanager
 def reading(path: Path):
-    """Turn any error inside, as a damaged or foreign file may cause, into a CheckpointError that
-    names the file."""
+    """Turn any error inside into a CheckpointError that names the file. A damaged or foreign file
+    may cause errors of any kind."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as fault:
         unsafe = re.search(r"Unsupported .*?(?= by default|[.] |\n|$)", str(fault))
-        reason = (
-            unsafe[0] if unsafe else f"{type(fault).__name__}: " + str(fault).partition("\n")[0]
-        )
+        first_line = str(fault).partition("\n")[0]
+        reason = unsafe[0] if unsafe else f"{type(fault).__name__}: {first_line}"
         raise CheckpointError(
             f"{path} is not a checkpoint that can be read safely: {reason}"
         ) from None
@@ -84,38 +89,40 @@ def reading(path: Path):
 
 
 def load_checkpoint(path: Path, mapped: bool = False) -> dict:
-    """Read a checkpoint, or an export, which has only weights; this executes nothing.
+    """Read a checkpoint, or an export, which has only weights; this executes nothing. Raise
+    CheckpointError if anything is wrong.
 
-    mapped: leave the tensors in the file, and skip the checksum. Raise CheckpointError if anything
-    is wrong."""
+    mapped: leave the tensors in the file, and skip the checksums."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
+    required = REQUIRED
     with reading(path):
         if is_export(path):
-            state, required = read_export(path), {"model_state_dict", "cfg"}
+            required = REQUIRED_OF_EXPORT
+            state = read_export(path)
         else:
             check_regular(path)
             if not mapped:
                 check_sums(path)
-            state, required = (
-                torch.load(path, map_location="cpu", weights_only=True, mmap=mapped),
-                REQUIRED,
-            )
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     check_state(path, state, required)
-    state["model_state_dict"] = {
-        RENAMED.get(name, name): value for name, value in state["model_state_dict"].items()
-    }
     return state
 
 
+# --------------------------------------------------------------------------------------------------
+# Values that a checkpoint may have
+
+
 class Rule(NamedTuple):
-    """What a value of a checkpoint must be."""
+    """What a value must be. `wanted` completes "must be ..." in the message of an error."""
 
     wanted: str
     holds: Callable[[object], bool]
 
 
 def whole(low: int, high: int = (1 << 62) - 1) -> Rule:
+    """Make a rule for whole numbers from low to high. Within the default no sum of two
+    overflows 64 bits."""
     bounds = f"from {low} to {high}" if high < 1 << 61 else f"of at least {low}"
     return Rule(
         f"a whole number {bounds}", lambda value: type(value) is int and low <= value <= high
@@ -134,39 +141,67 @@ def list_of(rule: Rule) -> Rule:
 
 
 def dict_of(rule: Rule) -> Rule:
-    def holds(value) -> bool:
-        return isinstance(value, dict) and all(
-            type(name) is str and rule.holds(value[name]) for name in value
-        )
+    def holds(value: object) -> bool:
+        if not isinstance(value, dict):
+            return False
+        return all(type(name) is str and rule.holds(entry) for name, entry in value.items())
 
     return Rule(f"a dict, each value {rule.wanted}", holds)
 
 
-def is_number(value) -> bool:
+def is_switch(value: object) -> bool:
+    return type(value) is bool
+
+
+def is_text(value: object) -> bool:
+    return type(value) is str
+
+
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is an int or float that arithmetic takes, infinity and NaN
     included."""
-    return type(value) is float or type(value) is int and abs(value) < 1 << 62
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 62)
 
 
-def is_finite(value) -> bool:
+def is_finite(value: object) -> bool:
     return is_number(value) and math.isfinite(value)
 
 
-SWITCH = Rule("true or false", lambda value: type(value) is bool)
-TEXT = Rule("text", lambda value: type(value) is str)
-FINITE = Rule("a finite number", is_finite)
-LOWEST = Rule("a number and not NaN", lambda value: is_number(value) and not math.isnan(value))
-METRIC = Rule("a number", lambda value: is_number(value) or SWITCH.holds(value))
-FLAG = Rule(
-    "a number or text", lambda value: is_finite(value) or SWITCH.holds(value) or TEXT.holds(value)
-)
-DICT = Rule("a dict", lambda value: isinstance(value, dict))
-WANDB_RUN = Rule(
-    "a dict with the texts name and id",
-    lambda value: dict_of(TEXT).holds(value) and {"name", "id"} <= value.keys(),
-)
+def is_ordered(value: object) -> bool:
+    """Return whether a value is a number that compares with others."""
+    return is_number(value) and not math.isnan(value)
 
-# Of the fields of RunProgress and the other keys, any of which may be absent.
+
+def is_metric(value: object) -> bool:
+    return is_number(value) or is_switch(value)
+
+
+def is_flag(value: object) -> bool:
+    return is_finite(value) or is_switch(value) or is_text(value)
+
+
+def is_wandb_run(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return dict_of(TEXT).holds(value) and {"name", "id"} <= value.keys()
+
+
+def is_preset(value: object) -> bool:
+    return is_text(value) and value in PRESETS
+
+
+SWITCH = Rule("true or false", is_switch)
+TEXT = Rule("text", is_text)
+FINITE = Rule("a finite number", is_finite)
+NOT_NAN = Rule("a number and not NaN", is_ordered)
+METRIC = Rule("a number", is_metric)
+FLAG = Rule("a number or text", is_flag)
+DICT = Rule("a dict", lambda value: isinstance(value, dict))
+WANDB_RUN = Rule("a dict with the texts name and id", is_wandb_run)
+PRESET = Rule(f"one of {', '.join(PRESETS)}", is_preset)
+
+# By key; any key may be absent. Beside the keys that the docstring of this file lists, a key with a
+# dot is that of an entry: "flags.seq_len" of state["flags"]["seq_len"].
 RULES = {
     "cfg": DICT,
     "model_state_dict": DICT,
@@ -174,23 +209,22 @@ RULES = {
     "step": whole(0),
     "bytes_seen": whole(0),
     "epoch": whole(0),
-    "best_loss": LOWEST,
+    "best_loss": NOT_NAN,
     "val_loss": optional(FINITE),
     "unimproved": whole(0),
     "metrics": optional(dict_of(optional(METRIC))),
     "recent": list_of(FINITE),
-    "lowest_peak": LOWEST,
+    "lowest_peak": NOT_NAN,
     "exploded": SWITCH,
     "skipped": whole(0),
     "wandb": optional(WANDB_RUN),
     "n_loops": whole(1, MAX_LOOPS),
-    "recipe": Rule(
-        f"one of {', '.join(PRESETS)}", lambda value: TEXT.holds(value) and value in PRESETS
-    ),
+    "recipe": PRESET,
     "targets": list_of(whole(0)),
     "shares": list_of(FINITE),
     "flags": dict_of(optional(FLAG)),
-    "flags.seq_len": whole(2, 1 << 24),  # these have an effect before they are compared
+    # flags that have an effect before they are compared with the run's
+    "flags.seq_len": whole(2, 1 << 24),
     "flags.eval_tokens": whole(1),
     "flags.target_tokens": whole(1),
     "flags.minutes": optional(FINITE),
@@ -198,59 +232,26 @@ RULES = {
 }
 
 
-def check_state(path: Path, state, required: set[str]):
+def check_state(path: Path, state: object, required: set[str]):
     """Raise CheckpointError unless a state has the required keys, a valid `cfg`, tensors whose
     shapes can be relied on, and values by the RULES."""
-    state = state if isinstance(state, dict) else {}
-    if missing := required - state.keys():
+    if not isinstance(state, dict):
+        state = {}
+    missing = required - state.keys()
+    if missing:
         raise CheckpointError(
             f"{path} is not a Spider checkpoint: it lacks {', '.join(sorted(missing))}"
         )
     try:
         for key, rule in RULES.items():
             table, _, name = key.rpartition(".")
-            values = state.get(table, {}) if table else state
+            values = state.get(table, {}) if table else state  # a dict: its own rule comes first
             if name in values and not rule.holds(values[name]):
                 raise ValueError(f"{key} must be {rule.wanted}")
         SpiderConfig.from_saved(state["cfg"])
-        for name, weight in state["model_state_dict"].items():
-            check_tensor(weight, f"model_state_dict.{name}")
-        check_optimizers(state.get("optimizer_state_dict", {}), "optimizer_state_dict", set())
+        check_tensors(state["model_state_dict"], state.get("optimizer_state_dict", {}))
     except (TypeError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path}: {fault}") from None
-
-
-def check_tensor(value, name: str):
-    """Raise ValueError for a tensor whose shape cannot be relied on."""
-    if isinstance(value, Tensor) and not (is_plain(value) and value.device.type == "cpu"):
-        raise ValueError(
-            f"{name} must be a dense, contiguous tensor with a storage of its own: "
-            f"save it by .contiguous().clone()"
-        )
-
-
-def check_optimizers(value, name: str, seen: set[int]):
-    """Raise ValueError unless, in nested dicts of optimizers' states, each tensor is plain and the
-    only one in its memory (but for the tables of 8-bit AdamW, which are only read), and each `step`
-    is a number that a run may reach.
-    seen: addresses of dicts and tensors so far."""
-    check_tensor(value, name)
-    key = name.rpartition(".")[2]
-    address = 0
-    if isinstance(value, dict):
-        address = id(value)
-    elif isinstance(value, Tensor):
-        address = value.data_ptr()  # 0 if it is empty
-    if key == "step":
-        steps = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        if not is_number(steps) or not 0 <= steps < MOST_STEPS:
-            raise ValueError(f"{name} must be a number from 0 to {MOST_STEPS - 1}")
-    if address in seen:
-        raise ValueError(f"{name} shares its memory with another value")
-    if address and key not in ("qmap1", "qmap2"):
-        seen.add(address)
-    for entry_name, entry in value.items() if isinstance(value, dict) else ():
-        check_optimizers(entry, f"{name}.{entry_name}", seen)
 
 
 def check_weights(path: Path | None, state: dict, model: nn.Module):
@@ -306,9 +307,10 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of an export: one, or those that an index lists, as
     save_pretrained writes them for large models. Raise ValueError if the index names a file
     elsewhere."""
-    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if whole.exists() or not index.exists():
-        return [whole]
+    only = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if only.exists() or not index.exists():
+        return [only]
     check_regular(index)
     names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     for name in names:
@@ -329,19 +331,23 @@ def read_export(path: Path) -> dict:
     """Read an export, a directory or one safetensors file with all weights, as the state of a
     checkpoint: weights, cfg, n_loops, step, recipe, and the flags of evaluation."""
     if path.suffix == ".safetensors":
-        directory, files = path.parent, [path]
+        directory = path.parent
+        files = [path]
     else:
-        directory, files = path, weight_files(path)
-    for part in (*files, directory / "config.json"):
-        check_regular(part)
-    weights = {}
+        directory = path
+        files = weight_files(path)
+    config_file = directory / "config.json"
+    for file in (*files, config_file):
+        check_regular(file)
+    weights: dict[str, Tensor] = {}
     for file in files:
-        weights |= safetensors().torch.load_file(file)
-    config = json.loads((directory / "config.json").read_bytes())
+        for name, weight in safetensors().torch.load_file(file).items():
+            weights[name.removeprefix(PREFIX)] = weight
+    config = json.loads(config_file.read_bytes())
     training = config.get("training", {})
     flags = training.get("flags", {})
     state = dict(
-        model_state_dict={name.removeprefix(PREFIX): weight for name, weight in weights.items()},
+        model_state_dict=weights,
         cfg=config["spider"],
         n_loops=config["n_loops"],
         step=training.get("step", 0),
@@ -357,7 +363,7 @@ def read_export(path: Path) -> dict:
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint in a directory; sorts from the oldest to the newest."""
+    """A checkpoint in a directory, and what decides whether it is kept."""
 
     step: int
     path: Path
@@ -367,6 +373,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 def saved_checkpoint(path: Path, state: dict) -> SavedCheckpoint:
+    """Describe the checkpoint of a state."""
     return SavedCheckpoint(
         state["step"],
         path,
@@ -384,12 +391,12 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def checkpoint_paths(directory: Path) -> list[Path]:
     """List the paths named like checkpoints, oldest first, but not manual copies
     (spider-step100-best.pt)."""
-    paths = [
-        path
-        for path in directory.glob("spider-step*.pt")
-        if re.fullmatch("spider-step[0-9]+[.]pt", path.name)
-    ]
-    return sorted(paths, key=lambda path: int(path.stem.removeprefix("spider-step")))
+    by_step = {}
+    for path in directory.glob("spider-step*.pt"):
+        named = re.fullmatch("spider-step([0-9]+)[.]pt", path.name)
+        if named:
+            by_step[path] = int(named[1])
+    return sorted(by_step, key=by_step.__getitem__)
 
 
 def load_of_directory(path: Path, mapped: bool = False) -> dict | None:
@@ -520,14 +527,18 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
 
 
 def lowest_loss(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
-    """Return the (oldest) checkpoint with the lowest validation loss, of those oldest first; None
-    if none was evaluated. Where the validation data changed, best_loss began anew
-    (RunProgress.forget_losses): a checkpoint with a loss below the newest one's best_loss was
-    evaluated on the old data, and does not count."""
-    comparable = [
-        one for one in saved if one.val_loss is not None and one.val_loss >= saved[-1].best_loss
-    ]
-    return min(comparable, key=lambda one: one.val_loss, default=None)
+    """Return the checkpoint with the lowest validation loss, the oldest of several, or None if none
+    was evaluated. `saved`: the oldest first.
+
+    Where the validation data changed, best_loss began anew (RunProgress.forget_losses). So a loss
+    below the newest checkpoint's best_loss is one of the old data, and does not count."""
+    best = None
+    lowest = math.inf
+    for one in saved:
+        if one.val_loss is not None and saved[-1].best_loss <= one.val_loss < lowest:
+            best = one
+            lowest = one.val_loss
+    return best
 
 
 def retained(
@@ -538,37 +549,10 @@ def retained(
     update right after a sound loss may already have ruined the weights."""
     sound = [one for one in saved if not one.exploded]
     kept = [*saved[-keep_last:], *sound[-2:]]
-    if keep_best:
-        kept.append(lowest_loss(saved))
+    best = lowest_loss(saved)
+    if keep_best and best is not None:
+        kept.append(best)
     return [one for one in saved if one in kept]
-
-
-def copy_to_host(value, into, keeps: bool):
-    """Copy a nested state to host memory, into the tensors of an earlier copy where they fit. This
-    gathers ShardedRows, so every rank calls it; only the rank that `keeps` the copy makes one."""
-    if isinstance(value, ShardedRows):
-        return value.gather(into)
-    if isinstance(value, Tensor):
-        return (
-            host_buffer(value.shape, value, into).copy_(value.detach(), non_blocking=True)
-            if keeps
-            else None
-        )
-    if isinstance(value, dict):
-        return {
-            key: copy_to_host(entry, into.get(key) if isinstance(into, dict) else None, keeps)
-            for key, entry in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        old = (
-            into
-            if isinstance(into, (list, tuple)) and len(into) == len(value)
-            else [None] * len(value)
-        )
-        return type(value)(
-            copy_to_host(entry, earlier, keeps) for entry, earlier in zip(value, old, strict=True)
-        )
-    return value
 
 
 class CheckpointWriter:
@@ -587,17 +571,18 @@ class CheckpointWriter:
         keep_best: bool,
         world: World,
     ):
-        """saved: the directory's checkpoints so far. What a killed process left half-written is
-        deleted."""
-        self.directory, self.saved, self.keep_last, self.keep_best = (
-            directory,
-            saved,
-            keep_last,
-            keep_best,
-        )
-        self.step, self.world, self.failed = -1, world, False  # step: of the newest saved state
-        self.thread, self.copy = ThreadPoolExecutor(1), None
-        self.writing = self.thread.submit(lambda: None)
+        """saved: the directory's checkpoints so far. Unfinished files that a killed process left
+        are deleted."""
+        self.directory = directory
+        self.saved = saved
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.world = world
+        self.step = -1  # of the newest saved state
+        self.failed = False  # whether the newest write failed
+        self.copy: Any = None  # of the newest saved state, in host memory; the next one reuses it
+        self.thread = ThreadPoolExecutor(1)
+        self.writing: Future[None] = self.thread.submit(lambda: None)
         if world.is_rank0:
             common.delete_unfinished(directory, "spider-step*.pt", "metrics.jsonl", "curves.png")
 
@@ -611,9 +596,8 @@ class CheckpointWriter:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # until the copies are complete
-        self.writing = self.thread.submit(
-            self._write, self.copy, sync_metrics, time.perf_counter() - began
-        )
+        in_loop = time.perf_counter() - began
+        self.writing = self.thread.submit(self._write, self.copy, sync_metrics, in_loop)
 
     def mark_unsaved(self, step: int):
         """Have the state of a step saved again, because it has changed."""
@@ -626,7 +610,10 @@ class CheckpointWriter:
         return self.world.on_rank0(lambda: self.step == step and not self.failed)
 
     def _write(self, state: dict, sync_metrics: Callable, in_loop: float):
-        began, path = time.perf_counter(), checkpoint_path(self.directory, state["step"])
+        """Write a state to its file, and log the outcome. in_loop: seconds that the save took in
+        the loop."""
+        began = time.perf_counter()
+        path = checkpoint_path(self.directory, state["step"])
         try:
             with common.durable(path, "wb") as file:
                 write_archive(file, state)
@@ -635,22 +622,24 @@ class CheckpointWriter:
             self.failed = True
             logger.error(
                 f"CHECKPOINT NOT SAVED: {path}: {fault.strerror or fault}; older checkpoints are "
-                f"intact; "
-                f"training continues and will retry"
+                f"intact; training continues and will retry"
             )
             return
         self.failed = False
+        in_background = time.perf_counter() - began
         logger.info(
-            f"saved {path}: {1e3 * in_loop:.0f} ms in the loop, "
-            f"{time.perf_counter() - began:.1f} s in the "
+            f"saved {path}: {1e3 * in_loop:.0f} ms in the loop, {in_background:.1f} s in the "
             f"background"
         )
-        others = [one for one in self.saved if one.step != state["step"]]
-        kept = retained([*others, saved_checkpoint(path, state)], self.keep_last, self.keep_best)
+        self._retain(saved_checkpoint(path, state))
+
+    def _retain(self, newest: SavedCheckpoint):
+        """Add a checkpoint to those of the directory, and delete those that are not kept."""
+        others = [one for one in self.saved if one.step != newest.step]
+        self.saved = retained([*others, newest], self.keep_last, self.keep_best)
         for one in others:
-            if one not in kept:
+            if one not in self.saved:
                 delete(one.path)
-        self.saved = kept
 
 
 def delete(path: Path):

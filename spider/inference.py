@@ -42,7 +42,8 @@ from spider.config import SpiderConfig
 from spider.decode import PIECE, DecodingState
 from spider.machine import multiplies_bf16
 from spider.memory import EngramTable
-from spider.optim import RowwiseAdagrad, load_optimizer_state
+from spider.optim import RowwiseAdagrad
+from spider.state import load_optimizer
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 # --------------------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ class Adaptation:
             )
         self.model, self.n_loops, self.device = model, n_loops, model.embed_tokens.device
         self.adagrad = RowwiseAdagrad(tables, RATE)
-        load_optimizer_state("engram", self.adagrad, deepcopy(saved))
+        load_optimizer("engram", self.adagrad, deepcopy(saved))
         dense = [p for p in model.parameters() if p not in self.adagrad.tables]
         self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
         # over which the loss of training is a mean

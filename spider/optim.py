@@ -2,25 +2,29 @@
 Engram tables.
 
 `KINDS` is the table of parameters: which optimizer steps them, and how often products read them.
-`Optimizers` steps all of a model, on one rank or on several. Sources: Muon, Jordan et al. 2024,
-with the step size of Moonlight (arXiv 2502.16982); bitsandbytes for 8-bit AdamW.
+`Optimizers` steps all of a model, on one rank or on several; muon_ranks.py has what Muon needs for
+several, and state.py loads and saves what optimizers keep. Sources: Muon, Jordan et al. 2024, with
+the step size of Moonlight (arXiv 2502.16982); bitsandbytes for 8-bit AdamW.
+
+Shapes: n matrices [n, r, c].
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from spider.common import CheckpointError, WorldError
+from spider.common import WorldError
 from spider.config import OPTIMIZERS
-from spider.distributed import SCALE_BLOCK, ShardedParameter, World, is_plain, sharding_of
+from spider.distributed import Sharded, ShardedParameter, sharding_of
 from spider.machine import multiplies_bf16, quiet
 from spider.memory import EngramTable
+from spider.muon_ranks import MOST_TOGETHER, MatrixAssignment
+from spider.state import SCALE_BLOCK, load_optimizers, optimizer_states
 
 # --------------------------------------------------------------------------------------------------
 # Kinds of parameters
@@ -48,12 +52,11 @@ class Kind(NamedTuple):
     rate: float = 1.0  # AdamW's learning rate, relative to that of others
 
 
-ENGRAM_TABLES, _ENGRAM, _LOOPS = (
-    "Engram tables",
-    "Engram projections",
-    "loop adapters, injection, halting",
-)
-_HEAD, _BOUNDARIES = "embedding and head", "boundary predictor"
+ENGRAM_TABLES = "Engram tables"
+_ENGRAM = "Engram projections"
+_LOOPS = "loop adapters, injection, halting"
+_HEAD = "embedding and head"
+_BOUNDARIES = "boundary predictor"
 KINDS = (  # the first row that matches applies
     Kind(r"engram.*table\.weight", ENGRAM_TABLES, "adagrad", Read.LOOKUP),
     Kind(r"engram.*followed", ENGRAM_TABLES, "muon", Read.LOOKUP),
@@ -102,6 +105,27 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
 # All optimizers of a model
 
 
+def adamw_groups(
+    params: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], lr: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return AdamW's groups of parameters. Weights of the usual rate come first, then vectors of
+    that rate, then those of other rates; a group may be empty."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): [], (False, 1.0): []}
+    for name, kind in kinds.items():
+        if kind.optimizer == "adamw":
+            decays = params[name].ndim >= 2
+            groups.setdefault((decays, kind.rate), []).append(params[name])
+    return [
+        dict(
+            params=group,
+            lr=lr * rate,
+            relative_rate=rate,
+            weight_decay=weight_decay if decays else 0.0,
+        )
+        for (decays, rate), group in groups.items()
+    ]
+
+
 class Optimizers:
     """The optimizers of one model by name, stepped together.
 
@@ -120,58 +144,49 @@ class Optimizers:
         beta2: float = 0.95,
         momentum: float = 0.95,
     ):
-        """optimizer: one of OPTIMIZERS, for all but the Engram tables, whose learning rate is
-        engram_lr; raise ValueError for another name."""
+        """optimizer: one of OPTIMIZERS, for all but the Engram tables; raise ValueError for another
+        name. engram_lr: learning rate of the tables."""
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer: {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
         self.sharding = sharding_of(model)
-        self.tables = tables = [m for m in model.modules() if isinstance(m, EngramTable)]
-        params, kinds = self.sharding.parameters(model), kinds_of(model)
+        self.tables = [m for m in model.modules() if isinstance(m, EngramTable)]
+        params = self.sharding.parameters(model)
+        kinds = kinds_of(model)
         matrices = [params[name] for name, kind in kinds.items() if kind.optimizer == "muon"]
-        # Groups of AdamW, by weight decay and relative rate; matrices join the first where they are
-        # not Muon's.
-        groups = {(True, 1.0): [], (False, 1.0): []}
-        for name, kind in kinds.items():
-            if kind.optimizer == "adamw":
-                groups.setdefault((params[name].ndim >= 2, kind.rate), []).append(params[name])
-        # The step of a table's row does not depend on its gradient's norm, so tables are not
-        # clipped.
-        self.dense = matrices + [
-            params[name] for name, kind in kinds.items() if kind.optimizer == "adamw"
-        ]
-        assert len(self.dense) + len(tables) == len(params), "a parameter without an optimizer"
-        adam = [
-            dict(
-                params=group,
-                lr=lr * rate,
-                relative_rate=rate,
-                weight_decay=weight_decay if decays else 0.0,
-            )
-            for (decays, rate), group in groups.items()
-        ]
+        others = [params[name] for name, kind in kinds.items() if kind.optimizer == "adamw"]
+        # Parameters whose gradients are clipped. Tables are not: the step of a table's row does not
+        # depend on its gradient's norm.
+        self.dense = matrices + others
+        assert len(self.dense) + len(self.tables) == len(params), "a parameter without an optimizer"
+
+        groups = adamw_groups(params, kinds, lr, weight_decay)
+        betas = (beta1, beta2)
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if optimizer == "muon":
-            sharded = {id(param.local): param for param in self.sharding.params}
-            assignment = (
-                MatrixAssignment(self.sharding.world, [sharded[id(p)] for p in matrices])
-                if sharded
-                else None
-            )
+            assignment = None
+            if isinstance(self.sharding, Sharded):
+                by_local = {param.local: param for param in self.sharding.params}
+                sharded = [by_local[p] for p in matrices]
+                assignment = MatrixAssignment(self.sharding.world, sharded)
             self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, assignment)
         else:
-            adam[0]["params"] += matrices
+            groups[0]["params"] += matrices
         if optimizer == "adamw8bit":
-            self.by_name["adamw8bit"] = adamw_8bit(adam, lr, (beta1, beta2), self.sharding.params)
+            self.by_name["adamw8bit"] = adamw_8bit(groups, lr, betas, self.sharding.params)
         else:
-            self.by_name["adamw"] = torch.optim.AdamW(adam, lr=lr, betas=(beta1, beta2), fused=True)
-        if tables:
-            self.by_name["engram"] = RowwiseAdagrad(tables, engram_lr)
+            self.by_name["adamw"] = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        self.adagrad: RowwiseAdagrad | None = None
+        if self.tables:
+            self.adagrad = RowwiseAdagrad(self.tables, engram_lr)
+            self.by_name["engram"] = self.adagrad
 
     def set_lr(self, peak: float, factor: float):
         """Set the learning rate to `peak * factor`, except for the tables, whose accumulators
         anneal it row by row."""
-        for name, optimizer in self.by_name.items():
-            for group in optimizer.param_groups if name != "engram" else ():
+        for optimizer in self.by_name.values():
+            if optimizer is self.adagrad:
+                continue
+            for group in optimizer.param_groups:
                 group["lr"] = peak * factor * group.get("relative_rate", 1.0)
 
     def step(self):
@@ -185,114 +200,21 @@ class Optimizers:
 
     def reset_tables(self):
         """Zero the Engram tables and their accumulators."""
-        self.by_name["engram"].reset()
+        if self.adagrad is not None:
+            self.adagrad.reset()
 
     def state_dict(self) -> dict:
         """Return the state of each optimizer by name; sharded tensors as ShardedRows."""
-        return self.sharding.optimizer_states(self.by_name)
+        return optimizer_states(self.sharding, self.by_name)
 
     def load_state_dict(self, states: dict):
         """Load the states of all optimizers, but keep this run's settings. Raise CheckpointError if
         one does not fit."""
-        if states.keys() != self.by_name.keys():
-            raise CheckpointError(
-                f"the checkpoint has the optimizers {', '.join(map(str, states))}, this run "
-                f"{', '.join(self.by_name)}: use --optimizer as before, or --reset_steps"
-            )
-        for name, optimizer in self.by_name.items():
-            check_optimizer_state(name, optimizer, states[name], self.sharding.params)
-        states = self.sharding.own_optimizer_states(self.by_name, states)
-        for name, optimizer in self.by_name.items():
-            take_state(optimizer, states[name])
-
-
-def load_optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: dict):
-    """Load a checkpoint's state of an optimizer of Optimizers, by its name there, but keep the
-    settings. Raise CheckpointError if it does not fit."""
-    check_optimizer_state(name, optimizer, state)
-    take_state(optimizer, state)
-
-
-def take_state(optimizer: torch.optim.Optimizer, state: dict):
-    """Load a state that was checked; of its groups of parameters nothing is taken, since they have
-    the settings."""
-    optimizer.load_state_dict(
-        dict(state=state["state"], param_groups=optimizer.state_dict()["param_groups"])
-    )
-
-
-# where bitsandbytes puts the tensors of a parameter's state
-NESTED = "__bnb_optimizer_quant_state__"
-
-
-def check_optimizer_state(
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    state: dict,
-    sharded: Sequence[ShardedParameter] = (),
-):
-    """Raise CheckpointError unless a whole state has the parameters, and for each the tensors, that
-    the optimizer makes: kernels trust names, shapes and dtypes, and torch does not check them."""
-    shapes = {id(param.local): param.shape for param in sharded}
-    params = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    try:
-        groups = [group["params"] for group in state["param_groups"]]
-        if groups != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
-            raise ValueError("it has other groups of parameters")
-        for i, tensors in state["state"].items():
-            if i not in params:
-                raise ValueError(f"it has an unknown parameter {i!r}")
-            p = params[i]
-            if name == "adamw8bit":
-                tensors = {
-                    key: value for key, value in tensors.items() if key != NESTED
-                } | tensors.get(NESTED, {})
-            shape = shapes.get(id(p), tuple(p.shape))
-            found = {key: kind_of(value) for key, value in tensors.items()}
-            if found and found not in state_layouts(name, p.dtype, shape):
-                listed = ", ".join(f"{key}: {kind}" for key, kind in found.items())
-                raise ValueError(f"for a parameter {list(shape)} it has {listed[:200]}")
-    except Exception as fault:  # whatever a foreign state provokes
-        reason = str(fault).partition("\n")[0]
-        raise CheckpointError(
-            f"the checkpoint's state of {name} does not fit this model ({reason}): use "
-            f"--reset_steps "
-            f"to load only the weights"
-        ) from None
-
-
-def kind_of(value) -> str:
-    """Return dtype and shape of a plain tensor, or the name of another type."""
-    return dtype_and_shape(value.dtype, value.shape) if is_plain(value) else type(value).__name__
-
-
-def dtype_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-def state_layouts(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> list[dict[str, str]]:
-    """Return the states that an optimizer may have of a parameter: what kind_of returns for each
-    value, by key."""
-    whole = dtype_and_shape(dtype, shape)
-    floats = dtype_and_shape(torch.float32, shape)
-    quantized = dtype_and_shape(torch.uint8, shape)
-    scales = dtype_and_shape(torch.float32, [math.ceil(math.prod(shape) / SCALE_BLOCK)])
-    tables = dict(qmap1="float32 [256]", qmap2="float32 [256]", absmax1=scales, absmax2=scales)
-    return {
-        "muon": [dict(momentum_buffer=whole)],
-        "adamw": [dict(step="float32 []", exp_avg=whole, exp_avg_sq=whole)],
-        "adamw8bit": [
-            dict(step="int", state1=floats, state2=floats),
-            dict(step="int", state1=quantized, state2=quantized) | tables,
-        ],
-        "engram": [dict(sum=dtype_and_shape(dtype, shape[:1]))],
-    }[name]
+        load_optimizers(self.sharding, self.by_name, states)
 
 
 # --------------------------------------------------------------------------------------------------
 # Muon
-
-MOST_TOGETHER = 1 << 26  # maximum elements of a batch of matrices
 
 
 class Muon(torch.optim.Optimizer):
@@ -302,93 +224,117 @@ class Muon(torch.optim.Optimizer):
     shape form a batch. The update is 0.2 * sqrt(max(r, c)) times an orthogonal matrix, as large as
     AdamW's (Moonlight, arXiv 2502.16982). It does not fade with the momentum. Therefore anything
     without a gradient keeps weights and momentum: a parameter, or one matrix of a stack (an idle
-    expert, the adapter of a loop that did not run). `assignment`: which rank orthogonalizes which
-    matrix (MatrixAssignment); None for one rank.
+    expert, the adapter of a loop that did not run).
     """
 
     def __init__(
         self,
-        params,
+        params: Sequence[nn.Parameter],
         lr: float,
         momentum: float,
         weight_decay: float,
-        assignment: Callable | None = None,
+        assignment: MatrixAssignment | None = None,
     ):
+        """assignment: which rank orthogonalizes which matrix; None for one rank."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.assignment = assignment
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
-            if self.assignment is not None:
-                self._step_assigned(group["params"], group)
-                continue
-            batches = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    batches.setdefault(p.shape[-2:], []).append(p)
-            for params in batches.values():
-                per_batch = max(1, MOST_TOGETHER // params[0].numel())
-                for i in range(0, len(params), per_batch):
-                    self._step_batch(params[i : i + per_batch], group)
+            if self.assignment is None:
+                self._step_alone(group)
+            else:
+                self._step_assigned(group, self.assignment)
+
+    def _step_alone(self, group: dict):
+        """Step the parameters with a gradient, in batches whose matrices have the same shape."""
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for p in group["params"]:
+            if p.grad is not None:
+                by_shape.setdefault(p.shape[-2:], []).append(p)
+        for params in by_shape.values():
+            per_batch = max(1, MOST_TOGETHER // params[0].numel())
+            for first in range(0, len(params), per_batch):
+                self._step_batch(params[first : first + per_batch], group)
 
     def _buffer(self, p: Tensor) -> Tensor:
-        if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        return self.state[p]["momentum_buffer"]
+        """Return the momentum of a parameter."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        return state["momentum_buffer"]
 
     def _step_batch(self, params: list[Tensor], group: dict):
         """Step parameters whose matrices have the same shape, as one batch."""
-        momentum, lr = group["momentum"], group["lr"]
+        lr = group["lr"]
+        momentum = group["momentum"]
         rows, columns = params[0].shape[-2:]
-        weights = [p.view(-1, rows, columns) for p in params]  # n matrices in all
+        weights = [p.view(-1, rows, columns) for p in params]
         buffers = [self._buffer(p).view(-1, rows, columns) for p in params]
-        grads = [p.grad.reshape(-1, rows, columns) for p in params]
-        # factors of the new gradient, and of the weights
-        fresh, kept = 1 - momentum, 1 - lr * group["weight_decay"]
-        moved, counts = None, [len(w) for w in weights]  # moved None: every matrix has a gradient
+        grads = [gradient(p).reshape(-1, rows, columns) for p in params]
+        counts = [len(w) for w in weights]  # of matrices: n in all
+        # Of a stack, a matrix without a gradient keeps momentum and weights. This is decided on the
+        # device, since the host would have to wait for it. None: every matrix has a gradient.
+        mask = None
         if any(p.ndim > 2 for p in params):
-            # Of a stack, a matrix without a gradient changes neither momentum (0) nor weights (1);
-            # no host sync.
-            moved = torch.cat([has_gradient(g) for g in grads])
-            fresh, kept = (
-                torch.where(moved, value, idle).to(weights[0].dtype).split(counts)
-                for value, idle in ((fresh, 0.0), (kept, 1.0))
-            )
-        torch._foreach_lerp_(buffers, grads, fresh)
+            mask = torch.cat([has_gradient(g) for g in grads])
+        fresh = 1 - momentum  # the new gradient's part of the momentum
+        if mask is None:
+            torch._foreach_lerp_(buffers, grads, fresh)
+        else:
+            parts = torch.where(mask, fresh, 0.0).to(weights[0].dtype).split(counts)
+            torch._foreach_lerp_(buffers, grads, parts)
         if lr == 0:  # on a CPU, baddbmm in bf16 returns garbage if both its factors are 0
             return
-        ahead = weights[0].new_empty(sum(counts), rows, columns, dtype=dtype_of_products(params[0]))
-        for out, grad, buffer in zip(ahead.split(counts), grads, buffers, strict=True):
-            # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: scale does not
-            # matter.
-            torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
-        updates = orthogonalize(ahead, moved, -lr * 0.2 * max(rows, columns) ** 0.5).split(counts)
-        for i, (p, update) in enumerate(zip(weights, updates, strict=True)):
-            if moved is None:
-                torch.add(update, p, alpha=kept, out=p)
-            else:
-                torch.addcmul(update, p, kept[i], out=p)
 
-    def _step_assigned(self, params: list[Tensor], group: dict):
+        dtype = dtype_of_products(params[0])
+        ahead = weights[0].new_empty(sum(counts), rows, columns, dtype=dtype)
+        for out, grad, buffer in zip(ahead.split(counts), grads, buffers, strict=True):
+            # Nesterov's lerp(grad, buffer, momentum), divided by 1 - momentum: orthogonalization
+            # ignores the scale
+            torch.add(grad, buffer, alpha=momentum / (1 - momentum), out=out)
+        updates = orthogonalize(ahead, mask, -lr * 0.2 * max(rows, columns) ** 0.5)
+        kept = 1 - lr * group["weight_decay"]  # of the weights
+        if mask is None:
+            for p, update in zip(weights, updates.split(counts), strict=True):
+                torch.add(update, p, alpha=kept, out=p)
+        else:
+            factors = torch.where(mask, kept, 1.0).to(weights[0].dtype).split(counts)
+            for p, update, factor in zip(weights, updates.split(counts), factors, strict=True):
+                torch.addcmul(update, p, factor, out=p)
+
+    def _step_assigned(self, group: dict, assignment: MatrixAssignment):
         """Step sharded parameters, of which this rank has some rows, or some matrices of a stack.
         All ranks exchange all parameters, with zeros for those without a gradient."""
-        momentum, lr = group["momentum"], group["lr"]
-        ahead, moved = [], []  # moved: 1 or 0 per matrix, as above
-        for p in params:
+        lr = group["lr"]
+        momentum = group["momentum"]
+        ahead = []
+        # for each parameter 1 or 0 per matrix, whether it has a gradient; None: no matrix has one
+        masks: list[Tensor | None] = []
+        for p in group["params"]:
+            dtype = dtype_of_products(p)
             if p.grad is None:
-                moved.append(None)
-                ahead.append(torch.zeros_like(p, dtype=dtype_of_products(p)))
+                masks.append(None)
+                ahead.append(torch.zeros_like(p, dtype=dtype))
                 continue
-            moved.append((has_gradient(p.grad) if p.ndim > 2 else p.new_ones(())).to(p.dtype))
-            buffer = self._buffer(p).lerp_(p.grad, moved[-1] * (1 - momentum))
-            ahead.append(p.grad.lerp(buffer, momentum).to(dtype_of_products(p)))
-        for p, update, moves, size in zip(
-            params, self.assignment(ahead, orthogonalize), moved, self.assignment.sizes, strict=True
+            mask = has_gradient(p.grad).to(p.dtype) if p.ndim > 2 else p.new_ones(())
+            buffer = self._buffer(p).lerp_(p.grad, mask * (1 - momentum))
+            masks.append(mask)
+            ahead.append(p.grad.lerp(buffer, momentum).to(dtype))
+        updates = assignment(ahead, orthogonalize)
+        for p, update, mask, longer_side in zip(
+            group["params"], updates, masks, assignment.longer_sides, strict=True
         ):
-            if moves is not None:
-                p.mul_(1 - moves * (lr * group["weight_decay"]))
-                p.add_(update.to(p.dtype).mul_(moves), alpha=-lr * 0.2 * size**0.5)
+            if mask is not None:
+                p.mul_(1 - mask * (lr * group["weight_decay"]))
+                p.add_(update.to(p.dtype).mul_(mask), alpha=-lr * 0.2 * longer_side**0.5)
+
+
+def gradient(p: Tensor) -> Tensor:
+    """Return the gradient of a parameter that has one."""
+    assert p.grad is not None
+    return p.grad
 
 
 def dtype_of_products(p: Tensor) -> torch.dtype:
@@ -401,222 +347,34 @@ def has_gradient(grads: Tensor) -> Tensor:
     return torch.linalg.vector_norm(grads, dim=(1, 2), keepdim=True) != 0
 
 
-def orthogonalize(matrices: Tensor, moved: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def orthogonalize(matrices: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """Orthogonalize matrices [n, r, c] approximately, by four Newton-Schulz steps of Muon's
-    quintic, and multiply by `scale`. The result is 0 where `moved`, bool [n, 1, 1], is false. A
+    quintic, and multiply by `scale`. The result is 0 where `mask`, bool [n, 1, 1], is false. A
     fifth step does not lower the loss (docs/results/learning.md).
 
-    Normalization takes no extra pass over x: the first Gram matrix has its norm, the first
-    polynomial divides by it."""
+    A step is x -> (3.4445 + quintic_polynomial(x x^T)) x. The first one also divides x by its norm,
+    whose square is the trace of x x^T. So normalization takes no extra pass over x."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    for i in range(4):
-        gram = x @ x.mT
-        if i == 0:  # the trace is the squared norm of x
-            norm = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).sqrt()[:, None, None]
-            size = 1 / (norm + 1e-7) if moved is None else moved / (norm + 1e-7)
-            gram = gram * (size * size).to(gram.dtype)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        if i == 0:
-            polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)
-            x = polynomial.mul_(size.to(x.dtype)) @ x
-        else:  # adding 3.4445 on the diagonal instead would double or triple bf16's error
-            last = scale if i == 3 else 1.0
-            x = torch.baddbmm(x, polynomial, x, beta=3.4445 * last, alpha=last)
+    gram = x @ x.mT
+    trace = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32)
+    norm = trace.sqrt()[:, None, None] + 1e-7
+    inverse = 1 / norm if mask is None else mask / norm
+    gram = gram * (inverse * inverse).to(gram.dtype)
+    polynomial = quintic_polynomial(gram)
+    polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)
+    x = polynomial.mul_(inverse.to(x.dtype)) @ x
+    for factor in (1.0, 1.0, scale):
+        polynomial = quintic_polynomial(x @ x.mT)
+        # adding 3.4445 on the diagonal instead would double or triple bf16's error
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445 * factor, alpha=factor)
     return x.mT if tall else x
 
 
-# --------------------------------------------------------------------------------------------------
-# Muon on several ranks
-
-
-class AssignedMatrix(NamedTuple):
-    """A matrix that one rank orthogonalizes."""
-
-    param: int  # index of the parameter
-    index: int | None  # in the rank's part of a stack; None: a matrix sharded by rows
-    rows: list[int]  # on each shard
-    columns: int
-    replica: int  # of its owner
-    shard: int
-
-
-class MatrixAssignment:
-    """An assignment of whole matrices to ranks. Matrices sharded by rows are sent to their owner
-    and back; those of a stack stay on their shard; replicas exchange results. Every rank computes
-    the same assignment."""
-
-    def __init__(self, world: World, params: list[ShardedParameter]):
-        self.world, loads, self.matrices = world, [0] * world.ranks, []
-        found = []  # cost, the first four of AssignedMatrix, and the ranks that may own it
-        for i, param in enumerate(params):
-            counts = [b - a for a, b in zip(param.bounds, param.bounds[1:], strict=False)]
-            rows, columns = param.shape[-2:]
-            cost = rows * columns * min(rows, columns)
-            if len(param.shape) == 2:
-                found.append((cost, i, None, counts, columns, range(world.ranks)))
-            else:
-                found += [
-                    (
-                        cost,
-                        i,
-                        j,
-                        [rows * (k == s) for k in range(world.shards)],
-                        columns,
-                        range(s, world.ranks, world.shards),
-                    )
-                    for s, count in enumerate(counts)
-                    for j in range(count)
-                ]
-        # The largest first, each to the rank with the least work so far
-        for cost, i, index, counts, columns, allowed in sorted(
-            found, key=lambda matrix: -matrix[0]
-        ):
-            owner = min(allowed, key=lambda rank: loads[rank])
-            loads[owner] += cost
-            self.matrices.append(
-                AssignedMatrix(
-                    i, index, counts, columns, owner // world.shards, owner % world.shards
-                )
-            )
-        self.sizes = [max(param.shape[-2:]) for param in params]  # longer side of a matrix
-
-    def __call__(self, local: list[Tensor], work: Callable) -> list[Tensor]:
-        """Apply `work`, [n, r, c] -> [n, r, c], to whole matrices. `local`: this rank's rows of
-        each parameter; the result has the same shapes."""
-        world = self.world
-        mine = [matrix for matrix in self.matrices if matrix.replica == world.replica]
-        cut = [matrix for matrix in mine if matrix.index is None]
-        by_owner = [
-            [matrix for matrix in cut if matrix.shard == shard] for shard in range(world.shards)
-        ]
-        own = by_owner[world.shard]
-        stacked = [
-            matrix for matrix in mine if matrix.index is not None and matrix.shard == world.shard
-        ]
-
-        empty = local[0].new_empty(0)  # of the dtype and device of all that is exchanged
-        received = self._all_to_all(
-            [[local[matrix.param] for matrix in owned] for owned in by_owner],
-            [
-                [(matrix.rows[shard], matrix.columns) for matrix in own]
-                for shard in range(world.shards)
-            ],
-            empty,
-        )
-        wholes = apply_in_batches(
-            [torch.cat(rows) for rows in zip(*received, strict=True)]
-            + [local[matrix.param][matrix.index] for matrix in stacked],
-            work,
-        )
-        back = [
-            whole.split(matrix.rows) for matrix, whole in zip(own, wholes[: len(own)], strict=True)
-        ]
-        returned = self._all_to_all(
-            [[rows[shard] for rows in back] for shard in range(world.shards)],
-            [
-                [(matrix.rows[world.shard], matrix.columns) for matrix in owned]
-                for owned in by_owner
-            ],
-            empty,
-        )
-        done = {
-            id(matrix): rows
-            for owned, results in zip(by_owner, returned, strict=True)
-            for matrix, rows in zip(owned, results, strict=True)
-        }
-        done |= {
-            id(matrix): whole for matrix, whole in zip(stacked, wholes[len(own) :], strict=True)
-        }
-        done |= self._all_gather_replicas(done, empty)
-        out = [torch.empty_like(rows) for rows in local]
-        for matrix in self.matrices:
-            if id(matrix) in done:
-                target = (
-                    out[matrix.param] if matrix.index is None else out[matrix.param][matrix.index]
-                )
-                target.copy_(done[id(matrix)])
-        return out
-
-    def _all_to_all(
-        self, sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]], empty: Tensor
-    ) -> list[list[Tensor]]:
-        """Exchange tensors with the shards of this replica; return the received ones, by shard, in
-        these shapes. `empty` has their dtype and device: the ranks must agree, also where one sends
-        nothing."""
-        if self.world.shards == 1:
-            return sent
-        flat = [[tensor.flatten() for tensor in tensors] for tensors in sent]
-        sizes = [[math.prod(shape) for shape in of_shard] for of_shard in shapes]
-        sending = torch.cat([empty, *(tensor for tensors in flat for tensor in tensors)])
-        received = sending.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(
-            received,
-            sending,
-            [sum(of_shard) for of_shard in sizes],
-            [sum(map(len, tensors)) for tensors in flat],
-            group=self.world.mesh.get_group("shards"),
-        )
-        return [
-            [
-                tensor.view(shape)
-                for tensor, shape in zip(chunk.split(of_shard), its_shapes, strict=True)
-            ]
-            for chunk, of_shard, its_shapes in zip(
-                received.split([sum(of_shard) for of_shard in sizes]), sizes, shapes, strict=True
-            )
-        ]
-
-    def _all_gather_replicas(self, done: dict[int, Tensor], empty: Tensor) -> dict[int, Tensor]:
-        """Return this rank's rows of the matrices that the other replicas own; `empty` as above."""
-        world = self.world
-        if world.replicas == 1:
-            return {}
-        shapes = {
-            id(matrix): (matrix.rows[world.shard], matrix.columns) for matrix in self.matrices
-        }
-        by_replica = [
-            [
-                matrix
-                for matrix in self.matrices
-                if matrix.replica == replica and matrix.rows[world.shard]
-            ]
-            for replica in range(world.replicas)
-        ]
-        longest = max(
-            sum(math.prod(shapes[id(matrix)]) for matrix in owned) for owned in by_replica
-        )
-        sending = torch.cat(
-            [empty, *(done[id(matrix)].flatten() for matrix in by_replica[world.replica])]
-        )
-        sending = nn.functional.pad(sending, (0, longest - len(sending)))
-        received = list(sending.new_empty(world.replicas, longest))
-        dist.all_gather(received, sending, group=world.mesh.get_group("replicas"))
-        out = {}
-        for owned, chunk in zip(by_replica, received, strict=True):
-            sizes = [math.prod(shapes[id(matrix)]) for matrix in owned]
-            out |= {
-                id(matrix): rows.view(shapes[id(matrix)])
-                for matrix, rows in zip(owned, chunk[: sum(sizes)].split(sizes), strict=True)
-            }
-        return out
-
-
-def apply_in_batches(matrices: list[Tensor], work: Callable) -> list[Tensor]:
-    """Apply `work` to stacks of matrices of the same shape, with at most MOST_TOGETHER elements
-    each."""
-    by_shape, out = {}, [None] * len(matrices)
-    for i, matrix in enumerate(matrices):
-        by_shape.setdefault(matrix.shape, []).append(i)
-    for shape, indices in by_shape.items():
-        at_once = max(1, MOST_TOGETHER // math.prod(shape))
-        for k in range(0, len(indices), at_once):
-            batch = indices[k : k + at_once]
-            for i, result in zip(
-                batch, work(torch.stack([matrices[i] for i in batch])).unbind(), strict=True
-            ):
-                out[i] = result
-    return out
+def quintic_polynomial(gram: Tensor) -> Tensor:
+    """Return -4.7750 g + 2.0315 g g for Gram matrices g [n, r, r]: Muon's polynomial without its
+    constant."""
+    return torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -632,27 +390,33 @@ class RowwiseAdagrad(torch.optim.Optimizer):
     synchronizes.
     """
 
-    def __init__(self, tables: list[EngramTable], lr: float):
+    def __init__(self, tables: Sequence[EngramTable], lr: float):
         self.tables = {table.weight: table for table in tables}
         for table in tables:
             table.claimed = True
         super().__init__([*self.tables], dict(lr=lr))
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
             for p in group["params"]:
                 gathered = self.tables[p].gathered()
-                if gathered and not self.state[p]:
-                    self.state[p]["sum"] = gathered[0][2].new_zeros(len(p))
-                for row, _, square in gathered:
-                    self.state[p]["sum"].index_add_(0, row, square)
-                for row, grad, _ in gathered:
-                    scale = -group["lr"] / (
-                        self.state[p]["sum"].index_select(0, row).sqrt_() + 1e-10
-                    )
-                    step = (grad * scale[:, None]).to(p.dtype)
-                    p.index_add_(0, row, step)  # with alpha it is ten times slower on a CPU
+                if gathered:
+                    self._step_table(p, gathered, group["lr"])
+
+    def _step_table(self, p: Tensor, gathered: Sequence[tuple[Tensor, Tensor, Tensor]], lr: float):
+        """Step a table's rows. gathered: rows [n], gradients [n, dim] and mean squares [n], see
+        EngramTable.gathered."""
+        state = self.state[p]
+        if not state:
+            _, _, square = gathered[0]
+            state["sum"] = square.new_zeros(len(p))
+        for row, _, square in gathered:
+            state["sum"].index_add_(0, row, square)
+        for row, grad, _ in gathered:
+            scale = -lr / (state["sum"].index_select(0, row).sqrt_() + 1e-10)
+            update = (grad * scale[:, None]).to(p.dtype)
+            p.index_add_(0, row, update)  # with alpha it is ten times slower on a CPU
 
     def zero_grad(self, set_to_none: bool = True):
         for table in self.tables.values():
@@ -673,37 +437,43 @@ MIN_8BIT = 4096  # elements; smaller parameters have fp32 states
 
 
 def adamw_8bit(
-    groups: list[dict], lr: float, betas: tuple[float, float], sharded: list[ShardedParameter]
+    groups: list[dict],
+    lr: float,
+    betas: tuple[float, float],
+    sharded: Sequence[ShardedParameter],
 ) -> torch.optim.Optimizer:
     """Construct bitsandbytes' AdamW8bit. The shards of `sharded` parameters use the same number of
-    bits, and the same blocks, as the whole parameter would; raise WorldError if a shard begins
+    bits, and the same blocks, as the whole parameter would. Raise WorldError if a shard begins
     inside a block, whose scale would then differ."""
     with quiet():
         import bitsandbytes
     if not sharded:
         return bitsandbytes.optim.AdamW8bit(groups, lr=lr, betas=betas)
+    whole_sizes = {}
     for param in sharded:
-        row = math.prod(param.shape[1:])
-        if math.prod(param.shape) >= MIN_8BIT and any(
-            bound * row % SCALE_BLOCK for bound in param.bounds[1:-1]
-        ):
+        whole_sizes[param.local] = math.prod(param.shape)
+        if math.prod(param.shape) >= MIN_8BIT and splits_a_block(param):
             raise WorldError(
                 f"--shards {len(param.bounds) - 1} would split a block of {SCALE_BLOCK} numbers of "
                 f"{param.name} {list(param.shape)}, which share a scale in 8-bit AdamW: use other "
                 f"--shards, or --optimizer adamw"
             )
-    sizes = {id(param.local): math.prod(param.shape) for param in sharded}
 
     class ShardedAdamW8bit(bitsandbytes.optim.AdamW8bit):
         def get_config(self, gindex, pindex, group):
             p = group["params"][pindex]
             config = super().get_config(gindex, pindex, group)
-            return config | dict(
-                min_8bit_size=0 if sizes.get(id(p), p.numel()) >= MIN_8BIT else math.inf
-            )
+            quantizes = whole_sizes.get(p, p.numel()) >= MIN_8BIT
+            return config | dict(min_8bit_size=0 if quantizes else math.inf)
 
         def update_step(self, group, p, gindex, pindex):
             if p.numel():  # a shard may be empty
                 super().update_step(group, p, gindex, pindex)
 
     return ShardedAdamW8bit(groups, lr=lr, betas=betas)
+
+
+def splits_a_block(param: ShardedParameter) -> bool:
+    """Return whether a shard of a parameter begins inside a block of 8-bit AdamW."""
+    row = math.prod(param.shape[1:])
+    return any(bound * row % SCALE_BLOCK for bound in param.bounds[1:-1])

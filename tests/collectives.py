@@ -4,7 +4,7 @@ not need them; where they are broken, NCCL hangs, fails or computes garbage."""
 import json
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,8 @@ class Collective(NamedTuple):
 
     name: str  # of torch's operation, without its _
     group: tuple[int, ...]  # its ranks
-    dtypes: tuple[str, ...]  # of its tensors, as are the next three
+    # of its tensors
+    dtypes: tuple[str, ...]
     sizes: tuple[int, ...]
     devices: tuple[str, ...]
     contiguous: tuple[bool, ...]
@@ -34,12 +35,20 @@ class Collective(NamedTuple):
         """Return what NCCL would refuse of this call alone. `device`: the type of device of all its
         tensors."""
         found = [f"a tensor of {dtype}" for dtype in self.dtypes if dtype not in DTYPES]
-        found += [f"a tensor on the {where}" for where in self.devices if where != device]
+        found += [f"a tensor on the {other}" for other in self.devices if other != device]
         if False in self.contiguous:
             found.append("a tensor that is not contiguous")
         if self.name in POINT_TO_POINT and not self.settings["batched"]:
             found.append("not in a batch, of which torch warns")
         return [f"{self.name}: {fault}" for fault in found]
+
+
+class Message(NamedTuple):
+    """A point-to-point operation as its two ranks must agree on it."""
+
+    dtypes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    after: int  # number of collectives before it
 
 
 class CollectiveRecorder(TorchDispatchMode):
@@ -58,31 +67,29 @@ class CollectiveRecorder(TorchDispatchMode):
 
 def collective_of(func, args: Sequence, kwargs: dict) -> Collective:
     """Describe a call of an operation of torch.ops.c10d."""
-    named = (
-        dict(zip((argument.name for argument in func._schema.arguments), args, strict=True))
-        | kwargs
-    )
+    names = [argument.name for argument in func._schema.arguments]
+    named = dict(zip(names, args, strict=False)) | kwargs  # those at their defaults may be absent
     group = dist.get_process_group_ranks(dist.ProcessGroup.unbox(named.pop("process_group")))
     tensors = [leaf for leaf in tree_leaves(named) if isinstance(leaf, torch.Tensor)]
-    settings = {
-        name: value
-        for name, value in named.items()
-        if name not in ("timeout", "async_op") and not {*map(type, tree_leaves(value))} - {int}
-    }
+    settings = {}
+    for name, value in named.items():
+        is_whole = all(type(leaf) is int for leaf in tree_leaves(value))
+        if is_whole and name not in ("timeout", "async_op"):
+            settings[name] = value
     if "reduce_op" in named:
         settings["reduce_op"] = named["reduce_op"].op()
-    name = func._schema.name.split("::")[1].strip("_")
-    if name in POINT_TO_POINT:
+    operation = func._schema.name.split("::")[1].strip("_")
+    if operation in POINT_TO_POINT:
         callers = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
         settings["batched"] = dist.batch_isend_irecv.__name__ in callers
     return Collective(
-        name,
+        operation,
         tuple(group),
-        tuple(str(t.dtype).split(".")[1] for t in tensors),
-        tuple(t.numel() for t in tensors),
-        tuple(t.device.type for t in tensors),
-        tuple(t.is_contiguous() for t in tensors),
-        settings,
+        dtypes=tuple(str(t.dtype).split(".")[1] for t in tensors),
+        sizes=tuple(t.numel() for t in tensors),
+        devices=tuple(t.device.type for t in tensors),
+        contiguous=tuple(t.is_contiguous() for t in tensors),
+        settings=settings,
     )
 
 
@@ -96,10 +103,8 @@ def recorded(path: Path) -> list[Collective]:
     """Return what `record_to_file` wrote."""
     found = []
     for line in path.read_text().splitlines():
-        *lists, settings = json.loads(line)
-        found.append(
-            Collective(*(tuple(one) if isinstance(one, list) else one for one in lists), settings)
-        )
+        name, *lists, settings = json.loads(line)
+        found.append(Collective(name, *map(tuple, lists), settings))
     return found
 
 
@@ -110,10 +115,9 @@ def recorded(path: Path) -> list[Collective]:
 def disagreements(ranks: Sequence[Sequence[Collective]]) -> list[str]:
     """Return how the collectives of all ranks, by rank, break the rules of NCCL with one
     another."""
-    ordered = [[one for one in calls if one.name not in POINT_TO_POINT] for calls in ranks]
     found = []
-    for i, calls in enumerate(zip_longest(*ordered)):
-        if len({one and (one.name, shape_of(one.group)) for one in calls}) > 1:
+    for i, calls in enumerate(zip_longest(*map(without_messages, ranks))):
+        if None in calls or not have_one_kind(calls):
             names = ", ".join(one.name if one else "none" for one in calls)
             # nor are those after it
             return [f"collective {i} is not the same on all ranks: {names}"]
@@ -121,17 +125,23 @@ def disagreements(ranks: Sequence[Sequence[Collective]]) -> list[str]:
         for rank, one in enumerate(calls):
             by_group[one.group][rank] = one
         for group, by_rank in by_group.items():
-            found += [
-                f"collective {i}, {calls[0].name}: {fault}"
-                for fault in faults_in_group(group, by_rank)
-            ]
+            where = f"collective {i}, {calls[0].name}"
+            found += [f"{where}: {fault}" for fault in faults_in_group(group, by_rank)]
     return found + faults_between_pairs(ranks)
 
 
-def shape_of(group: Sequence[int]) -> tuple[int, int]:
-    """Return size and stride of a group, which all groups of a dimension of the mesh have in
-    common."""
-    return len(group), group[-1] - group[-2] if len(group) > 1 else 0
+def without_messages(calls: Iterable[Collective]) -> list[Collective]:
+    return [one for one in calls if one.name not in POINT_TO_POINT]
+
+
+def have_one_kind(calls: Iterable[Collective]) -> bool:
+    """Return whether calls are of the same operation, in groups of the same size and stride. All
+    groups of a dimension of the mesh have these in common."""
+    kinds = set()
+    for one in calls:
+        stride = one.group[-1] - one.group[-2] if len(one.group) > 1 else 0
+        kinds.add((one.name, len(one.group), stride))
+    return len(kinds) == 1
 
 
 def faults_in_group(group: tuple[int, ...], by_rank: dict[int, Collective]) -> list[str]:
@@ -139,41 +149,44 @@ def faults_in_group(group: tuple[int, ...], by_rank: dict[int, Collective]) -> l
     if set(group) != set(by_rank):
         return [f"ranks {list(by_rank)} call it in the group {list(group)}"]
     dtypes = {one.dtypes for one in by_rank.values()}
-    if len({dtype for of_rank in dtypes for dtype in of_rank}) > 1:
+    if len(set().union(*dtypes)) > 1:
         return [f"dtypes {sorted(dtypes)}"]
     if "input_split_sizes" in by_rank[group[0]].settings:  # an all-to-all
         sent = [by_rank[rank].settings["input_split_sizes"] for rank in group]
         received = [by_rank[rank].settings["output_split_sizes"] for rank in group]
-        return (
-            []
-            if sent == [list(column) for column in zip(*received, strict=True)]
-            else [f"{sent} sent, {received} received"]
-        )
+        if sent != [list(column) for column in zip(*received, strict=True)]:
+            return [f"{sent} sent, {received} received"]
+        return []
+    found = []
     sizes = {one.sizes for one in by_rank.values()}
+    if len(sizes) > 1:
+        found.append(f"sizes {sorted(sizes)}")
     settings = {str(one.settings) for one in by_rank.values()}
-    return [
-        f"{what} {sorted(values)}"
-        for what, values in (("sizes", sizes), ("settings", settings))
-        if len(values) > 1
-    ]
+    if len(settings) > 1:
+        found.append(f"settings {sorted(settings)}")
+    return found
 
 
 def faults_between_pairs(ranks: Sequence[Sequence[Collective]]) -> list[str]:
     """Compare what each rank sends another with what that receives: dtype, size, and after which
     collective."""
-    sent, received = defaultdict(list), defaultdict(list)  # by pair of ranks
+    sent = defaultdict(list)  # messages by pair of ranks
+    received = defaultdict(list)
     for rank, calls in enumerate(ranks):
-        before = 0  # collectives so far
+        collectives = 0
         for one in calls:
-            message = one.dtypes, one.sizes, before
+            message = Message(one.dtypes, one.sizes, collectives)
             if one.name == "send":
                 sent[rank, one.group[one.settings["dst"]]].append(message)
             elif one.name == "recv":
                 received[one.group[one.settings["src"]], rank].append(message)
             else:
-                before += 1
-    return [
-        f"rank {pair[0]} sends {sent[pair]}, rank {pair[1]} receives {received[pair]}"
-        for pair in sorted(sent.keys() | received.keys())
-        if sent[pair] != received[pair]
-    ]
+                collectives += 1
+    found = []
+    for pair in sorted(sent.keys() | received.keys()):
+        if sent[pair] != received[pair]:
+            sender, receiver = pair
+            found.append(
+                f"rank {sender} sends {sent[pair]}, rank {receiver} receives {received[pair]}"
+            )
+    return found

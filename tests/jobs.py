@@ -2,6 +2,7 @@
 torchrun, as users do."""
 
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,17 +30,20 @@ IN_GROUP = "STILL IN ITS GROUP"  # a line in the log, of which NCCL would make s
 # Faults, each applied in one process: (fault, rank, argument)
 
 
-def at_step(step, before=None, after=lambda sums: sums):
-    """Call `before` with the model, and change the sums of the losses by `after`, in a step of this
-    process."""
-    accumulate, steps = train.accumulate, iter(range(1 << 30))
+def at_step(step, before=None, after=None):
+    """In a step of this process, call `before` with the model, and change the sums of the losses by
+    `after`."""
+    accumulate = train.accumulate
+    steps = itertools.count()
 
     def faulty(model, *rest):
-        now = next(steps) == step
-        if now and before:
+        is_due = next(steps) == step
+        if is_due and before:
             before(model)
         sums, counts = accumulate(model, *rest)
-        return after(sums) if now else sums, counts
+        if is_due and after:
+            sums = after(sums)
+        return sums, counts
 
     train.accumulate = faulty
 
@@ -74,7 +79,7 @@ def child_of_torchrun(_):
 
 
 def sleeps(name):
-    """A function of train.py takes an hour, longer than Job.end waits."""
+    """Have a function of train.py take an hour, longer than Job.end waits."""
 
     def sleep(*_, **__):
         print("SLEEPS", file=sys.stderr, flush=True)
@@ -88,7 +93,7 @@ def file_limit(size):
 
 
 def full_disk(step):
-    """Saves up to a step fail."""
+    """Fail all saves up to a step."""
     write = checkpoint.write_archive
 
     def faulty(file, state):
@@ -100,7 +105,7 @@ def full_disk(step):
 
 
 def unread(_):
-    """Nobody reads stderr any more."""
+    """Leave stderr without a reader."""
     reading, writing = os.pipe()
     os.close(reading)
     os.dup2(writing, 2)
@@ -115,14 +120,15 @@ def late(seconds):
 
 
 def reserve_port() -> socket.socket:
-    """Bind a port on which nobody listens: nobody else gets it."""
+    """Bind a port, so that nobody else gets it; nobody listens on it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("", 0))
     return reserved
 
 
-def meet(rank, ranks, port):
+def set_rank(rank, ranks, port):
+    """Set torchrun's variables in this process."""
     os.environ |= dict(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -134,7 +140,7 @@ def meet(rank, ranks, port):
 
 
 def work_in_group(rank, ranks, shards, port, work):
-    meet(rank, ranks, port)
+    set_rank(rank, ranks, port)
     world = World()
     world.join(torch.device("cpu"), shards, LIMIT)
     work(world)
@@ -156,23 +162,37 @@ def run_ranks(processes, work, ranks: int, shards: int) -> list[int]:
     return [process.exitcode for process in forked]
 
 
-def child(rank, ranks, ports, argvs, directory, environ, out, log, faults):
+class JobSettings(NamedTuple):
+    """What the ranks of a Job have in common."""
+
+    ranks: int
+    ports: list[int]  # one for each command line
+    argvs: tuple
+    directory: Path
+    environ: dict[str, str]
+    stdout: Path
+    log: Path
+    faults: tuple  # (fault, rank, argument)
+
+
+def child(rank: int, job: JobSettings):
+    """Run the command lines of a job in this process, as a rank."""
     for name in train.ENVIRONMENT:
         os.environ.pop(name.upper(), None)
-    meet(rank, ranks, ports[0])
-    os.environ |= environ
-    os.chdir(directory)
-    sys.stdout = open(out, "w")
-    sys.stderr = open(log, "a", buffering=1)
+    set_rank(rank, job.ranks, job.ports[0])
+    os.environ |= job.environ
+    os.chdir(job.directory)
+    sys.stdout = open(job.stdout, "w")
+    sys.stderr = open(job.log, "a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
     do_nothing_slow()
-    if ranks > 1:  # Muon's products too in fp32, where another order of sums shows least
+    if job.ranks > 1:  # Muon's products too in fp32, where another order of sums shows least
         optim.multiplies_bf16 = lambda device: False
-    for fault, victim, argument in faults:
+    for fault, victim, argument in job.faults:
         if victim == rank:
             fault(argument)
-    for i, argv in enumerate(argvs):
-        os.environ["MASTER_PORT"] = str(ports[i])
+    for argv, port in zip(job.argvs, job.ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         status = command_line(argv)
     if torch.distributed.is_initialized():
         print(IN_GROUP, file=sys.stderr)
@@ -185,21 +205,21 @@ class Job:
 
     def __init__(self, processes, directory, ranks, *argvs, faults=(), **environ):
         self.reserved = [reserve_port() for _ in argvs]
-        ports = [reserved.getsockname()[1] for reserved in self.reserved]
         name = f".job-{time.monotonic_ns()}"
-        self.stdout, self.log = directory / f"{name}.out", directory / f"{name}.log"
-        settings = (
+        self.stdout = directory / f"{name}.out"
+        self.log = directory / f"{name}.log"
+        settings = JobSettings(
             ranks,
-            ports,
-            argvs,
-            str(directory),
-            environ,
-            str(self.stdout),
-            str(self.log),
-            faults,
+            ports=[reserved.getsockname()[1] for reserved in self.reserved],
+            argvs=argvs,
+            directory=directory,
+            environ=environ,
+            stdout=self.stdout,
+            log=self.log,
+            faults=tuple(faults),
         )
         self.ranks = [
-            processes.Process(target=child, args=(rank, *settings), daemon=True)
+            processes.Process(target=child, args=(rank, settings), daemon=True)
             for rank in range(ranks)
         ]
         for process in self.ranks:
@@ -248,13 +268,13 @@ def runs_alone(argv):
 
 def command(*argv, cwd, **environ) -> subprocess.CompletedProcess:
     """Run train.py as a user does."""
-    env = {
+    own = {
         name: value for name, value in os.environ.items() if name.lower() not in train.ENVIRONMENT
-    } | environ
+    }
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *map(str, argv)],
         cwd=cwd,
-        env=env,
+        env=own | environ,
         text=True,
         errors="replace",
         capture_output=True,
@@ -263,18 +283,9 @@ def command(*argv, cwd, **environ) -> subprocess.CompletedProcess:
 
 
 def torchrun(argv, *more):
+    launch = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            *more,
-            "train.py",
-            *argv,
-        ],
+        [sys.executable, *launch, *more, "train.py", *argv],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -296,10 +307,11 @@ def workers(directory) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is read of them
+# What they logged
 
 
 def until(condition, seconds=LIMIT):
+    """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -312,29 +324,24 @@ def steps_done(directory) -> int:
 
 
 def last_lines(log: str) -> list[str]:
+    """Return the lines with which the ranks ended."""
     return [line for line in log.splitlines() if line.startswith("train.py: ")]
+
+
+SAME = "loss total_loss val_loss mean_loops bytes_per_segment boundary_loss core_loss".split()
 
 
 def assert_same_losses(one, other, steps=20):
     """Losses, norms and evaluations of two runs agree to fp32 rounding, amplified by so many
     steps."""
-    one, other = metrics(one), metrics(other)
-    assert len(one) == len(other) == steps
-    for a, b in zip(one, other, strict=True):
+    one_lines = metrics(one)
+    other_lines = metrics(other)
+    assert len(one_lines) == len(other_lines) == steps
+    for a, b in zip(one_lines, other_lines, strict=True):
         assert a.keys() == b.keys()
-        for name in (
-            "loss",
-            "total_loss",
-            "val_loss",
-            "mean_loops",
-            "bytes_per_segment",
-            "boundary_loss",
-            "core_loss",
-        ):
-            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=5e-5, abs=1e-7), (
-                a["step"],
-                name,
-            )
+        for name in SAME:
+            expected = pytest.approx(b.get(name, 0), rel=5e-5, abs=1e-7)
+            assert a.get(name, 0) == expected, (a["step"], name)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
         # A near-tie in the choice of an expert moves these; they are means over micro-batches.
         assert a["aux_loss"] == pytest.approx(b["aux_loss"], rel=0.02)

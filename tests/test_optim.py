@@ -14,40 +14,40 @@ from data import Batch
 from jobs import run_ranks
 from spider.distributed import ShardedParameter
 from spider.memory import EngramTable
-from spider.optim import (
-    MatrixAssignment,
-    Muon,
-    Optimizers,
-    RowwiseAdagrad,
-    kinds_of,
-    load_optimizer_state,
-    orthogonalize,
-)
+from spider.muon_ranks import MatrixAssignment
+from spider.optim import Muon, Optimizers, RowwiseAdagrad, kinds_of, orthogonalize
+from spider.state import load_optimizer
 from train import step_alone
+
+
+def batch_of(rows: int) -> list[Batch]:
+    return [Batch.of(text(rows, 32, seed=1), text(rows, 32, seed=2), 0)]
+
 
 # --------------------------------------------------------------------------------------------------
 # Muon
 
 
-def test_orthogonalize_moves_singular_values_towards_one_for_every_matrix_of_a_stack():
-    sizes = torch.tensor([1, 1e-3, 1e3])[:, None, None]
-    stack = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(0)) * sizes
+def test_orthogonalize_moves_singular_values_of_each_matrix_towards_one():
+    norms = torch.tensor([1, 1e-3, 1e3])[:, None, None]
+    stack = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(0)) * norms
     for matrices in (stack, stack.mT):
-        out = orthogonalize(matrices).float()
-        values = torch.linalg.svdvals(out)
-        assert values.min() > 0.4 and values.max() < 1.4
-        assert (
-            torch.nn.functional.cosine_similarity(out.flatten(1), matrices.flatten(1)) > 0.8
-        ).all()
+        out = orthogonalize(matrices)
+        singular_values = torch.linalg.svdvals(out)
+        assert singular_values.min() > 0.4
+        assert singular_values.max() < 1.4
+        cosine = torch.nn.functional.cosine_similarity(out.flatten(1), matrices.flatten(1))
+        assert cosine.min() > 0.8
 
 
-def test_muon_treats_a_stack_as_its_matrices_and_follows_its_definition():
+def test_muon_steps_a_stack_like_its_matrices_and_by_its_definition():
     generator = torch.Generator().manual_seed(0)
     stack = torch.nn.Parameter(torch.randn(2, 24, 16, generator=generator))
     singles = [torch.nn.Parameter(m.clone()) for m in stack.detach()]
     settings = dict(lr=0.1, momentum=0.95, weight_decay=0.1)
     optimizers = [Muon([stack], **settings), Muon(singles, **settings)]
-    exact, buffer = stack.detach().double(), torch.zeros(2, 24, 16, dtype=torch.float64)
+    exact = stack.detach().double()
+    buffer = torch.zeros(2, 24, 16, dtype=torch.float64)
     for _ in range(3):
         grad = torch.randn(2, 24, 16, generator=generator)
         buffer = 0.95 * buffer + 0.05 * grad
@@ -67,9 +67,10 @@ def test_muon_treats_a_stack_as_its_matrices_and_follows_its_definition():
 
 
 @pytest.mark.parametrize("shape", ((24, 32), (3, 24, 32)))
-def test_at_a_rate_of_zero_muon_keeps_weights_to_the_bit_and_updates_its_momentum(shape):
+def test_muon_at_a_rate_of_zero_changes_only_the_momentum(shape):
     p = torch.nn.Parameter(torch.randn(shape))
-    before, p.grad = p.detach().clone(), torch.randn(shape)
+    before = p.detach().clone()
+    p.grad = torch.randn(shape)
     optimizer = Muon([p], lr=0.0, momentum=0.95, weight_decay=0.1)
     optimizer.step()
     assert torch.equal(p.detach(), before)
@@ -77,47 +78,49 @@ def test_at_a_rate_of_zero_muon_keeps_weights_to_the_bit_and_updates_its_momentu
 
 
 @pytest.mark.parametrize(
-    "backend,dtype", (("loop", "float32"), ("grouped", "float32"), ("grouped", "bfloat16"))
+    "backend, dtype", (("loop", "float32"), ("grouped", "float32"), ("grouped", "bfloat16"))
 )
-def test_muon_moves_neither_an_idle_expert_nor_the_adapter_of_an_unused_loop(backend, dtype):
-    """Nor their momentum; the rest of the stack moves, and so do they when they are needed."""
+def test_muon_keeps_idle_experts_and_adapters_of_unused_loops(backend, dtype):
+    """Their weights and their momentum; the rest of the stack moves, and so do they later."""
     model = awake(small_config(n_loops=3))
     model.set_backend(backend)
     model.compute_dtype = getattr(torch, dtype)
     optimizers = Optimizers(model, weight_decay=0.5)
     optimizers.set_lr(0.01, 1.0)
-    batch = [Batch.of(text(4, 32, seed=1), text(4, 32, seed=2), 0)]
-    moe, core = model.core.layers[0].moe, model.core
-    idle = {
-        "w_gate": (moe.w_gate, 1),
-        "w_up": (moe.w_up, 1),
-        "w_down": (moe.w_down, 1),
-        "lora_down": (core.lora_down, 2),
-        "lora_up": (core.lora_up, 2),
-    }
+    core = model.core
+    moe = core.layers[0].moe
+    stacks = dict(
+        w_gate=moe.w_gate,
+        w_up=moe.w_up,
+        w_down=moe.w_down,
+        lora_down=core.lora_down,
+        lora_up=core.lora_up,
+    )
+    idle = {("w_gate", 1), ("w_up", 1), ("w_down", 1), ("lora_down", 2), ("lora_up", 2)}
 
-    def slices() -> dict:
-        """(weight, momentum) of every matrix of the stacks."""
-        momentum = optimizers.by_name["muon"].state
-        return {
-            (name, i): (p[i].detach().clone(), momentum[p]["momentum_buffer"][i].clone())
-            for name, (p, _) in idle.items()
-            for i in range(len(p))
-        }
+    def matrices() -> dict:
+        """Return (weight, momentum) of every matrix of the stacks."""
+        found = {}
+        for name, p in stacks.items():
+            momentum = optimizers.by_name["muon"].state[p]["momentum_buffer"]
+            for i in range(len(p)):
+                found[name, i] = (p[i].detach().clone(), momentum[i].clone())
+        return found
 
-    step_alone(model, optimizers, batch, 3)
-    before = slices()
+    step_alone(model, optimizers, batch_of(4), 3)
+    before = matrices()
     assert all(momentum.any() for _, momentum in before.values())
     moe.expert_bias[1] = -100
     for _ in range(2):
-        step_alone(model, optimizers, batch, 2)
-    after = slices()
-    for (name, i), parts in before.items():
-        for part, now in zip(parts, after[name, i], strict=True):
-            assert torch.equal(part, now) == (i == idle[name][1]), (name, i)
+        step_alone(model, optimizers, batch_of(4), 2)
+    after = matrices()
+    for key, (weight, momentum) in before.items():
+        assert torch.equal(weight, after[key][0]) == (key in idle), key
+        assert torch.equal(momentum, after[key][1]) == (key in idle), key
     moe.expert_bias[1] = 0
-    step_alone(model, optimizers, batch, 3)
-    assert not any(torch.equal(after[key][0], weight) for key, (weight, _) in slices().items())
+    step_alone(model, optimizers, batch_of(4), 3)
+    for key, (weight, _) in matrices().items():
+        assert not torch.equal(weight, after[key][0]), key
 
 
 def orthogonalize_the_only_matrix(world):
@@ -127,8 +130,7 @@ def orthogonalize_the_only_matrix(world):
     assert torch.equal(update, rows * 2)
 
 
-def test_two_shards_exchange_their_only_matrix_in_bf16(processes):
-    """One of them returns no matrix, and must receive its rows as the other sends them."""
+def test_shard_without_a_matrix_to_orthogonalize_gets_its_rows_in_bf16(processes):
     assert run_ranks(processes, orthogonalize_the_only_matrix, ranks=2, shards=2) == [0, 0]
 
 
@@ -137,7 +139,7 @@ def test_two_shards_exchange_their_only_matrix_in_bf16(processes):
 
 
 def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
-    """A table [rows, 3] of zeros whose bytes are its addresses, for a prime of rows, and its
+    """Return a table [rows, 3] of zeros whose bytes are its addresses, for a prime of rows, and its
     optimizer."""
     table = EngramTable((1,), 1, rows, 3)
     torch.nn.init.zeros_(table.weight)
@@ -145,7 +147,7 @@ def small_table(rows: int = 5) -> tuple[EngramTable, RowwiseAdagrad]:
     return table, RowwiseAdagrad([table], lr=0.5)
 
 
-def test_rowwise_adagrad_touches_looked_up_rows_only_and_scales_by_their_past():
+def test_adagrad_steps_only_rows_that_were_looked_up_by_their_past():
     table, optimizer = small_table()
     for expected in (0.5, 0.5 / 2**0.5):
         before = table.weight.detach().clone()
@@ -156,61 +158,61 @@ def test_rowwise_adagrad_touches_looked_up_rows_only_and_scales_by_their_past():
         torch.testing.assert_close(step[2], torch.full((3,), expected))
         assert not step[[0, 1, 3, 4]].any()
     optimizer.reset()
-    assert not table.weight.any() and not optimizer.state[table.weight]
+    assert not table.weight.any()
+    assert not optimizer.state[table.weight]
 
 
 @pytest.mark.parametrize("rows", (5, 101), ids=("summed by row", "listed"))
 @pytest.mark.parametrize("parts", (1, 2, 4))
-def test_a_rows_past_is_the_sum_of_its_lookups_squares_not_the_square_of_their_sum(rows, parts):
-    """Two lookups of squares 2 make 4; merged before, as torch adds sparse gradients on a CPU, they
+def test_adagrad_accumulates_the_square_of_each_lookup_not_of_their_sum(rows, parts):
+    """Two lookups of squares 2 make 4. Merged before, as torch adds sparse gradients on a CPU, they
     would make 8."""
     table, optimizer = small_table(rows)
     for part in torch.tensor([[2, 4, 2, 0]]).chunk(parts, dim=1):
         (table(part) * 2**0.5).sum().backward()
     optimizer.step()
-    total = torch.zeros(rows)
-    total[[0, 2, 4]] = torch.tensor([2.0, 4.0, 2.0])
-    torch.testing.assert_close(optimizer.state[table.weight]["sum"], total)
+    squares = torch.zeros(rows)
+    squares[[0, 2, 4]] = torch.tensor([2.0, 4.0, 2.0])
+    torch.testing.assert_close(optimizer.state[table.weight]["sum"], squares)
     expected = torch.zeros(rows, 3)
-    # lr * sum(g) / sqrt(sum)
+    # lr * sum(g) / sqrt(sum of squares)
     expected[[0, 2, 4]] = torch.tensor([-0.5, -0.5 * 2**0.5, -0.5])[:, None]
     torch.testing.assert_close(table.weight.detach(), expected)
 
 
-def test_tables_gather_no_more_than_their_rows_whatever_the_number_of_micro_steps():
+def test_gathered_rows_are_bounded_for_any_number_of_micro_steps():
     table, _ = small_table(101)
     for _ in range(50):
         table(torch.arange(40)[None]).sum().backward()
         assert sum(len(row) for row, _, _ in table.gathered()) <= 1.5 * 101 + 40
 
 
-def test_gathered_rows_are_forgotten_however_a_step_ends():
-    """A skipped step, the warm-up's zero_grad and a move through the meta device; a checkpoint
-    never holds it."""
+def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
     model = awake(small_config())
     tables = [module for module in model.modules() if isinstance(module, EngramTable)]
-    keys, optimizers = model.state_dict().keys(), Optimizers(model, "adamw")
-    batch = [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)]
+    keys = model.state_dict().keys()
+    optimizers = Optimizers(model, "adamw")
 
     def gather():
-        train.accumulate(model, batch, 2)
+        train.accumulate(model, batch_of(2), 2)
         assert all(table.gathered() and table.weight.grad is None for table in tables)
-        assert model.state_dict().keys() == keys and not optimizers.by_name["engram"].state
+        assert model.state_dict().keys() == keys
+        assert not optimizers.by_name["engram"].state
 
     for forget in (model.zero_grad, optimizers.zero_grad):
         gather()
         forget()
         assert not any(table.gathered() for table in tables)
     model.prelude[0].ffn.down_proj.weight.data[0, 0] = math.nan
-    assert step_alone(model, optimizers, batch, 2)["skipped"]
+    assert step_alone(model, optimizers, batch_of(2), 2)["skipped"]
     assert not any(table.gathered() or table.weight.isnan().any() for table in tables)
     gather()
     model.to("meta").to_empty(device="cpu").init_weights()
     assert not any(table.gathered() for table in tables)
 
 
-def step_of(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:
-    """Run a step of a user's own loop, with two passes; return its warnings."""
+def warnings_of_a_step(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:
+    """Run a step of a user's own loop, with two passes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(2):
@@ -221,115 +223,21 @@ def step_of(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_tables_that_no_optimizer_of_ours_steps_are_a_warning_once_a_process(monkeypatch):
+def test_tables_that_no_optimizer_of_ours_steps_are_one_warning_a_process(monkeypatch):
     monkeypatch.setattr(EngramTable, "warned", False)
-    for model in (awake(small_config()), awake(small_config())):
-        optimizers = Optimizers(model, "adamw")
-        assert not step_of(optimizers, model, optimizers.zero_grad)
-    models = awake(small_config()), awake(small_config())
+    model = awake(small_config())
+    optimizers = Optimizers(model, "adamw")
+    assert not warnings_of_a_step(optimizers, model, optimizers.zero_grad)
+    models = [awake(small_config()), awake(small_config())]
     before = models[0].engram_input.table.weight.detach().clone()
-    said = [
-        step_of(torch.optim.AdamW(model.parameters()), model, model.zero_grad) for model in models
-    ]
-    assert [len(lines) for lines in said] == [1, 0]
-    assert "RowwiseAdagrad" in said[0][0] and "docs/guide/your-own-loop.md" in said[0][0]
+    first, second = (
+        warnings_of_a_step(torch.optim.AdamW(model.parameters()), model, model.zero_grad)
+        for model in models
+    )
+    (line,) = first
+    assert "RowwiseAdagrad" in line and "docs/guide/your-own-loop.md" in line
+    assert not second
     assert torch.equal(models[0].engram_input.table.weight, before)
-
-
-# --------------------------------------------------------------------------------------------------
-# All of a model
-
-
-def test_optimizers_take_settings_by_name_and_no_name_of_another_kind():
-    model = awake(small_config())
-    optimizers = Optimizers(model, lr=0.01, momentum=0.5, beta1=0.8, engram_lr=0.1)
-    groups = {name: part.param_groups[0] for name, part in optimizers.by_name.items()}
-    assert groups["muon"]["lr"] == groups["adamw"]["lr"] == 0.01 and groups["engram"]["lr"] == 0.1
-    assert groups["muon"]["momentum"] == 0.5 and groups["adamw"]["betas"] == (0.8, 0.95)
-    with pytest.raises(ValueError, match="optimizer: 'sgd' is not one of adamw, adamw8bit, muon"):
-        Optimizers(model, "sgd")
-
-
-def matrices_of(model) -> set[str]:
-    return {name for name, kind in kinds_of(model).items() if kind.optimizer == "muon"}
-
-
-@pytest.mark.parametrize("name", ("adamw", "adamw8bit", "muon"))
-def test_every_parameter_is_trained_once_tables_at_a_rate_of_their_own_without_decay(name):
-    model = awake(small_config())
-    optimizers = Optimizers(model, name)
-    owned = [
-        p
-        for part in optimizers.by_name.values()
-        for group in part.param_groups
-        for p in group["params"]
-    ]
-    assert sorted(map(id, owned)) == sorted(map(id, model.parameters()))
-    optimizers.set_lr(0.01, 1.0)
-    tables = [id(m.weight) for m in model.modules() if isinstance(m, EngramTable)]
-    for part in optimizers.by_name.values():
-        for group in part.param_groups:
-            for p in group["params"]:
-                assert group["lr"] == (0.25 if id(p) in tables else 0.01)
-                assert not (group.get("weight_decay", 0) and (p.ndim < 2 or id(p) in tables))
-    before = {key: p.detach().clone() for key, p in model.named_parameters()}
-    ids = text(4, 64)
-    model(ids, ids, noise_seed=0).loss.backward()
-    optimizers.step()
-    for key, p in model.named_parameters():
-        assert not torch.equal(before[key], p), key
-
-
-def test_experts_and_hidden_matrices_go_to_muon_embeddings_head_and_router_do_not():
-    model = awake(small_config())
-    by_muon = matrices_of(model)
-    assert {
-        "core.layers.0.moe.w_gate",
-        "core.lora_up",
-        "prelude.0.attention.q_a_proj.weight",
-        "core.layers.1.engram.key_proj.weight",
-        "engram_output.proj.weight",
-    } <= by_muon
-    assert (
-        not {
-            "embed_tokens",
-            "lm_head.weight",
-            "core.layers.0.moe.router.weight",
-            "core.loop_embedding",
-            "engram_output.gate.weight",
-            "engram_input.table.weight",
-            "core.halt_predictor.weight",
-        }
-        & by_muon
-    )
-
-
-def test_of_modules_that_a_researcher_adds_linears_alone_go_to_muon_whatever_the_names():
-    model = awake(small_config())
-    before, block = matrices_of(model), model.prelude[0]
-    block.conv, block.table = torch.nn.Conv1d(32, 32, 4, groups=32), torch.nn.Embedding(9, 32)
-    block.w_gate, block.w_up = (
-        torch.nn.Parameter(torch.ones(4, 32, 8)),
-        torch.nn.Parameter(torch.ones(8, 32)),
-    )
-    block.more, block.pairs = torch.nn.Linear(32, 32), torch.nn.Bilinear(4, 4, 4)
-    model.core.layers[0].moe.w_extra = torch.nn.Parameter(torch.ones(4, 32, 8))
-    assert matrices_of(model) == before | {"prelude.0.more.weight"}
-    optimizers = Optimizers(model)
-    by_adamw = {
-        id(p) for group in optimizers.by_name["adamw"].param_groups for p in group["params"]
-    }
-    assert {id(block.conv.weight), id(block.w_gate), id(block.pairs.weight)} <= by_adamw
-
-
-def test_a_state_of_a_parameter_without_dimensions_can_be_loaded():
-    scale = torch.nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.AdamW([scale])
-    scale.grad = torch.ones(())
-    optimizer.step()
-    other = torch.optim.AdamW([scale])
-    load_optimizer_state("adamw", other, optimizer.state_dict())
-    assert other.state[scale]["exp_avg"] == optimizer.state[scale]["exp_avg"] != 0
 
 
 def test_tables_learn_alone_where_all_else_is_frozen():
@@ -339,7 +247,99 @@ def test_tables_learn_alone_where_all_else_is_frozen():
     for weight in tables:
         weight.requires_grad_(True)
     before = [weight.clone() for weight in tables]
-    metrics = step_alone(
-        model, Optimizers(model), [Batch.of(text(2, 32, seed=1), text(2, 32, seed=2), 0)], 2
+    metrics = step_alone(model, Optimizers(model), batch_of(2), 2)
+    assert metrics["grad_norm"] == 0
+    assert not any(map(torch.equal, before, tables))
+
+
+# --------------------------------------------------------------------------------------------------
+# All of a model
+
+
+def matrices_of(model) -> set[str]:
+    return {name for name, kind in kinds_of(model).items() if kind.optimizer == "muon"}
+
+
+def test_optimizers_take_settings_by_name_and_refuse_an_unknown_optimizer():
+    model = awake(small_config())
+    optimizers = Optimizers(model, lr=0.01, momentum=0.5, beta1=0.8, engram_lr=0.1)
+    groups = {name: part.param_groups[0] for name, part in optimizers.by_name.items()}
+    assert groups["muon"]["lr"] == groups["adamw"]["lr"] == 0.01
+    assert groups["engram"]["lr"] == 0.1
+    assert groups["muon"]["momentum"] == 0.5
+    assert groups["adamw"]["betas"] == (0.8, 0.95)
+    with pytest.raises(ValueError, match="optimizer: 'sgd' is not one of adamw, adamw8bit, muon"):
+        Optimizers(model, "sgd")
+
+
+@pytest.mark.parametrize("name", ("adamw", "adamw8bit", "muon"))
+def test_every_parameter_is_trained_once_and_tables_at_their_own_rate_without_decay(name):
+    model = awake(small_config())
+    optimizers = Optimizers(model, name)
+    optimizers.set_lr(0.01, 1.0)
+    tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
+    trained = []
+    for part in optimizers.by_name.values():
+        for group in part.param_groups:
+            trained += group["params"]
+            for p in group["params"]:
+                assert group["lr"] == (0.25 if p in tables else 0.01)
+                if p.ndim < 2 or p in tables:
+                    assert not group.get("weight_decay", 0)
+    assert sorted(map(id, trained)) == sorted(map(id, model.parameters()))
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    ids = text(4, 64)
+    model(ids, ids, noise_seed=0).loss.backward()
+    optimizers.step()
+    for key, p in model.named_parameters():
+        assert not torch.equal(before[key], p), key
+
+
+def test_muon_takes_experts_and_hidden_matrices_but_no_embedding_head_or_router():
+    by_muon = matrices_of(awake(small_config()))
+    assert by_muon >= {
+        "core.layers.0.moe.w_gate",
+        "core.lora_up",
+        "prelude.0.attention.q_a_proj.weight",
+        "core.layers.1.engram.key_proj.weight",
+        "engram_output.proj.weight",
+    }
+    assert by_muon.isdisjoint(
+        {
+            "embed_tokens",
+            "lm_head.weight",
+            "core.layers.0.moe.router.weight",
+            "core.loop_embedding",
+            "engram_output.gate.weight",
+            "engram_input.table.weight",
+            "core.halt_predictor.weight",
+        }
     )
-    assert metrics["grad_norm"] == 0 and not any(map(torch.equal, before, tables))
+
+
+def test_muon_takes_only_linears_of_modules_that_a_researcher_adds():
+    model = awake(small_config())
+    before = matrices_of(model)
+    block = model.prelude[0]
+    block.more = torch.nn.Linear(32, 32)
+    block.conv = torch.nn.Conv1d(32, 32, 4, groups=32)
+    block.table = torch.nn.Embedding(9, 32)
+    block.pairs = torch.nn.Bilinear(4, 4, 4)
+    block.w_gate = torch.nn.Parameter(torch.ones(4, 32, 8))  # named like a stack of experts
+    block.w_up = torch.nn.Parameter(torch.ones(8, 32))
+    model.core.layers[0].moe.w_extra = torch.nn.Parameter(torch.ones(4, 32, 8))
+    assert matrices_of(model) == before | {"prelude.0.more.weight"}
+    by_adamw = set()
+    for group in Optimizers(model).by_name["adamw"].param_groups:
+        by_adamw.update(group["params"])
+    assert {block.conv.weight, block.w_gate, block.pairs.weight} <= by_adamw
+
+
+def test_state_of_a_parameter_without_dimensions_can_be_loaded():
+    scale = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.AdamW([scale])
+    scale.grad = torch.ones(())
+    optimizer.step()
+    other = torch.optim.AdamW([scale])
+    load_optimizer("adamw", other, optimizer.state_dict())
+    assert other.state[scale]["exp_avg"] == optimizer.state[scale]["exp_avg"] != 0

@@ -321,7 +321,7 @@ def is_view(func) -> bool:
 def refusals_of(func, operation: str, args, kwargs) -> list[str]:
     """Return why the kernel of an operation would refuse these arguments."""
     named = (
-        dict(zip((argument.name for argument in func._schema.arguments), args, strict=True))
+        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         | kwargs
     )
     operands = tensors(named)

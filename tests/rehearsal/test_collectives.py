@@ -21,9 +21,15 @@ import train
 from collectives import Collective, CollectiveRecorder, disagreements
 from rehearsal import gpu
 from rehearsal.refusals import Watch, of, tensors
-from spider import distributed
-from spider.checkpoint import copy_to_host
-from spider.distributed import ShardedRows, World
+from spider import state
+from spider.distributed import World
+from spider.state import (
+    ShardedRows,
+    broadcast_optimizers,
+    copy_to_host,
+    load_model,
+    model_state,
+)
 
 pytestmark = pytest.mark.rehearsal
 
@@ -108,9 +114,9 @@ def broadcast_on_host(patch):
 
 
 def receive_on_host(patch):
-    exchange = distributed.exchange
+    exchange = state.exchange
     patch.setattr(
-        distributed,
+        state,
         "exchange",
         lambda way, buffer, rank: exchange(way, torch.empty_like(buffer, device="cpu"), rank),
     )
@@ -163,14 +169,12 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
                 now = train.StepSettings(plan.flags.n_loops)
                 train.step_alone(model, optimizers, batches, now)
                 assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
-                state = dict(
-                    model=model.sharding.model_state(model), optimizers=optimizers.state_dict()
-                )
-                copied = copy_to_host(state, None, gpu.WORLD.is_rank0)
+                whole = dict(model=model_state(model), optimizers=optimizers.state_dict())
+                copied = copy_to_host(whole, None, gpu.WORLD.is_rank0)
                 saved = saved or copied
                 seen = saved if rank == 0 else tree_map_only(Tensor, lambda t: t.to("meta"), saved)
-                model.sharding.load_model(model, seen["model"])
-                model.sharding.own_optimizer_states(optimizers.by_name, seen["optimizers"])
+                load_model(model, seen["model"])
+                broadcast_optimizers(model.sharding, optimizers.by_name, seen["optimizers"])
                 train.evaluate(
                     model, {"": (batches[0].ids, batches[0].ids)}, 3, plan.flags.n_loops, gpu.WORLD
                 )

@@ -1,0 +1,244 @@
+"""Muon on several ranks: which rank orthogonalizes which matrix, and how matrices reach it.
+
+Muon needs whole matrices, but FSDP cuts a matrix into rows for the shards. So each matrix has an
+owner, one of all ranks, and a step has four parts:
+
+1. Within a replica, the shards send rows to the owners that are in this replica (all-to-all).
+2. Each owner orthogonalizes its matrices, in batches of one shape.
+3. The owners return the rows to the shards (all-to-all).
+4. The replicas, which have the same rows of all matrices, exchange their results (all-gather).
+
+FSDP cuts a stack (of experts, for example) between its matrices. These stay whole, and so their
+owners have them already: they take part in 2 and 4 alone.
+
+Shapes: n matrices [n, r, c].
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spider.distributed import ShardedParameter, World
+
+MOST_TOGETHER = 1 << 26  # maximum elements of a batch of matrices
+
+Shape = tuple[int, ...]
+Work = Callable[[Tensor], Tensor]  # [n, r, c] -> [n, r, c]
+
+
+class AssignedMatrix(NamedTuple):
+    """A matrix, and its owner: the rank that orthogonalizes it."""
+
+    param: int  # index of the parameter
+    in_stack: int | None  # index in its shard's part of a stack; None: a matrix cut into rows
+    rows: tuple[int, ...]  # number of its rows on each shard; of a stack, all on one
+    columns: int
+    replica: int  # of the owner
+    shard: int  # of the owner
+
+
+class UnassignedMatrix(NamedTuple):
+    """A matrix without an owner; the fields are those of AssignedMatrix."""
+
+    param: int
+    in_stack: int | None
+    rows: tuple[int, ...]
+    columns: int
+    owners: range  # the ranks that may own it
+
+    @property
+    def cost(self) -> int:
+        """Return the multiplications of a product of the matrix with itself."""
+        rows = sum(self.rows)
+        return rows * self.columns * min(rows, self.columns)
+
+
+def matrices_of(params: Sequence[ShardedParameter], world: World) -> list[UnassignedMatrix]:
+    """List the matrices of parameters. Any rank may own a matrix that is cut into rows. A matrix of
+    a stack stays on its shard, of which each replica has a rank."""
+    found = []
+    for i, param in enumerate(params):
+        rows, columns = param.shape[-2:]
+        # of rows, or of matrices of a stack, on each shard
+        counts = [end - begin for begin, end in pairwise(param.bounds)]
+        if len(param.shape) == 2:
+            found.append(
+                UnassignedMatrix(i, None, tuple(counts), columns, owners=range(world.ranks))
+            )
+            continue
+        for shard, count in enumerate(counts):
+            all_here = [0] * world.shards
+            all_here[shard] = rows
+            owners = range(shard, world.ranks, world.shards)
+            found += [
+                UnassignedMatrix(i, in_stack, tuple(all_here), columns, owners)
+                for in_stack in range(count)
+            ]
+    return found
+
+
+def assign(params: Sequence[ShardedParameter], world: World) -> list[AssignedMatrix]:
+    """Assign all matrices of parameters: the largest first, each to the rank with the least work so
+    far. Every rank computes the same assignment."""
+    work_of = [0] * world.ranks
+    assigned = []
+    for matrix in sorted(matrices_of(params, world), key=lambda matrix: -matrix.cost):
+        owner = min(matrix.owners, key=work_of.__getitem__)
+        work_of[owner] += matrix.cost
+        replica, shard = divmod(owner, world.shards)
+        param, in_stack, rows, columns, _ = matrix
+        assigned.append(AssignedMatrix(param, in_stack, rows, columns, replica, shard))
+    return assigned
+
+
+class MatrixAssignment:
+    """An assignment of whole matrices to ranks. A call applies a function to all of them."""
+
+    def __init__(self, world: World, params: Sequence[ShardedParameter]):
+        self.world = world
+        self.matrices = assign(params, world)
+        self.longer_sides = [max(param.shape[-2:]) for param in params]
+        # of those that are cut into rows, the ones that this replica owns, by the owner's shard
+        self.split: list[list[AssignedMatrix]] = [[] for _ in range(world.shards)]
+        # of those of stacks, the ones that this rank owns
+        self.stacked: list[AssignedMatrix] = []
+        for matrix in self.matrices:
+            if matrix.replica != world.replica:
+                continue
+            if matrix.in_stack is None:
+                self.split[matrix.shard].append(matrix)
+            elif matrix.shard == world.shard:
+                self.stacked.append(matrix)
+
+    def __call__(self, local: list[Tensor], work: Work) -> list[Tensor]:
+        """Apply `work` to all matrices. `local`: this rank's rows of each parameter, or its
+        matrices of a stack; the result has the same shapes."""
+        # No elements, but the dtype and device of all that is exchanged: the ranks must agree on
+        # them, also one that sends nothing.
+        empty = local[0].new_empty(0)
+        collected = self._collect(local, empty)
+        stacked = [part_of(matrix, local) for matrix in self.stacked]
+        updates = apply_in_batches([*collected, *stacked], work)
+        results = self._return_rows(updates[: len(collected)], empty)
+        results |= zip(self.stacked, updates[len(collected) :], strict=True)
+        results |= self._exchange_between_replicas(results, empty)
+        out = [torch.empty_like(rows) for rows in local]
+        for matrix, result in results.items():
+            part_of(matrix, out).copy_(result)
+        return out
+
+    def _collect(self, local: list[Tensor], empty: Tensor) -> list[Tensor]:
+        """Send this rank's rows of split matrices to the owners; return the whole matrices that it
+        owns itself."""
+        own = self.split[self.world.shard]
+        sent = []
+        shapes = []
+        for shard, owned in enumerate(self.split):
+            sent.append([local[matrix.param] for matrix in owned])
+            shapes.append(shapes_on(shard, own))
+        received = self._all_to_all(sent, shapes, empty)
+        return [torch.cat(rows) for rows in zip(*received, strict=True)]
+
+    def _return_rows(self, wholes: list[Tensor], empty: Tensor) -> dict[AssignedMatrix, Tensor]:
+        """Send the rows of the split matrices that this rank owns back to their shards; return its
+        own rows of all split matrices of this replica."""
+        sent: list[list[Tensor]] = [[] for _ in self.split]
+        for matrix, whole in zip(self.split[self.world.shard], wholes, strict=True):
+            for shard, rows in enumerate(whole.split(matrix.rows)):
+                sent[shard].append(rows)
+        shapes = [shapes_on(self.world.shard, owned) for owned in self.split]
+        returned = self._all_to_all(sent, shapes, empty)
+        results: dict[AssignedMatrix, Tensor] = {}
+        for owned, parts in zip(self.split, returned, strict=True):
+            results |= zip(owned, parts, strict=True)
+        return results
+
+    def _all_to_all(
+        self, sent: list[list[Tensor]], shapes: list[list[Shape]], empty: Tensor
+    ) -> list[list[Tensor]]:
+        """Exchange tensors with the shards of this replica. `sent`: for each shard, the tensors for
+        it. Return those received from each shard, in these shapes."""
+        if self.world.shards == 1:
+            return sent
+        flat = [empty]
+        sent_sizes = []
+        for tensors in sent:
+            flat += [tensor.flatten() for tensor in tensors]
+            sent_sizes.append(sum(tensor.numel() for tensor in tensors))
+        received_sizes = [total_size(of_shard) for of_shard in shapes]
+        received = empty.new_empty(sum(received_sizes))
+        dist.all_to_all_single(
+            received,
+            torch.cat(flat),
+            received_sizes,
+            sent_sizes,
+            group=self.world.group("shards"),
+        )
+        chunks = received.split(received_sizes)
+        return [cut(chunk, of_shard) for chunk, of_shard in zip(chunks, shapes, strict=True)]
+
+    def _exchange_between_replicas(
+        self, results: dict[AssignedMatrix, Tensor], empty: Tensor
+    ) -> dict[AssignedMatrix, Tensor]:
+        """Return this rank's rows of the matrices of all replicas, given those of its own."""
+        world = self.world
+        if world.replicas == 1:
+            return {}
+        by_replica: list[list[AssignedMatrix]] = [[] for _ in range(world.replicas)]
+        for matrix in self.matrices:
+            if matrix.rows[world.shard]:
+                by_replica[matrix.replica].append(matrix)
+        shapes = [shapes_on(world.shard, owned) for owned in by_replica]
+        longest = max(total_size(of_replica) for of_replica in shapes)
+        own = by_replica[world.replica]
+        sending = torch.cat([empty, *(results[matrix].flatten() for matrix in own)])
+        sending = nn.functional.pad(sending, (0, longest - len(sending)))
+        received = list(sending.new_empty(world.replicas, longest))
+        dist.all_gather(received, sending, group=world.group("replicas"))
+        exchanged: dict[AssignedMatrix, Tensor] = {}
+        for owned, of_replica, padded in zip(by_replica, shapes, received, strict=True):
+            parts = cut(padded[: total_size(of_replica)], of_replica)
+            exchanged |= zip(owned, parts, strict=True)
+        return exchanged
+
+
+def part_of(matrix: AssignedMatrix, local: list[Tensor]) -> Tensor:
+    """Return this rank's rows of a matrix, a view of its rows of each parameter."""
+    rows = local[matrix.param]
+    return rows if matrix.in_stack is None else rows[matrix.in_stack]
+
+
+def shapes_on(shard: int, matrices: list[AssignedMatrix]) -> list[Shape]:
+    """Return the shapes of a shard's rows of matrices."""
+    return [(matrix.rows[shard], matrix.columns) for matrix in matrices]
+
+
+def total_size(shapes: list[Shape]) -> int:
+    """Return the number of elements of tensors of these shapes."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def cut(flat: Tensor, shapes: list[Shape]) -> list[Tensor]:
+    """Cut a flat tensor into tensors of these shapes."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def apply_in_batches(matrices: list[Tensor], work: Work) -> list[Tensor]:
+    """Apply `work` to matrices, in batches of one shape with at most MOST_TOGETHER elements."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(i)
+    out: dict[int, Tensor] = {}
+    for shape, indices in by_shape.items():
+        per_batch = max(1, MOST_TOGETHER // math.prod(shape))
+        for first in range(0, len(indices), per_batch):
+            batch = indices[first : first + per_batch]
+            results = work(torch.stack([matrices[i] for i in batch]))
+            out |= zip(batch, results.unbind(), strict=True)
+    return [out[i] for i in range(len(matrices))]

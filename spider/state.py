@@ -1,0 +1,419 @@
+"""The state of a model and its optimizers on its way to a checkpoint, and back.
+
+To save: `model_state` and `optimizer_states` return it with `ShardedRows` where each rank has only
+a part, and `copy_to_host` copies it to host memory. checkpoint.py writes the copy to a file.
+
+To load: checkpoint.py reads a file on rank 0, and the other ranks get the same state with tensors
+on the meta device. `load_model` and `load_optimizers` broadcast it, and each rank keeps its rows.
+Before that, `check_tensors` and `check_fits` refuse tensors that are not what a run saves: kernels
+and collectives trust shapes and dtypes, and torch does not check them.
+
+The state of an optimizer is torch's: `param_groups`, and `state`, which has a dict of values for
+each parameter, by its number.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spider.common import CheckpointError
+from spider.distributed import Sharded, ShardedParameter, Unsharded, World, sharding_of
+
+SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
+NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
+MOST_STEPS = 1 << 31  # of an optimizer: the kernel of 8-bit AdamW takes 32 bits
+
+
+# --------------------------------------------------------------------------------------------------
+# What the optimizers keep of a parameter
+
+
+def state_layouts(
+    optimizer: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> list[dict[str, str]]:
+    """Return the states that an optimizer may have of a parameter: by key, what `kind_of` returns
+    for the value."""
+    like_parameter = dtype_and_shape(dtype, shape)
+    floats = dtype_and_shape(torch.float32, shape)
+    if optimizer == "muon":
+        return [dict(momentum_buffer=like_parameter)]
+    if optimizer == "adamw":
+        return [dict(step="float32 []", exp_avg=like_parameter, exp_avg_sq=like_parameter)]
+    if optimizer == "engram":
+        return [dict(sum=dtype_and_shape(dtype, shape[:1]))]
+    assert optimizer == "adamw8bit", optimizer
+    quantized = dtype_and_shape(torch.uint8, shape)
+    scales = dtype_and_shape(torch.float32, [math.ceil(math.prod(shape) / SCALE_BLOCK)])
+    large = dict(
+        step="int",
+        state1=quantized,
+        state2=quantized,
+        qmap1="float32 [256]",
+        qmap2="float32 [256]",
+        absmax1=scales,
+        absmax2=scales,
+    )
+    return [dict(step="int", state1=floats, state2=floats), large]
+
+
+def row_bounds(param: ShardedParameter | None, key: str) -> list[int] | None:
+    """Return the first row of each shard, and the number of rows, of an optimizer's value for a
+    parameter; None if every rank has all of the value."""
+    if param is None:
+        return None
+    if key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"):
+        return param.bounds
+    if key in ("absmax1", "absmax2"):
+        row = math.prod(param.shape[1:])
+        return [math.ceil(bound * row / SCALE_BLOCK) for bound in param.bounds]
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# To save
+
+
+@dataclass
+class ShardedRows:
+    """A tensor of which each rank has the rows of its shard."""
+
+    local: Tensor
+    bounds: list[int]  # first row of each shard, and the number of rows
+    rank: int
+
+    def gather(self, earlier: object = None) -> Tensor | None:
+        """Return all rows in host memory on rank 0, and None on the others. Every rank calls this;
+        the ranks of the first replica send their rows.
+
+        earlier: a tensor to overwrite, if it fits."""
+        shards = len(self.bounds) - 1
+        if self.rank != 0:
+            if self.rank < shards and self.local.numel():
+                exchange(dist.isend, self.local.detach().contiguous(), 0)
+            return None
+        rows = host_buffer((self.bounds[-1], *self.local.shape[1:]), self.local, earlier)
+        rows[: self.bounds[1]].copy_(self.local.detach())
+        for shard in range(1, shards):
+            part = rows[self.bounds[shard] : self.bounds[shard + 1]]
+            if part.numel():
+                received = torch.empty_like(part, device=self.local.device)
+                exchange(dist.irecv, received, shard)
+                part.copy_(received)
+        return rows
+
+
+def exchange(operation: Callable, tensor: Tensor, rank: int):
+    """Run dist.isend or dist.irecv with another rank, and wait for it. It is a batch of one, since
+    NCCL warns of operations outside a batch."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank)]):
+        work.wait()
+
+
+def host_buffer(shape: Sequence[int], like: Tensor, earlier: object) -> Tensor:
+    """Return `earlier` if it is a tensor of this shape and of the dtype of `like`, else a new one
+    in host memory."""
+    size = torch.Size(shape)
+    if isinstance(earlier, Tensor) and earlier.shape == size and earlier.dtype == like.dtype:
+        return earlier
+    return torch.empty(size, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:
+    """Copy a nested state to host memory. Every rank calls this, since it gathers ShardedRows;
+    those that do not keep the copy get None for each tensor.
+
+    earlier: the copy of an earlier state, whose tensors are overwritten where they fit."""
+    if isinstance(value, ShardedRows):
+        return value.gather(earlier)
+    if isinstance(value, Tensor):
+        if not keeps:
+            return None
+        buffer = host_buffer(value.shape, value, earlier)
+        return buffer.copy_(value.detach(), non_blocking=True)
+    if isinstance(value, dict):
+        copies = {}
+        for key, entry in value.items():
+            earlier_entry = earlier.get(key) if isinstance(earlier, dict) else None
+            copies[key] = copy_to_host(entry, earlier_entry, keeps)
+        return copies
+    if isinstance(value, (list, tuple)):  # of settings: they hold no tensors worth reusing
+        return type(value)(copy_to_host(entry, None, keeps) for entry in value)
+    return value
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return weights and buffers by name; sharded ones as ShardedRows."""
+    weights: dict[str, Any] = model.state_dict()
+    sharding = sharding_of(model)
+    if isinstance(sharding, Sharded):
+        for param in sharding.params:
+            weights[param.name] = ShardedRows(param.local, param.bounds, sharding.world.rank)
+    return weights
+
+
+def optimizer_states(sharding: Unsharded, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """Return the state of each optimizer by name; sharded tensors as ShardedRows."""
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    if not isinstance(sharding, Sharded):
+        return states
+    rank = sharding.world.rank
+
+    def as_rows(value: Tensor, bounds: list[int] | None) -> Tensor | ShardedRows:
+        return value if bounds is None else ShardedRows(value, bounds, rank)
+
+    return change_states(sharding, optimizers, states, as_rows)
+
+
+def change_states(
+    sharding: Sharded, optimizers: Mapping[str, Optimizer], states: Mapping, change: Callable
+) -> dict[str, Any]:
+    """Return the states of optimizers with change(value, bounds) for each tensor, where the bounds
+    are those of `row_bounds`."""
+    by_local = {param.local: param for param in sharding.params}
+    changed = {}
+    for name, optimizer in optimizers.items():
+        params = parameters_of(optimizer)
+        by_param = {}
+        for i, values in states[name]["state"].items():
+            by_param[i] = change_values(values, by_local.get(params[i]), change)
+        changed[name] = dict(states[name], state=by_param)
+    return changed
+
+
+def change_values(values: dict, param: ShardedParameter | None, change: Callable) -> dict:
+    """Do the work of `change_states` for the values of one parameter."""
+    changed = {}
+    for key, value in values.items():
+        if isinstance(value, dict):  # 8-bit AdamW nests its quantized state
+            changed[key] = change_values(value, param, change)
+        elif isinstance(value, Tensor):
+            changed[key] = change(value, row_bounds(param, key))
+        else:
+            changed[key] = value
+    return changed
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups, in the order by which a state counts them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gather_model(model: nn.Module) -> nn.Module | None:
+    """Return a whole model on rank 0, for sampling, and None on the other ranks. A model that is
+    not sharded is returned itself."""
+    sharding = sharding_of(model)
+    if not isinstance(sharding, Sharded):
+        return model
+    world = sharding.world
+    weights: dict[str, Tensor | None] = {}
+    for param in sharding.params:
+        weights[param.name] = ShardedRows(param.local, param.bounds, world.rank).gather()
+    if not world.is_rank0:
+        return None
+    spider: Any = model  # this package does not import spider_model.Spider
+    with torch.device("meta"):
+        whole = type(spider)(spider.config)
+    whole.to_empty(device=world.device)
+    whole.init_weights()  # also sets hash constants, which no state holds
+    names = whole.state_dict().keys()
+    replicated = {name: value for name, value in sharding.replicated.items() if name in names}
+    whole.load_state_dict(weights | replicated)
+    whole.compute_dtype = spider.compute_dtype
+    whole.set_backend(spider.backend)
+    return whole
+
+
+# --------------------------------------------------------------------------------------------------
+# Check what was read
+
+
+def is_plain(value: object) -> bool:
+    """Return whether kernels and collectives can rely on a tensor's shape. Such a tensor is dense,
+    contiguous and alone in its storage, like each that a run saves."""
+    return (
+        type(value) is Tensor
+        and value.layout == torch.strided
+        and not value.is_nested
+        and not value.is_quantized
+        and not value.is_conj()
+        and not value.is_neg()
+        and value.is_contiguous()
+        and value.untyped_storage().nbytes() == value.nbytes
+    )
+
+
+def check_tensors(weights: Mapping[str, object], optimizers: Mapping[str, object]):
+    """Raise ValueError unless the tensors of a checkpoint can be relied on: those by name of the
+    model, and those in nested dicts of the optimizers."""
+    for name, weight in weights.items():
+        check_plain(weight, f"model_state_dict.{name}")
+    check_optimizer_tensors(optimizers, "optimizer_state_dict", set())
+
+
+def check_plain(value: object, name: str):
+    """Raise ValueError for a tensor whose shape cannot be relied on."""
+    if isinstance(value, Tensor) and not (is_plain(value) and value.device.type == "cpu"):
+        raise ValueError(
+            f"{name} must be a dense, contiguous tensor with a storage of its own: "
+            f"save it by .contiguous().clone()"
+        )
+
+
+def check_optimizer_tensors(value: object, name: str, seen: set[int]):
+    """Check the nested dicts of optimizers' states. Raise ValueError unless each tensor is plain
+    and the only one in its memory, and each `step` is a number that a run may reach. The tables of
+    8-bit AdamW may share their memory, since they are only read.
+
+    seen: addresses of dicts and tensors so far."""
+    check_plain(value, name)
+    key = name.rpartition(".")[2]
+    if key == "step":
+        check_step(value, name)
+    address = 0
+    if isinstance(value, dict):
+        address = id(value)
+    elif isinstance(value, Tensor):
+        address = value.data_ptr()  # 0 if it is empty
+    if address in seen:
+        raise ValueError(f"{name} shares its memory with another value")
+    if address and key not in ("qmap1", "qmap2"):
+        seen.add(address)
+    if isinstance(value, dict):
+        for entry_name, entry in value.items():
+            check_optimizer_tensors(entry, f"{name}.{entry_name}", seen)
+
+
+def check_step(value: object, name: str):
+    """Raise ValueError unless a value is a number of steps, or a tensor of one."""
+    number: Any = value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        number = value.item()
+    if type(number) not in (int, float) or not 0 <= number < MOST_STEPS:
+        raise ValueError(f"{name} must be a number from 0 to {MOST_STEPS - 1}")
+
+
+def check_fits(
+    name: str, optimizer: Optimizer, state: dict, sharded: Sequence[ShardedParameter] = ()
+):
+    """Raise CheckpointError unless the whole state of an optimizer, by its name in `Optimizers`,
+    has its parameters, and of each the values that the optimizer makes."""
+    whole_shapes = {param.local: param.shape for param in sharded}
+    params = dict(enumerate(parameters_of(optimizer)))
+    try:
+        groups = [group["params"] for group in state["param_groups"]]
+        if groups != [group["params"] for group in optimizer.state_dict()["param_groups"]]:
+            raise ValueError("it has other groups of parameters")
+        for i, values in state["state"].items():
+            if i not in params:
+                raise ValueError(f"it has an unknown parameter {i!r}")
+            p = params[i]
+            check_values(name, values, p.dtype, whole_shapes.get(p, tuple(p.shape)))
+    except Exception as fault:  # whatever a foreign state provokes
+        reason = str(fault).partition("\n")[0]
+        raise CheckpointError(
+            f"the checkpoint's state of {name} does not fit this model ({reason}): use "
+            f"--reset_steps to load only the weights"
+        ) from None
+
+
+def check_values(optimizer: str, values: dict, dtype: torch.dtype, shape: tuple[int, ...]):
+    """Raise ValueError unless an optimizer may have these values of a parameter. It may have none,
+    as before its first step."""
+    if optimizer == "adamw8bit":
+        direct = {key: value for key, value in values.items() if key != NESTED}
+        values = direct | values.get(NESTED, {})
+    kinds = {key: kind_of(value) for key, value in values.items()}
+    if kinds and kinds not in state_layouts(optimizer, dtype, shape):
+        listed = ", ".join(f"{key}: {kind}" for key, kind in kinds.items())
+        raise ValueError(f"for a parameter {list(shape)} it has {listed[:200]}")
+
+
+def kind_of(value: Any) -> str:
+    """Return dtype and shape of a plain tensor, or the name of another type."""
+    if is_plain(value):
+        return dtype_and_shape(value.dtype, value.shape)
+    return type(value).__name__
+
+
+def dtype_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+# --------------------------------------------------------------------------------------------------
+# To load
+
+
+def broadcast_rows(value: Tensor, bounds: list[int] | None, world: World) -> Tensor:
+    """Broadcast a tensor from rank 0, and return this rank's rows of it; all if `bounds` is
+    None."""
+    if world.is_rank0:
+        whole = value.to(world.device)
+    else:
+        whole = torch.empty(value.shape, dtype=value.dtype, device=world.device)
+    dist.broadcast(whole, 0)
+    if bounds is not None:
+        whole = whole[bounds[world.shard] : bounds[world.shard + 1]]
+    return whole.clone()
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, weights: dict[str, Tensor]):
+    """Load weights into a model; with several ranks they are broadcast from rank 0."""
+    sharding = sharding_of(model)
+    if not isinstance(sharding, Sharded):
+        model.load_state_dict(weights)
+        return
+    for param in sharding.params:
+        param.local.copy_(broadcast_rows(weights[param.name], param.bounds, sharding.world))
+    for name, value in sharding.replicated.items():
+        if name in weights:
+            value.copy_(broadcast_rows(weights[name], None, sharding.world))
+
+
+def load_optimizers(
+    sharding: Unsharded, optimizers: Mapping[str, Optimizer], states: Mapping[str, dict]
+):
+    """Load the states of all optimizers of a model, but keep this run's settings. Raise
+    CheckpointError if one does not fit."""
+    if states.keys() != optimizers.keys():
+        raise CheckpointError(
+            f"the checkpoint has the optimizers {', '.join(map(str, states))}, this run "
+            f"{', '.join(optimizers)}: use --optimizer as before, or --reset_steps"
+        )
+    for name, optimizer in optimizers.items():
+        check_fits(name, optimizer, states[name], sharding.params)
+    if isinstance(sharding, Sharded):
+        states = broadcast_optimizers(sharding, optimizers, states)
+    for name, optimizer in optimizers.items():
+        load_checked(optimizer, states[name])
+
+
+def broadcast_optimizers(
+    sharding: Sharded, optimizers: Mapping[str, Optimizer], states: Mapping
+) -> dict[str, Any]:
+    """Broadcast the states of optimizers from rank 0, and return this rank's rows of them."""
+
+    def own_rows(value: Tensor, bounds: list[int] | None) -> Tensor:
+        return broadcast_rows(value, bounds, sharding.world)
+
+    return change_states(sharding, optimizers, states, own_rows)
+
+
+def load_optimizer(name: str, optimizer: Optimizer, state: dict):
+    """Load the state of one optimizer, by its name in `Optimizers`, but keep the settings. Raise
+    CheckpointError if it does not fit."""
+    check_fits(name, optimizer, state)
+    load_checked(optimizer, state)
+
+
+def load_checked(optimizer: Optimizer, state: dict):
+    """Load a state that was checked. Nothing of its groups of parameters is taken, since they have
+    the settings."""
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(dict(state=state["state"], param_groups=groups))
