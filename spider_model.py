@@ -61,7 +61,6 @@ from spider.layers import (
     wide,
 )
 from spider.memory import (
-    InputEngram,
     EngramTable,
     InputEngram,
     Matches,
