@@ -32,12 +32,12 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
+from spider.attention import ActiveRows
 from spider.common import DataError, ProgressBar, durable, one_line, printable
 from spider.config import SpiderConfig
 from spider.export import facts_of
 from spider.layers import rms_norm
 from spider.memory import OutputEngram
-from spider.packing import ActiveRows
 from spider_model import RecurrentCore, Spider
 from tokenizer import BOS_ID
 
