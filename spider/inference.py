@@ -84,10 +84,7 @@ def mention_best(directory: Path, newest: dict):
     best = lowest_loss(find_checkpoints(directory))
     if best is None or best.step == newest["step"]:
         return
-    if loss is None:
-        compared = "the newest was not evaluated"
-    else:
-        compared = f"the newest has {loss:.4f}"
+    compared = "the newest was not evaluated" if loss is None else f"the newest has {loss:.4f}"
     logger.info(
         f"{best.path.name} has the lowest validation loss, {best.val_loss:.4f} nats per byte "
         f"({compared}): to use it, add --best"
