@@ -24,10 +24,10 @@ bytes unchanged, and a line break after each sample.
 context, and the next input follows it directly.
 
 --eval prints bits per byte, and bits per character where these differ. For a directory of shards it
-evaluates the validation data like training (val_bpb), in which BOS and EOS count. For a file it
+evaluates the validation data like training (val_bpb). BOS and EOS count there. For a file it
 predicts every byte, the first one of a document from BOS; only bytes count. Each record of .jsonl
 and .json is a document, as is each document in a .bin shard; any other file is one. Windows of
---seq_len bytes advance by half, so each byte has at least half a window of context, or all of its
+--seq_len bytes advance by half. So each byte has at least half a window of context, or all of its
 document so far.
 """
 
@@ -39,8 +39,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from spider.common import (
     DataError,
@@ -61,17 +61,30 @@ from spider.config import MAX_LOOPS
 # --------------------------------------------------------------------------------------------------
 # The command line
 
-# What a command does, by the flag that asks for it, and the flags that only it reads.
-COMMANDS = {
-    "talking": "prompt bytes temperature top_k top_p no_repeat_ngram_size samples seed raw stop "
-    "no_echo".split(),
-    "--eval": "json field seq_len batch precision adapt".split(),
-    "--show": ["html"],
-    "--export": [],
+# Flags that only one command reads. The command is the flag that asks for it; without one it is
+# talking.
+TALKING = "talking"
+FLAGS_OF = {
+    TALKING: {
+        "prompt",
+        "bytes",
+        "temperature",
+        "top_k",
+        "top_p",
+        "no_repeat_ngram_size",
+        "samples",
+        "seed",
+        "raw",
+        "stop",
+        "no_echo",
+    },
+    "--eval": {"json", "field", "seq_len", "batch", "precision", "adapt"},
+    "--show": {"html"},
+    "--export": set(),
 }
 
 
-def loops(text: str) -> list[int]:
+def loop_counts(text: str) -> list[int]:
     return [integer(1, MAX_LOOPS)(part) for part in text.split(",")]
 
 
@@ -85,26 +98,39 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Raise UsageError for a bad value, or a flag that the command would
     not read."""
     parser = Parser(prog="sample.py", description=__doc__)
-    add = parser.add_argument
-    add(
+    add_model_flags(parser)
+    add_talking_flags(parser)
+    add_evaluation_flags(parser)
+    add_viewing_flags(parser)
+    add_export_flags(parser)
+    args = parser.parse_args(argv)
+    refuse_unread_flags(parser, args)
+    return args
+
+
+def add_model_flags(parser: Parser):
+    parser.add_argument(
         "checkpoint",
         nargs="*",
         type=path_name,
         default=["checkpoints"],
         help="a file, an export or a directory",
     )
-    add(
+    parser.add_argument(
         "--best",
         action="store_true",
         help="use the checkpoint with the lowest validation loss of a directory",
     )
-    add(
+    parser.add_argument(
         "--n_loops",
-        type=loops,
+        type=loop_counts,
         metavar="N,...",
         help="loops of the core (as trained); several for --eval",
     )
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+
+
+def add_talking_flags(parser: Parser):
     add = parser.add_argument_group("talking").add_argument
     add("--prompt", help="text to continue; default: standard input, or a dialogue in a terminal")
     add("--bytes", type=integer(1), default=500, help="maximum number of bytes to generate")
@@ -137,6 +163,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="print bytes unchanged, including terminal control sequences",
     )
+
+
+def add_evaluation_flags(parser: Parser):
     add = parser.add_argument_group("evaluation").add_argument
     add(
         "--eval",
@@ -164,6 +193,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="let the model learn from each 1,024 bytes after they are scored",
     )
+
+
+def add_viewing_flags(parser: Parser):
     add = parser.add_argument_group("looking inside").add_argument
     add(
         "--show",
@@ -177,36 +209,44 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="OUT",
         help="path of the page of --show (look.html beside the checkpoint)",
     )
-    add = parser.add_argument_group("export").add_argument
-    add(
+
+
+def add_export_flags(parser: Parser):
+    parser.add_argument_group("export").add_argument(
         "--export",
         type=path_name,
         metavar="DIR",
         help="export to a new directory for Hugging Face's libraries",
     )
-    args = parser.parse_args(argv)
+
+
+def refuse_unread_flags(parser: Parser, args: argparse.Namespace):
+    """Raise UsageError for two commands at once, and for a flag that the command would not read."""
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    asked = [name for name in COMMANDS if name.lstrip("-") in given] or ["talking"]
-    unread = {
-        name for command in COMMANDS.keys() - {asked[0]} for name in COMMANDS[command]
-    } & given
-    if asked[0] == "--export":
+    asked = [command for command in FLAGS_OF if command.removeprefix("--") in given]
+    if len(asked) > 1:
+        parser.error(f"{' '.join(asked[1:])} cannot be used with {asked[0]}")
+    command = asked[0] if asked else TALKING
+
+    others = [other for other in FLAGS_OF if other != command and FLAGS_OF[other] & given]
+    unread = {name for other in others for name in FLAGS_OF[other] & given}
+    if unread and command == TALKING:
+        parser.error(f"{as_flags(unread)} needs {' and '.join(others)}")
+    if command == "--export":
         unread |= {"n_loops", "device"} & given
-    if asked == ["talking"] and unread:
-        needed = [command for command in COMMANDS if unread & {*COMMANDS[command]}]
-        parser.error(
-            f"{' '.join(f'--{name}' for name in sorted(unread))} needs {' and '.join(needed)}"
-        )
-    if args.adapt:  # it reads in chunks of its own
-        unread |= {"seq_len", "batch"} & given
-    if unread or len(asked) > 1:
-        others = asked[1:] + [f"--{name}" for name in sorted(unread)]
-        parser.error(
-            f"{' '.join(others)} cannot be used with {'--adapt' if args.adapt else asked[0]}"
-        )
-    if not args.eval and (len(args.checkpoint) > 1 or len(args.n_loops or ()) > 1):
+    if unread:
+        parser.error(f"{as_flags(unread)} cannot be used with {command}")
+
+    fixed = {"seq_len", "batch"} & given
+    if args.adapt and fixed:  # it reads in chunks of its own
+        parser.error(f"{as_flags(fixed)} cannot be used with --adapt")
+    several = len(args.checkpoint) > 1 or len(args.n_loops or ()) > 1
+    if several and command != "--eval":
         parser.error("only --eval takes several checkpoints or numbers of loops")
-    return args
+
+
+def as_flags(names: set[str]) -> str:
+    return " ".join(f"--{name}" for name in sorted(names))
 
 
 if __name__ == "__main__":
@@ -215,13 +255,13 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from data import Shard, Stream, map_shard, open_data, validation_sets
-from spider.distributed import World
+from data import Shard, Source, Stream, map_shard, open_data, validation_sets
 from spider.export import write_export
 from spider.inference import (
     CHUNK,
     Adaptation,
     Sampler,
+    SampleSettings,
     best_of,
     complete,
     converse,
@@ -230,6 +270,7 @@ from spider.inference import (
     model_of,
     read_checkpoint,
     score_windows,
+    single_process,
     trained_loops,
 )
 from spider.inspect import show
@@ -241,6 +282,7 @@ from spider.machine import (
     start_log,
 )
 from spider.prepare import KINDS, Documents, Input
+from spider.scoring import IGNORED
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 from train import EVAL_BYTES, evaluate
@@ -260,33 +302,43 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
         return stdin.read()
 
 
-def talk(
-    name: str,
-    n_loops: int | None,
-    prompt: str | None,
-    device: torch.device,
-    model_class: type[Spider],
-    **settings,
-):
-    """Continue a prompt, or hold a dialogue if there is none and stdin and stdout are a terminal.
-    settings: see Sampler."""
-    text = bytes_to_continue(prompt)
-    if text is None and settings["samples"] > 1:
+def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
+    """Continue a prompt, or hold a dialogue if there is none and stdin and stdout are a
+    terminal."""
+    prompt = bytes_to_continue(args.prompt)
+    if prompt is None and args.samples > 1:
         raise UsageError("--samples needs a --prompt: a dialogue has a single sample")
-    path, content = read_checkpoint(name, model_class)
-    sampler = Sampler(decoder_of(content, device, model_class), **settings)
-    state = sampler.model.decoding_state(n_loops=n_loops or trained_loops(content))
-    if text is not None:
-        complete(sampler, state, text)
+    device = resolve_device(args.device)
+    path, saved = read_checkpoint(name, model_class)
+    settings = SampleSettings(
+        max_bytes=args.bytes,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        no_repeat_ngram_size=args.no_repeat_ngram_size,
+        samples=args.samples,
+        seed=args.seed,
+        raw=args.raw,
+        stop=args.stop or (),
+        no_echo=args.no_echo,
+    )
+    sampler = Sampler(decoder_of(saved, device, model_class), settings)
+    state = sampler.model.decoding_state(n_loops=loops_of(args, saved)[0])
+    if prompt is not None:
+        complete(sampler, state, prompt)
         return
     print(
         one_line(
-            f"{path}, step {content.get('step', 0)}. Type a line for the model to continue, an "
-            f"empty one for "
-            f"more. Ctrl-C stops it, Ctrl-D quits."
+            f"{path}, step {saved.get('step', 0)}. Type a line for the model to continue, an empty "
+            f"one for more. Ctrl-C stops it, Ctrl-D quits."
         )
     )
     converse(sampler, state)
+
+
+def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:
+    """Return the numbers of loops to run: those of --n_loops, or that of training."""
+    return args.n_loops or [trained_loops(saved)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -294,8 +346,10 @@ def talk(
 
 PIECE = 1 << 20  # ids of a text that are decoded at once, to count characters
 
+Text = Stream | list[Source]  # a file, or a prepared directory
 
-def open_text(name: str, field: str) -> Stream | list:
+
+def open_text(name: str, field: str) -> Text:
     """Open a directory of shards as sources, any other file as a stream of ids."""
     if os.path.isdir(name):
         return open_data(name)
@@ -311,23 +365,21 @@ def read_ids(name: str, field: str) -> np.ndarray:
     kind = KINDS.get(Path(name).suffix.lower(), "document")
     if kind == "table" or name.lower().endswith((".gz", ".zst")):
         raise DataError(
-            f"{name}: prepare it first, by python data.py prepare {quoted(name)} --val_fraction "
-            f"0 --out "
-            "DIR, then --eval DIR/train-00000.bin"
+            f"{name}: prepare it first, by python data.py prepare {quoted(name)} --val_fraction 0 "
+            f"--out DIR, then --eval DIR/train-00000.bin"
         )
     documents = Documents(field, val_fraction=0.0, endings=(), config=None, split="", strict=True)
-    texts = [
-        np.frombuffer(b"".join(text), np.uint8)
-        for _, text in documents.read(Input(name, kind), Path())
-    ]
-    if not texts:
+    parts: list[np.ndarray | list[int]] = []
+    for _, pieces in documents.read(Input(name, kind), Path()):
+        text = np.frombuffer(b"".join(pieces), np.uint8)
+        parts += [[BOS_ID], text, [EOS_ID]]
+    if not parts:
         raise DataError(f"{name}: no document in it")
-    return np.concatenate([part for text in texts for part in ([BOS_ID], text, [EOS_ID])]).astype(
-        np.uint16
-    )
+    return np.concatenate(parts).astype(np.uint16)
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True)
+class TextScore:
     """How well a model predicts a text. In prepared sources, BOS and EOS count as bytes and as
     characters."""
 
@@ -335,119 +387,180 @@ class Score(NamedTuple):
     characters: int  # in these bytes
     bits_per_byte: float
 
+    @property
+    def bits_per_character(self) -> float:
+        return self.bits_per_byte * self.bytes / self.characters
 
-def score(
-    model: Spider, state: dict, text, n_loops: int, seq_len: int, batch: int, adapt: bool
-) -> Score:
-    """Score a text; prepared sources are evaluated like the trainer's."""
-    if not isinstance(text, list):
-        pieces = (
-            text.read(start, min(start + PIECE, len(text))) for start in range(1, len(text), PIECE)
-        )
-        characters = count_characters(pieces, special=False)
-        if adapt:
-            count, bits = Adaptation(model, state, n_loops).score([text], special=False)
+
+@dataclass(frozen=True)
+class Figure:
+    """The score of one checkpoint on one text with one number of loops: an entry of --json."""
+
+    checkpoint: str
+    file: str
+    n_loops: int
+    bytes: int
+    characters: int
+    bits_per_byte: float
+    bits_per_character: float
+    seq_len: int | None  # of the windows; None with --adapt
+    precision: str
+    adapt: bool
+
+
+class Evaluation:
+    """The settings of --eval, which are the same for all checkpoints and texts."""
+
+    def __init__(self, args: argparse.Namespace, model_class: type[Spider]):
+        self.args = args
+        self.model_class = model_class
+        self.device = resolve_device(args.device)
+        self.precision = args.precision
+        if args.precision == "auto":
+            self.precision = "bf16" if multiplies_bf16(self.device) else "fp32"
+
+    def figures(self, names: list[str], texts: dict[str, Text]) -> Iterator[Figure]:
+        """Yield the figure of each checkpoint, text and number of loops."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        for name in names:
+            path, saved = read_checkpoint(name, self.model_class)
+            model: Spider | None = None
+            for file, text in texts.items():
+                for n_loops in loops_of(self.args, saved):
+                    if model is None or self.args.adapt:  # which has changed the weights
+                        model = None  # freed before the next one is built
+                        model = self.build(saved)
+                    yield self.figure(path, saved, model, file, text, n_loops)
+
+    def build(self, saved: dict) -> Spider:
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return model_of(saved, self.device, dtype, self.model_class)
+
+    def figure(
+        self, path: Path, saved: dict, model: Spider, file: str, text: Text, n_loops: int
+    ) -> Figure:
+        """Score a text. Raise DataError if it has no byte to predict, and FloatingPointError if the
+        loss is not finite."""
+        seq_len = self.args.seq_len or saved.get("flags", {}).get("seq_len", 2048)
+        batch = self.args.batch or max(1, EVAL_BYTES // seq_len)
+        if isinstance(text, Stream):
+            score = self.score_file(saved, model, text, n_loops, seq_len, batch)
         else:
-            count, bits = score_windows(model, text, seq_len, batch, n_loops)
-        return Score(count, characters, bits)
-    eval_tokens = state.get("flags", {}).get("eval_tokens", 1 << 20)
-    sets = validation_sets(text, CHUNK if adapt else seq_len, eval_tokens)
-    targets = {name: labels[labels != -100].numpy() for name, (_, labels) in sets.items()}
-    characters = sum(count_characters([ids], special=True) for ids in targets.values())
-    if adapt:
-        streams = [
-            source.val.slice(0, len(targets[source.name]) + 1)
-            for source in text
-            if source.name in targets
-        ]
-        count, bits = Adaptation(model, state, n_loops).score(streams, special=True)
-    else:
-        world = World({})
-        world.device = model.embed_tokens.device
-        count, bits = (
-            sum(map(len, targets.values())),
-            evaluate(model, sets, batch, n_loops, world)["val_bpb"],
-        )
-    return Score(count, characters, bits)
-
-
-def measure(
-    names: list[str],
-    texts: dict,
-    n_loops: list[int] | None,
-    seq_len: int | None,
-    batch: int | None,
-    precision: str,
-    adapt: bool,
-    device: torch.device,
-    model_class: type[Spider],
-) -> Iterator[dict]:
-    """Yield the figures of each checkpoint, text and number of loops; None stands for the run's own
-    setting."""
-    bf16 = precision == "bf16" or precision == "auto" and multiplies_bf16(device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    for name in names:
-        path, state = read_checkpoint(name, model_class)
-        length = seq_len or state.get("flags", {}).get("seq_len", 2048)
-        model = None
-        for file, text in texts.items():
-            for loops in n_loops or [trained_loops(state)]:
-                if model is None or adapt:  # each figure is of the checkpoint's weights
-                    model = None  # freed before the next one is built
-                    model = model_of(
-                        state, device, torch.bfloat16 if bf16 else torch.float32, model_class
-                    )
-                scored = score(
-                    model, state, text, loops, length, batch or max(1, EVAL_BYTES // length), adapt
-                )
-                if not scored.bytes:
-                    raise DataError(f"{file}: no byte to predict")
-                if not math.isfinite(scored.bits_per_byte):
-                    raise FloatingPointError(
-                        f"{path}: the loss is not a finite number: its weights are ruined"
-                    )
-                yield dict(
-                    checkpoint=str(path),
-                    file=file,
-                    n_loops=loops,
-                    **scored._asdict(),
-                    bits_per_character=scored.bits_per_byte * scored.bytes / scored.characters,
-                    seq_len=None if adapt else length,
-                    precision="bf16" if bf16 else "fp32",
-                    adapt=adapt,
-                )
-
-
-def print_table(found: list[dict]):
-    """Print a row per checkpoint and text, a column per number of loops: bits per byte after the
-    number of bytes, and, where these differ, bits per character after the number of characters."""
-    loops = list(dict.fromkeys(entry["n_loops"] for entry in found))
-    units = [("bytes", "bits_per_byte")]
-    if any(
-        f"{entry['bits_per_character']:.4f}" != f"{entry['bits_per_byte']:.4f}" for entry in found
-    ):
-        units.append(("characters", "bits_per_character"))
-    lines = [["checkpoint", "file"]]
-    for unit, _ in units:
-        lines[0] += [unit, *(f"n_loops={n}" for n in loops)]
-    rows = {}  # entries by number of loops
-    for entry in found:
-        rows.setdefault((entry["checkpoint"], entry["file"]), {})[entry["n_loops"]] = entry
-    for names, by_loops in rows.items():
-        line = [one_line(name) for name in names]
-        for unit, bits in units:
-            line.append(f"{next(iter(by_loops.values()))[unit]:,}")
-            line += [f"{by_loops[n][bits]:.4f}" if n in by_loops else "" for n in loops]
-        lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        say(
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            score = self.score_sources(saved, model, text, n_loops, seq_len, batch)
+        if not score.bytes:
+            raise DataError(f"{file}: no byte to predict")
+        if not math.isfinite(score.bits_per_byte):
+            raise FloatingPointError(
+                f"{path}: the loss is not a finite number: its weights are ruined"
             )
+        return Figure(
+            checkpoint=str(path),
+            file=file,
+            n_loops=n_loops,
+            bytes=score.bytes,
+            characters=score.characters,
+            bits_per_byte=score.bits_per_byte,
+            bits_per_character=score.bits_per_character,
+            seq_len=None if self.args.adapt else seq_len,
+            precision=self.precision,
+            adapt=self.args.adapt,
         )
+
+    def score_file(
+        self, saved: dict, model: Spider, text: Stream, n_loops: int, seq_len: int, batch: int
+    ) -> TextScore:
+        """Score the bytes of a text."""
+        if self.args.adapt:
+            totals = Adaptation(model, saved, n_loops).score([text], special=False)
+        else:
+            totals = score_windows(model, text, seq_len, batch, n_loops)
+        starts = range(1, len(text), PIECE)  # nothing predicts the first id
+        pieces = (text.read(start, min(start + PIECE, len(text))) for start in starts)
+        characters = count_characters(pieces, special=False)
+        return TextScore(totals.targets, characters, totals.bits_per_byte)
+
+    def score_sources(
+        self,
+        saved: dict,
+        model: Spider,
+        sources: list[Source],
+        n_loops: int,
+        seq_len: int,
+        batch: int,
+    ) -> TextScore:
+        """Score the validation rows of prepared sources, as the trainer evaluates them."""
+        eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
+        row_length = CHUNK if self.args.adapt else seq_len
+        sets = validation_sets(sources, row_length, eval_tokens)
+        n_targets = {}
+        characters = 0
+        for name, (_, labels) in sets.items():
+            targets = labels[labels != IGNORED].numpy()
+            n_targets[name] = len(targets)
+            characters += count_characters([targets], special=True)
+        if self.args.adapt:
+            streams = [
+                source.val.slice(0, n_targets[source.name] + 1)
+                for source in sources
+                if source.name in n_targets
+            ]
+            totals = Adaptation(model, saved, n_loops).score(streams, special=True)
+            return TextScore(totals.targets, characters, totals.bits_per_byte)
+        world = single_process(self.device)
+        val_bpb = evaluate(model, sets, batch, n_loops, world)["val_bpb"]
+        return TextScore(sum(n_targets.values()), characters, val_bpb)
+
+
+def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):
+    """Print the figures of checkpoints on the texts of --eval as a table, and write them to
+    --json. After an error, what was measured before it is printed."""
+    evaluation = Evaluation(args, model_class)
+    with durable(Path(args.json)) if args.json else nullcontext() as out:
+        texts = {name: open_text(name, args.field) for name in args.eval}  # errors come early
+        figures: list[Figure] = []
+        try:
+            for figure in evaluation.figures(names, texts):
+                figures.append(figure)  # noqa: PERF402 one at a time
+        finally:
+            if figures:
+                print_table(figures)
+        if out is not None:
+            entries = [asdict(figure) for figure in figures]
+            out.write(json.dumps(entries, indent=1, allow_nan=False) + "\n")
+
+
+def print_table(figures: list[Figure]):
+    """Print a row per checkpoint and text, and a column per number of loops.
+
+    There are bits per byte after the number of bytes. Where they differ, bits per character follow
+    after the number of characters."""
+    loops = list(dict.fromkeys(figure.n_loops for figure in figures))
+    rows: dict[tuple[str, str], dict[int, Figure]] = {}  # by number of loops
+    for figure in figures:
+        rows.setdefault((figure.checkpoint, figure.file), {})[figure.n_loops] = figure
+    columns_of_loops = [f"n_loops={n}" for n in loops]
+    lines = [["checkpoint", "file", "bytes", *columns_of_loops]]
+    with_characters = any(
+        f"{figure.bits_per_character:.4f}" != f"{figure.bits_per_byte:.4f}" for figure in figures
+    )
+    if with_characters:
+        lines[0] += ["characters", *columns_of_loops]
+    for (checkpoint, file), by_loops in rows.items():
+        any_of_them = next(iter(by_loops.values()))
+        line = [one_line(checkpoint), one_line(file), f"{any_of_them.bytes:,}"]
+        line += [f"{by_loops[n].bits_per_byte:.4f}" if n in by_loops else "" for n in loops]
+        if with_characters:
+            line.append(f"{any_of_them.characters:,}")
+            line += [
+                f"{by_loops[n].bits_per_character:.4f}" if n in by_loops else "" for n in loops
+            ]
+        lines.append(line)
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    for line in lines:
+        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        values = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        say("  ".join(names + values))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -461,61 +574,47 @@ def main(argv: list[str] | None = None, model_class: type[Spider] = Spider) -> i
 
     def command():
         args = parse_args(argv)
-        names = [best_of(name) for name in args.checkpoint] if args.best else args.checkpoint
-        advice = "use a machine with more memory"
-        if args.samples > 1:
-            advice = "lower --samples or --bytes"
-        elif args.eval and not args.adapt:
-            advice = "lower --batch or --seq_len"
-        with memory_advice(advice):
+        names = args.checkpoint
+        if args.best:
+            names = [best_of(name) for name in names]
+        with memory_advice(advice_of(args)):
             if args.export is not None:
-                if model_class is not Spider:
-                    raise UsageError(
-                        f"--export writes Spider's own code, which cannot load a "
-                        f"{model_class.__name__}"
-                    )
-                write_export(*read_checkpoint(names[0], model_class), args.export)
-                return
-            device, n_loops = resolve_device(args.device), args.n_loops and args.n_loops[0]
-            if args.eval:
-                with durable(Path(args.json)) if args.json else nullcontext() as out:
-                    # an error comes before the work
-                    texts, found = {name: open_text(name, args.field) for name in args.eval}, []
-                    try:
-                        for entry in measure(
-                            names,
-                            texts,
-                            args.n_loops,
-                            args.seq_len,
-                            args.batch,
-                            args.precision,
-                            args.adapt,
-                            device,
-                            model_class,
-                        ):
-                            found.append(entry)  # noqa: PERF402 one at a time
-                    finally:  # what was measured before an error, too
-                        if found:
-                            print_table(found)
-                    if out:
-                        out.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
+                export(args, names[0], model_class)
+            elif args.eval:
+                evaluate_texts(args, names, model_class)
             elif args.show is not None:
-                path, state = read_checkpoint(names[0], model_class)
-                show(
-                    decoder_of(state, device, model_class),
-                    n_loops or trained_loops(state),
-                    args.show,
-                    path,
-                    state,
-                    args.html,
-                )
+                look_inside(args, names[0], model_class)
             else:
-                settings = {
-                    name: getattr(args, name) for name in COMMANDS["talking"] if name != "prompt"
-                }
-                talk(names[0], n_loops, args.prompt, device, model_class, **settings)
+                talk(args, names[0], model_class)
 
     return run_program(command, "sample.py")
+
+
+def advice_of(args: argparse.Namespace) -> str:
+    """Return what to do where memory is short."""
+    if args.samples > 1:
+        return "lower --samples or --bytes"
+    if args.eval and not args.adapt:
+        return "lower --batch or --seq_len"
+    return "use a machine with more memory"
+
+
+def export(args: argparse.Namespace, name: str, model_class: type[Spider]):
+    """Export a checkpoint to the directory of --export."""
+    if model_class is not Spider:
+        raise UsageError(
+            f"--export writes Spider's own code, which cannot load a {model_class.__name__}"
+        )
+    path, saved = read_checkpoint(name, model_class)
+    write_export(path, saved, args.export)
+
+
+def look_inside(args: argparse.Namespace, name: str, model_class: type[Spider]):
+    """Analyze the text of --show."""
+    device = resolve_device(args.device)
+    path, saved = read_checkpoint(name, model_class)
+    model = decoder_of(saved, device, model_class)
+    show(model, loops_of(args, saved)[0], args.show, path, saved, args.html)
 
 
 if __name__ == "__main__":

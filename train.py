@@ -546,6 +546,7 @@ from spider.run import (
     start_profiler,
     start_wandb,
 )
+from spider.scoring import IGNORED, Totals, score_model
 from spider.state import gather_model, load_model, model_state
 from spider_model import Spider, SpiderOutput
 from tile_moe import KERNELS, multiplies_at_once, resolve_backend
@@ -1345,39 +1346,32 @@ def evaluate(
     """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time, distributed
     over ranks. Return val_loss, val_bpb and val_bytes_per_segment over all sources and, for several
     sources, the bits per byte of each as val_bpb/NAME. The model's training mode is restored."""
-    logger.info(
-        f"evaluating on {sum(int((labels != -100).sum()) for _, labels in sets.values()):,} bytes"
-    )
-    sums, training = {}, model.training  # sums of each source: nats, targets, bytes, segments
+    targets = sum(int((labels != IGNORED).sum()) for _, labels in sets.values())
+    logger.info(f"evaluating on {targets:,} bytes")
+    was_training = model.training
     model.eval()
-    with model.cast_weights_once():
-        for name, (all_ids, all_labels) in sets.items():
-            own = torch.zeros(4, device=world.device, dtype=torch.float64)
-            for batch, counts in world.distribute(
-                zip(all_ids.split(rows), all_labels.split(rows), strict=True)
-            ):
-                ids, labels = (tensor.to(world.device) for tensor in batch)
-                out, counted = model(ids, labels, n_loops=n_loops), (labels != -100).sum()
-                own += counts * torch.stack(
-                    (
-                        out.nats_per_byte.double() * counted,
-                        counted,
-                        (ids != tokenizer.PAD_ID).sum(),
-                        out.segments,
-                    )
-                )
-            sums[name] = world.sum(own).tolist()
-    model.train(training)
-    nats, counted, n_bytes, segments = (sum(column) for column in zip(*sums.values(), strict=True))
-    bpb, length, by_source = nats / counted / math.log(2), n_bytes / max(1, segments), {}
-    if len(sums) > 1:
-        by_source = {f"val_bpb/{name}": own[0] / own[1] / math.log(2) for name, own in sums.items()}
-    logger.info(
-        f"validation: loss {nats / counted:.4f} nats per byte, bpb {bpb:.4f}, {length:.2f} bytes "
-        f"per segment"
-        + "".join(f", {name.removeprefix('val_bpb/')} {own:.4f}" for name, own in by_source.items())
+    by_source = {}
+    for name, (ids, labels) in sets.items():
+        batches = zip(ids.split(rows), labels.split(rows), strict=True)
+        by_source[name] = score_model(model, batches, n_loops, world)
+    model.train(was_training)
+
+    total = Totals.of(by_source.values())
+    results = {
+        "val_loss": total.loss,
+        "val_bpb": total.bits_per_byte,
+        "val_bytes_per_segment": total.bytes_per_segment,
+    }
+    line = (
+        f"validation: loss {total.loss:.4f} nats per byte, bpb {total.bits_per_byte:.4f}, "
+        f"{total.bytes_per_segment:.2f} bytes per segment"
     )
-    return dict(val_loss=nats / counted, val_bpb=bpb, val_bytes_per_segment=length) | by_source
+    if len(by_source) > 1:
+        for name, of_source in by_source.items():
+            results[f"val_bpb/{name}"] = of_source.bits_per_byte
+            line += f", {name} {of_source.bits_per_byte:.4f}"
+    logger.info(line)
+    return results
 
 
 def log_sample(

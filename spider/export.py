@@ -33,25 +33,28 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 ADAPTER = "modeling_spider"
 UNFINISHED = ".unfinished-export"  # ends the names of temporary directories
-# packages and modules that it may import
-PROJECT = "spider", "spider_model", "tile_moe", "tokenizer"
+PROJECT = ("spider", "spider_model", "tile_moe", "tokenizer")  # what the adapter may import
 
 
-def write_export(path: Path, state: dict, directory: str):
-    """Write the model of a checkpoint, given its path and content, atomically to a new or empty
-    directory.
+def write_export(path: Path, saved: dict, directory: str):
+    """Write the model of a checkpoint, given its path and content, to a new or empty directory.
 
-    It is written to a hidden directory beside it, and renamed. What a killed export to this name
-    left there is deleted; one that still runs is not disturbed. Raise CheckpointError if the
-    directory is not empty or cannot be written, and UsageError if another process exports to it."""
-    if "flags" not in state or is_export(path):
+    The directory is complete or not there: it is written under a hidden name beside, and renamed.
+    What a killed export to this name left there is deleted; one that still runs is not disturbed.
+    Raise CheckpointError if the directory is not empty or cannot be written, and UsageError if
+    another process exports to it."""
+    if "flags" not in saved or is_export(path):
         raise CheckpointError(f"{path}: --export needs a checkpoint of a training run")
-    if state.get("exploded"):
+    if saved.get("exploded"):
         logger.warning(f"{path}: the loss had exploded by then")
-    library, target = safetensors(), Path(os.path.realpath(directory))
-    texts = texts_of(path, state)
+    library = safetensors()
+    target = Path(os.path.realpath(directory))
+    texts = texts_of(path, saved)
+    weights = {
+        PREFIX + name: weight.contiguous() for name, weight in saved["model_state_dict"].items()
+    }
     try:
-        if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        if not is_free(target):
             raise CheckpointError(
                 f"--export: {directory} exists and is not an empty directory: use another name"
             )
@@ -61,62 +64,72 @@ def write_export(path: Path, state: dict, directory: str):
             new.mkdir()
             for name, text in texts.items():
                 (new / name).write_text(text, encoding="utf-8")
-            weights = {
-                PREFIX + name: weight.contiguous()
-                for name, weight in state["model_state_dict"].items()
-            }
             library.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
-            for file in new.iterdir():
-                # safetensors makes files that only the owner can read
-                file.chmod((new / "README.md").stat().st_mode)
-                sync(file)
-            sync(new)
-            size = sum(file.stat().st_size for file in new.iterdir())
+            size = finish(new)
             os.rename(new, target)
         sync(target.parent)
     except (OSError, library.SafetensorError) as fault:
         reason = getattr(fault, "strerror", None) or fault
         raise CheckpointError(f"--export: {directory} cannot be written: {reason}") from None
     logger.info(
-        f"exported step {state['step']} of {path} to {directory}: {size:,} bytes; see its "
+        f"exported step {saved['step']} of {path} to {directory}: {size:,} bytes; see its "
         f"README.md for usage"
     )
 
 
+def is_free(target: Path) -> bool:
+    """Tell whether nothing would be overwritten: there is nothing, or an empty directory."""
+    if not os.path.lexists(target):
+        return True
+    return target.is_dir() and not any(target.iterdir())
+
+
+def finish(new: Path) -> int:
+    """Give all files the same mode, and flush them to disk; return their size in bytes."""
+    size = 0
+    mode = (new / "README.md").stat().st_mode
+    for file in new.iterdir():
+        file.chmod(mode)  # safetensors makes files that only the owner can read
+        sync(file)
+        size += file.stat().st_size
+    sync(new)
+    return size
+
+
 @contextmanager
 def unfinished_directory(target: Path) -> Iterator[Path]:
-    """Make a temporary directory beside an export's, and delete it in the end, also after SIGTERM
-    and SIGHUP; delete those of killed exports to the same name."""
-    unfinished = re.compile(rf"[.]{re.escape(target.name)}[.]\w{{8}}{re.escape(UNFINISHED)}")
-    with exit_on_signals(), locked(target, target.with_name(f".{target.name}.lock")):
+    """Make a temporary directory beside an export's. It is deleted in the end, also after SIGTERM
+    and SIGHUP. Delete those that killed exports to the same name left."""
+    prefix = f".{target.name}."
+    # tempfile puts eight random characters between
+    unfinished = re.compile(rf"{re.escape(prefix)}\w{{8}}{re.escape(UNFINISHED)}")
+    with exit_on_signals(), locked(target, target.with_name(f"{prefix}lock")):
         for entry in os.scandir(target.parent):
             if unfinished.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
-        with tempfile.TemporaryDirectory(
-            UNFINISHED, f".{target.name}.", target.parent
-        ) as temporary:
+        with tempfile.TemporaryDirectory(UNFINISHED, prefix, target.parent) as temporary:
             yield Path(temporary)
 
 
 @contextmanager
 def exit_on_signals():
     """Raise SystemExit at the first SIGTERM or SIGHUP inside, so that temporary files are deleted.
-    Ignored ones, as under nohup, stay ignored, as are later ones."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    Later ones are ignored. A signal that was ignored before, as under nohup, stays ignored."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    caught = [number for number, handler in handlers.items() if handler != signal.SIG_IGN]
 
     def stop(number: int, _):
-        for other in heeded:
+        for other in caught:
             signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    for number in heeded:
+    for number in caught:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in heeded:
-            signal.signal(number, before[number])
+        for number in caught:
+            signal.signal(number, handlers[number])
 
 
 def as_json(value) -> str:
@@ -127,71 +140,92 @@ def as_json(value) -> str:
 # Texts
 
 
-def texts_of(path: Path, state: dict) -> dict[str, str]:
+def texts_of(path: Path, saved: dict) -> dict[str, str]:
     """Return the texts of all files of an export except the weights, by name."""
-    config, facts = SpiderConfig.from_saved(state["cfg"]), facts_of(path, state)
-    ids = dict(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
-    return flat_modules(f"spider.{ADAPTER}") | {
-        "LICENSE": license_text(),
-        "config.json": as_json(
-            dict(
-                architectures=["SpiderForCausalLM"],
-                model_type="spider",
-                **ids,
-                dtype=str(state["model_state_dict"]["embed_tokens"].dtype).removeprefix("torch."),
-                auto_map=dict(
-                    AutoConfig=f"{ADAPTER}.SpiderHFConfig",
-                    AutoModelForCausalLM=f"{ADAPTER}.SpiderForCausalLM",
-                ),
-                max_position_embeddings=state["flags"].get("seq_len", 2048),
-                n_loops=state.get("n_loops", config.n_loops),
-                spider=asdict(config),
-                training=facts,
-            )
-        ),
-        "generation_config.json": as_json(
-            dict(
-                ids,
-                do_sample=True,
-                temperature=0.8,
-                top_k=0,
-                suppress_tokens=[PAD_ID, BOS_ID, *range(EOS_ID + 1, config.vocab_size)],
-            )
-        ),
-        "tokenizer_config.json": as_json(
-            dict(
-                tokenizer_class="SpiderTokenizer",
-                auto_map=dict(AutoTokenizer=[f"{ADAPTER}.SpiderTokenizer", None]),
-                errors="replace",
-                padding_side="left",
-            )
-        ),
-        "README.md": CARD.format(facts=as_json(dict(checkpoint=path.name) | facts)),
+    config = SpiderConfig.from_saved(saved["cfg"])
+    facts = facts_of(path, saved)
+    texts = flat_modules(f"spider.{ADAPTER}")
+    texts["LICENSE"] = license_text()
+    texts["config.json"] = as_json(model_settings(saved, config, facts))
+    texts["generation_config.json"] = as_json(generation_settings(config))
+    texts["tokenizer_config.json"] = as_json(TOKENIZER_SETTINGS)
+    texts["README.md"] = CARD.format(facts=as_json({"checkpoint": path.name} | facts))
+    return texts
+
+
+SPECIAL_IDS = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
+TOKENIZER_SETTINGS = {
+    "tokenizer_class": "SpiderTokenizer",
+    "auto_map": {"AutoTokenizer": [f"{ADAPTER}.SpiderTokenizer", None]},
+    "errors": "replace",
+    "padding_side": "left",
+}
+
+
+def model_settings(saved: dict, config: SpiderConfig, facts: dict) -> dict:
+    """Return the content of config.json."""
+    dtype = saved["model_state_dict"]["embed_tokens"].dtype
+    return {
+        "architectures": ["SpiderForCausalLM"],
+        "model_type": "spider",
+        **SPECIAL_IDS,
+        "dtype": str(dtype).removeprefix("torch."),
+        "auto_map": {
+            "AutoConfig": f"{ADAPTER}.SpiderHFConfig",
+            "AutoModelForCausalLM": f"{ADAPTER}.SpiderForCausalLM",
+        },
+        "max_position_embeddings": saved["flags"].get("seq_len", 2048),
+        "n_loops": saved.get("n_loops", config.n_loops),
+        "spider": asdict(config),
+        "training": facts,
+    }
+
+
+def generation_settings(config: SpiderConfig) -> dict:
+    """Return the content of generation_config.json."""
+    never_written = [PAD_ID, BOS_ID, *range(EOS_ID + 1, config.vocab_size)]
+    return {
+        **SPECIAL_IDS,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 0,
+        "suppress_tokens": never_written,
     }
 
 
 def license_text() -> str:
     """Return the text of LICENSE, which is beside the code in a checkout, and among the metadata of
-    a wheel."""
+    a wheel. Raise CheckpointError if it is in neither."""
     if (ROOT / "pyproject.toml").exists():
         return (ROOT / "LICENSE").read_text(encoding="utf-8")
-    return metadata.distribution("spider-trainer").read_text("licenses/LICENSE")
+    text = metadata.distribution("spider-trainer").read_text("licenses/LICENSE")
+    if text is None:
+        raise CheckpointError("--export: the installation has no LICENSE: install Spider again")
+    return text
 
 
-def facts_of(path: Path, state: dict) -> dict:
+def facts_of(path: Path, saved: dict) -> dict:
     """Return the facts of a model's training as plain values, from its checkpoint and its run's
     metrics.jsonl."""
-    facts = {name: state[name] for name in ("step", "bytes_seen", "recipe") if name in state}
-    facts["flags"] = dict(state["flags"])
-    if "data_dir" in facts["flags"]:  # only names: paths are private
-        parts = facts["flags"]["data_dir"].rstrip("/").split(",")
-        facts["flags"]["data_dir"] = ",".join(part.rpartition("/")[2] for part in parts)
-    for line in read_lines(path.parent / "metrics.jsonl"):
-        if line["step"] <= state["step"] and line.get("val_bpb") is not None:
-            facts |= dict(val_bpb=line["val_bpb"], val_bpb_at_step=line["step"])
-    if math.isfinite(best := state.get("best_loss", math.inf)):
-        facts["best_val_bpb"] = best / math.log(2)
+    facts = {name: saved[name] for name in ("step", "bytes_seen", "recipe") if name in saved}
+    flags = dict(saved["flags"])
+    if "data_dir" in flags:
+        flags["data_dir"] = without_paths(flags["data_dir"])
+    facts["flags"] = flags
+    for line in read_lines(path.parent / "metrics.jsonl"):  # the last evaluation counts
+        if line["step"] <= saved["step"] and line.get("val_bpb") is not None:
+            facts["val_bpb"] = line["val_bpb"]
+            facts["val_bpb_at_step"] = line["step"]
+    best_loss = saved.get("best_loss", math.inf)
+    if math.isfinite(best_loss):
+        facts["best_val_bpb"] = best_loss / math.log(2)
     return facts
+
+
+def without_paths(data_dir: str) -> str:
+    """Return the names alone of --data_dir's directories: paths are private."""
+    names = [part.rpartition("/")[2] for part in data_dir.rstrip("/").split(",")]
+    return ",".join(names)
 
 
 # The facts are inserted as JSON alone, since names and flags are text that others wrote.
@@ -233,8 +267,8 @@ sets the dtype of products; parameters stay fp32. To fine-tune all of it, run th
 
 # --------------------------------------------------------------------------------------------------
 # Code: transformers only loads code beside a model if its imports are `from .name import ...`. So
-# imports of project modules are rewritten, `from spider.config import X` to `from .config import
-# X`; all other text is kept.
+# imports of project modules are rewritten: `from spider.config import X` becomes
+# `from .config import X`. All other text is kept.
 
 
 def flat_modules(name: str) -> dict[str, str]:
@@ -244,14 +278,14 @@ def flat_modules(name: str) -> dict[str, str]:
     Imports are followed recursively, including those in functions and for type checkers. Raise
     ValueError if two modules have the same file name, or an import is not `from module import
     name`."""
-    texts, modules = {}, [name]
+    texts: dict[str, str] = {}
+    modules = [name]
     for module in modules:  # grows in the loop
         file = f"{module.rpartition('.')[2]}.py"
         if file in texts:
             raise ValueError(f"{module}: another module is also named {file}")
-        texts[file], imported = with_relative_imports(
-            (ROOT / module.replace(".", "/")).with_suffix(".py")
-        )
+        path = (ROOT / module.replace(".", "/")).with_suffix(".py")
+        texts[file], imported = with_relative_imports(path)
         modules += [other for other in imported if other not in modules]
     return texts
 
@@ -259,22 +293,37 @@ def flat_modules(name: str) -> dict[str, str]:
 def with_relative_imports(path: Path) -> tuple[str, list[str]]:
     """Return a module's text with relative imports of project modules, and the unique names of
     these."""
-    lines, imported = path.read_text(encoding="utf-8").splitlines(keepends=True), {}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    imported: dict[str, None] = {}  # an ordered set
     for node in ast.walk(ast.parse("".join(lines))):
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
-        level = getattr(node, "level", 0)
-        absolute = isinstance(node, ast.ImportFrom) and level == 0
-        for name in [node.module] if absolute else [alias.name for alias in node.names]:
-            source = ROOT / name.replace(".", "/")
-            if level == 0 and name.split(".")[0] not in PROJECT:
-                continue
-            if not absolute or not source.with_suffix(".py").is_file():
-                raise ValueError(
-                    f"{path}:{node.lineno}: exported modules must import project modules by "
-                    f"`from module import name`"
-                )
-            line, pattern = lines[node.lineno - 1], rf"\bfrom {re.escape(name)} import\b"
-            lines[node.lineno - 1] = re.sub(pattern, f"from .{source.name} import", line, count=1)
-            imported[name] = None
-    return "".join(lines), [*imported]
+        name = project_module(node)
+        if name is None:
+            continue
+        if not name:
+            raise ValueError(
+                f"{path}:{node.lineno}: exported modules must import project modules by "
+                f"`from module import name`"
+            )
+        flat_name = name.rpartition(".")[2]
+        pattern = rf"\bfrom {re.escape(name)} import\b"
+        line = lines[node.lineno - 1]
+        lines[node.lineno - 1] = re.sub(pattern, f"from .{flat_name} import", line, count=1)
+        imported[name] = None
+    return "".join(lines), list(imported)
+
+
+def project_module(node: ast.Import | ast.ImportFrom) -> str | None:
+    """Return the dotted name of the project module that `from module import ...` names. Return None
+    for an import from elsewhere, and "" for one of the project in a form that cannot be flattened:
+    a relative one, `import module`, and one of a package."""
+    if isinstance(node, ast.Import):
+        is_ours = any(alias.name.split(".")[0] in PROJECT for alias in node.names)
+        return "" if is_ours else None
+    if node.level > 0 or node.module is None:
+        return ""
+    if node.module.split(".")[0] not in PROJECT:
+        return None
+    is_module = (ROOT / node.module.replace(".", "/")).with_suffix(".py").is_file()
+    return node.module if is_module else ""

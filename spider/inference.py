@@ -1,12 +1,13 @@
 """Run a trained model: load it, continue texts, hold a dialogue, score texts, and adapt to what it
 reads.
 
-read_checkpoint, best_of, model_of, decoder_of   load a checkpoint, an export, or the newest
-checkpoint of a directory complete, converse, Continuation                 continue a prompt; hold a
-dialogue in a terminal; end at a stop text score_windows                                    bits per
-byte of a text, by overlapping windows count_characters                                 characters
-of a text, for bits per character Adaptation                                       score a text
-while the model learns from it
+    read_checkpoint, best_of   find and load a checkpoint, an export, or the newest of a directory
+    model_of, decoder_of       build the model of a checkpoint
+    Sampler, complete          continue a prompt
+    converse                   hold a dialogue in a terminal
+    score_windows              score a text by overlapping windows
+    Adaptation                 score a text while the model learns from it
+    count_characters           count the characters of a text, for bits per character
 
 A text to score is a stream of ids: len(stream), and stream.read(start, stop) as a numpy array.
 """
@@ -21,12 +22,13 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from loguru import logger
-from torch import Tensor, nn
+from torch import Tensor
 
 from spider.checkpoint import (
     best_checkpoint,
@@ -40,217 +42,235 @@ from spider.checkpoint import (
 from spider.common import CheckpointError, ProgressBar, UsageError, one_line
 from spider.config import SpiderConfig
 from spider.decode import PIECE, DecodingState
+from spider.distributed import World
 from spider.machine import multiplies_bf16
 from spider.memory import EngramTable
 from spider.optim import RowwiseAdagrad
+from spider.scoring import IGNORED, Reading, Totals, score_batches, score_model
 from spider.state import load_optimizer
+from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 # --------------------------------------------------------------------------------------------------
-# Loading
+# Loading. `saved` is the content of a checkpoint, as load_checkpoint returns it.
 
 
 def is_directory_of_checkpoints(path: Path) -> bool:
     return path.is_dir() and not is_export(path)
 
 
-def read_checkpoint(name: str, model_class: type[nn.Module]) -> tuple[Path, dict]:
+def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     """Return the path and content of a checkpoint or export, or of the newest good checkpoint of a
     directory. Raise UsageError or CheckpointError if there is none for the model class."""
     path = Path(name)
     if path.exists() and not is_directory_of_checkpoints(path):
-        found = path, load_checkpoint(path)
+        saved = load_checkpoint(path)
     else:
-        found = load_newest(path)
-        if found is None:
+        newest = load_newest(path)
+        if newest is None:
             raise UsageError(f"{name}: there is no usable checkpoint: name another, or train first")
-        logger.info(f"{found[0]}: the newest checkpoint in {name}, step {found[1]['step']}")
-        mention_best(path, found[1])
+        path, saved = newest
+        logger.info(f"{path}: the newest checkpoint in {name}, step {saved['step']}")
+        mention_best(Path(name), saved)
     with torch.device("meta"):
-        model = model_class(SpiderConfig.from_saved(found[1]["cfg"]))
-    check_weights(*found, model)
-    return found
+        model = model_class(SpiderConfig.from_saved(saved["cfg"]))
+    check_weights(path, saved, model)
+    return path, saved
 
 
 def mention_best(directory: Path, newest: dict):
     """Log which checkpoint of a directory has a lower validation loss than the newest one, given
-    its content."""
+    the content of the newest."""
     loss = newest.get("val_loss")
     if newest.get("best_loss", math.inf) in (loss, math.inf):
         return  # the newest is the best, or none was evaluated: no other file is opened
     best = lowest_loss(find_checkpoints(directory))
-    if best is not None and best.step != newest["step"]:
-        own = "its own was not evaluated" if loss is None else f"its own is {loss:.4f}"
-        logger.info(
-            f"{best.path.name} has the lowest validation loss, {best.val_loss:.4f} nats per byte "
-            f"({own}): to "
-            f"use it, add --best"
-        )
+    if best is None or best.step == newest["step"]:
+        return
+    compared = "the newest was not evaluated" if loss is None else f"the newest has {loss:.4f}"
+    logger.info(
+        f"{best.path.name} has the lowest validation loss, {best.val_loss:.4f} nats per byte "
+        f"({compared}): to use it, add --best"
+    )
 
 
 def best_of(name: str) -> str:
-    """Return the path of the checkpoint with the lowest validation loss in a directory; raise
+    """Return the path of the checkpoint with the lowest validation loss in a directory. Raise
     UsageError for anything but a directory of checkpoints."""
     if not is_directory_of_checkpoints(Path(name)):
         raise UsageError(f"--best: {name} is not a directory of checkpoints")
     best = best_checkpoint(Path(name))
-    logger.info(
-        f"{best.path}: the checkpoint with the lowest validation loss, {best.val_loss:.4f} nats "
-        f"per byte"
-    )
+    logger.info(f"{best.path}: lowest validation loss, {best.val_loss:.4f} nats per byte")
     return str(best.path)
 
 
-def trained_loops(state: dict) -> int:
-    """Return the number of loops in training, from a checkpoint's content."""
-    return state.get("n_loops", SpiderConfig.from_saved(state["cfg"]).n_loops)
+def trained_loops(saved: dict) -> int:
+    """Return the number of loops of the core in training."""
+    return saved.get("n_loops", SpiderConfig.from_saved(saved["cfg"]).n_loops)
 
 
 def model_of(
-    state: dict, device: torch.device, dtype: torch.dtype, model_class: type[nn.Module]
-) -> nn.Module:
-    """Build the model of a checkpoint's content in evaluation mode, with products in a dtype."""
+    saved: dict, device: torch.device, dtype: torch.dtype, model_class: type[Spider]
+) -> Spider:
+    """Build the model of a checkpoint in evaluation mode, with products in a dtype."""
     with torch.device("meta"):
-        model = model_class(SpiderConfig.from_saved(state["cfg"]))
-    model.to_empty(device=device).init_weights()
-    model.load_state_dict(state["model_state_dict"])
+        model = model_class(SpiderConfig.from_saved(saved["cfg"]))
+    model.to_empty(device=device)
+    model.init_weights()  # also buffers, which are not in the file
+    model.load_state_dict(saved["model_state_dict"])
     model.compute_dtype = dtype
-    if remark := model.choose_backend():
+    remark = model.choose_backend()
+    if remark:
         logger.info(remark)
     return model.eval()
 
 
-def decoder_of(state: dict, device: torch.device, model_class: type[nn.Module]) -> nn.Module:
-    """Build the model in the precision that decodes fastest: bf16 on a GPU; fp32 on a CPU, where
-    bf16 takes several times as long for a single row."""
-    bf16 = device.type == "cuda" and multiplies_bf16(device)
-    return model_of(state, device, torch.bfloat16 if bf16 else torch.float32, model_class)
+def decoder_of(saved: dict, device: torch.device, model_class: type[Spider]) -> Spider:
+    """Build the model of a checkpoint in the precision that decodes fastest.
+
+    That is bf16 on a GPU, and fp32 on a CPU, where bf16 takes several times as long for a single
+    row."""
+    dtype = torch.float32
+    if device.type == "cuda" and multiplies_bf16(device):
+        dtype = torch.bfloat16
+    return model_of(saved, device, dtype, model_class)
 
 
 # --------------------------------------------------------------------------------------------------
 # Continuing texts
 
 
-@dataclass
-class Sampler:
-    """A model with the settings of its samples; see sample.py's flags of these names."""
+@dataclass(frozen=True)
+class SampleSettings:
+    """The settings of samples. See sample.py's flags of these names for more."""
 
-    model: nn.Module
-    bytes: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    no_repeat_ngram_size: int
-    samples: int
-    seed: int
-    raw: bool
-    stop: Sequence[bytes] | None = None
+    max_bytes: int = 500  # --bytes
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    no_repeat_ngram_size: int = 64  # 0: off
+    samples: int = 1
+    seed: int = 0
+    raw: bool = False
+    stop: Sequence[bytes] = ()
     no_echo: bool = False
 
-    def __post_init__(self):
-        self.generator = torch.Generator(self.model.embed_tokens.device).manual_seed(self.seed)
+
+class Sampler:
+    """A model that draws bytes with these settings, from one random generator."""
+
+    def __init__(self, model: Spider, settings: SampleSettings):
+        self.model = model
+        self.settings = settings
+        self.generator = torch.Generator(model.embed_tokens.device).manual_seed(settings.seed)
 
     def read(self, state: DecodingState, ids: list[int]) -> Tensor:
         """Feed ids to a state with one row; return the logits of the next byte, [1, vocab_size]."""
+        pieces = torch.tensor([ids], device=self.model.embed_tokens.device).split(PIECE, dim=1)
         with self.model.cast_weights_once():
-            for piece in torch.tensor([ids], device=self.model.embed_tokens.device).split(
-                PIECE, dim=1
-            ):
-                logits = self.model.step(piece, state)[:, -1]
-            return logits
+            for piece in pieces:
+                logits = self.model.step(piece, state)  # [1, n, vocab_size]
+        return logits[:, -1]
 
     def write(self, logits: Tensor, state: DecodingState) -> Iterator[list[int | None]]:
-        """Yield the next bytes of all rows, one column at a time."""
+        """Yield the next byte of each row, until the limit of --bytes. After a row's EOS its byte
+        is None."""
         return self.model.generate_batch(
             logits,
             state,
-            self.bytes,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.generator,
-            self.no_repeat_ngram_size,
+            self.settings.max_bytes,
+            temperature=self.settings.temperature,
+            top_k=self.settings.top_k,
+            top_p=self.settings.top_p,
+            generator=self.generator,
+            no_repeat_ngram_size=self.settings.no_repeat_ngram_size,
         )
 
 
-def beginning(prompt: bytes) -> list[int]:
-    """Return the ids of a prompt; an empty one becomes a line break, since BOS alone is rare in
+def prompt_ids(prompt: bytes) -> list[int]:
+    """Return the ids of a prompt. An empty one becomes a line break, since BOS alone is rare in
     training."""
-    return [BOS_ID, *prompt] if prompt else list(b"\n")
+    if not prompt:
+        return list(b"\n")
+    return [BOS_ID, *prompt]
 
 
 def print_bytes(pieces: Iterable[bytes], raw: bool):
-    """Print bytes as they arrive: unchanged if `raw`, else as text with control characters escaped,
-    but for line breaks and tabs."""
+    """Print bytes as they arrive, and a line break in the end.
+
+    raw: unchanged. Else they are decoded, and control characters are escaped, except for line
+    breaks and tabs."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     try:
         for piece in pieces:
             if raw:
                 sys.stdout.buffer.write(piece)
             else:
-                print(
-                    *(c if c in "\n\t" else one_line(c) for c in decoder.decode(piece)),
-                    sep="",
-                    end="",
-                )
+                text = decoder.decode(piece)
+                print("".join(c if c in "\n\t" else one_line(c) for c in text), end="")
             sys.stdout.flush()
     finally:
         print(decoder.decode(b"", final=True), flush=True)
 
 
 class Continuation:
-    """The bytes that a row writes, up to the first stop text. Its last bytes are held back while
-    they may begin one."""
+    """The bytes that a row writes, up to the first stop text. The last bytes are held back while
+    they may begin a stop text."""
 
-    def __init__(self, stop: Sequence[bytes] | None):
-        self.stop = stop or ()
+    def __init__(self, stop: Sequence[bytes]):
+        self.stop = stop
         self.text = bytearray()  # without the stop text
-        self.released = 0  # bytes of it
+        self.released = 0  # number of bytes of the text that `add` and `rest` have returned
         self.stopped = False  # by a stop text
         self.ended = False  # by a stop text or EOS
 
     def add(self, byte: int | None) -> bytes:
-        """Add the row's next byte, or None after its EOS; return the bytes that come before any
-        stop text for sure."""
+        """Add the row's next byte, or None after its EOS. Return the bytes that certainly come
+        before any stop text, and were not returned yet."""
         if byte is None or self.ended:
             self.ended = True
             return self.rest()
         self.text.append(byte)
-        found = [stop for stop in self.stop if self.text.endswith(stop)]
-        if found:
-            del self.text[-max(map(len, found)) :]
-            self.stopped = self.ended = True
-        return self._release(len(self.text) - self._may_begin_a_stop())
+        reached = [len(stop) for stop in self.stop if self.text.endswith(stop)]
+        if reached:
+            del self.text[-max(reached) :]
+            self.stopped = True
+            self.ended = True
+        return self._release(len(self.text) - self._undecided())
 
     def rest(self) -> bytes:
         """Return the bytes that were held back."""
         return self._release(len(self.text))
 
-    def _may_begin_a_stop(self) -> int:
-        """Return how many of the last bytes begin a stop text."""
-        longest = max(map(len, self.stop), default=1) - 1
-        tail = b"" if self.ended else bytes(self.text[max(0, len(self.text) - longest) :])
+    def _undecided(self) -> int:
+        """Return how many of the last bytes may begin a stop text."""
+        if self.ended or not self.stop:
+            return 0
+        longest = max(len(stop) for stop in self.stop) - 1
+        tail = bytes(self.text[max(0, len(self.text) - longest) :])
         for start in range(len(tail)):
             if any(stop.startswith(tail[start:]) for stop in self.stop):
                 return len(tail) - start
         return 0
 
-    def _release(self, stop: int) -> bytes:
-        piece = bytes(self.text[self.released : stop])
-        self.released = stop
+    def _release(self, end: int) -> bytes:
+        piece = bytes(self.text[self.released : end])
+        self.released = end
         return piece
 
 
 def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
-    """Print samples that continue a prompt, generated as a batch: the first while it is generated,
-    then the others."""
-    count = sampler.samples
-    rows = [Continuation(sampler.stop) for _ in range(count)]
-    logits = sampler.read(state, beginning(prompt)).expand(count, -1)
-    state = state if count == 1 else state.copy([0] * count)
-    echo = b"" if sampler.no_echo else prompt
+    """Print samples that continue a prompt. They are generated as a batch. The first is printed
+    while it is generated, the others after it."""
+    settings = sampler.settings
+    count = settings.samples
+    rows = [Continuation(settings.stop) for _ in range(count)]
+    logits = sampler.read(state, prompt_ids(prompt)).expand(count, -1)
+    if count > 1:
+        state = state.copy([0] * count)
+    echo = b"" if settings.no_echo else prompt
 
-    def first() -> Iterator[bytes]:
+    def generate_all_and_yield_first() -> Iterator[bytes]:
         yield echo
         for column in sampler.write(logits, state):
             pieces = [row.add(byte) for row, byte in zip(rows, column, strict=True)]
@@ -262,41 +282,79 @@ def complete(sampler: Sampler, state: DecodingState, prompt: bytes):
     for number, row in enumerate(rows, 1):
         if count > 1:
             print(f"--- {number} of {count}", flush=True)
-        print_bytes(first() if number == 1 else [echo, bytes(row.text)], sampler.raw)
+        if number == 1:
+            print_bytes(generate_all_and_yield_first(), settings.raw)
+        else:
+            print_bytes([echo, bytes(row.text)], settings.raw)
+
+
+# --------------------------------------------------------------------------------------------------
+# A dialogue
 
 
 def converse(sampler: Sampler, state: DecodingState):
-    """Hold a dialogue: input from the terminal and the model's output form one text. Input starts a
-    new line, or a new document after the model's EOS; after a stop text, which stays in the
-    context, it follows directly. Ctrl-C stops the model."""
+    """Hold a dialogue: input from the terminal and the model's output form one text.
+
+    Input starts a new line, or a new document after the model's EOS. After a stop text, which stays
+    in the context, it follows directly. Ctrl-C stops the model."""
     with suppress(ImportError):
         import readline  # noqa: F401     # lines can be edited then
-    sys.stdin.reconfigure(errors="surrogateescape")
-    unread = None  # ids that the state has not read; None before the first turn
-    starts_line = False  # whether the next input does, unless it is empty
-    while (typed := ask()) is not None:
-        typed = os.fsencode(typed)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    unread: list[int] | None = None  # ids that the state has not read; None before the first turn
+    starts_line = False  # whether the next input starts a line, unless it is empty
+    while (line := ask()) is not None:
+        typed = os.fsencode(line)
         if unread is None:
-            ids = beginning(typed)
+            ids = prompt_ids(typed)
         elif typed and starts_line:
             ids = [*unread, ord("\n"), *typed]
         else:
             ids = [*unread, *typed]
-        logits, written, row = sampler.read(state, ids), [], Continuation(sampler.stop)
+        answer = Answer(sampler, state, sampler.read(state, ids))
+        with interrupts_deferred() as interrupt:
+            print_bytes(answer.pieces(interrupt), sampler.settings.raw)
+        if answer.ends_document(interrupt):
+            unread = [EOS_ID, BOS_ID]
+            starts_line = False
+        else:
+            unread = answer.written[-1:]  # drawn, but not fed to the state
+            starts_line = not answer.row.stopped and unread != [ord("\n")]
 
-        def turn(logits=logits, written=written, row=row) -> Iterator[bytes]:
-            for (byte,) in sampler.write(logits, state):
-                written.append(byte)
-                yield row.add(byte)
-                if asked or row.ended:  # noqa: B023 `asked` of this turn
-                    break
-            yield row.rest()
 
-        with interrupts_that_wait() as asked:
-            print_bytes(turn(), sampler.raw)
-        ended = not written or len(written) < sampler.bytes and not asked and not row.stopped
-        unread = [EOS_ID, BOS_ID] if ended else written[-1:]
-        starts_line = not (ended or row.stopped or written[-1] == ord("\n"))
+class Interrupt:
+    """A request by Ctrl-C."""
+
+    requested = False
+
+
+class Answer:
+    """The model's turn in a dialogue, given the logits of its first byte, [1, vocab_size]."""
+
+    def __init__(self, sampler: Sampler, state: DecodingState, logits: Tensor):
+        self.sampler = sampler
+        self.state = state
+        self.logits = logits
+        self.written: list[int] = []  # with the stop text; the state has read all but the last
+        self.row = Continuation(sampler.settings.stop)
+
+    def pieces(self, interrupt: Interrupt) -> Iterator[bytes]:
+        """Write until EOS, a stop text, the limit of --bytes, or Ctrl-C; yield what to print."""
+        for (byte,) in self.sampler.write(self.logits, self.state):
+            if byte is None:
+                break
+            self.written.append(byte)
+            yield self.row.add(byte)
+            if interrupt.requested or self.row.ended:
+                break
+        yield self.row.rest()
+
+    def ends_document(self, interrupt: Interrupt) -> bool:
+        """Tell whether the model wrote EOS: it then stopped early, and for no other reason."""
+        if not self.written:
+            return True
+        stopped_early = len(self.written) < self.sampler.settings.max_bytes
+        return stopped_early and not interrupt.requested and not self.row.stopped
 
 
 def ask() -> str | None:
@@ -308,19 +366,24 @@ def ask() -> str | None:
         return text
     except EOFError:
         print()
+        return None
     except KeyboardInterrupt:
         print()
         raise
 
 
 @contextmanager
-def interrupts_that_wait() -> Iterator[list]:
-    """Record Ctrl-C in the yielded list instead of raising, so that it cannot leave the state
-    inconsistent."""
-    asked = []
-    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+def interrupts_deferred() -> Iterator[Interrupt]:
+    """Record Ctrl-C instead of raising, because an exception could leave a decoding state half
+    advanced."""
+    interrupt = Interrupt()
+
+    def request(*_):
+        interrupt.requested = True
+
+    before = signal.signal(signal.SIGINT, request)
     try:
-        yield asked
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -329,41 +392,86 @@ def interrupts_that_wait() -> Iterator[list]:
 # Scoring
 
 
-def windows(stream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a stream into batches of (ids, labels), int64 [n, seq_len]. Windows overlap by half.
-    Every byte after the first id is a label once, in the first window that has it."""
-    last, stride = len(stream) - 1, max(1, seq_len // 2)
-    starts = range(0, max(1, last - seq_len + stride), stride)
-    for i in range(0, len(starts), batch):
-        rows = np.full((len(starts[i : i + batch]), seq_len + 1), PAD_ID, np.int64)
-        for row, start in zip(rows, starts[i : i + batch], strict=True):
-            ids = stream.read(start, min(start + seq_len, last) + 1)
-            row[: len(ids)] = ids
-        labels = torch.from_numpy(rows[:, 1:].copy())
-        labels[labels > 255] = -100
-        # row with a window before it, which has seen this row's first half
-        first = 1 if i == 0 else 0
-        labels[first:, : seq_len - stride] = -100
-        yield torch.from_numpy(rows[:, :-1].copy()), labels
+class TextStream(Protocol):
+    """The ids of a text, such as data.Stream."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int, /) -> np.ndarray: ...
 
 
-@torch.no_grad()
+class Span(NamedTuple):
+    """A row of a text: the model reads ids start .. stop - 1, and predicts start + 1 .. stop."""
+
+    start: int
+    stop: int
+    context: int  # number of first labels that do not count: another row has scored them
+
+
+def half_overlapping(length: int, seq_len: int) -> list[Span]:
+    """Cut a text of `length` ids into windows that overlap by half. Every id after the first counts
+    once, in the first window that has it."""
+    spans = []
+    if length > 1:
+        last = length - 1
+        stride = max(1, seq_len // 2)
+        for start in range(0, max(1, last - seq_len + stride), stride):
+            context = 0 if start == 0 else seq_len - stride
+            spans.append(Span(start, min(start + seq_len, last), context))
+    return spans
+
+
+def read_rows(
+    stream: TextStream, spans: Sequence[Span], seq_len: int, special: bool
+) -> tuple[Tensor, Tensor]:
+    """Read spans of at most seq_len ids; return ids and labels, int64 [spans, seq_len]. Shorter
+    ones are padded. special: whether ids above 255, such as EOS, count."""
+    rows = np.full((len(spans), seq_len + 1), PAD_ID, np.int64)
+    for row, span in zip(rows, spans, strict=True):
+        row[: span.stop + 1 - span.start] = stream.read(span.start, span.stop + 1)
+    labels = rows[:, 1:].copy()
+    if special:
+        labels[labels == PAD_ID] = IGNORED
+    else:
+        labels[labels > 255] = IGNORED
+    for label, span in zip(labels, spans, strict=True):
+        label[: span.context] = IGNORED
+    return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels)
+
+
+def windows(stream: TextStream, seq_len: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a stream into batches of (ids, labels), int64 [n, seq_len], of windows that overlap by
+    half. Every byte after the first id is a label once."""
+    spans = half_overlapping(len(stream), seq_len)
+    for first in range(0, len(spans), batch):
+        yield read_rows(stream, spans[first : first + batch], seq_len, special=False)
+
+
+def progress_bar(title: str, n_ids: int) -> ProgressBar | None:
+    """Make a progress bar over ids that a model reads; None where nobody watches."""
+    return ProgressBar(title, n_ids) if sys.stderr.isatty() else None
+
+
 def score_windows(
-    model: nn.Module, stream, seq_len: int, batch: int, n_loops: int
-) -> tuple[int, float]:
-    """Return the number of predicted bytes of a stream, and bits per byte."""
-    device, nats, count = model.embed_tokens.device, 0.0, 0
+    model: Spider, stream: TextStream, seq_len: int, batch: int, n_loops: int
+) -> Totals:
+    """Score the bytes of a stream by windows of at most seq_len bytes, `batch` at a time."""
     seq_len = min(seq_len, max(2, len(stream) - 1))
-    progress = ProgressBar("evaluating", 2 * len(stream)) if sys.stderr.isatty() else None
-    with model.cast_weights_once():
-        for ids, labels in windows(stream, seq_len, batch) if len(stream) > 1 else ():
-            counted = int((labels != -100).sum())
-            out = model(ids.to(device), labels.to(device), n_loops=n_loops)
-            nats += out.nats_per_byte.item() * counted
-            count += counted
-            if progress:
-                progress.add(ids.numel())
-    return count, nats / max(1, count) / math.log(2)
+    n_ids = seq_len * len(half_overlapping(len(stream), seq_len))
+    return score_model(
+        model,
+        windows(stream, seq_len, batch),
+        n_loops,
+        single_process(model.embed_tokens.device),
+        progress_bar("evaluating", n_ids),
+    )
+
+
+def single_process(device: torch.device) -> World:
+    """Return the world of a single process, even where torchrun's variables are set."""
+    world = World({})
+    world.join(device, shards=1, timeout=0)
+    return world
 
 
 def count_characters(pieces: Iterable[np.ndarray], special: bool) -> int:
@@ -373,7 +481,8 @@ def count_characters(pieces: Iterable[np.ndarray], special: bool) -> int:
     count = 0
     for ids in pieces:
         above = ids > 255
-        count += len(decoder.decode(np.where(above, 0, ids).astype(np.uint8).tobytes()))
+        as_bytes = np.where(above, 0, ids).astype(np.uint8).tobytes()  # a special id is one NUL
+        count += len(decoder.decode(as_bytes))
         if not special:
             count -= int(above.sum())
     return count + len(decoder.decode(b"", final=True))
@@ -389,55 +498,71 @@ CHUNK = 1024  # bytes between two steps
 CONTEXT = 1024  # bytes before a chunk that the model sees, at most
 
 
-class Adaptation:
-    """A model that learns from what it reads. It scores a chunk; then all weights take one step on
-    the chunk's gradient, so every byte is scored before anything learns from it. nats: the loss of
-    all ids that counted; count: their number."""
+def chunks(length: int) -> list[Span]:
+    """Cut a text of `length` ids into chunks whose labels count, each with its context before."""
+    last = length - 1
+    spans = []
+    for begin in range(0, last, CHUNK):
+        start = max(0, begin - CONTEXT)
+        spans.append(Span(start, min(begin + CHUNK, last), begin - start))
+    return spans
 
-    def __init__(self, model: nn.Module, state: dict, n_loops: int):
-        """state: the content of the model's checkpoint, whose accumulators set the size of each
-        row's steps. Raise CheckpointError if it has none."""
+
+class Adaptation:
+    """A model that learns from what it reads.
+
+    It scores a chunk. Then all weights take one step on the chunk's gradient. So every byte is
+    scored before anything learns from it."""
+
+    def __init__(self, model: Spider, saved: dict, n_loops: int):
+        """saved: the content of the model's checkpoint, whose accumulators set the size of each
+        table row's steps. Raise CheckpointError if it has none."""
         tables = [module for module in model.modules() if isinstance(module, EngramTable)]
-        saved = state.get("optimizer_state_dict", {}).get("engram")
-        if not tables or not saved or not state.get("bytes_seen") or not state["step"]:
+        accumulators = saved.get("optimizer_state_dict", {}).get("engram")
+        if not tables or not accumulators or not saved.get("bytes_seen") or not saved["step"]:
             raise CheckpointError(
                 "--adapt needs a model with Engram tables and their optimizer state: use a "
                 "checkpoint that train.py wrote (an export has no optimizer state)"
             )
-        self.model, self.n_loops, self.device = model, n_loops, model.embed_tokens.device
+        self.model = model
+        self.n_loops = n_loops
         self.adagrad = RowwiseAdagrad(tables, RATE)
-        load_optimizer("engram", self.adagrad, deepcopy(saved))
+        # it would be changed in place, and the checkpoint is used again
+        load_optimizer("engram", self.adagrad, deepcopy(accumulators))
         dense = [p for p in model.parameters() if p not in self.adagrad.tables]
         self.adamw = torch.optim.AdamW(dense, DENSE_RATE, weight_decay=0, fused=True)
-        # over which the loss of training is a mean
-        self.bytes_per_step = state["bytes_seen"] / state["step"]
-        self.nats, self.count = 0.0, 0
+        # The accumulators are of gradients of a mean over so many bytes.
+        self.bytes_per_step = saved["bytes_seen"] / saved["step"]
 
-    def _learn(self, ids: Tensor, labels: Tensor):
-        """Score a window, ids and labels [1, n], then step the weights."""
+    def learn(self, ids: Tensor, labels: Tensor) -> Reading:
+        """Score a row, ids and labels [1, n], then step the weights."""
         with torch.enable_grad(), self.model.cast_weights_once():
             out = self.model(ids, n_loops=self.n_loops)
-            nats = F.cross_entropy(out.logits[0], labels[0], ignore_index=-100, reduction="sum")
+            nats = F.cross_entropy(out.logits[0], labels[0], ignore_index=IGNORED, reduction="sum")
             (nats / self.bytes_per_step).backward()
         for optimizer in (self.adagrad, self.adamw):
             optimizer.step()
             optimizer.zero_grad()
-        self.nats += nats.item()
-        self.count += int((labels != -100).sum())
+        targets = (labels != IGNORED).sum()
+        return Reading(nats.detach().double(), targets, out.segments)
 
-    def score(self, streams: list, special: bool) -> tuple[int, float]:
-        """Read streams in order, each with nothing in context at its start; return the number of
-        ids that counted so far, and bits per id. special: whether BOS and EOS count, too."""
-        progress = ProgressBar("adapting", sum(map(len, streams))) if sys.stderr.isatty() else None
+    def score(self, streams: Sequence[TextStream], special: bool) -> Totals:
+        """Read streams in order, each with nothing in context at its start. special: whether ids
+        above 255 count, too."""
+
+        def rows() -> Iterator[tuple[Tensor, Tensor]]:
+            for stream in streams:
+                for span in chunks(len(stream)):
+                    ids, labels = read_rows(stream, [span], span.stop - span.start, special)
+                    if (labels != IGNORED).any():  # else there is no gradient to step by
+                        yield ids, labels
+
+        n_ids = 0
         for stream in streams:
-            for done in range(0, len(stream) - 1, CHUNK):
-                first, last = max(0, done - CONTEXT), min(done + CHUNK, len(stream) - 1)
-                ids = torch.from_numpy(stream.read(first, last + 1).astype(np.int64))
-                labels = ids[1:].clone()
-                labels[labels == PAD_ID if special else labels > 255] = -100
-                labels[: done - first] = -100
-                if (labels != -100).any():
-                    self._learn(ids[None, :-1].to(self.device), labels[None].to(self.device))
-                if progress:
-                    progress.add(last - done)
-        return self.count, self.nats / max(1, self.count) / math.log(2)
+            n_ids += sum(span.stop - span.start for span in chunks(len(stream)))
+        return score_batches(
+            rows(),
+            self.learn,
+            single_process(self.model.embed_tokens.device),
+            progress_bar("adapting", n_ids),
+        )

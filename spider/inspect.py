@@ -1,12 +1,12 @@
 """Look inside a model as it reads a text: segments, loops, surprise, routing, gates and votes
 (`sample.py --show`).
 
-read          run a model over a text and record what it does
-in_terminal   show the text with its segments in a terminal
-write_page    show all of it as an HTML page
+    read          run a model over a text and record what it does
+    in_terminal   show the text with its segments in a terminal
+    write_page    show all of it as an HTML page
 
-page.html is the page's template; its script draws the embedded JSON data. The page is one file that
-loads nothing. Its content security policy only allows its own script, and all data (text,
+page.html is the page's template. Its script draws the embedded JSON data. The page is one file that
+loads nothing: its content security policy only allows its own script, and all data (text,
 checkpoint, names) is inserted as text. It may be shared: it has names of files, but no paths.
 """
 
@@ -21,18 +21,24 @@ import sys
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
 from torch import Tensor, nn
 
+from spider.attention import ActiveRows
 from spider.common import DataError, ProgressBar, durable, one_line, printable
+from spider.config import SpiderConfig
 from spider.export import facts_of
 from spider.layers import rms_norm
+from spider.memory import OutputEngram
+from spider_model import RecurrentCore, Spider
 from tokenizer import BOS_ID
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -41,121 +47,185 @@ PRINTED = 4096  # bytes that a terminal shows
 WINDOW = 8192  # bytes that the model reads at once, half of them context
 LIKELIEST = 3  # bytes that are named as expected
 
-# Thresholds between eight shades
-BITS = (0.5, 1, 2, 3, 4, 6, 8)  # of surprise,
-LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of an expert's load,
-VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of a vote, in nats,
-GATES = tuple(step / 8 for step in range(1, 8))  # and of a gate
-SHADES_OF = dict(bits=BITS, loads=LOADS, gates=GATES, votes=VOTES)
+# Limits between eight shades
+BITS = (0.5, 1, 2, 3, 4, 6, 8)  # of surprise
+LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of an expert's load, relative to an even one
+VOTES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of a vote, in nats
+GATES = tuple(step / 8 for step in range(1, 8))  # of a gate
+SHADES_OF = {"bits": BITS, "loads": LOADS, "gates": GATES, "votes": VOTES}
 
 # --------------------------------------------------------------------------------------------------
-# Reading
+# Recording
+
+
+class Visit(NamedTuple):
+    """One pass through one layer of the core; both numbers count from 0."""
+
+    layer: int
+    loop: int
+
+
+@dataclass
+class Pass:
+    """One forward pass over a window of the text."""
+
+    recorded: slice  # of the window's ids; those before it are context, and recorded already
+    is_last: bool  # of the text
+    segments: range = range(0)  # that are recorded, as rows of the core
+    first_segment: int = 0  # number in the text of the first one of them
+    core_rows: int = 0  # with padding rows
+    visits: Counter[int] = field(default_factory=Counter)  # so far, by layer
 
 
 class Record:
-    """Record the internals of a model by forward hooks, inside its context, for forward passes over
-    one row.
+    """Record the internals of a model inside its context, by hooks of forward passes over one row.
 
-    A text may take several passes (`begin`). Segments are numbered through the text, including that
-    of BOS."""
+    A text may take several passes. Each is announced by `begin`. Segments are numbered through the
+    text, including that of BOS."""
 
-    def __init__(self, model: nn.Module):
-        self.model, self.handles = model, []
-        self.ends: list[bool] = []  # by id: whether it ended a segment
-        self.loops: list[int] = []  # by finished segment
-        self.load: dict[tuple[int, int], Tensor] = {}  # by (layer, loop): tokens per expert, [E]
-        # by (layer, loop): Engram's gate by segment
-        self.gates: dict[tuple[int, int], dict[int, float]] = {}
-        self.byte_gates: list[Tensor] = []  # of each pass [ids, orders and match contexts]
-        # of each pass [ids, contexts]: the newest vote's weight, NaN for none
+    def __init__(self, model: Spider):
+        self.model = model
+        self.hooks = ExitStack()  # closed, it restores the model
+        self.now = Pass(slice(0), True)
+        # by id: whether it ends a segment
+        self.ends: list[bool] = []
+        # by finished segment
+        self.loops: list[int] = []
+        # tokens per expert, [E]
+        self.load: dict[Visit, Tensor] = {}
+        # Engram's gate by segment
+        self.gates: dict[Visit, dict[int, float]] = {}
+        # of each pass [ids, orders and match contexts]
+        self.byte_gates: list[Tensor] = []
+        # of each pass [ids, contexts]: weight of the newest occurrence's vote, NaN for none
         self.votes: list[Tensor] = []
 
     def begin(self, context: int, length: int, is_last: bool):
-        """Prepare a pass over `length` ids, of which the first `context` have been recorded before.
-        Unless it is the last one, it is recorded up to the last end of a segment: `recorded` is the
-        slice of its ids."""
-        self.recorded, self.is_last = slice(context, length), is_last
+        """Prepare a pass over `length` ids, of which the first `context` were recorded before.
+
+        A pass that is not the last one is recorded up to the last end of a segment: afterwards
+        `now.recorded` is the slice of its ids."""
+        self.now = Pass(slice(context, length), is_last)
 
     def __enter__(self) -> "Record":
-        model, core = self.model, self.model.core
-        if model.engram_output is not None:
-            self.handles.append(model.engram_output.gate.register_forward_hook(self._read_bytes))
-            if model.engram_output.votes is not None:
-                self.handles.append(model.engram_output.register_forward_hook(self._read_votes))
-        if core is not None:
-            model.boundaries = self._cut
-            # else halted segments are not told apart
-            self.drop_halted, core.drop_halted = core.drop_halted, True
-            self.handles.append(core.register_forward_pre_hook(self._enter_core))
-            for i, layer in enumerate(core.layers):
-                self.handles.append(layer.register_forward_hook(partial(self._visit, i)))
-                if layer.engram is not None:
-                    self.handles.append(
-                        layer.engram.register_forward_hook(partial(self._recall, i))
-                    )
+        with ExitStack() as hooks:
+            if self.model.engram_output is not None:
+                self._watch_bytes(hooks, self.model.engram_output)
+            if self.model.core is not None:
+                self._watch_core(hooks, self.model.core)
+            self.hooks = hooks.pop_all()
         return self
 
     def __exit__(self, *_):
-        if self.model.core is not None:
-            del self.model.boundaries  # restores the class's method
-            self.model.core.drop_halted = self.drop_halted
-        for handle in self.handles:
-            handle.remove()
+        self.hooks.close()
 
-    def _read_bytes(self, _, args, logits):
-        self.byte_gates.append(logits[self.recorded].float().sigmoid().cpu())
+    def _watch_bytes(self, hooks: ExitStack, engram: OutputEngram):
+        hooks.callback(engram.gate.register_forward_hook(self._record_byte_gates).remove)
+        if engram.votes is not None:
+            hooks.callback(engram.register_forward_hook(self._record_votes).remove)
 
-    def _read_votes(self, engram, args, _):
+    def _watch_core(self, hooks: ExitStack, core: RecurrentCore):
+        hooks.enter_context(replaced(self.model, "boundaries", self._record_boundaries))
+        # halted segments have to leave the products, else they are not told apart
+        hooks.enter_context(replaced(core, "drop_halted", True))
+        hooks.callback(core.register_forward_pre_hook(self._enter_core).remove)
+        for i, layer in enumerate(core.layers):
+            visit = partial(self._record_visit, i)
+            hooks.callback(layer.register_forward_hook(visit).remove)
+            engram = layer.engram
+            if isinstance(engram, nn.Module):
+                recall = partial(self._record_gates, i)
+                hooks.callback(engram.register_forward_hook(recall).remove)
+
+    def _record_byte_gates(self, gate: nn.Module, args: tuple, logits: Tensor):
+        """Hook after a gate [M, orders and match contexts] of the Engram before the head."""
+        self.byte_gates.append(logits[self.now.recorded].float().sigmoid().cpu())
+
+    def _record_votes(self, engram: OutputEngram, args: tuple, output: Any):
+        """Hook after the Engram before the head."""
         x, _, matches = args
-        # of the newest occurrence
-        followed, weights = (
-            cast[self.recorded, :: self.model.config.engram_votes]
-            for cast in engram.cast_votes(rms_norm(x), matches)
-        )
+        followed, weights = engram.cast_votes(rms_norm(x), matches)
+        # a context's votes are adjacent, the newest occurrence first
+        newest = slice(None, None, self.model.config.engram_votes)
+        followed = followed[self.now.recorded, newest]
+        weights = weights[self.now.recorded, newest]
         is_byte = (followed >= 0) & (followed < 256)
         self.votes.append(weights.float().masked_fill(~is_byte, math.nan).cpu())
 
-    def _cut(self, *args):
+    def _record_boundaries(self, *args) -> Tensor:
+        """Take the place of the model's `boundaries`."""
         b = type(self.model).boundaries(self.model, *args)
         ends = (b > 0).tolist()
-        context = self.recorded.start
-        if not self.is_last and any(ends[context:]):
-            self.recorded = slice(context, len(ends) - ends[::-1].index(True))
-        self.ends += ends[self.recorded]
-        # of this pass, recorded
-        self.segments = range(sum(ends[:context]), sum(ends[: self.recorded.stop]))
+        context = self.now.recorded.start
+        if not self.now.is_last and any(ends[context:]):
+            last_end = len(ends) - 1 - ends[::-1].index(True)
+            self.now.recorded = slice(context, last_end + 1)
+        self.ends += ends[self.now.recorded]
+        self.now.segments = range(sum(ends[:context]), sum(ends[: self.now.recorded.stop]))
         return b
 
-    def _enter_core(self, _, args):
-        # visits: by layer
-        self.first, self.rows, self.visits = len(self.loops), len(args[0]), Counter()
-        self.loops += [0] * len(self.segments)
+    def _enter_core(self, core: nn.Module, args: tuple):
+        """Hook before the core."""
+        z = args[0]  # [N, D]
+        self.now.core_rows = len(z)
+        self.now.first_segment = len(self.loops)
+        self.loops += [0] * len(self.now.segments)
 
-    def _running(self, active) -> dict[int, int]:
+    def _running(self, active: ActiveRows) -> dict[int, int]:
         """Return the segments that had not halted before this loop, with their computed rows."""
-        rows = range(self.rows) if active.index is None else active.index.tolist()
-        halted = [False] * len(rows) if active.halted is None else active.halted.tolist()
-        return {
-            self.first + row - self.segments.start: i
-            for i, (row, over) in enumerate(zip(rows, halted, strict=True))
-            if row in self.segments and not over
-        }
+        rows = list(range(self.now.core_rows))
+        if active.index is not None:
+            rows = active.index.tolist()
+        halted = [False] * len(rows)
+        if active.halted is not None:
+            halted = active.halted.tolist()
+        running = {}
+        for computed_row, (row, has_halted) in enumerate(zip(rows, halted, strict=True)):
+            if row in self.now.segments and not has_halted:
+                segment = self.now.first_segment + row - self.now.segments.start
+                running[segment] = computed_row
+        return running
 
-    def _recall(self, i: int, engram, args, _):
+    def _record_gates(self, i: int, engram: Any, args: tuple, output: Any):
+        """Hook after the Engram of layer i of the core."""
         h, recalled, active = args[:3]
         gate = engram.gate(h, active.select(recalled.key)).flatten().tolist()
+        visit = Visit(i, self.now.visits[i])
         for segment, row in self._running(active).items():
-            self.gates.setdefault((i, self.visits[i]), {})[segment] = gate[row]
+            self.gates.setdefault(visit, {})[segment] = gate[row]
 
-    def _visit(self, i: int, layer, args, output):
-        key, (_, routing, _), running = (i, self.visits[i]), output, self._running(args[3])
-        self.visits[i] += 1
-        for segment in running if i == 0 else ():
-            self.loops[segment] += 1
+    def _record_visit(self, i: int, layer: nn.Module, args: tuple, output: Any):
+        """Hook after layer i of the core."""
+        active = args[3]
+        _, routing, _ = output
+        running = self._running(active)
+        visit = Visit(i, self.now.visits[i])
+        self.now.visits[i] += 1
+        if i == 0:
+            for segment in running:
+                self.loops[segment] += 1
         if routing.topk_idx is not None and running:
-            chosen = routing.topk_idx[[*running.values()]].flatten()
+            chosen = routing.topk_idx[list(running.values())].flatten()
             tokens = chosen.bincount(minlength=self.model.config.n_routed_experts).cpu()
-            self.load[key] = self.load.get(key, 0) + tokens
+            self.load[visit] = self.load.get(visit, 0) + tokens
+
+
+@contextmanager
+def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    """Set a plain attribute of a module, and restore it afterwards, also to that of its class."""
+    is_own = name in vars(module)
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        delattr(module, name)
+        if is_own:
+            setattr(module, name, before)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
 
 
 @dataclass
@@ -170,167 +240,214 @@ class Shown:
     ends: list[bool]  # [bytes] whether the byte ends its segment
     record: Record
 
+    @property
+    def loops_vary(self) -> bool:
+        return len(set(self.record.loops)) > 1
+
 
 @torch.no_grad()
-def read(model: nn.Module, text: bytes, n_loops: int) -> Shown:
+def read(model: Spider, text: bytes, n_loops: int) -> Shown:
     """Run a model in evaluation mode over a text of at least one byte. A long one is read in
-    overlapping windows, like one that --eval scores.
+    windows that overlap by half.
 
     Raise FloatingPointError for a non-finite logit."""
     ids = torch.tensor([BOS_ID, *text], device=model.embed_tokens.device)
     progress = ProgressBar("reading", len(ids)) if sys.stderr.isatty() else None
-    bits, likeliest, shares = [], [], []
-    done = 0
+    bits: list[float] = []
+    likeliest: list[Tensor] = []
+    shares: list[Tensor] = []
+    done = 0  # ids that are recorded
     with Record(model) as record, model.cast_weights_once():
         while done < len(ids):
             first = max(0, done - WINDOW // 2)
             window = ids[first : first + WINDOW]
-            record.begin(done - first, len(window), first + len(window) == len(ids))
-            logits = model(window[None], n_loops=n_loops).logits[0, record.recorded]
+            record.begin(done - first, len(window), is_last=first + len(window) == len(ids))
+            logits = model(window[None], n_loops=n_loops).logits[0, record.now.recorded]
             labels = ids[done + 1 : done + 1 + len(logits)]
+            # the last id of the text has logits, but no label
             log_p = logits[: len(labels)].log_softmax(-1)  # [bytes, vocab_size]
             if not log_p.isfinite().all():
                 raise FloatingPointError(
                     "the model's logits are not finite numbers: its weights are ruined"
                 )
             bits += (-log_p.gather(1, labels[:, None])[:, 0] / math.log(2)).tolist()
-            for found, of_window in zip(
-                (shares, likeliest), log_p.exp().topk(LIKELIEST), strict=False
-            ):
-                found.append(of_window.cpu())
+            top = log_p.exp().topk(LIKELIEST)
+            likeliest.append(top.indices.cpu())
+            shares.append(top.values.cpu())
             done += len(logits)
-            if progress:
+            if progress is not None:
                 progress.add(len(logits))
-    ends = record.ends or [False] * len(ids)  # a model without core
-    before = list(accumulate(ends, initial=0))
+    ends = record.ends or [False] * len(ids)  # a model without core has no segments
+    segments_before = list(accumulate(ends, initial=0))
     return Shown(
-        text, bits, torch.cat(likeliest), torch.cat(shares), before[1:-1], ends[1:], record
+        text=text,
+        bits=bits,
+        likeliest=torch.cat(likeliest),
+        shares=torch.cat(shares),
+        segment=segments_before[1:-1],  # without BOS
+        ends=ends[1:],
+        record=record,
     )
 
 
 def take_text(argument: str) -> tuple[bytes, str]:
     """Return the first LONGEST bytes of the text that --show names, and its name without a path."""
     if argument == "-":
-        text, name = sys.stdin.buffer.read(LONGEST + 1), "standard input"
+        name = "standard input"
+        text = sys.stdin.buffer.read(LONGEST + 1)
     elif os.path.exists(argument):
+        name = Path(argument).name
         with open(argument, "rb") as file:
-            text, name = file.read(LONGEST + 1), Path(argument).name
+            text = file.read(LONGEST + 1)
     else:
-        text, name = os.fsencode(argument), "a text"
+        name = "a text"
+        text = os.fsencode(argument)
         logger.info(f"--show: there is no file {argument!r}, so this is the text")
     if not text:
         raise DataError(f"--show: {name} is empty")
     if len(text) > LONGEST:
-        text, name = text[:LONGEST], f"the first {LONGEST:,} bytes of {name}"
+        name = f"the first {LONGEST:,} bytes of {name}"
+        text = text[:LONGEST]
         logger.warning(f"--show: only {name}")
     return text, name
 
 
-def characters(text: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yield the UTF-8 characters as (glyph, start, stop); control characters, invisible ones and
-    bytes that are not UTF-8 are escaped."""
+class Character(NamedTuple):
+    """A UTF-8 character of a text. Control characters, invisible ones and bytes that are not UTF-8
+    have an escape sequence for a glyph."""
+
+    glyph: str
+    start: int  # first byte
+    stop: int
+
+
+def characters(text: bytes) -> Iterator[Character]:
+    """Yield the characters of a text."""
     start = 0
     for c in text.decode("utf-8", "surrogateescape"):
         raw = c.encode("utf-8", "surrogateescape")
-        is_byte = "\udc80" <= c <= "\udcff"
-        yield f"\\x{raw[0]:02x}" if is_byte else one_line(c), start, start + len(raw)
+        not_utf8 = "\udc80" <= c <= "\udcff"
+        glyph = f"\\x{raw[0]:02x}" if not_utf8 else one_line(c)
+        yield Character(glyph, start, start + len(raw))
         start += len(raw)
 
 
 def facts(shown: Shown) -> list[str]:
     """Summarize a text in lines: bits per byte and, if there are any, segments and loops."""
-    count, segments = len(shown.text), sum(shown.ends)
-    lines = [f"{count:,} bytes, {sum(shown.bits) / count:.3f} bits per byte"]
+    n_bytes = len(shown.text)
+    segments = sum(shown.ends)
+    lines = [f"{n_bytes:,} bytes, {sum(shown.bits) / n_bytes:.3f} bits per byte"]
     if segments:
         loops = Counter(
-            shown.record.loops[shown.segment[i]] for i, end in enumerate(shown.ends) if end
+            shown.record.loops[segment]
+            for segment, end in zip(shown.segment, shown.ends, strict=True)
+            if end
         )
-        lines.append(f"{segments:,} segments, {count / segments:.2f} bytes each")
-        lines.append(
-            "loops: "
-            + ", ".join(f"{loop} ({times:,} segments)" for loop, times in sorted(loops.items()))
-        )
+        counts = [f"{n_loops} ({count:,} segments)" for n_loops, count in sorted(loops.items())]
+        lines.append(f"{segments:,} segments, {n_bytes / segments:.2f} bytes each")
+        lines.append(f"loops: {', '.join(counts)}")
     return lines
 
 
 # --------------------------------------------------------------------------------------------------
 # In a terminal
 
-# of 256 colours:
+# (text, background) of 256 colours, as in the color map "inferno", for any terminal theme
 SHADES = ((252, 234), (255, 53), (255, 89), (255, 125), (16, 166), (16, 208), (16, 220), (16, 229))
-# (text, background), as in the color map "inferno", for
-# any terminal theme
 SMALL_DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
+class Style:
+    """The style in which a terminal shows text."""
+
+    def __init__(self, colour: bool):
+        self.colour = colour
+        self.current = ""
+
+    def change(self, style: str) -> str:
+        """Return the escape sequence that changes to a style; none if it is the current one."""
+        is_new = style != self.current
+        self.current = style
+        return f"\x1b[0{style}m" if self.colour and is_new else ""
+
+
+def shade(bits: float) -> str:
+    """Return the style of a character with that surprise."""
+    text, background = SHADES[bisect(BITS, bits)]
+    return f";38;5;{text};48;5;{background}"
+
+
 def in_terminal(shown: Shown, colour: bool) -> Iterator[str]:
-    """Yield the first PRINTED bytes of the text with its segments, and a legend, in plain
+    """Yield the first PRINTED bytes of the text with its segments, a legend and the facts, in plain
     characters or with ANSI colors."""
-    differ, now, glyph = len(set(shown.record.loops)) > 1, "", ""
+    style = Style(colour)
+    yield from _text_in_terminal(shown, style)
+    yield from _legend_in_terminal(shown, style)
+    yield "\n" + "\n".join(facts(shown))
 
-    def turn(style: str) -> str:
-        nonlocal now
-        before, now = now, style
-        return f"\x1b[0{style}m" if colour and style != before else ""
 
-    def shade(level: int) -> str:
-        return ";38;5;{};48;5;{}".format(*SHADES[level])
-
+def _text_in_terminal(shown: Shown, style: Style) -> Iterator[str]:
+    line_is_open = True
     for glyph, start, stop in characters(shown.text):
         if start >= PRINTED:
-            break
-        underlined = ";4" if shown.segment[stop - 1] % 2 else ""
-        yield turn(shade(bisect(BITS, sum(shown.bits[start:stop]))) + underlined) + glyph.replace(
-            "\\n", "↵"
-        )
-        if any(shown.ends[start:stop]):
-            if differ:
-                last = stop - 1 - shown.ends[start:stop][::-1].index(True)
-                yield turn(";2") + str(shown.record.loops[shown.segment[last]]).translate(
-                    SMALL_DIGITS
-                )
-            elif not colour:
+            yield style.change("") + f" ... (all {len(shown.text):,} bytes are on the page)\n\n"
+            return
+        underline = ";4" if shown.segment[stop - 1] % 2 else ""
+        yield style.change(shade(sum(shown.bits[start:stop])) + underline)
+        yield glyph.replace("\\n", "↵")
+        ends = shown.ends[start:stop]
+        if any(ends):
+            last_end = stop - 1 - ends[::-1].index(True)
+            if shown.loops_vary:
+                n_loops = shown.record.loops[shown.segment[last_end]]
+                yield style.change(";2") + str(n_loops).translate(SMALL_DIGITS)
+            elif not style.colour:
                 yield "│"
-        if glyph == "\\n":
-            yield turn("") + "\n"
-    if start >= PRINTED:
-        yield turn("") + f" ... (all {len(shown.text):,} bytes are on the page)\n\n"
-    else:
-        yield turn("") + ("\n" if glyph == "\\n" else "\n\n")
-    if colour:
-        names = ("0", *(f"{bits:g}" for bits in BITS))
-        yield (
-            "bits: "
-            + "".join(turn(shade(level)) + f" {name} " for level, name in enumerate(names))
-            + turn("")
-        )
-        yield " and more; every other segment is underlined" if any(shown.ends) else " and more"
-    if differ:
+        line_is_open = glyph != "\\n"
+        if not line_is_open:
+            yield style.change("") + "\n"
+    yield style.change("") + ("\n\n" if line_is_open else "\n")
+
+
+def _legend_in_terminal(shown: Shown, style: Style) -> Iterator[str]:
+    if style.colour:
+        yield "bits: "
+        for limit in (0, *BITS):
+            yield style.change(shade(limit)) + f" {limit:g} "
+        yield style.change("") + " and more"
+        if any(shown.ends):
+            yield "; every other segment is underlined"
+    if shown.loops_vary:
         yield "; a small number after a segment is the number of its loops"
-    elif any(shown.ends) and not colour:
+    elif any(shown.ends) and not style.colour:
         yield "segments end at │"
-    yield "\n" + "\n".join(facts(shown))
 
 
 # --------------------------------------------------------------------------------------------------
 # As a page
 
 
-def write_page(shown: Shown, title: str, model: nn.Module, run: list[str]) -> str:
+def write_page(shown: Shown, title: str, model: Spider, run: list[str]) -> str:
     """Fill the template and return the page as HTML. run: facts of the training run."""
-    text, title = TEMPLATE.read_text(encoding="utf-8"), html.escape(one_line(title))
-    style, script = (
-        hash_of(re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1])
-        for tag in ("style", "script")
-    )
-    # in ASCII
+    template = TEMPLATE.read_text(encoding="utf-8")
+    script = hash_of(element(template, "script"))
+    style = hash_of(element(template, "style"))
+    # in ASCII, and without the signs that end an element
     data = json.dumps(page_data(shown, model, run), allow_nan=False, separators=(",", ":"))
-    fields = dict(
-        title=title,
-        policy=f"default-src 'none'; script-src '{script}'; style-src '{style}'",
-        data=re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", data),
-    )
-    return re.sub("{{([a-z]+)}}", lambda field: fields[field[1]], text)
+    fields = {
+        "title": html.escape(one_line(title)),
+        "policy": f"default-src 'none'; script-src '{script}'; style-src '{style}'",
+        "data": re.sub("[<>&]", lambda sign: f"\\u{ord(sign[0]):04x}", data),
+    }
+    # all in one pass, since a text may have {{...}} in it
+    return re.sub("{{([a-z]+)}}", lambda name: fields[name[1]], template)
+
+
+def element(template: str, tag: str) -> str:
+    """Return the content of the template's element without attributes."""
+    _, _, rest = template.partition(f"<{tag}>")
+    content, _, _ = rest.partition(f"</{tag}>")
+    return content
 
 
 def hash_of(text: str) -> str:
@@ -338,15 +455,14 @@ def hash_of(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def run_facts(path: Path, state: dict, model: nn.Module) -> list[str]:
+def run_facts(path: Path, saved: dict, model: nn.Module) -> list[str]:
     """Summarize a model and its training run, given its checkpoint and content. Paths are left
     out."""
-    facts = facts_of(path, dict(flags={}) | state)
+    facts = facts_of(path, {"flags": {}} | saved)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
-    lines = [
-        f"{facts['recipe']}, {size}" if "recipe" in facts else size,
-        f"step {facts.get('step', 0):,}",
-    ]
+    if "recipe" in facts:
+        size = f"{facts['recipe']}, {size}"
+    lines = [size, f"step {facts.get('step', 0):,}"]
     if "bytes_seen" in facts:
         lines.append(f"trained on {facts['bytes_seen']:,} bytes")
     if "data_dir" in facts["flags"]:
@@ -358,36 +474,40 @@ def run_facts(path: Path, state: dict, model: nn.Module) -> list[str]:
     return lines
 
 
-def page_data(shown: Shown, model: nn.Module, run: list[str]) -> dict:
-    """Return the data that page.html draws, as plain values; bytes and segments count from 0. What
-    has a value for each byte is a string where it can be, to keep the page small."""
-    record, glyphs = shown.record, list(characters(shown.text))
-    load = [
-        dict(name=f"{layer + 1}, {loop + 1}", tokens=[int(tokens) for tokens in load])
-        for (layer, loop), load in sorted(record.load.items())
-    ]
-    gates = [
-        dict(name=name, kind=kind, shades=shades, levels=levels_of(values, SHADES_OF[shades]))
-        for name, values, kind, shades in gate_rows(shown, model)
-    ]
-    return dict(
-        run=run,
-        facts=facts(shown),
-        shades=SHADES_OF,
-        names=[printable([i]) for i in range(model.config.vocab_size)],
-        glyphs=[glyph for glyph, _, _ in glyphs],
-        lengths="".join(str(stop - start) for _, start, stop in glyphs),
-        bytes=shown.text.hex(),
-        bits=[round(bits, 2) for bits in shown.bits],
-        likeliest=shown.likeliest.flatten().tolist(),
-        percent=(100 * shown.shares).round().int().flatten().tolist(),
-        ends="".join(str(int(end)) for end in shown.ends),
-        first_segment=shown.segment[0],
-        loops=record.loops,
-        load=load,
-        gates=gates,
-        meanings=[(kind, MEANINGS[kind]) for kind in dict.fromkeys(gate["kind"] for gate in gates)],
-    )
+def page_data(shown: Shown, model: Spider, run: list[str]) -> dict[str, Any]:
+    """Return the data that page.html draws, as plain values; bytes and segments count from 0.
+
+    To keep the page small, values by byte are strings where they can be, with a digit a byte."""
+    drawn = list(characters(shown.text))
+    gates = gate_rows(shown, model.config)
+    kinds = dict.fromkeys(row.kind for row in gates)  # unique, in order
+    return {
+        "run": run,
+        "facts": facts(shown),
+        "shades": SHADES_OF,
+        "names": [printable([i]) for i in range(model.config.vocab_size)],
+        "glyphs": [character.glyph for character in drawn],
+        "lengths": "".join(str(character.stop - character.start) for character in drawn),
+        "bytes": shown.text.hex(),
+        "bits": [round(bits, 2) for bits in shown.bits],
+        "likeliest": shown.likeliest.flatten().tolist(),
+        "percent": (100 * shown.shares).round().int().flatten().tolist(),
+        "ends": "".join("1" if end else "0" for end in shown.ends),
+        "first_segment": shown.segment[0],
+        "loops": shown.record.loops,
+        "load": load_rows(shown.record),
+        "gates": [row.as_data() for row in gates],
+        "meanings": [(kind, MEANINGS[kind]) for kind in kinds],
+    }
+
+
+def load_rows(record: Record) -> list[dict[str, Any]]:
+    """Return the tokens per expert of each visit of a layer."""
+    rows = []
+    for visit, load in sorted(record.load.items()):
+        tokens = [int(count) for count in load]
+        rows.append({"name": f"{visit.layer + 1}, {visit.loop + 1}", "tokens": tokens})
+    return rows
 
 
 def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
@@ -397,73 +517,88 @@ def levels_of(values: Tensor, limits: tuple[float, ...]) -> str:
 
 
 OF_WORDS = (
-    "the same for all bytes since the n-th last end of a word: word 1 is the current word, word "
-    "2 the current "
-    "word and the one before it"
+    "the same for all bytes since the n-th last end of a word: word 1 is the current word, "
+    "word 2 the current word and the one before it"
 )
 MEANINGS = {
     "last n bytes": "what the Engram tables learned about these bytes",
-    "last n, in the text": "the byte that followed the last earlier occurrence of these n bytes "
-    "in this text",
+    "last n, in the text": (
+        "the byte that followed the last earlier occurrence of these n bytes in this text"
+    ),
     "word n, in the text": OF_WORDS,
-    "last n, its vote": "the weight in nats that is added to the logit of the byte that followed "
-    "the last earlier "
-    "occurrence of these n bytes in this text; empty where there is none",
+    "last n, its vote": (
+        "the weight in nats that is added to the logit of the byte that followed the last earlier "
+        "occurrence of these n bytes in this text; empty where there is none"
+    ),
     "word n, its vote": OF_WORDS,
-    "layer, loop": "what a layer of the core looks up in its Engram tables for a segment, in "
-    "each loop",
+    "layer, loop": (
+        "what a layer of the core looks up in its Engram tables for a segment, in each loop"
+    ),
 }
 
 
-def gate_rows(shown: Shown, model: nn.Module) -> list[tuple[str, Tensor, str, str]]:
-    """Return Engram's gates and votes: name, value by byte (NaN: its segment was not computed, or
-    there is no vote), key of MEANINGS, and key of SHADES_OF."""
-    c, record = model.config, shown.record
-    contexts = [("last", n) for n in c.engram_match_orders] + [
-        ("word", n) for n in c.engram_match_words
-    ]
-    rows = [(f"last {n} byte{'s' * (n > 1)}", "last n bytes") for n in c.engram_byte_orders]
-    if c.matches_before_head:
-        rows += [(f"{kind} {n}, in the text", f"{kind} n, in the text") for kind, n in contexts]
-    found = []
+class GateRow(NamedTuple):
+    """A row of the page: a gate or vote for each byte."""
+
+    name: str
+    kind: str  # key of MEANINGS
+    shades: str  # key of SHADES_OF
+    values: Tensor  # [bytes], NaN where the segment was not computed or there is no vote
+
+    def as_data(self) -> dict[str, str]:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "shades": self.shades,
+            "levels": levels_of(self.values, SHADES_OF[self.shades]),
+        }
+
+
+def last_bytes(n: int) -> str:
+    return "last 1 byte" if n == 1 else f"last {n} bytes"
+
+
+def gate_rows(shown: Shown, config: SpiderConfig) -> list[GateRow]:
+    """Return the rows of all gates and votes of Engram."""
+    record = shown.record
+    contexts = [("last", n) for n in config.engram_match_orders]
+    contexts += [("word", n) for n in config.engram_match_words]
+    rows = []
     if record.byte_gates:
-        found += [
-            (name, gates, meaning, "gates")
-            for (name, meaning), gates in zip(rows, torch.cat(record.byte_gates)[1:].T, strict=True)
-        ]
+        gates = torch.cat(record.byte_gates)[1:]  # [bytes, orders and contexts], without BOS
+        heads = [(last_bytes(n), "last n bytes") for n in config.engram_byte_orders]
+        if config.matches_before_head:
+            for unit, n in contexts:
+                heads.append((f"{unit} {n}, in the text", f"{unit} n, in the text"))
+        for (name, kind), values in zip(heads, gates.T, strict=True):
+            rows.append(GateRow(name, kind, "gates", values))
     if record.votes:
-        found += [
-            (f"{kind} {n}, its vote", weights, f"{kind} n, its vote", "votes")
-            for (kind, n), weights in zip(contexts, torch.cat(record.votes)[1:].T, strict=True)
-        ]
-    for (layer, loop), gates in sorted(record.gates.items()):
+        votes = torch.cat(record.votes)[1:]  # [bytes, contexts], without BOS
+        for (unit, n), values in zip(contexts, votes.T, strict=True):
+            rows.append(GateRow(f"{unit} {n}, its vote", f"{unit} n, its vote", "votes", values))
+    for visit, gate_of in sorted(record.gates.items()):
         by_segment = torch.full((len(record.loops) + 1,), math.nan)  # one may be unfinished
-        by_segment[[*gates]] = torch.tensor([*gates.values()])
-        found.append(
-            (
-                f"layer {layer + 1}, loop {loop + 1}",
-                by_segment[shown.segment],
-                "layer, loop",
-                "gates",
-            )
-        )
-    return found
+        by_segment[list(gate_of)] = torch.tensor(list(gate_of.values()))
+        name = f"layer {visit.layer + 1}, loop {visit.loop + 1}"
+        rows.append(GateRow(name, "layer, loop", "gates", by_segment[shown.segment]))
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
 
 
 def show(
-    model: nn.Module, n_loops: int, argument: str, checkpoint: Path, state: dict, page: str | None
+    model: Spider, n_loops: int, argument: str, checkpoint: Path, saved: dict, page: str | None
 ):
-    """Print the analysis of the text that --show names, and write the page to `page` or beside the
-    checkpoint, whose content is `state`."""
+    """Print the analysis of the text that --show names. Write the page to `page`, or beside the
+    checkpoint, whose content is `saved`."""
     text, name = take_text(argument)
     directory = checkpoint if checkpoint.is_dir() else checkpoint.parent
     out = directory / "look.html" if page is None else Path(page)
     shown = read(model, text, n_loops)
-    colour = (
-        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    )
-    print("".join(in_terminal(shown, colour)), flush=True)
-    run = run_facts(directory / checkpoint.name, state, model)
+    print("".join(in_terminal(shown, shows_colour())), flush=True)
+    run = run_facts(directory / checkpoint.name, saved, model)
     content = write_page(shown, f"{checkpoint.absolute().name} reads {name}", model, run)
     try:
         with durable(out, "wb") as file:
@@ -473,3 +608,10 @@ def show(
             f"{out}: {fault.strerror}: use --html to write the page elsewhere"
         ) from None
     print(one_line(f"the page: {out}"))
+
+
+def shows_colour() -> bool:
+    """Tell whether stdout is a terminal whose user wants colors."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return sys.stdout.isatty()

@@ -1,21 +1,24 @@
 """Spider with Hugging Face's interfaces: configuration, model with its decoding cache, byte
 tokenizer.
 
-`sample.py CHECKPOINT --export DIR` copies this adapter together with the modules that it imports,
-so that AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) works without the rest of
-the project. It reads only config.json and the safetensors.
+`sample.py CHECKPOINT --export DIR` copies this adapter together with the modules that it imports.
+AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True) then works without the rest of the
+project. It reads only config.json and the safetensors.
+
+Shapes in names: B rows, T bytes of a row.
 """
 
 import logging
 import re
 from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-level = logging.root.manager.disable
 # transformers imports torchao, which warns of each kernel that it cannot load
+level = logging.root.manager.disable
 logging.disable(logging.WARNING)
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -38,41 +41,46 @@ require_version(
 
 
 class SpiderHFConfig(PreTrainedConfig):
-    """config.json: `spider` has the fields of SpiderConfig, `n_loops` the loops in training,
-    `training` the facts of the model card; the other fields are for other libraries."""
+    """The content of config.json.
+
+    `spider` has the fields of SpiderConfig, `n_loops` is the number of loops in training, and
+    `training` has the facts of the model card. The other fields are for other libraries."""
 
     model_type = "spider"
-    # so compute_metrics receives logits alone
-    keys_to_ignore_at_inference = ["cache", "nats_per_byte"]
+    keys_to_ignore_at_inference = ["cache", "nats_per_byte"]  # compute_metrics gets logits alone
 
     def __init__(self, spider: dict | None = None, n_loops: int | None = None, **others):
         config = SpiderConfig.from_saved(spider or {})  # validates every field
         self.spider = asdict(config)
         self.n_loops = config.n_loops if n_loops is None else n_loops
-        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
         self.num_hidden_layers = (
             config.n_prelude_layers + config.n_recurrent_layers + config.n_coda_layers
         )
         self.num_attention_heads = config.n_heads
-        ids = dict(
-            pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID, tie_word_embeddings=False
-        )
-        super().__init__(
-            **(ids | {name: value for name, value in others.items() if name not in vars(self)})
-        )
+        settings: dict[str, Any] = {
+            "pad_token_id": PAD_ID,
+            "bos_token_id": BOS_ID,
+            "eos_token_id": EOS_ID,
+            "tie_word_embeddings": False,
+        }
+        # what follows from `spider` is not read from the file
+        settings |= {name: value for name, value in others.items() if name not in vars(self)}
+        super().__init__(**settings)
 
 
 class SpiderCache:
     """The decoding state as transformers' cache; each step updates it in place."""
 
-    is_compileable = is_croppable = False
+    is_compileable = False
+    is_croppable = False
     is_linear = (False,)  # per layer, whether it is linear attention
 
     def __init__(self, state: DecodingState):
         self.state = state
-        # [B, bytes so far], including padding
-        self.ids = state.position.new_empty(len(state.position), 0)
-        self.right_padded = False
+        self.ids = state.position.new_empty(len(state.position), 0)  # [B, bytes so far], with PAD
+        self.right_padded = False  # whether a row ended with padding: then none can continue
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.ids.shape[1]
@@ -101,8 +109,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     it.
 
     generate() decodes byte by byte with a DecodingState. That cannot be rolled back, so assisted
-    generation is refused. Train with Spider's train.py: other optimizers do not update the
-    Engram tables, whose gradients are not in weight.grad (see docs/guide/your-own-loop.md in the
+    generation is refused. Train with Spider's train.py. Other optimizers do not update the Engram
+    tables, because their gradients are not in weight.grad (see docs/guide/your-own-loop.md in the
     project)."""
 
     config_class = SpiderHFConfig
@@ -118,19 +126,17 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if config._attn_implementation not in (None, "eager"):
             raise ValueError(
-                f"attn_implementation={config._attn_implementation!r} is not available in "
-                f"Spider, which "
-                f"chooses its attention kernels itself: leave it out"
+                f"attn_implementation={config._attn_implementation!r} is not available in Spider, "
+                f"which chooses its attention kernels itself: leave it out"
             )
         super().__init__(config)
-        # For other classes, the Trainer's label smoothing does not shift labels, and so trains a
-        # copier.
+        # The Trainer's label smoothing shifts labels only for classes of this list. Otherwise it
+        # would train a model that copies.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[type(self).__name__] = type(self).__name__
-        # transformers casts loaded weights to these dtypes
+        # fp32: transformers casts loaded weights to the dtypes of these parameters
         self.spider = Spider(SpiderConfig.from_saved(config.spider)).float()
-        self.spider.compute_dtype = (
-            config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-        )
+        if isinstance(config.dtype, torch.dtype):
+            self.spider.compute_dtype = config.dtype
         self.post_init()
 
     @torch.no_grad()
@@ -138,11 +144,11 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         """Set the constants of tables that are not in the files; Spider or the files set all other
         values."""
         if isinstance(module, EngramTable):
-            multiplier = module.multiplier.clone()
+            multiplier = module.multiplier.clone()  # this one is in the files
             module.init_hash(0)
             module.multiplier.copy_(multiplier)
 
-    def get_input_embeddings(self) -> None:
+    def get_input_embeddings(self) -> None:  # type: ignore[override]  # which may not be None
         """Return None: bytes are embedded with n-grams, by no module that could be replaced."""
 
     def get_output_embeddings(self) -> torch.nn.Linear:
@@ -235,105 +241,154 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         and padding are ignored. n_loops: defaults to that of training. Padding is where the mask is
         0, and PAD at the ends of rows.
 
-        Without a cache this is the full pass: `loss` is the loss to minimize, a mean over bytes and
-        passes, and in evaluation mode the cross-entropy alone, `nats_per_byte`. num_items_in_batch:
-        of the Trainer, the labels of all passes of an optimizer step; `loss` is then this pass's
-        share of the step's loss, see share_of_step. With use_cache, which does not allow labels, a
-        SpiderCache is created or continued; the logits are the same. The mask of a continued cache
-        is not read. others: what other models take, such as inputs_embeds, as None or False. Raise
-        ValueError for any other value, and for a mask with holes."""
+        Without a cache this is the full pass. `loss` is then the loss to minimize, a mean over
+        bytes and passes, and in evaluation mode the cross-entropy alone, `nats_per_byte`. The
+        Trainer passes num_items_in_batch, the labels of all passes of an optimizer step: `loss` is
+        then this pass's share of the step's loss, see share_of_step.
+
+        With use_cache, which does not allow labels, a SpiderCache is created or continued; the
+        logits are the same. The mask of a continued cache is not read.
+
+        others: what other models take, such as inputs_embeds, as None or False. Raise ValueError
+        for any other value, and for a mask with holes."""
+        self._refuse(others)
+        if input_ids is None:
+            raise ValueError("input_ids is missing")
+        check_ids("input_ids", input_ids)
+        if labels is not None:
+            check_ids("labels", labels, *input_ids.shape)
+        if n_loops is None:
+            n_loops = self.config.n_loops
+        output: SpiderCausalLMOutput
+        if cache is not None or use_cache:
+            if labels is not None:
+                raise ValueError("labels: the loss needs a full pass, without cache and use_cache")
+            output = self._step(input_ids, attention_mask, cache, n_loops)
+        else:
+            output = self._full_pass(input_ids, attention_mask, labels, n_loops, num_items_in_batch)
+        return output.to_tuple() if return_dict is False else output
+
+    def _refuse(self, others: dict[str, Any]):
+        """Raise ValueError if a caller, or for outputs the config, asks for what Spider lacks."""
         for name in ("output_attentions", "output_hidden_states"):
             others[name] = others.get(name) or getattr(self.config, name, None)
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"{name} is not available in Spider")
-        if input_ids is None:
-            raise ValueError("input_ids is missing")
-        n_loops = self.config.n_loops if n_loops is None else n_loops
-        check_ids("input_ids", input_ids)
+
+    def _full_pass(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        n_loops: int,
+        num_items_in_batch: Tensor | int | None,
+    ) -> SpiderCausalLMOutput:
+        """Compute all rows from their beginning."""
+        text = without_padding(input_ids, attention_mask)
+        shifted = None
+        share: Tensor | float = 1.0
         if labels is not None:
-            check_ids("labels", labels, *input_ids.shape)
-        if cache is not None and not isinstance(cache, SpiderCache):
+            share = share_of_step(labels, text.kept, num_items_in_batch)
+            has_context = F.pad(text.kept[:, :-1], (1, 0))  # the first byte has none
+            ignored = ~(text.kept & has_context) | (labels == PAD_ID)
+            shifted = F.pad(labels.masked_fill(ignored, -100)[:, 1:], (0, 1), value=-100)
+        out = self.spider(
+            text.ids.where(text.kept, PAD_ID),
+            shifted,
+            n_loops,
+            cu_seqlens=document_cu_seqlens(text.ids),
+        )
+        loss = out.loss if self.training else out.nats_per_byte
+        if loss is not None:
+            loss = loss * share
+        return SpiderCausalLMOutput(loss, out.logits, None, out.nats_per_byte)
+
+    def _step(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        cache: SpiderCache | None,
+        n_loops: int,
+    ) -> SpiderCausalLMOutput:
+        """Start a cache with rows, or continue its rows."""
+        if cache is None:
+            cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
+        elif not isinstance(cache, SpiderCache):
             raise ValueError(
                 "cache must be the cache that an earlier call returned; leave it out to start a "
                 "text"
             )
-        if cache is not None and len(cache.ids) != len(input_ids):
+        if len(cache.ids) != len(input_ids):
             raise ValueError(
                 f"cache: it continues {len(cache.ids)} rows, but input_ids has {len(input_ids)}"
             )
-        fed, cu_seqlens, share = input_ids, None, 1.0
-        if cache is None or not cache.get_seq_length():
-            kept, input_ids = without_padding(input_ids, attention_mask)
-            cu_seqlens = document_cu_seqlens(input_ids)
-            if labels is not None:
-                share = share_of_step(labels, kept, num_items_in_batch)
-                # the first byte has no context
-                labels = labels.masked_fill(
-                    ~(kept & F.pad(kept[:, :-1], (1, 0))) | (labels == PAD_ID), -100
-                )
-        if use_cache or cache is not None:
-            if labels is not None:
-                raise ValueError("labels: the loss needs a full pass, without cache and use_cache")
-            if cache is None:
-                cache = SpiderCache(self.spider.decoding_state(len(input_ids), n_loops))
-            if cache.right_padded:
-                raise ValueError(
-                    "attention_mask: to continue a text, pad on the left (padding_side='left')"
-                )
-            if not cache.get_seq_length():
-                cache.right_padded = bool((kept.any(1) & ~kept[:, -1]).any())
-            output = SpiderCausalLMOutput(None, self.spider.step(input_ids, cache.state), cache)
-            cache.ids = torch.cat((cache.ids, fed), dim=1)
-        else:
-            shifted = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
-            full = self.spider(
-                input_ids.where(kept, PAD_ID), shifted, n_loops, cu_seqlens=cu_seqlens
+        if cache.right_padded:
+            raise ValueError(
+                "attention_mask: to continue a text, pad on the left (padding_side='left')"
             )
-            loss = full.loss if self.training else full.nats_per_byte
-            if loss is not None:
-                loss = loss * share
-            output = SpiderCausalLMOutput(loss, full.logits, None, full.nats_per_byte)
-        return output.to_tuple() if return_dict is False else output
+        fed = input_ids
+        if cache.get_seq_length() == 0:
+            text = without_padding(input_ids, attention_mask)
+            fed = text.ids
+            ends_with_padding = text.kept.any(1) & ~text.kept[:, -1]
+            cache.right_padded = bool(ends_with_padding.any())
+        logits = self.spider.step(fed, cache.state)
+        cache.ids = torch.cat((cache.ids, input_ids), dim=1)
+        return SpiderCausalLMOutput(None, logits, cache)
 
 
-def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return which bytes are not padding, bool [B, T], and input_ids [B, T] in which padding does
-    not affect them. attention_mask [B, T], 0 or 1. Padding is where the mask is 0, and PAD at the
-    ends of rows.
+class PaddedRows(NamedTuple):
+    """Rows whose padding does not affect their text."""
+
+    kept: Tensor  # bool [B, T], what is not padding
+    ids: Tensor  # int64 [B, T]
+
+
+def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> PaddedRows:
+    """Tell text from padding, which is where the mask [B, T] is 0, and PAD at the ends of rows.
 
     Left padding becomes a document of its own, PAD ... EOS, after which the text starts another
-    one; a row without any text ends with BOS, as an empty prompt does. Causal layers never see
-    right padding."""
-    if attention_mask is not None and (
-        attention_mask.shape != input_ids.shape
-        or (F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0).sum(1).gt(1).any()
-    ):
+    one. A row without any text ends with BOS, as an empty prompt does. Right padding stays, since
+    causal layers never see it. Raise ValueError for a mask with holes."""
+    if attention_mask is not None:
+        check_mask(attention_mask, input_ids)
+        input_ids = input_ids.where(attention_mask != 0, PAD_ID)
+    is_text = (input_ids != PAD_ID).int()
+    in_front = is_text.cumsum(1) == 0
+    behind = is_text.flip(1).cumsum(1).flip(1) == 0
+    last_in_front = in_front & ~F.pad(in_front[:, 1:], (0, 1))
+    empty = ~is_text.any(1)  # [B]
+
+    kept = ~(in_front | behind)
+    kept[:, -1] |= empty
+    ids = input_ids.masked_fill(last_in_front, EOS_ID)
+    ids[:, -1].masked_fill_(empty, BOS_ID)
+    return PaddedRows(kept, ids)
+
+
+def check_mask(attention_mask: Tensor, input_ids: Tensor):
+    """Raise ValueError unless the mask has the shape of input_ids, and contiguous ones."""
+    contiguous = False
+    if attention_mask.shape == input_ids.shape:
+        starts = F.pad(attention_mask != 0, (1, 1)).int().diff(dim=1) > 0
+        contiguous = bool((starts.sum(1) <= 1).all())
+    if not contiguous:
         raise ValueError(
             "attention_mask must have the shape of input_ids, with contiguous ones in each row"
         )
-    input_ids = (
-        input_ids if attention_mask is None else input_ids.where(attention_mask != 0, PAD_ID)
-    )
-    real = (input_ids != PAD_ID).int()
-    in_front, behind = real.cumsum(1) == 0, real.flip(1).cumsum(1).flip(1) == 0
-    ends = in_front & ~F.pad(in_front[:, 1:], (0, 1))
-    kept, text, empty = ~(in_front | behind), input_ids.masked_fill(ends, EOS_ID), ~real.any(1)
-    text[:, -1].masked_fill_(empty, BOS_ID)
-    kept[:, -1] |= empty
-    return kept, text
 
 
 def share_of_step(
     labels: Tensor, kept: Tensor, num_items_in_batch: Tensor | int | None
 ) -> Tensor | float:
     """Return the share of a pass's labels [B, T], not shifted, in num_items_in_batch, those of all
-    passes of an optimizer step; 1 if the Trainer does not give it. kept: see without_padding.
+    passes of an optimizer step; 1 if the Trainer does not give it. kept: see PaddedRows.
 
     The Trainer adds up the losses of the passes, so each is weighted by its share. Labels are
-    counted as the Trainer counts them: then the shares add up to 1, the terms that are means over
-    bytes equal those of one large pass, and the other terms (balance, halting, segments), which are
-    means over a pass, are averaged. Raise ValueError where labels of padding would distort the
+    counted as the Trainer counts them: then the shares add up to 1. So the terms that are means
+    over bytes equal those of one large pass. The other terms (balance, halting, segments) are means
+    over a pass, and are averaged. Raise ValueError where labels of padding would distort the
     shares."""
     if num_items_in_batch is None:
         return 1.0
@@ -341,41 +396,42 @@ def share_of_step(
     share = counted.sum() / max(1, num_items_in_batch)
     if (counted & ~kept[:, 1:]).any() and share != 1:
         raise ValueError(
-            "labels: with gradient accumulation, those of padding must be -100, since the "
-            "Trainer counts "
-            "all others"
+            "labels: with gradient accumulation, those of padding must be -100, since the Trainer "
+            "counts all others"
         )
     return share
 
 
-SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"} | {
-    i: f"<reserved_{i}>" for i in range(EOS_ID + 1, VOCAB_SIZE)
-}
+SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"}
+SPECIAL |= {i: f"<reserved_{i}>" for i in range(EOS_ID + 1, VOCAB_SIZE)}
 SPECIAL_IDS = {name: i for i, name in SPECIAL.items()}
 
 
 class SpiderTokenizer(PreTrainedTokenizer):
-    """The byte tokenizer: ids 0-255 are the UTF-8 bytes of a text, see tokenizer.py. A pair of
-    texts is two documents; no text can spell a special id. BOS is only added with add_bos_token,
-    since most texts are excerpts of a document, and lm-evaluation-harness adds its own.
+    """The byte tokenizer: ids 0-255 are the UTF-8 bytes of a text, see tokenizer.py.
+
+    A pair of texts is two documents. No text can spell a special id. BOS is only added with
+    add_bos_token, since most texts are excerpts of a document, and lm-evaluation-harness adds its
+    own.
 
     `errors` is that of bytes.decode for decoding. With "surrogateescape" any bytes survive the
     round trip."""
 
-    vocab_files_names = {}
+    vocab_files_names: dict[str, str] = {}
     model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
 
     def __init__(self, errors: str = "replace", add_bos_token: bool = False, **others):
-        self.errors, self.add_bos_token = errors, add_bos_token
-        special = dict(
-            pad_token=SPECIAL[PAD_ID],
-            bos_token=SPECIAL[BOS_ID],
-            eos_token=SPECIAL[EOS_ID],
-            split_special_tokens=True,
-            padding_side="left",
-        )
-        super().__init__(errors=errors, add_bos_token=add_bos_token, **(special | others))
+        self.errors = errors
+        self.add_bos_token = add_bos_token
+        settings = {
+            "pad_token": SPECIAL[PAD_ID],
+            "bos_token": SPECIAL[BOS_ID],
+            "eos_token": SPECIAL[EOS_ID],
+            "split_special_tokens": True,
+            "padding_side": "left",
+        }
+        super().__init__(errors=errors, add_bos_token=add_bos_token, **(settings | others))
 
     @property
     def vocab_size(self) -> int:
@@ -385,20 +441,25 @@ class SpiderTokenizer(PreTrainedTokenizer):
         return {chr(i): i for i in range(256)} | SPECIAL_IDS
 
     def _tokenize(self, text: str, **_) -> list[str]:
-        # surrogates that stand for no byte
+        # U+DC80 to U+DCFF stand for bytes that are not UTF-8; other surrogates stand for no byte
         text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)
         return [chr(byte) for byte in text.encode("utf-8", "surrogateescape")]
 
     def _convert_token_to_id(self, token: str) -> int | None:
-        is_byte = len(token) == 1 and ord(token) < 256
-        return ord(token) if is_byte else SPECIAL_IDS.get(token)
+        if len(token) == 1 and ord(token) < 256:
+            return ord(token)
+        return SPECIAL_IDS.get(token)
 
     def _convert_id_to_token(self, index: int) -> str:
-        return SPECIAL[index] if index in SPECIAL else bytes([index]).decode("latin-1")
+        if index in SPECIAL:
+            return SPECIAL[index]
+        return bytes([index]).decode("latin-1")  # an error for ids that do not exist
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        pieces = (token.encode("latin-1" if len(token) == 1 else "ascii") for token in tokens)
-        return b"".join(pieces).decode("utf-8", self.errors)
+        text = b""
+        for token in tokens:
+            text += token.encode("latin-1" if len(token) == 1 else "ascii")
+        return text.decode("utf-8", self.errors)
 
     def _decode(
         self,
@@ -410,24 +471,25 @@ class SpiderTokenizer(PreTrainedTokenizer):
         """Decode ids; those above 255 are dropped with skip_special_tokens, else written by
         name."""
         ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
-        return self.convert_tokens_to_string(
-            [self._convert_id_to_token(i) for i in ids if i < 256 or not skip_special_tokens]
-        )
+        if skip_special_tokens:
+            ids = [i for i in ids if i < 256]
+        return self.convert_tokens_to_string([self._convert_id_to_token(i) for i in ids])
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
-    ):
-        pair = [] if token_ids_1 is None else [EOS_ID, BOS_ID, *token_ids_1]
-        return [BOS_ID] * self.add_bos_token + [*token_ids_0, *pair]
+    ) -> list[int]:
+        ids = [BOS_ID] if self.add_bos_token else []
+        ids += token_ids_0
+        if token_ids_1 is not None:
+            ids += [EOS_ID, BOS_ID, *token_ids_1]
+        return ids
 
     def get_special_tokens_mask(
         self, token_ids_0, token_ids_1=None, already_has_special_tokens: bool = False
-    ):
-        ids = (
-            token_ids_0
-            if already_has_special_tokens
-            else self.build_inputs_with_special_tokens(token_ids_0, token_ids_1)
-        )
+    ) -> list[int]:
+        ids = token_ids_0
+        if not already_has_special_tokens:
+            ids = self.build_inputs_with_special_tokens(token_ids_0, token_ids_1)
         return [int(i > 255) for i in ids]
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple:

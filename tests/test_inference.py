@@ -1,4 +1,4 @@
-"""Dialogues, loading, and windows of a text that is scored."""
+"""Dialogues, repetitions, and windows of a text that is scored."""
 
 import builtins
 import io
@@ -12,138 +12,145 @@ import torch
 from bad_data import stream
 from conftest import awake, small_config
 from spider.decode import forbid_repeats
-from spider.inference import Sampler, converse, windows
+from spider.inference import Sampler, SampleSettings, converse, windows
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
-
-def written_by(monkeypatch, capsysbinary, model, turns: list[str], stop=None) -> list[bytes]:
-    """Return what a model writes in each turn of a dialogue, greedily and up to 9 bytes."""
-    lines, written = iter(turns), []
-
-    def ask(prompt):
-        written.append(capsysbinary.readouterr().out[:-1])
-        if (line := next(lines, None)) is None:
-            raise EOFError
-        return line
-
-    monkeypatch.setattr(builtins, "input", ask)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    sampler = Sampler(
-        model,
-        bytes=9,
-        temperature=0,
-        top_k=None,
-        top_p=None,
-        no_repeat_ngram_size=0,
-        samples=1,
-        seed=0,
-        raw=True,
-        stop=stop,
-    )
-    converse(sampler, model.decoding_state())
-    return written[1:]
+MAX_BYTES = 9
 
 
-def test_a_dialogue_continues_from_all_that_was_typed_and_written(monkeypatch, capsysbinary):
-    model, text = awake(small_config(), seed=1).eval(), b""
-    turns = ["ab", "", "c\\", "d", "", os.fsdecode(b"\xff")]
-    written = written_by(monkeypatch, capsysbinary, model, turns)
-    assert written.pop(2) == b""  # the break of the line that went on
-    for typed, answer in zip((b"ab", b"", b"c\nd", b"", b"\xff"), written, strict=True):
+@pytest.fixture
+def model() -> Spider:
+    return awake(small_config(), seed=1).eval()
+
+
+@pytest.fixture
+def dialogue(monkeypatch, capsysbinary):
+    """Hold a dialogue of typed lines; return what the model prints in each turn, greedily."""
+
+    def hold(model: Spider, typed: list[str], stop: tuple[bytes, ...] = ()) -> list[bytes]:
+        lines = iter(typed)
+        printed = []
+
+        def type_line(prompt: str) -> str:
+            printed.append(capsysbinary.readouterr().out.removesuffix(b"\n"))
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr(builtins, "input", type_line)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        settings = SampleSettings(
+            max_bytes=MAX_BYTES, temperature=0, no_repeat_ngram_size=0, raw=True, stop=stop
+        )
+        converse(Sampler(model, settings), model.decoding_state())
+        return printed[1:]
+
+    return hold
+
+
+def greedy(model: Spider, text: bytes, count: int = MAX_BYTES) -> bytes:
+    """Return what the model writes after a document's beginning."""
+    return bytes(model.generate([BOS_ID, *text], count, temperature=0))
+
+
+def test_dialogue_continues_all_that_was_typed_and_written(model, dialogue):
+    printed = dialogue(model, ["ab", "", "c\\", "d", "", os.fsdecode(b"\xff")])
+    assert printed.pop(2) == b""  # between the two lines of one input
+    text = b""
+    for typed, answer in zip((b"ab", b"", b"c\nd", b"", b"\xff"), printed, strict=True):
         if typed and text and not text.endswith(b"\n"):
             text += b"\n"
         text += typed
-        assert (
-            answer == bytes(model.generate([BOS_ID, *text], 9, temperature=0)) and len(answer) == 9
-        )
+        assert answer == greedy(model, text)
+        assert len(answer) == MAX_BYTES
         text += answer
 
 
-def test_ctrl_c_ends_a_turn_and_what_was_written_until_then_stays_in_context(
-    monkeypatch, capsysbinary
-):
-    model, generate_batch = awake(small_config(), seed=1).eval(), Spider.generate_batch
+def test_ctrl_c_ends_a_turn_and_keeps_its_bytes_in_context(model, dialogue, monkeypatch):
+    generate_batch = Spider.generate_batch
 
-    def interrupted(*args, **kwargs):
+    def interrupt_fourth_byte(*args, **kwargs):
         for number, column in enumerate(generate_batch(*args, **kwargs)):
             if number == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             yield column
 
-    monkeypatch.setattr(Spider, "generate_batch", interrupted)
-    first, second = written_by(monkeypatch, capsysbinary, model, ["ab", "cd"])
-    monkeypatch.undo()
-    assert first == bytes(model.generate([BOS_ID, *b"ab"], 4, temperature=0))
-    assert second == bytes(model.generate([BOS_ID, *b"ab", *first, *b"\ncd"], 4, temperature=0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Spider, "generate_batch", interrupt_fourth_byte)
+        first, second = dialogue(model, ["ab", "cd"])
+    assert first == greedy(model, b"ab", 4)
+    assert second == greedy(model, b"ab" + first + b"\ncd", 4)
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 @pytest.mark.parametrize("typed", ("c", ""))
-def test_input_after_a_stop_text_follows_it_directly_and_an_empty_one_continues(
-    monkeypatch, capsysbinary, typed
-):
-    model = awake(small_config(), seed=1).eval()
-    answer = bytes(model.generate([BOS_ID, *b"ab"], 9, temperature=0))
+def test_input_follows_a_stop_text_directly(model, dialogue, typed):
+    answer = greedy(model, b"ab")
     stop = answer[3:5]
     assert stop not in answer[:4] and not stop.endswith(b"\n")
-    first, second = written_by(monkeypatch, capsysbinary, model, ["ab", typed], [stop])
-    text = b"ab" + first + stop + typed.encode()
+    first, second = dialogue(model, ["ab", typed], (stop,))
     assert first == answer[:3]
-    assert written_by(monkeypatch, capsysbinary, model, ["ab"], [answer[-2:] + b"!"]) == [answer]
-    assert second == bytes(model.generate([BOS_ID, *text], 9, temperature=0)).partition(stop)[0]
+    expected, _, _ = greedy(model, b"ab" + first + stop + typed.encode()).partition(stop)
+    assert second == expected
 
 
-def test_after_the_end_of_a_document_a_dialogue_begins_another(monkeypatch, capsysbinary):
-    model, fed, read = awake(small_config(), seed=1).eval(), [], Sampler.read
-    monkeypatch.setattr(
-        Sampler, "read", lambda self, state, ids: fed.append(ids) or read(self, state, ids)
-    )
-    monkeypatch.setattr(Spider, "generate_batch", lambda *args, **kwargs: iter([[100]]))
-    written_by(monkeypatch, capsysbinary, model, ["ab", "c", ""])
+def test_bytes_that_only_begin_a_stop_text_are_printed_at_the_end_of_a_turn(model, dialogue):
+    answer = greedy(model, b"ab")
+    assert dialogue(model, ["ab"], (answer[-2:] + b"!",)) == [answer]
+
+
+def test_input_after_eos_begins_another_document(model, dialogue, monkeypatch):
+    fed = []
+    read = Sampler.read
+
+    def record_ids(self, state, ids):
+        fed.append(ids)
+        return read(self, state, ids)
+
+    monkeypatch.setattr(Sampler, "read", record_ids)
+    monkeypatch.setattr(Spider, "generate_batch", lambda *_, **__: iter([[100]]))  # then EOS
+    dialogue(model, ["ab", "c", ""])
     assert fed == [[BOS_ID, *b"ab"], [EOS_ID, BOS_ID, *b"c"], [EOS_ID, BOS_ID]]
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 5))
-def test_no_sequence_is_written_twice_as_in_transformers(size):
-    """Beside transformers' processor of the same name; EOS and what the model writes are not
-    changed by another."""
+def test_no_repeat_ngram_size_forbids_what_transformers_forbids(size):
     from transformers import NoRepeatNGramLogitsProcessor
 
     written = torch.randint(0, 4, (3, 40), generator=torch.Generator().manual_seed(size))
     logits = torch.randn(3, 272)
     for n in (0, 1, size - 1, size, 40):
-        found = forbid_repeats(logits, written[:, :n], size)
-        if n < size:
-            assert torch.equal(found, logits)
-        else:
-            assert torch.equal(
-                found, NoRepeatNGramLogitsProcessor(size)(written[:, :n], logits.clone())
-            )
-    model = awake(small_config()).eval()
+        expected = logits
+        if n >= size:
+            expected = NoRepeatNGramLogitsProcessor(size)(written[:, :n], logits.clone())
+        assert torch.equal(forbid_repeats(logits, written[:, :n], size), expected)
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 5))
+def test_generation_writes_no_sequence_twice(model, size):
     state = model.decoding_state(2)
     first = model.step(torch.full((2, 1), BOS_ID), state)[:, -1]
-    columns = [
-        *zip(
-            *model.generate_batch(first, state, 30, temperature=0, no_repeat_ngram_size=size),
-            strict=True,
-        )
-    ]
-    for row in columns:
+    columns = model.generate_batch(first, state, 30, temperature=0, no_repeat_ngram_size=size)
+    for row in zip(*columns, strict=True):
         grams = [row[i : i + size] for i in range(len(row) - size + 1)]
         assert len(grams) == len(set(grams))
 
 
 @pytest.mark.parametrize("seq_len", (2, 7, 16, 64))
 @pytest.mark.parametrize("length", (1, 2, 7, 8, 9, 50, 250))
-def test_windows_predict_every_byte_once_after_half_a_window_or_all_that_there_is(seq_len, length):
+def test_windows_score_each_byte_once_with_half_a_window_of_context(seq_len, length):
+    """Or with all of the text before it. Byte i of the text is i, so a label names its place."""
+    text = stream([BOS_ID, *range(length)])
     for batch in (1, 3, 1000):
-        seen = []
-        for ids, labels in windows(stream([BOS_ID, *range(length)]), seq_len, batch):
-            assert len(ids) <= batch and ids.shape == labels.shape == (len(ids), seq_len)
-            for row, offset in (labels != -100).nonzero().tolist():
-                seen.append(byte := int(labels[row, offset]))
-                assert ids[row, offset] == (byte - 1 if byte else BOS_ID) and offset >= min(
-                    byte, seq_len // 2
-                )
-        assert sorted(seen) == list(range(length))
+        scored = []
+        for ids, labels in windows(text, seq_len, batch):
+            assert len(ids) <= batch
+            assert ids.shape == labels.shape == (len(ids), seq_len)
+            for row, column in (labels != -100).nonzero().tolist():
+                byte = int(labels[row, column])
+                assert ids[row, column] == (byte - 1 if byte else BOS_ID)
+                assert column >= min(byte, seq_len // 2)
+                scored.append(byte)
+        assert sorted(scored) == list(range(length))
