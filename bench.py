@@ -291,7 +291,7 @@ def experts(b: Bench):
     d, e, f = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
     x, *weights = (
         torch.randn(shape, device=b.device, dtype=dtype, requires_grad=True)
-        for shape in ((n, d), (e, d, f), (e, d, f), (e, f, d))
+        for shape in ((n, d), (e, d, 2 * f), (e, f, d))
     )
     share, choice = torch.rand(n, e, device=b.device).softmax(-1).topk(c.n_experts_per_tok)
     for backend in BACKENDS:

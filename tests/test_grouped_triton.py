@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spider.config import SpiderConfig
-from tile_moe import _multiply_in_turn, moe_forward, resolve_backend
+from tile_moe import moe_forward, multiply_in_turn, resolve_backend
 
 SHAPES = 200
 # of shared memory that a block may take
@@ -124,9 +124,9 @@ def check_product(draw: random.Random, dtype, device="cpu"):
     results = []
     for product, cast in (
         (grouped_product, torch.Tensor.clone),
-        (_multiply_in_turn, torch.Tensor.double),
+        (multiply_in_turn, torch.Tensor.double),
         # which gives the size of the summands
-        (_multiply_in_turn, lambda t: t.double().abs()),
+        (multiply_in_turn, lambda t: t.double().abs()),
     ):
         operands = [cast(t).requires_grad_() for t in (rows, weights)]
         y = product(*operands, end)
