@@ -54,7 +54,6 @@ from spider.common import (
     real,
     run_program,
     say,
-    step_seed,
     sync,
 )
 from spider.datasets_import import (
@@ -72,6 +71,7 @@ from spider.datasets_import import (
     text_of,
     uncompressed_name,
 )
+from spider.noise import step_seed
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 if TYPE_CHECKING:  # torch is imported where it is used: it takes seconds, and neither `prepare`

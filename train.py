@@ -489,12 +489,13 @@ import tokenizer
 from data import Batch, Feed, Loader, Source, mock_source, open_data, validation_sets
 from spider import estimate, machine
 from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
-from spider.common import CheckpointError, Diverged, Stopped, WorldError, say, step_seed
+from spider.common import CheckpointError, Diverged, Stopped, WorldError, say
 from spider.curves import write_curves
 from spider.distributed import World, shard_model, sharding_of
 from spider.flash_attention import choose_flash_attention
 from spider.fp8 import convert_to_fp8, describe_fp8
 from spider.memory import EngramTable
+from spider.noise import step_seed
 from spider.optim import ENGRAM_TABLES, Optimizers, kinds_of
 from spider.run import Metrics, RunProgress, StepEvents, StopSignals, start_profiler, start_wandb
 from spider_model import Spider, SpiderOutput

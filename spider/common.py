@@ -6,7 +6,6 @@ other people's names has its control characters escaped.
 
 import argparse
 import errno
-import hashlib
 import math
 import os
 import platform
@@ -320,12 +319,6 @@ def print_error(prog: str, line: str):
     """Print a line on stderr, over a progress bar."""
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     print(f"{clear}{prog}: {one_line(line)}", file=sys.stderr)
-
-
-def step_seed(seed: int, step: int, purpose: str) -> int:
-    """Derive a seed below 2^62 for one purpose in one step."""
-    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 # --------------------------------------------------------------------------------------------------
