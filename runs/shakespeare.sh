@@ -4,7 +4,7 @@
 #     git clone URL spider && cd spider
 #     bash runs/shakespeare.sh
 #
-# It needs Linux or macOS, Python 3.10 or later, and 3 GB of disk. After an interruption run it again: whatever is done
+# It needs Linux or macOS, Python 3.11 or later, and 3 GB of disk. After an interruption run it again: whatever is done
 # is kept, and training resumes. Flags go to train.py, so a longer run of a larger model is
 #
 #     SPIDER_DIR=larger bash runs/shakespeare.sh --model small --target_tokens 12e6
