@@ -21,6 +21,7 @@ base=${SPIDER_DIR:-.}  # data and checkpoints go here
 pages=$base/data/fineweb-pages
 data=$base/data/fineweb
 run=$base/checkpoints/fineweb
+gpus=$(nvidia-smi --list-gpus | wc -l)  # ends here where there are none
 export OMP_NUM_THREADS=1  # a process per GPU: they share the cores
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -55,7 +56,6 @@ fi
 # Train `1b`. The first command says within a minute what was chosen for these GPUs, whether memory and disk suffice and
 # how long it takes; if they do not suffice, it fails, and so does this script. docs/guide/training.md has the remedies.
 
-gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ "$gpus" -gt 1 ]; then
     train=(torchrun --standalone --nproc_per_node "$gpus" train.py --config configs/8gpus.toml --shards "$gpus")
 else
