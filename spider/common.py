@@ -14,6 +14,7 @@ import shlex
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -241,10 +242,6 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
     """Read the values of a parser's flags from a TOML file; sections are ignored, but group flags
     for the reader."""
     try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef]
-    try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as fault:
         raise UsageError(f"--config: {path}: {fault.strerror}") from None
@@ -328,6 +325,8 @@ def run_program(
     a closed stdout; else its own. `silent`: errors that another process prints."""
     open_closed_streams()
     try:
+        if sys.platform == "win32":  # it lacks SIGHUP, and directories there cannot be synced
+            raise UsageError("Windows is not supported: run this under WSL")
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
         status = main() or 0

@@ -1,17 +1,23 @@
-"""README, CONTRIBUTING and docs name only what exists: links, anchors, paths, modules, flags."""
+"""README, docs and the scripts of runs/ name only what exists: links, paths, modules, flags.
+
+What is written in several files agrees: the range of torch, the systems that are supported."""
 
 import contextlib
 import importlib
 import re
+import sys
+import tomllib
 from functools import cache
 from io import StringIO
 
 import pytest
+import yaml
 
-from conftest import ROOT, settled
+from conftest import ROOT, refused, settled
 from spider.config import SpiderConfig
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+WITH_COMMANDS = [*PAGES, *sorted(ROOT.glob("runs/*.sh")), *sorted(ROOT.glob("configs/*.toml"))]
 ENTRIES = {"train": "command_line", "sample": "main", "data": "main", "bench": "main"}
 # a command of an older commit stands in a line that says so
 FORMER = re.compile(r"commit|earlier|not kept|then\)")
@@ -72,21 +78,24 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
         assert not anchor or anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_every_path_of_the_project_that_a_page_names_exists(page):
-    for path in re.findall(r"(?<![\w/.-])((?:docs|tests|spider)/[\w/.-]*\w)", page.read_text()):
+    folders = "docs|tests|spider|configs|runs"
+    for path in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*\w)", page.read_text()):
         assert (ROOT / path).exists() or list(ROOT.glob(f"{path}*")) or "cuda" in path, path
 
 
-def test_the_tree_in_readme_names_every_script_and_folder():
+def test_the_tree_in_readme_has_a_line_for_every_script_module_and_folder_and_for_nothing_else():
     tree = (ROOT / "README.md").read_text().split("## What is where\n")[1].split("\n## ")[0]
-    names = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("    ")}
-    scripts = {path.name for path in ROOT.glob("*.py")}
-    folders = {path.name for path in (ROOT / "spider").iterdir() if (path / "__init__.py").exists()}
-    assert scripts | folders <= names
+    listed = [line for line in tree.splitlines() if line.startswith("    ")]
+    names = [line.split()[0] for line in listed]
+    assert all(len(line.split()) > 3 for line in listed)  # and words for it
+    modules = {path.name for path in ROOT.glob("spider/*.py")} - {"__init__.py"}
+    folders = "spider/ configs/ runs/ tests/ docs/".split()
+    assert sorted(names) == sorted([*(path.name for path in ROOT.glob("*.py")), *modules, *folders])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
 def test_every_flag_in_a_command_is_one_of_its_script(page):
     for script, rest in commands(page):
         command = (
@@ -100,7 +109,9 @@ def test_every_flag_in_a_command_is_one_of_its_script(page):
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if "results" not in page.parts], ids=lambda page: page.name
+    "page",
+    [page for page in WITH_COMMANDS if "results" not in page.parts],
+    ids=lambda page: page.name,
 )
 def test_every_command_that_trains_has_a_directory_of_its_own(page):
     """In the default one it would resume whatever was trained there before."""
@@ -120,3 +131,23 @@ def test_every_part_that_the_guide_switches_off_can_be():
     assert len(changes) > 10
     for change in changes:
         assert settled("--model", "base", "--set", change).config != SpiderConfig.preset("base")
+
+
+def test_the_range_of_torch_is_the_same_in_pyproject_the_install_commands_and_ci():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [name for name in project["dependencies"] if re.match(r"torch\W", name)]
+    for page in ("README.md", "runs/shakespeare.sh"):
+        assert f'pip install "{torch}" --index-url' in (ROOT / page).read_text()
+
+    first, last = map(int, re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups())
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    ends = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    assert [end["torch"] for end in ends] == [f"2.{first}.0", f"2.{last - 1}.0"]
+    assert f">={ends[0]['python']}" == project["requires-python"]
+
+
+@pytest.mark.parametrize("script", ENTRIES)
+def test_on_windows_a_script_ends_with_one_line_that_names_wsl(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "win32")
+    main = getattr(importlib.import_module(script), ENTRIES[script])
+    assert "WSL" in refused(["--help"], capsys, program=f"{script}.py", main=main)

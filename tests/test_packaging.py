@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import spider
 from conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,7 @@ def test_the_wheel_holds_the_package_and_the_scripts_and_nothing_else(site):
     }
     assert {name for name in found if ".dist-info/" not in name} == package | SCRIPTS
     assert any(name.endswith("/licenses/LICENSE") for name in found)
+    assert (site / f"spider_trainer-{spider.__version__}.dist-info").is_dir()
 
 
 def test_every_module_can_be_imported(site, tmp_path):
