@@ -1,6 +1,7 @@
 """Shared by test files: a small model in which no component is zero, bytes for it, and whole runs
 of small models."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import forkserver
@@ -281,6 +282,19 @@ def trained(tmp_path_factory) -> Path:
     """The directory of a run of three steps with a checkpoint of each, which no test may change."""
     root = tmp_path_factory.mktemp("trained")
     return run(root, make_shards(root / "data"), "--ckpt_every 1 --keep_last 3", steps=3)
+
+
+def model_with_fault(number: int, fault: Callable[[Spider], None]) -> type[Spider]:
+    """Return a class of models that call `fault` before their training pass of this number."""
+    passes = itertools.count(1)
+
+    class Faulty(Spider):
+        def forward(self, *args, **options):
+            if self.training and next(passes) == number:
+                fault(self)
+            return super().forward(*args, **options)
+
+    return Faulty
 
 
 @contextmanager

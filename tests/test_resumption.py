@@ -1,14 +1,12 @@
 """A run that is killed, stopped or changed, and resumed: equality to the bit, the rule of resuming,
 and what is logged."""
 
-import itertools
 import math
 import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from conftest import (
     has_fp8,
     last_step,
     metrics,
+    model_with_fault,
     refused,
     run_flags,
     signal_in_step,
@@ -31,24 +30,10 @@ from jobs import Job, sleeps, steps_done, unread, until
 from spider import boundaries
 from spider.checkpoint import find_checkpoints
 from spider.common import DataError
-from spider_model import Spider
 
 
 def saved_steps(directory) -> list[int]:
     return [checkpoint.step for checkpoint in find_checkpoints(directory)]
-
-
-def model_with_fault(number: int, fault: Callable[[Spider], None]) -> type[Spider]:
-    """Return a class of models that call `fault` before their training pass of this number."""
-    passes = itertools.count(1)
-
-    class Faulty(Spider):
-        def forward(self, *args, **options):
-            if self.training and next(passes) == number:
-                fault(self)
-            return super().forward(*args, **options)
-
-    return Faulty
 
 
 # --------------------------------------------------------------------------------------------------
