@@ -1,6 +1,7 @@
-"""Shared by test files: a small model with every component awake, bytes for it, and whole small
-runs."""
+"""Shared by test files: a small model in which no component is zero, bytes for it, and whole runs
+of small models."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -8,21 +9,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# before transformers is imported: no network, nothing in the home directory
+# Before transformers is imported: no network, nothing in the home directory.
 CACHE = tempfile.TemporaryDirectory()
 os.environ |= dict(
     HF_HOME=CACHE.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
 )
-# before torch is: to small models more give nothing, and workers share cores
+# Before torch is imported: small models gain nothing from threads, and workers share cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import data
 import train
@@ -46,8 +51,8 @@ def pytest_collection_modifyitems(items):
 
 
 def has_fp8(experts: bool = False) -> bool:
-    """Return whether the GPU multiplies in FP8, or also the grouped product that `--fp8_experts`
-    takes."""
+    """Return whether the GPU multiplies in FP8; with `experts`, also in grouped products, as
+    --fp8_experts needs."""
     if experts:
         return multiplies_at_once(torch.device("cuda"), torch.bfloat16)
     return torch.cuda.get_device_capability() >= (8, 9)
@@ -55,8 +60,8 @@ def has_fp8(experts: bool = False) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts():
-    """Tests and the processes that they start hear SIGINT and SIGHUP, also under nohup or as a
-    background job."""
+    """Let tests receive SIGINT and SIGHUP, also where pytest runs under nohup or in the background.
+    The processes that they start inherit this."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -67,22 +72,22 @@ def interrupts():
 
 @pytest.fixture(scope="session")
 def processes():
-    """A server that has imported everything, from which runs and ranks are forked in a tenth of a
-    second (jobs.py)."""
+    """Start a server that has imported everything. Runs and ranks are forked from it in a tenth of
+    a second (jobs.py)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["jobs", "bitsandbytes"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # it does not take sys.path from here
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server has its own sys.path
         forkserver.ensure_running()
     return context
 
 
 def do_nothing_slow(patch=setattr):
-    """Draw no curves.png and time no step: both take longer than a small run. Tests of these undo
-    it."""
+    """Draw no curves.png and time no step, because both take longer than a small run. The tests of
+    these two undo it."""
     patch(curves, "draw_curves", lambda *_: None)
     patch(train, "time_steps", lambda *_: 1000.0)
-    patch(estimate, "free_memory", lambda device: 1e15)  # whatever else runs on this machine
+    patch(estimate, "free_memory", lambda device: 1e15)  # other programs need memory, too
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -93,7 +98,7 @@ def nothing_slow():
 
 
 def small_config(**changes) -> SpiderConfig:
-    """Every component at a size for tests."""
+    """Return a config with every component, at a size for tests."""
     sizes = dict(
         hidden_size=32,
         n_prelude_layers=1,
@@ -120,58 +125,55 @@ def small_config(**changes) -> SpiderConfig:
     return SpiderConfig(**(sizes | changes))
 
 
+# Parameters that initialization sets to zero, so that a component adds nothing at first.
+ZERO_AT_FIRST = "table.weight conv_weight lora_up null_segment out_proj.weight bias"
+
+
+@torch.no_grad()
 def awake(config: SpiderConfig, seed: int = 0, dtype=torch.float32) -> Spider:
-    """A model in which nothing is zero and the boundaries hang on the text."""
+    """Return a model in which every component has an effect, and boundaries depend on the text."""
     torch.manual_seed(seed)
     model = Spider(config)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "offset_proj" in name or name.endswith(
-                (
-                    "table.weight",
-                    "conv_weight",
-                    "lora_up",
-                    "null_segment",
-                    "out_proj.weight",
-                    "bias",
-                )
-            ):
-                p.add_(torch.randn_like(p) * 0.5)
-        if config.boundaries == "flexitokens" and config.n_recurrent_layers:
-            model.boundary_predictor[2].weight.normal_(std=1.0)
-        if config.boundaries == "learned" and config.n_recurrent_layers:
-            model.boundary_predictor.regression[2].weight.normal_()
-            model.boundary_predictor.entropy.normal_()
-            model.boundary_predictor.steps.fill_(100)
-        memory = model.engram_output
-        for linear in () if memory is None else (memory.logits, memory.votes and memory.votes[2]):
-            if linear is not None:
-                linear.weight.normal_(std=0.3)
-        for memory in (model.engram_input, model.engram_output):
-            if memory is not None and memory.followed is not None:
-                memory.followed[:, : MatchMemory.NOTHING + 1].normal_(std=0.3)
+    for name, p in model.named_parameters():
+        if "offset_proj" in name or name.endswith((*ZERO_AT_FIRST.split(),)):
+            p.add_(torch.randn_like(p) * 0.5)
+    predictor = model.boundary_predictor
+    if config.boundaries == "flexitokens" and config.n_recurrent_layers:
+        predictor[2].weight.normal_(std=1.0)
+    if config.boundaries == "learned" and config.n_recurrent_layers:
+        predictor.regression[2].weight.normal_()
+        predictor.entropy.normal_()
+        predictor.steps.fill_(100)
+    before_head = model.engram_output
+    if before_head is not None:
+        if before_head.logits is not None:
+            before_head.logits.weight.normal_(std=0.3)
+        if before_head.votes is not None:
+            before_head.votes[2].weight.normal_(std=0.3)
+    for memory in (model.engram_input, before_head):
+        if memory is not None and memory.followed is not None:
+            memory.followed[:, : MatchMemory.NOTHING + 1].normal_(std=0.3)
     model.to(dtype)
     model.compute_dtype = dtype
     return model.train()
 
 
 def world_of(device: str = "cpu") -> World:
-    """A single process on a device."""
+    """Return a world of one process on a device."""
     world = World({})
     world.device = torch.device(device)
     return world
 
 
 def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
-    """The plan that train.py makes of flags; without the machine's environment."""
-    return train.settle(
-        train.parse_args([*argv], environ=environ or {}), world_of(device), **settings
-    )
+    """Return the plan that train.py makes of flags, without this machine's variables."""
+    args = train.parse_args([*argv], environ=environ or {})
+    return train.settle(args, world_of(device), **settings)
 
 
 def gradients(model: Spider) -> dict:
-    """Gradients by parameter's name, None where there is none; of Engram tables the sums of what
-    they gathered."""
+    """Return gradients by the parameter's name, None where there is none. A table's gradient is the
+    sum of what it gathered."""
     found = {name: p.grad for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         if isinstance(module, EngramTable) and module.gathered():
@@ -182,16 +184,18 @@ def gradients(model: Spider) -> dict:
 
 
 def text(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random plain bytes [rows, length]."""
+    """Return random printable bytes [rows, length]."""
     return torch.randint(32, 127, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def documents(*lengths: int, seed: int = 0) -> torch.Tensor:
-    """One row of documents, BOS ... EOS, each of a given length."""
+    """Return one row [1, sum(lengths)] of documents BOS ... EOS of these lengths."""
     row = text(1, sum(lengths), seed)[0]
-    end = 0
+    start = 0
     for length in lengths:
-        row[end], row[end + length - 1], end = BOS_ID, EOS_ID, end + length
+        row[start] = BOS_ID
+        row[start + length - 1] = EOS_ID
+        start += length
     return row[None]
 
 
@@ -200,7 +204,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def prepare(*args) -> int:
-    """`data.py prepare` in this process, without others to work for it; its exit status."""
+    """Run `data.py prepare` in this process, without workers; return its exit status."""
     return data.main(["prepare", *map(str, args)])
 
 
@@ -211,23 +215,24 @@ atexit.register(lambda: print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/st
 
 
 def measured(code: str, *argv) -> tuple[subprocess.CompletedProcess, int]:
-    """Run Python code in a process of its own; also its peak memory in kB, to which getrusage would
-    add this one's."""
+    """Run Python code in a process of its own; return it and its peak memory in kB. getrusage would
+    count this process's memory, too."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURED + code, *argv], cwd=ROOT, text=True, capture_output=True
     )
     return done, int(done.stdout.split()[-1])
 
 
-SMALL = (
-    "hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,"
-    "q_lora_rank=16,"
-    "kv_lora_rank=16,qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,"
-    "intermediate_size=48,n_routed_experts=4,"
-    "moe_intermediate_size=16,lora_rank=2,engram_layers=0,engram_heads=1,engram_rows=200,"
-    "engram_dim=8,"
-    "engram_byte_rows=300,engram_byte_dim=8,boundaries=flexitokens,boundary_prior=0.15,"
-    "boundary_alpha=0.16666666666666666,boundary_sigma=0.0115,segment_offsets=1,core_loss_weight=0"
+# Values of --set
+SMALL = ",".join(
+    """
+    hidden_size=32 n_prelude_layers=1 n_recurrent_layers=1 n_coda_layers=1 n_heads=2 q_lora_rank=16
+    kv_lora_rank=16 qk_nope_head_dim=8 qk_rope_head_dim=8 v_head_dim=16 intermediate_size=48
+    n_routed_experts=4 moe_intermediate_size=16 lora_rank=2 engram_layers=0 engram_heads=1
+    engram_rows=200 engram_dim=8 engram_byte_rows=300 engram_byte_dim=8 boundaries=flexitokens
+    boundary_prior=0.15 boundary_alpha=0.16666666666666666 boundary_sigma=0.0115 segment_offsets=1
+    core_loss_weight=0
+    """.split()
 )
 
 
@@ -237,12 +242,13 @@ def shards(tmp_path):
 
 
 def make_shards(directory):
-    """A small directory of shards: 640 bytes of documents to train on, some to validate."""
+    """Make a directory with 640 bytes of documents to train on and 300 to validate."""
     directory.mkdir()
     generator = np.random.default_rng(0)
     for name, count in (("train-0.bin", 640), ("val-0.bin", 300)):
         ids = generator.choice(np.frombuffer(b"abcdef gh", np.uint8), count).astype("<u2")
-        ids[::211], ids[210::211] = BOS_ID, EOS_ID
+        ids[::211] = BOS_ID
+        ids[210::211] = EOS_ID
         ids.tofile(directory / name)
     return directory
 
@@ -252,34 +258,16 @@ def make_shards(directory):
 
 
 def run_flags(shards, directory, *flags, steps=6) -> list[str]:
-    """The command line of a run of a small model."""
-    return [
-        "--data_dir",
-        str(shards),
-        "--seq_len",
-        "32",
-        "--micro_batch",
-        "2",
-        "--max_steps",
-        str(steps),
-        "--ckpt_every",
-        "100",
-        "--ckpt_dir",
-        str(directory),
-        "--set",
-        SMALL,
-        "--n_loops",
-        "2",
-        "--lr",
-        "0.01",
-        "--eval_every",
-        "4",
-        "--log_every",
-        "1",
-        "--device",
-        "cpu",
-        *flags,
-    ]
+    """Return the command line of a run of a small model. `flags` are texts of any number of words,
+    which override those here, or paths."""
+    argv = f"""
+        --seq_len 32 --micro_batch 2 --max_steps {steps} --ckpt_every 100 --set {SMALL} --n_loops 2
+        --lr 0.01 --eval_every 4 --log_every 1 --device cpu
+    """.split()
+    argv += ["--data_dir", str(shards), "--ckpt_dir", str(directory)]
+    for flag in flags:
+        argv += flag.split() if isinstance(flag, str) else [str(flag)]
+    return argv
 
 
 def run(tmp_path, shards, *flags, steps=6, ckpt="run"):
@@ -293,33 +281,87 @@ def run(tmp_path, shards, *flags, steps=6, ckpt="run"):
 def trained(tmp_path_factory) -> Path:
     """The directory of a run of three steps with a checkpoint of each, which no test may change."""
     root = tmp_path_factory.mktemp("trained")
-    return run(root, make_shards(root / "data"), "--ckpt_every", "1", "--keep_last", "3", steps=3)
+    return run(root, make_shards(root / "data"), "--ckpt_every 1 --keep_last 3", steps=3)
+
+
+def model_with_fault(number: int, fault: Callable[[Spider], None]) -> type[Spider]:
+    """Return a class of models that call `fault` before their training pass of this number."""
+    passes = itertools.count(1)
+
+    class Faulty(Spider):
+        def forward(self, *args, **options):
+            if self.training and next(passes) == number:
+                fault(self)
+            return super().forward(*args, **options)
+
+    return Faulty
+
+
+@contextmanager
+def signal_in_step(number: int) -> Iterator[None]:
+    """Send SIGTERM to this process when its optimizers begin their step of this number, from 1."""
+    begun = []  # an optimizer for each step; a model may have several
+
+    def count(optimizer, *_):
+        begun.append(optimizer)
+        if optimizer is begun[0] and begun.count(optimizer) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    handle = register_optimizer_step_pre_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def run_in_parts(tmp_path, shards, *flags, steps, cuts, ckpt="parts"):
-    """The same, stopped by SIGTERM in each step of `cuts` and resumed by the same command."""
-    argv, take_step = run_flags(shards, tmp_path / ckpt, *flags, steps=steps), train.train_step
+    """The same as `run`, but stopped by SIGTERM in each step of `cuts` and resumed by the same
+    command."""
+    directory = tmp_path / ckpt
+    argv = run_flags(shards, directory, *flags, steps=steps)
+    done = 0
     for cut in cuts:
-
-        def stopped(state, cut=cut):
-            if state.progress.step + 1 == cut:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return take_step(state)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "train_step", stopped)
+        with signal_in_step(cut - done):
             assert command_line(argv) == 128 + signal.SIGTERM
-        assert final_state(tmp_path / ckpt)["step"] == cut
+        assert last_step(directory) == cut
+        done = cut
     return run(tmp_path, shards, *flags, steps=steps, ckpt=ckpt)
 
 
 @pytest.fixture
+def train_small(tmp_path, shards):
+    """`run` in the test's own directory, on its own data."""
+    return partial(run, tmp_path, shards)
+
+
+@pytest.fixture
+def train_in_parts(tmp_path, shards):
+    """`run_in_parts` in the test's own directory, on its own data."""
+    return partial(run_in_parts, tmp_path, shards)
+
+
+@pytest.fixture
+def error_of(tmp_path, shards, capsys):
+    """Return the error of a run of a small model that is refused."""
+
+    def error_of(*flags, ckpt="run", steps=6) -> str:
+        return refused(run_flags(shards, tmp_path / ckpt, *flags, steps=steps), capsys)
+
+    return error_of
+
+
+@pytest.fixture
+def new_log(capsys):
+    """Return what was logged since the last call."""
+    return lambda: capsys.readouterr().err
+
+
+@pytest.fixture
 def losses(monkeypatch):
-    """Evaluations find these losses at even steps, whatever the weights, and 2.2 at the odd end of
-    a run."""
-    by_step = dict(
-        zip(range(2, 22, 2), (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1), strict=True)
-    )
+    """Let evaluations find these losses at even steps, whatever the weights; at an odd step, where
+    a run ends, 2.2."""
+    at_even_steps = (3.0, 2.0, 2.5, 2.4, 1.0, 1.5, 1.4, 1.3, 1.2, 1.1)
+    by_step = dict(zip(range(2, 22, 2), at_even_steps, strict=True))
     record = RunProgress.record_evaluation
     monkeypatch.setattr(
         RunProgress,
@@ -329,38 +371,42 @@ def losses(monkeypatch):
 
 
 def refused(argv, capsys, status=2, program="train.py", main=command_line) -> str:
-    """The last line of a command that fails, which is its only error; nothing is printed on
-    stdout."""
+    """Run a command that fails; return the last line on stderr, which is its only error. Nothing is
+    printed on stdout."""
     assert main([*map(str, argv)]) == status
     out, err = capsys.readouterr()
     lines = err.splitlines()
-    assert out == "" and [line for line in lines if line.startswith(f"{program}: ")] == lines[-1:]
+    assert out == ""
+    assert [line for line in lines if line.startswith(f"{program}: ")] == lines[-1:]
     assert all(line.isprintable() for line in lines)
     return lines[-1]
 
 
 def final_state(directory):
+    """Return the state in the last checkpoint of a run."""
     return torch.load(find_checkpoints(directory)[-1].path, weights_only=True)
 
 
+def last_step(directory) -> int:
+    """Return the step of a run's last checkpoint."""
+    return final_state(directory)["step"]
+
+
 def without_clock(line: dict) -> dict:
-    """A line of metrics.jsonl without the numbers that depend on the clock."""
-    return {
-        name: value
-        for name, value in line.items()
-        if name not in ("tok_per_sec", "bf16_mfu", "memory", "time")
-    }
+    """Return a line of metrics.jsonl without the numbers that depend on the clock."""
+    by_clock = {"tok_per_sec", "bf16_mfu", "memory", "time"}
+    return {name: value for name, value in line.items() if name not in by_clock}
 
 
-def metrics(directory) -> list[dict]:
-    return [
-        without_clock(json.loads(line))
-        for line in (directory / "metrics.jsonl").read_text().splitlines()
-    ]
+def metrics(directory, clock: bool = False) -> list[dict]:
+    """Return the lines of metrics.jsonl; the numbers that depend on the clock only with `clock`."""
+    text = (directory / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return lines if clock else [without_clock(line) for line in lines]
 
 
 def assert_same(a, b, where=""):
-    """Equality to the bit of nested states."""
+    """Check that nested states are equal to the bit."""
     if isinstance(a, torch.Tensor):
         assert torch.equal(a, b), where
     elif isinstance(a, dict):
@@ -376,10 +422,10 @@ def assert_same(a, b, where=""):
 
 
 def assert_same_runs(one, other):
-    """Equality to the bit of the last checkpoints of two runs, and of their lines of
-    metrics.jsonl."""
-    one_state, other_state = final_state(one), final_state(other)
-    for state in (one_state, other_state):
+    """Check that the last checkpoints of two runs and their lines of metrics.jsonl are equal to
+    the bit."""
+    states = [final_state(one), final_state(other)]
+    for state in states:
         state["metrics"] = without_clock(state["metrics"])
-    assert_same(one_state, other_state)
+    assert_same(*states)
     assert metrics(one) == metrics(other)

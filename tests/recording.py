@@ -1,5 +1,5 @@
 """Record a run of train.py from outside: each pass of its model, what its optimizers receive and
-change, its files, its log. torch's own hooks do this; no function of the product is replaced."""
+change, its files, its log. torch's hooks do this; no function of the product is replaced."""
 
 import io
 import json
@@ -32,10 +32,10 @@ class Call(NamedTuple):
 
 @dataclass
 class Pass:
-    """A forward pass of the model: the arguments by name, and the calls of each module by the
-    module's name, those of recomputation in the backward pass included."""
+    """A forward pass of the model."""
 
-    given: dict = field(default_factory=dict)
+    given: dict = field(default_factory=dict)  # the arguments by name
+    # The calls of modules by name; those of recomputation in the backward pass included.
     called: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     segments: int = 0
 
@@ -43,17 +43,18 @@ class Pass:
 @dataclass
 class Update:
     """A step of the optimizers: its passes and, by parameter, weights and gradients before it,
-    weights and state after it. `lookups`: of Engram tables, the rows [n] that were looked up and
-    their gradients [n, dim]."""
+    weights and optimizer's state after it."""
 
     passes: list[Pass] = field(default_factory=list)
     before: dict[str, Tensor] = field(default_factory=dict)
     gradient: dict[str, Tensor] = field(default_factory=dict)
+    # Of Engram tables, the rows [n] that were looked up and their gradients [n, dim].
     lookups: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def change(self, name: str) -> Tensor:
+        """Return how a parameter changed, in float64."""
         return self.after[name].double() - self.before[name].double()
 
 
@@ -69,11 +70,14 @@ class Recording:
     evaluated: list[Pass]  # passes in evaluation mode
 
     @property
+    def first(self) -> Update:
+        return self.updates[0]
+
+    @property
     def lines(self) -> list[dict]:
         """The lines of metrics.jsonl."""
-        return [
-            json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()
-        ]
+        text = (self.directory / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
 
     def column(self, name: str) -> list:
         """Return a number of every line of metrics.jsonl that has it."""
@@ -81,10 +85,8 @@ class Recording:
 
     @property
     def saved_steps(self) -> list[int]:
-        return sorted(
-            int(path.stem.removeprefix("spider-step"))
-            for path in self.directory.glob("spider-step*.pt")
-        )
+        names = [path.stem for path in self.directory.glob("spider-step*.pt")]
+        return sorted(int(name.removeprefix("spider-step")) for name in names)
 
     def checkpoint(self, step: int) -> Path:
         return checkpoint_path(self.directory, step)
@@ -102,8 +104,10 @@ class Recorder:
     """Watch all models and optimizers of this process inside a `with` block."""
 
     def __enter__(self):
-        self.updates, self.evaluated = [], []
-        self.modules, self.parameters = {}, {}  # names in the model that ran last
+        self.updates = []
+        self.evaluated = []
+        self.modules = {}  # names in the model that ran last
+        self.parameters = {}  # also
         self.handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, with_kwargs=True),
@@ -131,9 +135,8 @@ class Recorder:
 
     def _after_module(self, module, inputs, options, output):
         if isinstance(module, Spider):
-            self.current.given = (
-                signature(Spider.forward).bind(module, *inputs, **options).arguments
-            )
+            arguments = signature(Spider.forward).bind(module, *inputs, **options)
+            self.current.given = arguments.arguments
             self.current.segments = int(output.segments)
         elif module in self.modules and inputs and isinstance(inputs[0], Tensor):
             y = output[0] if isinstance(output, tuple) else output
@@ -142,9 +145,10 @@ class Recorder:
     def _before_step(self, optimizer, *_):
         update = self.updates[-1]
         for p in parameters_of(optimizer):
-            update.before[self.parameters[p]] = p.detach().clone()
+            name = self.parameters[p]
+            update.before[name] = p.detach().clone()
             if p.grad is not None:
-                update.gradient[self.parameters[p]] = p.grad.clone()
+                update.gradient[name] = p.grad.clone()
         for p, table in getattr(optimizer, "tables", {}).items():
             rows, gradients, _ = zip(*table.gathered(), strict=True)
             update.lookups[self.parameters[p]] = torch.cat(rows), torch.cat(gradients)
@@ -152,10 +156,11 @@ class Recorder:
     def _after_step(self, optimizer, *_):
         update = self.updates[-1]
         for p in parameters_of(optimizer):
-            update.after[self.parameters[p]] = p.detach().clone()
-            update.state[self.parameters[p]] = {
-                name: value.clone()
-                for name, value in optimizer.state[p].items()
+            name = self.parameters[p]
+            update.after[name] = p.detach().clone()
+            update.state[name] = {
+                key: value.clone()
+                for key, value in optimizer.state[p].items()
                 if isinstance(value, Tensor)
             }
 
@@ -175,5 +180,10 @@ def recorded(directory: Path, argv: list[str]) -> Recording:
     if recorder.updates and not recorder.updates[-1].after:
         recorder.updates.pop()  # passes of a step that was skipped
     return Recording(
-        status, log.getvalue(), printed.getvalue(), directory, recorder.updates, recorder.evaluated
+        status=status,
+        log=log.getvalue(),
+        printed=printed.getvalue(),
+        directory=directory,
+        updates=recorder.updates,
+        evaluated=recorder.evaluated,
     )

@@ -1,6 +1,7 @@
-"""A run that is killed, stopped or changed, and resumed: the same bits, the same rule, and what it
-logs."""
+"""A run that is killed, stopped or changed, and resumed: equality to the bit, the rule of resuming,
+and what is logged."""
 
+import math
 import os
 import random
 import shutil
@@ -18,673 +19,554 @@ from conftest import (
     contents,
     final_state,
     has_fp8,
+    last_step,
     metrics,
+    model_with_fault,
     refused,
-    run,
     run_flags,
-    run_in_parts,
+    signal_in_step,
 )
-from jobs import Job, at_step, nan, signalled, sleeps, steps_done, unread, until
-from spider import boundaries, optim
+from jobs import Job, sleeps, steps_done, unread, until
+from spider import boundaries
 from spider.checkpoint import find_checkpoints
+from spider.common import DataError
+
+
+def saved_steps(directory) -> list[int]:
+    return [checkpoint.step for checkpoint in find_checkpoints(directory)]
+
 
 # --------------------------------------------------------------------------------------------------
 # To the bit
 
 KINDS = (
-    ("--precision", "fp8", "--fp8_experts"),
-    ("--optimizer", "adamw8bit", "--grad_accum", "2"),
-    ("--engram_reset", "--dropout", "0.3", "--random_loops", "--sample_every", "9"),
-    ("--set", f"{SMALL},boundaries=learned,segment_offsets=3,core_loss_weight=0.2"),
+    "--precision fp8 --fp8_experts",
+    "--optimizer adamw8bit --grad_accum 2",
+    "--engram_reset --dropout 0.3 --random_loops --sample_every 9",
+    f"--set {SMALL},boundaries=learned,segment_offsets=3,core_loss_weight=0.2",
 )
-ALSO = (
-    ("--recompute", "core"),
-    ("--precision", "fp32", "--no_gradient_checkpointing"),
-    ("--precision", "bf16"),
-    ("--optimizer", "adamw"),
-    ("--moe_backend", "loop"),
-    ("--schedule", "wsd", "--target_tokens", "700"),
-    ("--deterministic",),
+SLOW_KINDS = (
+    "--recompute core",
+    "--precision fp32 --no_gradient_checkpointing",
+    "--precision bf16",
+    "--optimizer adamw",
+    "--moe_backend loop",
+    "--schedule wsd --target_tokens 700",
+    "--deterministic",
 )
 
 
 @pytest.mark.parametrize(
     "flags",
-    (*KINDS, *(pytest.param(flags, marks=pytest.mark.slow) for flags in ALSO)),
-    ids=lambda flags: " ".join(flags).replace(SMALL, ""),
+    (*KINDS, *(pytest.param(flags, marks=pytest.mark.slow) for flags in SLOW_KINDS)),
+    ids=lambda flags: flags.replace(SMALL, ""),
 )
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    tmp_path, shards, monkeypatch, flags
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(
+    train_small, train_in_parts, monkeypatch, flags
 ):
-    """24 steps of two sequences reach the third epoch of 20; a stop lies in each of the first two,
-    one of them at an evaluation, which the run catches up on."""
+    """24 steps of two sequences reach the third epoch of 20. A stop lies in each of the first two
+    epochs; one is at an evaluation, which the resumed run makes."""
     monkeypatch.setattr(boundaries, "TRUST_BEGINS", 2)
     monkeypatch.setattr(boundaries, "TRUST_COMPLETE", 5)
-    flags = ("--eval_every", "7", *flags)
-    whole = run(tmp_path, shards, *flags, steps=24, ckpt="whole")
-    assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=24, cuts=(5, 14)))
+    whole = train_small("--eval_every 7", flags, steps=24, ckpt="whole")
+    parts = train_in_parts("--eval_every 7", flags, steps=24, cuts=(5, 14))
+    assert_same_runs(whole, parts)
     assert final_state(whole)["epoch"] >= 2
 
 
-def test_every_step_can_be_the_one_where_a_run_is_stopped(tmp_path, shards):
-    """The last one too, before the evaluation that ends the run."""
-    whole = run(tmp_path, shards, "--ckpt_every", "3", steps=7, ckpt="whole")
-    assert_same_runs(
-        whole, run_in_parts(tmp_path, shards, "--ckpt_every", "3", steps=7, cuts=range(1, 8))
-    )
+def test_every_step_can_be_the_one_where_a_run_is_stopped(train_small, train_in_parts):
+    """Also the last step, before the evaluation that ends the run."""
+    whole = train_small("--ckpt_every 3", steps=7, ckpt="whole")
+    assert_same_runs(whole, train_in_parts("--ckpt_every 3", steps=7, cuts=range(1, 8)))
 
 
-@pytest.mark.parametrize(
-    "before, after", (((3, 7), (1, 9)), ((2, 11), (4, 13)), ((2, 10), (3, 12)))
-)
-def test_tables_are_cleared_once_an_epoch_also_where_the_micro_batch_changes(
-    tmp_path, shards, monkeypatch, before, after
+@pytest.mark.parametrize("steps_by_batch", ({3: 7, 1: 9}, {2: 11, 4: 13}, {2: 10, 3: 12}), ids=str)
+def test_tables_are_cleared_once_an_epoch_also_if_the_batch_changes(
+    train_small, new_log, steps_by_batch
 ):
-    """Sequence 20 begins the second epoch; the third lies beyond."""
-    cleared, reset = [], optim.RowwiseAdagrad.reset
-    monkeypatch.setattr(
-        optim.RowwiseAdagrad, "reset", lambda tables: (cleared.append(1), reset(tables))
-    )
-    for micro_batch, steps in (before, after):
-        run(
-            tmp_path,
-            shards,
-            "--engram_reset",
-            "--eval_every",
-            "0",
-            "--micro_batch",
-            str(micro_batch),
-            steps=steps,
-        )
-    assert len(cleared) == 1
+    """Sequence 20 begins the second epoch; the third is not reached."""
+    for micro_batch, steps in steps_by_batch.items():
+        train_small(f"--engram_reset --eval_every 0 --micro_batch {micro_batch}", steps=steps)
+    assert new_log().count("Engram tables are empty again") == 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "flags", ((), ("--precision", "fp8"), ("--moe_backend", "grouped")), ids=" ".join
-)
-def test_deterministic_runs_resume_exactly_on_a_gpu(tmp_path, shards, flags):
+@pytest.mark.parametrize("flags", ("", "--precision fp8", "--moe_backend grouped"))
+def test_deterministic_runs_resume_exactly_on_a_gpu(train_small, train_in_parts, flags):
     if "fp8" in flags and not has_fp8():
         pytest.skip("this GPU has no FP8")
-    flags = ("--device", "cuda", "--deterministic", "--dropout", "0.3", *flags)
-    whole = run(tmp_path, shards, *flags, steps=20, ckpt="whole")
-    assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=20, cuts=(7,)))
+    flags += " --device cuda --deterministic --dropout 0.3"
+    whole = train_small(flags, steps=20, ckpt="whole")
+    assert_same_runs(whole, train_in_parts(flags, steps=20, cuts=(7,)))
 
 
 @pytest.mark.slow
-def test_random_combinations_of_flags_and_interruptions_resume_exactly(tmp_path, shards):
-    """Twelve draws from every flag that changes the arithmetic, the data or the loop, each stopped
-    in three steps."""
-    generator = random.Random(0)
-    choices = [
-        ("--random_loops",),
-        ("--grad_accum", "3"),
-        ("--no_gradient_checkpointing",),
-        ("--engram_reset",),
-        ("--schedule", "wsd", "--target_tokens", "900"),
-        ("--seed", "5"),
-        ("--micro_batch", "3"),
-        ("--eval_every", "3"),
-        ("--ckpt_every", "7"),
-        ("--sample_every", "5"),
-        ("--moe_backend", "loop"),
-        ("--dropout", "0.3"),
-    ]
-    for case in range(12):
-        flags = [word for choice in choices if generator.random() < 0.4 for word in choice]
-        flags += [
-            "--optimizer",
-            generator.choice(("adamw", "adamw8bit", "muon")),
-            "--precision",
-            generator.choice(("fp32", "bf16", "fp8")),
-        ]
-        steps = generator.randint(20, 40)
-        whole = run(tmp_path, shards, *flags, steps=steps, ckpt=f"whole{case}")
-        cuts = sorted(generator.sample(range(1, steps), 3))
-        assert_same_runs(
-            whole,
-            run_in_parts(tmp_path, shards, *flags, steps=steps, cuts=cuts, ckpt=f"parts{case}"),
-        )
+@pytest.mark.parametrize("seed", range(12))
+def test_random_combinations_of_flags_and_stops_resume_exactly(train_small, train_in_parts, seed):
+    """Draws from every flag that changes the arithmetic, the data or the loop, and three stops."""
+    generator = random.Random(seed)
+    choices = (
+        "--random_loops",
+        "--grad_accum 3",
+        "--no_gradient_checkpointing",
+        "--engram_reset",
+        "--schedule wsd --target_tokens 900",
+        "--seed 5",
+        "--micro_batch 3",
+        "--eval_every 3",
+        "--ckpt_every 7",
+        "--sample_every 5",
+        "--moe_backend loop",
+        "--dropout 0.3",
+    )
+    flags = [choice for choice in choices if generator.random() < 0.4]
+    flags.append(f"--optimizer {generator.choice(('adamw', 'adamw8bit', 'muon'))}")
+    flags.append(f"--precision {generator.choice(('fp32', 'bf16', 'fp8'))}")
+    steps = generator.randint(20, 40)
+    cuts = sorted(generator.sample(range(1, steps), 3))
+    whole = train_small(*flags, steps=steps, ckpt="whole")
+    assert_same_runs(whole, train_in_parts(*flags, steps=steps, cuts=cuts))
 
 
 # --------------------------------------------------------------------------------------------------
 # Kills and signals
 
 
-def stopped(job: Job, number=signal.SIGTERM) -> tuple[int, str]:
-    """Return the status and the log of a job that a signal ends."""
+@pytest.fixture
+def start_job(processes, tmp_path, shards):
+    """Start a run of a small model in a process of its own, too long to end by itself. `slow` is
+    the function of train.py that takes an hour."""
+
+    def start(*flags, slow="", faults=(), **environ) -> Job:
+        argv = run_flags(shards, tmp_path / "run", *flags, steps=100_000)
+        if slow:
+            faults = [(sleeps, 0, slow)]
+        job = Job(processes, tmp_path, 1, argv, faults=faults, **environ)
+        if slow:
+            job.wait_for("SLEEPS")
+        return job
+
+    return start
+
+
+def end_by(job: Job, number: int = signal.SIGTERM) -> tuple[int, str]:
+    """End a job by a signal; return its status and the last line of its log."""
     os.kill(job.ranks[0].pid, number)
     (status,), log = job.end()
-    return status, log
+    return status, log.splitlines()[-1]
 
 
-def saving(directory) -> bool:
-    return directory.exists() and any(
-        name.startswith(".spider-step") for name in os.listdir(directory)
-    )
+def is_saving(directory) -> bool:
+    return any(directory.glob(".spider-step*"))
+
+
+def pause_while_saving(process, directory):
+    """Stop a process, to be killed, while it writes a checkpoint."""
+    while process.is_alive():
+        if is_saving(directory):
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.01)
+            if is_saving(directory):
+                return
+            os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.0005)
 
 
 @pytest.mark.parametrize("kills", (4, pytest.param(50, marks=pytest.mark.slow)))
-def test_a_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(
-    tmp_path, shards, processes, kills
+def test_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(
+    tmp_path, train_small, start_job, kills
 ):
-    """SIGKILL at random moments, every other one inside a save; the same command each time."""
-    directory, inside = tmp_path / "killed", 0
-    flags = ("--ckpt_every", "2", "--no_gradient_checkpointing", "--eval_every", "50")
+    """SIGKILL at random moments, every other one while it saves; the same command each time."""
+    directory = tmp_path / "run"
+    flags = "--ckpt_every 2 --no_gradient_checkpointing --eval_every 50"
+    kills_while_saving = 0
     for kill in range(kills):
-        job = Job(processes, tmp_path, 1, run_flags(shards, directory, *flags, steps=100_000))
-        process = job.ranks[0]
+        job = start_job(flags)
+        (process,) = job.ranks
         process.join(random.uniform(0.2, 1.2))
-        while kill % 2 and process.is_alive():
-            if saving(directory):
-                os.kill(process.pid, signal.SIGSTOP)  # to be inside it still
-                time.sleep(0.01)
-                if saving(directory):
-                    break
-                os.kill(process.pid, signal.SIGCONT)
-            time.sleep(0.0005)
+        if kill % 2:
+            pause_while_saving(process, directory)
         assert process.is_alive(), job.said()
         process.kill()
         job.end()
-        inside += saving(directory)
-    steps = max((one.step for one in find_checkpoints(directory)), default=0) + 5
-    run(tmp_path, shards, *flags, steps=steps, ckpt="killed")
-    assert_same_runs(run(tmp_path, shards, *flags, steps=steps, ckpt="whole"), directory)
-    assert not saving(directory) and inside >= kills // 4
+        kills_while_saving += is_saving(directory)
+    steps = max(saved_steps(directory), default=0) + 5
+    train_small(flags, steps=steps)
+    assert_same_runs(train_small(flags, steps=steps, ckpt="whole"), directory)
+    assert not is_saving(directory)
+    assert kills_while_saving >= kills // 4
 
 
 @pytest.mark.parametrize(
     "slow, number",
     (
-        (None, signal.SIGTERM),
-        (None, signal.SIGUSR1),
+        ("", signal.SIGTERM),
+        ("", signal.SIGUSR1),
         ("evaluate", signal.SIGINT),
         ("log_sample", signal.SIGTERM),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (None, signal.SIGINT),
-                (None, signal.SIGHUP),
-                ("evaluate", signal.SIGTERM),
-                ("log_sample", signal.SIGINT),
-            )
-        ),
+        pytest.param("", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("", signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param("evaluate", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("log_sample", signal.SIGINT, marks=pytest.mark.slow),
     ),
 )
-def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
-    tmp_path, shards, processes, slow, number
+def test_signal_ends_the_run_after_its_step_and_saves_it(
+    tmp_path, train_small, start_job, slow, number
 ):
-    """It ends an evaluation or a sample at once."""
-    flags = ("--eval_every", "7", *(("--sample_every", "7") if slow == "log_sample" else ()))
-    job = Job(
-        processes,
-        tmp_path,
-        1,
-        run_flags(shards, tmp_path / "stopped", *flags, steps=100_000),
-        faults=[(sleeps, 0, slow)] if slow else (),
-    )
-    job.wait_for("SLEEPS" if slow else "step 5/")
-    status, log = stopped(job, number)
+    """An evaluation or a sample ends at once."""
+    flags = "--eval_every 7"
+    if slow == "log_sample":
+        flags += " --sample_every 7"
+    job = start_job(flags, slow=slow)
+    if not slow:
+        job.wait_for("step 5/")
+    status, last_line = end_by(job, number)
     assert status == 128 + number
-    assert log.splitlines()[-1].startswith(f"train.py: {number.name}: stopped after step")
-    step = final_state(tmp_path / "stopped")["step"]
+    assert last_line.startswith(f"train.py: {number.name}: stopped after step")
+    step = last_step(tmp_path / "run")
     assert step == 7 if slow else step >= 5
-    parts = run(tmp_path, shards, *flags, steps=step + 2, ckpt="stopped")
-    assert_same_runs(run(tmp_path, shards, *flags, steps=step + 2, ckpt="whole"), parts)
+    resumed = train_small(flags, steps=step + 2)
+    assert_same_runs(train_small(flags, steps=step + 2, ckpt="whole"), resumed)
 
 
-def test_after_a_signal_the_step_is_neither_evaluated_nor_sampled(
-    tmp_path, shards, monkeypatch, capsys
+def test_after_a_signal_evaluation_and_sample_are_left_to_the_resumed_run(
+    tmp_path, shards, train_small, new_log
 ):
-    """The time until a kill is for saving. The resumed run makes them."""
-    monkeypatch.setattr(train, "accumulate", train.accumulate)
-    signalled(3)
-    flags = ("--sample_every", "4")
-    assert train.command_line(run_flags(shards, tmp_path / "run", *flags)) == 128 + signal.SIGTERM
-    said, state = capsys.readouterr().err, final_state(tmp_path / "run")
-    assert (
-        (state["step"], state["val_loss"]) == (4, None)
-        and "evaluating" not in said
-        and "continues" not in said
-    )
-    assert "val_bpb" not in metrics(tmp_path / "run")[-1]
-    run(tmp_path, shards, *flags, steps=4)
-    assert (
-        final_state(tmp_path / "run")["val_loss"] > 0
-        and "step 4 continues" in capsys.readouterr().err
-    )
+    """Until the process is killed there may be time only for saving."""
+    directory = tmp_path / "run"
+    with signal_in_step(4):
+        status = train.command_line(run_flags(shards, directory, "--sample_every 4"))
+    assert status == 128 + signal.SIGTERM
+    state = final_state(directory)
+    assert (state["step"], state["val_loss"]) == (4, None)
+    log = new_log()
+    assert "evaluating" not in log and "continues" not in log
+    assert "val_bpb" not in metrics(directory)[-1]
+    train_small("--sample_every 4", steps=4)
+    assert final_state(directory)["val_loss"] > 0
+    assert "step 4 continues" in new_log()
 
 
 @pytest.mark.parametrize("slow", ("open_data", "load_origin", "warm_up"))
-def test_a_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(
-    tmp_path, shards, processes, slow
+def test_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(
+    tmp_path, start_job, slow
 ):
-    job = Job(
-        processes,
-        tmp_path,
-        1,
-        run_flags(shards, tmp_path / "run", "--precision", "fp8"),
-        faults=[(sleeps, 0, slow)],
-    )
-    job.wait_for("SLEEPS")
-    status, log = stopped(job)
-    assert status == 128 + signal.SIGTERM
-    assert (
-        not list((tmp_path / "run").glob("*.pt"))
-        and "before the first step" in log.splitlines()[-1]
-    )
+    status, last_line = end_by(start_job("--precision fp8", slow=slow))
+    assert status == 128 + signal.SIGTERM and "before the first step" in last_line
+    assert not saved_steps(tmp_path / "run")
 
 
-def test_a_second_signal_ends_the_process_at_once(tmp_path, shards, processes):
-    job = Job(
-        processes,
-        tmp_path,
-        1,
-        run_flags(shards, tmp_path / "run"),
-        faults=[(sleeps, 0, "accumulate")],
-    )
-    job.wait_for("SLEEPS")
+def test_second_signal_ends_the_process_at_once(start_job):
+    job = start_job(slow="accumulate")
     job.ranks[0].terminate()
     job.wait_for("repeat to quit at once")
-    assert stopped(job)[0] == -signal.SIGTERM
+    assert end_by(job)[0] == -signal.SIGTERM
 
 
-def test_a_signal_saves_also_where_nobody_reads_the_log(tmp_path, shards, processes):
-    directory = tmp_path / "run"
-    job = Job(
-        processes,
-        tmp_path,
-        1,
-        run_flags(shards, directory, steps=100_000),
-        faults=[(unread, 0, None)],
-    )
-    until(lambda: steps_done(directory) > 5)
-    assert stopped(job)[0] == 128 + signal.SIGTERM and final_state(directory)["step"] > 5
+def test_signal_saves_also_if_nobody_reads_the_log(tmp_path, start_job):
+    job = start_job(faults=[(unread, 0, None)])
+    until(lambda: steps_done(tmp_path / "run") > 5)
+    os.kill(job.ranks[0].pid, signal.SIGTERM)
+    assert job.end()[0] == [128 + signal.SIGTERM]
+    assert last_step(tmp_path / "run") > 5
 
 
 @pytest.mark.slow
-def test_a_signal_during_compilation_does_not_wait_for_its_end(tmp_path, shards, processes):
-    job = Job(
-        processes,
-        tmp_path,
-        1,
-        run_flags(shards, tmp_path / "run", "--compile", steps=100_000),
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "empty"),
-    )
+def test_signal_during_compilation_does_not_wait_for_its_end(tmp_path, start_job):
+    job = start_job("--compile", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "empty"))
     job.wait_for("GFLOP per byte")
     time.sleep(5)
-    status, log = stopped(job)
-    assert status == 128 + signal.SIGTERM and "before the first step" in log.splitlines()[-1]
+    status, last_line = end_by(job)
+    assert status == 128 + signal.SIGTERM and "before the first step" in last_line
+
+
+LACK_OF_MEMORY = "--micro_batch (now 2)"  # in the advice
 
 
 @pytest.mark.parametrize(
-    "fault, said",
+    "fault, expected",
     (
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
-            "(2.50 GiB requested)",
+            ("(2.50 GiB requested)", LACK_OF_MEMORY),
         ),
         (
             RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: "
-                "you tried to "
-                "allocate 80000000000 bytes. Error code 12"
+                "you tried to allocate 80000000000 bytes. Error code 12"
             ),
-            "(80000000000 bytes requested)",
+            ("(80000000000 bytes requested)", LACK_OF_MEMORY),
         ),
-        (MemoryError("Unable to allocate 14.9 GiB for an array"), "(14.9 GiB requested)"),
-        (train.common.DataError("a.bin: changed during the run"), "a.bin: changed"),
+        (
+            MemoryError("Unable to allocate 14.9 GiB for an array"),
+            ("(14.9 GiB requested)", LACK_OF_MEMORY),
+        ),
+        (DataError("a.bin: changed during the run"), ("a.bin: changed",)),
     ),
-    ids=lambda fault: str(fault)[:15],
+    ids=("CUDA", "CPU", "NumPy", "data"),
 )
 def test_lack_of_memory_and_bad_data_end_a_run_with_advice(
-    tmp_path, shards, monkeypatch, capsys, fault, said
+    tmp_path, shards, capsys, fault, expected
 ):
     def fail(_):
         raise fault
 
-    monkeypatch.setattr(train, "accumulate", train.accumulate)
-    at_step(3, before=fail)
     line = refused(
-        run_flags(shards, tmp_path / "run", "--ckpt_every", "2", "--eval_every", "0"), capsys
+        run_flags(shards, tmp_path / "run", "--ckpt_every 2 --eval_every 0"),
+        capsys,
+        main=lambda argv: train.command_line(argv, model_with_fault(4, fail)),
     )
-    assert said in line and (
-        isinstance(fault, train.common.DataError) or "--micro_batch (now 2)" in line
-    )
-    assert final_state(tmp_path / "run")["step"] == 2
+    assert all(words in line for words in expected)
+    assert last_step(tmp_path / "run") == 2
 
 
-def test_a_skipped_step_is_saved_only_where_the_run_ends(tmp_path, shards, monkeypatch):
+def test_skipped_step_is_saved_only_at_the_end_of_a_run(tmp_path, shards):
     """Its weights are those of the step before."""
-    monkeypatch.setattr(train, "accumulate", train.accumulate)
-    nan(2)
-    flags = ("--ckpt_every", "1", "--keep_last", "9", "--eval_every", "0")
-    directory = run(tmp_path, shards, *flags, steps=5)
-    assert [one.step for one in find_checkpoints(directory)] == [1, 2, 4, 5]
-    nan(1)
-    run(tmp_path, shards, *flags, steps=7)
-    assert [one.step for one in find_checkpoints(directory)] == [1, 2, 4, 5, 6, 7]
+
+    def make_gradient_nan_once(model):
+        def spoil(gradient):
+            handle.remove()
+            return gradient * math.nan
+
+        handle = model.lm_head.weight.register_hook(spoil)
+
+    flags = "--ckpt_every 1 --keep_last 9 --eval_every 0"
+    for steps, skipped, saved in ((5, 3, [1, 2, 4, 5]), (7, 2, [1, 2, 4, 5, 6, 7])):
+        argv = run_flags(shards, tmp_path / "run", flags, steps=steps)
+        assert train.command_line(argv, model_with_fault(skipped, make_gradient_nan_once)) == 0
+        assert saved_steps(tmp_path / "run") == saved
+    skipped_steps = [line["step"] for line in metrics(tmp_path / "run") if line["skipped"]]
+    assert skipped_steps == [3, 7]
 
 
 # --------------------------------------------------------------------------------------------------
-# The rule: where a directory holds checkpoints, their run resumes
+# The rule: the run of a directory with checkpoints resumes
 
 
-def test_a_fine_tuning_command_given_again_resumes(tmp_path, shards, capsys):
-    """As torchrun and Slurm give it: it says where the run begins, not that it begins again."""
-    origin = run(tmp_path, shards, steps=3, ckpt="origin") / "spider-step3.pt"
-    flags = ("--resume", str(origin), "--reset_steps", "--seed", "1")
-    whole = run(tmp_path, shards, *flags, steps=6, ckpt="whole")
+def test_fine_tuning_command_given_again_resumes(train_small, train_in_parts, new_log):
+    """As torchrun and Slurm give it. The log says where the run began, and that it resumes."""
+    origin = train_small(steps=3, ckpt="origin") / "spider-step3.pt"
+    flags = f"--resume {origin} --reset_steps --seed 1"
+    whole = train_small(flags, steps=6, ckpt="whole")
     assert metrics(whole)[0]["step"] == 1
-    capsys.readouterr()
-    assert_same_runs(whole, run_in_parts(tmp_path, shards, *flags, steps=6, cuts=(2, 4)))
-    assert capsys.readouterr().err.count("which resumes from its own checkpoint") == 2
+    new_log()
+    assert_same_runs(whole, train_in_parts(flags, steps=6, cuts=(2, 4)))
+    assert new_log().count("which resumes from its own checkpoint") == 2
     os.remove(origin)  # it is no longer needed
-    assert final_state(run(tmp_path, shards, *flags, steps=7, ckpt="parts"))["step"] == 7
+    assert last_step(train_small(flags, steps=7, ckpt="parts")) == 7
 
 
-def test_a_checkpoint_named_for_an_empty_directory_continues_there_exactly(tmp_path, shards):
-    flags = ("--ckpt_every", "3", "--eval_every", "0")
-    whole = run(tmp_path, shards, *flags, steps=7, ckpt="whole")
-    origin = run(tmp_path, shards, *flags, steps=4, ckpt="origin") / "spider-step4.pt"
-    other = run(tmp_path, shards, *flags, "--resume", str(origin), steps=7, ckpt="other")
+def test_checkpoint_continues_exactly_in_an_empty_directory(train_small):
+    flags = "--ckpt_every 3 --eval_every 0"
+    whole = train_small(flags, steps=7, ckpt="whole")
+    origin = train_small(flags, steps=4, ckpt="origin") / "spider-step4.pt"
+    other = train_small(flags, "--resume", origin, steps=7, ckpt="other")
     assert_same(final_state(other)["model_state_dict"], final_state(whole)["model_state_dict"])
     assert [line["step"] for line in metrics(other)] == [4, 5, 6, 7]
 
 
-def test_a_run_that_ends_where_it_began_still_saves_into_its_own_directory(tmp_path, shards):
-    first = run(tmp_path, shards, steps=2, ckpt="first")
-    other = run(tmp_path, shards, "--resume", str(first / "spider-step2.pt"), steps=2, ckpt="other")
+def test_run_that_ends_where_it_began_still_saves_into_its_own_directory(train_small):
+    first = train_small(steps=2, ckpt="first")
+    other = train_small("--resume", first / "spider-step2.pt", steps=2, ckpt="other")
     assert_same(final_state(other)["model_state_dict"], final_state(first)["model_state_dict"])
 
 
-def test_going_back_or_starting_over_inside_a_directory_is_an_error_that_names_the_remedy(
-    tmp_path, shards, capsys
-):
-    directory = run(tmp_path, shards, "--ckpt_every", "2", "--keep_last", "9", steps=6)
+def test_going_back_or_starting_over_in_a_directory_is_refused(train_small, error_of):
+    directory = train_small("--ckpt_every 2 --keep_last 9", steps=6)
     before = contents(directory)
-    for flags, said in (
-        (("--resume", directory / "spider-step2.pt"), "to go back, name a new --ckpt_dir"),
-        (("--resume", directory / "spider-step6.pt", "--reset_steps"), "name a new --ckpt_dir"),
-        (("--resume", directory / "gone.pt"), "to go back"),
-        (("--reset_steps",), "a new --ckpt_dir"),
+    for flags, expected in (
+        (f"--resume {directory}/spider-step2.pt", "to go back, name a new --ckpt_dir"),
+        (f"--resume {directory}/spider-step6.pt --reset_steps", "name a new --ckpt_dir"),
+        (f"--resume {directory}/gone.pt", "to go back"),
+        ("--reset_steps", "a new --ckpt_dir"),
     ):
-        assert said in refused(run_flags(shards, directory, *map(str, flags)), capsys)
+        assert expected in error_of(flags)
         assert contents(directory) == before
-    assert (
-        final_state(run(tmp_path, shards, "--resume", str(directory / "spider-step6.pt"), steps=7))[
-            "step"
-        ]
-        == 7
-    )
+    assert last_step(train_small("--resume", directory / "spider-step6.pt", steps=7)) == 7
 
 
-def test_what_cannot_begin_a_run_is_an_error(tmp_path, shards, capsys):
+def test_run_cannot_begin_without_a_usable_checkpoint_to_begin_from(tmp_path, error_of):
     (tmp_path / "folder").mkdir()
-    for flags, said in (
-        (("--reset_steps",), "--reset_steps needs --resume"),
-        (("--resume", tmp_path / "none.pt"), "none.pt does not exist"),
-        (("--resume", tmp_path / "folder"), "no usable checkpoint in"),
+    for flags, expected in (
+        ("--reset_steps", "--reset_steps needs --resume"),
+        (f"--resume {tmp_path}/none.pt", "none.pt does not exist"),
+        (f"--resume {tmp_path}/folder", "no usable checkpoint in"),
     ):
-        assert said in refused(run_flags(shards, tmp_path / "new", *map(str, flags)), capsys)
+        assert expected in error_of(flags)
 
 
-def test_a_directory_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path, shards, capsys):
-    """Also below the new directory, and as the new directory itself, which then resumes."""
-    flags = ("--eval_every", "0", "--ckpt_every", "2")
-    whole = run(tmp_path, shards, *flags, steps=6, ckpt="whole")
-    origin = run(tmp_path, shards, *flags, steps=4, ckpt="new/origin")
+def test_directory_of_a_run_stands_for_its_newest_good_checkpoint(train_small, new_log):
+    """Also one below the new directory, and the new directory itself, which then resumes."""
+    flags = "--eval_every 0 --ckpt_every 2"
+    whole = train_small(flags, steps=6, ckpt="whole")
+    origin = train_small(flags, steps=4, ckpt="new/origin")
     (origin / "spider-step7.pt").write_bytes(b"damaged")
     for _ in range(2):
-        other = run(tmp_path, shards, *flags, "--resume", str(origin), steps=6, ckpt="new")
+        other = train_small(flags, "--resume", origin, steps=6, ckpt="new")
         assert_same(final_state(other)["model_state_dict"], final_state(whole)["model_state_dict"])
-    said = capsys.readouterr().err
-    assert (
-        "its newest good checkpoint is spider-step4.pt" in said
-        and f"--resume {origin} is not read" in said
-    )
-    assert (
-        final_state(run(tmp_path, shards, *flags, "--resume", str(other), steps=7, ckpt="new"))[
-            "step"
-        ]
-        == 7
-    )
-    run(tmp_path, shards, *flags, steps=7, ckpt="new")
-    assert "is not read" not in capsys.readouterr().err  # that one was named, and none
-    tuned = run(
-        tmp_path, shards, *flags, "--resume", str(origin), "--reset_steps", steps=1, ckpt="tuned"
-    )
-    assert final_state(tuned)["step"] == 1
+    log = new_log()
+    assert "its newest good checkpoint is spider-step4.pt" in log
+    assert f"--resume {origin} is not read" in log
+    assert last_step(train_small(flags, "--resume", other, steps=7, ckpt="new")) == 7
+    train_small(flags, steps=7, ckpt="new")
+    assert "is not read" not in new_log()  # it was named itself, then none was
+    tuned = train_small(flags, "--resume", origin, "--reset_steps", steps=1, ckpt="tuned")
+    assert last_step(tuned) == 1
 
 
-def test_with_the_default_directory_a_reset_begins_beside_the_run_it_came_from(
-    tmp_path, shards, monkeypatch
+def test_reset_with_the_default_directory_begins_beside_the_run_that_it_came_from(
+    tmp_path, shards, train_small, monkeypatch
 ):
-    """The original's command; given again, it resumes."""
+    """This is the original's command. Given again, it resumes."""
     monkeypatch.chdir(tmp_path)
-    run(tmp_path, shards, steps=3, ckpt="checkpoints")
-    argv = [
-        "--resume",
-        "checkpoints/spider-step3.pt",
-        "--reset_steps",
-        "--data_dir",
-        str(shards),
-        "--seq_len",
-        "32",
-        "--micro_batch",
-        "2",
-        "--eval_every",
-        "0",
-    ]
+    train_small(steps=3, ckpt="checkpoints")
     for steps in (2, 4):
-        assert train.command_line([*argv, "--max_steps", str(steps)]) == 0
-        assert [
-            line["step"] for line in metrics(tmp_path / "checkpoints" / "from-spider-step3")
-        ] == [*range(1, steps + 1)]
-    assert find_checkpoints(tmp_path / "checkpoints")[-1].step == 3
+        argv = f"""
+            --resume checkpoints/spider-step3.pt --reset_steps --data_dir {shards} --seq_len 32
+            --micro_batch 2 --eval_every 0 --max_steps {steps}
+        """
+        assert train.command_line(argv.split()) == 0
+        lines = metrics(tmp_path / "checkpoints" / "from-spider-step3")
+        assert [line["step"] for line in lines] == [*range(1, steps + 1)]
+    assert last_step(tmp_path / "checkpoints") == 3
 
 
-def test_two_runs_cannot_work_in_one_directory(tmp_path, shards, processes, capsys):
-    job = Job(
-        processes,
-        tmp_path,
-        1,
-        run_flags(shards, tmp_path / "run"),
-        faults=[(sleeps, 0, "accumulate")],
-    )
-    job.wait_for("SLEEPS")
-    assert "another process is using it" in refused(run_flags(shards, tmp_path / "run"), capsys)
+def test_two_runs_cannot_work_in_one_directory(start_job, error_of, train_small):
+    job = start_job(slow="accumulate")
+    assert "another process is using it" in error_of()
     job.ranks[0].kill()
     job.end()
-    run(tmp_path, shards)  # the lock ended with its process
+    train_small()  # the lock ended with its process
 
 
 # --------------------------------------------------------------------------------------------------
 # Changes
 
 
-def test_a_larger_batch_resumes_to_the_same_number_of_bytes_and_logs_the_change(
-    tmp_path, shards, capsys
-):
-    run(tmp_path, shards, "--target_tokens", "640", steps=5)
-    state = final_state(
-        run(tmp_path, shards, "--target_tokens", "640", "--micro_batch", "4", steps=0)
-    )
-    assert state["bytes_seen"] == 5 * 64 + 3 * 128 and state["step"] == 8
-    assert "micro_batch was 2, is 4" in capsys.readouterr().err
+def test_larger_batch_resumes_to_the_same_number_of_bytes_and_is_logged(train_small, new_log):
+    train_small("--target_tokens 640", steps=5)
+    state = final_state(train_small("--target_tokens 640 --micro_batch 4", steps=0))
+    assert state["bytes_seen"] == 5 * 64 + 3 * 128
+    assert state["step"] == 8
+    assert "micro_batch was 2, is 4" in new_log()
 
 
-def test_other_data_or_another_order_of_it_is_said_to_repeat_and_skip_text(
-    tmp_path, shards, capsys
+def test_other_data_or_another_order_is_logged_to_repeat_text(
+    tmp_path, shards, train_small, new_log
 ):
-    """Not other names of the same directories, nor weights of the same proportions."""
-    a, b, moved = (tmp_path / name for name in ("a", "b", "moved"))
-    for directory in (a, b, moved):
-        shutil.copytree(shards, directory)
-    for steps, (mixture, seed, lr, reorders) in enumerate(
+    """Other names of the same directories, or weights of the same proportions, are no change."""
+    a, b, moved = (shutil.copytree(shards, tmp_path / name) for name in ("a", "b", "moved"))
+    for steps, (flags, repeats) in enumerate(
         (
-            (f"{a}:1,{b}:1", "0", "0.01", False),
-            (f"{a}:1,{b}:1", "1", "0.01", True),
-            (f"{a}:1,{b}:1", "1", "0.02", False),
-            (f"{a}:3,{b}:7", "1", "0.02", True),
-            (f"{a}:0.3,{moved}:0.7", "1", "0.02", False),
-            (a, "1", "0.02", True),
+            (f"--data_dir {a}:1,{b}:1 --seed 0 --lr 0.01", False),
+            (f"--data_dir {a}:1,{b}:1 --seed 1 --lr 0.01", True),
+            (f"--data_dir {a}:1,{b}:1 --seed 1 --lr 0.02", False),
+            (f"--data_dir {a}:3,{b}:7 --seed 1 --lr 0.02", True),
+            (f"--data_dir {a}:0.3,{moved}:0.7 --seed 1 --lr 0.02", False),
+            (f"--data_dir {a} --seed 1 --lr 0.02", True),
         ),
         1,
     ):
-        flags = ("--data_dir", str(mixture), "--seed", seed, "--lr", lr, "--eval_every", "0")
-        run(tmp_path, shards, *flags, steps=steps)
-        assert ("is read again" in capsys.readouterr().err) == reorders
+        train_small(flags, "--eval_every 0", steps=steps)
+        assert ("is read again" in new_log()) == repeats, flags
 
 
-def test_a_run_that_is_past_its_last_step_has_no_advice_about_further_ones(
-    tmp_path, shards, capsys
+def test_run_beyond_its_last_step_has_no_advice_about_further_ones(train_small, new_log):
+    train_small("--eval_every 0 --target_tokens 640 --warmup_steps 0", steps=0)
+    train_small("--eval_every 0 --target_tokens 6400", steps=5)
+    log = new_log()
+    assert "done: step 10" in log
+    assert "ends the run at" not in log and "rate rises from" not in log
+
+
+def test_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(
+    tmp_path, shards, train_small, capsys
 ):
-    flags = ("--eval_every", "0", "--target_tokens", "640", "--warmup_steps", "0")
-    run(tmp_path, shards, *flags, steps=0)
-    run(tmp_path, shards, *flags[:2], "--target_tokens", "6400", steps=5)
-    said = capsys.readouterr().err
-    assert (
-        "done: step 10" in said and "ends the run at" not in said and "rate rises from" not in said
-    )
+    directory = train_small(steps=1)
+    argv = f"--data_dir {shards} --ckpt_dir {directory} --device cpu --model small".split()
+    expected = f"error: {directory}/spider-step1.pt: holds another model: hidden_size is "
+    assert expected in refused(argv, capsys)
 
 
-def test_a_checkpoint_of_another_model_is_named(tmp_path, shards, capsys):
-    directory = run(tmp_path, shards, steps=1)
-    argv = [
-        flag
-        for flag in run_flags(shards, directory)
-        if not flag.startswith("--set") and "=" not in flag
-    ]
-    line = refused([*argv, "--model", "small"], capsys)
-    assert f"error: {directory / 'spider-step1.pt'}: holds another model: hidden_size is " in line
+def rise_warning(log: str) -> str:
+    """Return the one line that warns of a rising learning rate."""
+    (line,) = [line for line in log.splitlines() if "learning rate rises" in line]
+    return line
 
 
-def test_a_finished_run_trained_longer_warns_that_its_rate_rises(tmp_path, shards, capsys):
+def test_finished_run_trained_longer_warns_that_its_rate_rises(train_small, new_log):
     """The schedule of ten steps ends at a tenth of the rate; in the middle of one of twenty it is
     near the peak. The next sequence, 20, begins an epoch."""
-    flags = ("--eval_every", "0", "--warmup_steps", "0")
-    directory = run(tmp_path, shards, *flags, "--target_tokens", "640", steps=0)
-    assert f"the same flags, but --resume {directory}, a new --ckpt_dir" in capsys.readouterr().err
-    longer = (*flags, "--target_tokens", "1280", "--engram_reset")
-    run(tmp_path, shards, *longer, "--resume", str(directory), steps=0, ckpt="other")
-    said = capsys.readouterr().err
-    (warning,) = [line for line in said.splitlines() if "learning rate rises" in line]
+    flags = "--eval_every 0 --warmup_steps 0"
+    directory = train_small(flags, "--target_tokens 640", steps=0)
+    assert f"the same flags, but --resume {directory}, a new --ckpt_dir" in new_log()
+    longer = f"{flags} --target_tokens 1280 --engram_reset"
+    train_small(longer, "--resume", directory, steps=0, ckpt="other")
+    warning = rise_warning(new_log())
     assert "tables are cleared" in warning and "--keep_last" not in warning
-    run(tmp_path, shards, *longer, "--no-engram_reset", steps=11)
-    said = capsys.readouterr().err
-    (warning,) = [line for line in said.splitlines() if "learning rate rises" in line]
-    assert (
-        "tables are cleared" not in warning
-        and f"--resume {directory}" in warning
-        and "towards step 20" in warning
-    )
-    assert "to continue, raise --max_steps" in said
-    run(tmp_path, shards, *longer, "--no-engram_reset", steps=12)
-    assert "learning rate rises" not in capsys.readouterr().err
+    train_small(longer, "--no-engram_reset", steps=11)
+    log = new_log()
+    warning = rise_warning(log)
+    assert "tables are cleared" not in warning
+    assert f"--resume {directory}" in warning and "towards step 20" in warning
+    assert "to continue, raise --max_steps" in log
+    train_small(longer, "--no-engram_reset", steps=12)
+    assert "learning rate rises" not in new_log()
 
 
-def test_a_rise_amid_an_epoch_clears_no_tables_and_one_of_the_warm_up_is_none(
-    tmp_path, shards, capsys
-):
-    run(
-        tmp_path,
-        shards,
-        "--eval_every",
-        "0",
-        "--warmup_steps",
-        "0",
-        "--target_tokens",
-        "576",
-        steps=0,
-    )
-    run(
-        tmp_path,
-        shards,
-        "--eval_every",
-        "0",
-        "--warmup_steps",
-        "0",
-        "--target_tokens",
-        "1280",
-        "--engram_reset",
-        steps=10,
-    )
-    (warning,) = [
-        line for line in capsys.readouterr().err.splitlines() if "learning rate rises" in line
-    ]
+def test_rate_that_rises_amid_an_epoch_clears_no_tables(train_small, new_log):
+    flags = "--eval_every 0 --warmup_steps 0"
+    train_small(flags, "--target_tokens 576", steps=0)
+    train_small(flags, "--target_tokens 1280 --engram_reset", steps=10)
+    warning = rise_warning(new_log())
     assert "step 20" in warning and "tables are cleared" not in warning
+
+
+def test_rate_that_rises_in_its_own_warm_up_is_no_warning(train_small, new_log):
     for steps in (1, 2):  # from a half to the whole of the rate
-        run(tmp_path, shards, "--eval_every", "0", "--warmup_steps", "1", steps=steps, ckpt="warm")
-    assert "learning rate rises" not in capsys.readouterr().err
-    for warmup, target, steps in (("0", "640", 0), ("20", "9999", 11)):
-        run(
-            tmp_path,
-            shards,
-            "--eval_every",
-            "0",
-            "--min_lr_fraction",
-            "0.1",
-            "--warmup_steps",
-            warmup,
-            "--target_tokens",
-            target,
-            steps=steps,
-            ckpt="low",
-        )
-    # 0.1 + 0.45 * (1 + cos(0.9 * pi)) of 0.01; and 10/21 of it, amid a longer warm-up
-    assert "rises from 1.22e-03 to 4.76e-03" in capsys.readouterr().err
+        train_small("--eval_every 0 --warmup_steps 1", steps=steps)
+    assert "learning rate rises" not in new_log()
 
 
-def test_hyperparameters_are_those_of_this_runs_flags(tmp_path, shards, capsys):
-    run(tmp_path, shards, "--optimizer", "adamw", steps=1)
-    directory = run(
-        tmp_path, shards, "--optimizer", "adamw", "--weight_decay", "0.3", "--beta1", "0.8", steps=2
-    )
+def test_rate_that_rises_amid_a_longer_warm_up_is_a_warning(train_small, new_log):
+    """From 0.1 + 0.45 * (1 + cos(0.9 * pi)) of 0.01 to 10/21 of it."""
+    flags = "--eval_every 0 --min_lr_fraction 0.1"
+    train_small(flags, "--warmup_steps 0 --target_tokens 640", steps=0)
+    train_small(flags, "--warmup_steps 20 --target_tokens 9999", steps=11)
+    assert "rises from 1.22e-03 to 4.76e-03" in new_log()
+
+
+def test_hyperparameters_are_those_of_the_command_that_resumes(train_small, new_log):
+    train_small("--optimizer adamw", steps=1)
+    directory = train_small("--optimizer adamw --weight_decay 0.3 --beta1 0.8", steps=2)
     group = final_state(directory)["optimizer_state_dict"]["adamw"]["param_groups"][0]
-    assert group["weight_decay"] == 0.3 and group["betas"] == (0.8, 0.95)
-    assert "weight_decay was 0.1, is 0.3" in capsys.readouterr().err
+    assert group["weight_decay"] == 0.3
+    assert group["betas"] == (0.8, 0.95)
+    assert "weight_decay was 0.1, is 0.3" in new_log()
 
 
-def test_settings_without_a_shape_change_with_a_line_and_stay_changed(tmp_path, shards, capsys):
-    """--set changes the checkpoint's model, so that nothing else of it need be given again."""
-    run(tmp_path, shards, steps=1)
-    capsys.readouterr()
-    directory = run(tmp_path, shards, "--set", "core_loss_weight=0.5,act_threshold=0.9", steps=2)
-    assert (
-        "act_threshold was 0.99, is 0.9; core_loss_weight was 0.0, is 0.5"
-        in capsys.readouterr().err
-    )
+def test_settings_without_a_shape_change_with_a_line_and_stay_changed(train_small, new_log):
+    """--set changes the checkpoint's model, so that its other fields need not be given again."""
+    train_small(steps=1)
+    new_log()
+    directory = train_small("--set core_loss_weight=0.5,act_threshold=0.9", steps=2)
+    assert "act_threshold was 0.99, is 0.9; core_loss_weight was 0.0, is 0.5" in new_log()
     assert metrics(directory)[-1]["core_loss"] > 0
-    run(tmp_path, shards, "--set", "", steps=3)
-    assert "act_threshold" not in capsys.readouterr().err
-    assert (
-        final_state(directory)["step"] == 3
-        and final_state(directory)["cfg"]["core_loss_weight"] == 0.5
-    )
+    train_small("--set=", steps=3)
+    assert "act_threshold" not in new_log()
+    state = final_state(directory)
+    assert state["step"] == 3
+    assert state["cfg"]["core_loss_weight"] == 0.5
 
 
-def test_loops_of_a_run_stay_the_same_when_it_resumes_and_others_are_named(
-    tmp_path, shards, capsys
+def test_number_of_loops_stays_when_a_run_resumes_and_another_is_logged(
+    shards, train_small, new_log
 ):
-    directory = run(tmp_path, shards, "--n_loops", "3", steps=1)
-    argv = [
-        "--data_dir",
-        str(shards),
-        "--seq_len",
-        "32",
-        "--micro_batch",
-        "2",
-        "--ckpt_dir",
-        str(directory),
-        "--eval_every",
-        "0",
-        "--max_steps",
-    ]
-    assert train.command_line([*argv, "2", "--n_loops", "5"]) == 0
-    assert "n_loops was 3, is 5" in capsys.readouterr().err
-    assert (
-        train.command_line([*argv, "3"]) == 0 and "settings differ" not in capsys.readouterr().err
-    )
+    directory = train_small("--n_loops 3", steps=1)
+    argv = f"--data_dir {shards} --seq_len 32 --micro_batch 2 --ckpt_dir {directory} --eval_every 0"
+    assert train.command_line(f"{argv} --max_steps 2 --n_loops 5".split()) == 0
+    assert "n_loops was 3, is 5" in new_log()
+    assert train.command_line(f"{argv} --max_steps 3".split()) == 0
+    assert "settings differ" not in new_log()
     state = final_state(directory)
     assert (state["step"], state["n_loops"], state["cfg"]["n_loops"]) == (3, 5, 3)
