@@ -61,6 +61,7 @@ from spider.layers import (
     wide,
 )
 from spider.memory import (
+    ByteEngram,
     EngramTable,
     InputEngram,
     Matches,
@@ -702,7 +703,7 @@ def _init_layers(model: "Spider"):
             module.conv_weight.zero_()
         elif isinstance(module, MatchMemory):
             module.init_hash(0)
-        elif isinstance(module, InputEngram) and module.followed is not None:
+        elif isinstance(module, ByteEngram) and module.followed is not None:
             module.followed.zero_()
 
 

@@ -547,7 +547,7 @@ def print_tables(plan: Any, model: nn.Module):
         cost = flops_per_byte(model, length, plan.flags.n_loops, plan.flags.seq_len)
         costs.append(f"{cost / 1e9:.3g} G at {length:.2g} bytes per segment")
     print(f"\ntraining FLOPs per byte, {', '.join(costs)}")
-    for title, values in (("configuration", vars(plan.config)), ("flags", plan.flags)):
+    for title, values in (("configuration", vars(plan.config)), ("flags", vars(plan.flags))):
         print(title)
         for name, value in values.items():
             print(f"  {name} = {value!r}")
