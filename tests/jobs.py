@@ -40,10 +40,10 @@ def at_step(step, before=None, after=None):
         is_due = next(steps) == step
         if is_due and before:
             before(model)
-        sums, counts = accumulate(model, *rest)
+        sums = accumulate(model, *rest)
         if is_due and after:
-            sums = after(sums)
-        return sums, counts
+            sums = sums._replace(terms=after(sums.terms))
+        return sums
 
     train.accumulate = faulty
 

@@ -310,6 +310,7 @@ def test_learned_boundaries_find_the_bytes_before_a_surprise(monkeypatch):
     for step in range(60):
         ids = torch.randint(97, 113, (8, 65), generator=generator)
         ids[:, 1::4], ids[:, 2::4], ids[:, 3::4] = 49, 50, 49
-        train.step_alone(model, optimizers, [Batch.of(ids[:, :-1], ids[:, 1:], step)], 2)
+        batches = [Batch.of(ids[:, :-1], ids[:, 1:], step)]
+        train.step_alone(model, optimizers, batches, train.StepSettings(2))
     share = boundaries_of(model.eval(), ids[:, :-1]).view(8, 16, 4).mean((0, 1))
     assert share[3] > 0.9 and share[:3].max() < 0.1, share
