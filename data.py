@@ -456,6 +456,19 @@ def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np
     return source, rank - (ends - counts)[source]
 
 
+class StepLayout(NamedTuple):
+    """How the sequences of an optimizer step are spread; it does not choose them."""
+
+    micro_batch: int  # sequences per rank and micro-step
+    grad_accum: int  # micro-steps
+    ranks: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, on all ranks together."""
+        return self.micro_batch * self.grad_accum * self.ranks
+
+
 class Loader:
     """Read the training sequences of a run, numbered from 0 in one global order over ranks and
     micro-steps.

@@ -849,6 +849,8 @@ class Spider(DecodingMixin, nn.Module):
         noise_seed: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         longest: int | None = None,
+        dropout: float = 0.0,
+        halting_warmup: float = 1.0,
     ) -> SpiderOutput:
         """Compute logits and, given labels, the loss. input_ids [B, T] int64; labels [B, T],
         already shifted, -100 is ignored; n_loops defaults to the config's.
@@ -861,6 +863,7 @@ class Spider(DecodingMixin, nn.Module):
 
         Raise ValueError for bad shapes or dtypes.
         """
+        self.dropout, self.halting_warmup = dropout, halting_warmup
         check_ids("input_ids", input_ids)
         c, (sequences, length) = self.config, input_ids.shape
         if labels is not None:

@@ -71,7 +71,9 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
         path, saved = newest
         logger.info(f"{path}: the newest checkpoint in {name}, step {saved['step']}")
         mention_best(Path(name), saved)
-    check_weights(path, saved, model_class)
+    with torch.device("meta"):
+        model = model_class(SpiderConfig.from_saved(saved["cfg"]))
+    check_weights(path, saved, model)
     return path, saved
 
 
