@@ -20,13 +20,13 @@ def checkpoint(tmp_path_factory) -> Path:
     """A checkpoint whose model has every component awake, with the metrics of a run of six
     steps."""
     root = tmp_path_factory.mktemp("run")
-    directory, config = run(root, make_shards(root / "data")), small_config()
+    directory = run(root, make_shards(root / "data"))
+    config = small_config()
     weights = awake(config).state_dict()
-    weights["lm_head.weight"] *= 20  # what is likely is told from what is not
+    weights["lm_head.weight"] *= 20  # so that the likeliest byte is clear
     path = directory / "spider-step6.pt"
-    torch.save(
-        final_state(directory) | dict(model_state_dict=weights, cfg=asdict(config), n_loops=3), path
-    )
+    saved = final_state(directory)
+    torch.save(saved | dict(model_state_dict=weights, cfg=asdict(config), n_loops=3), path)
     return path
 
 
@@ -39,7 +39,8 @@ def exported(checkpoint, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def spider(checkpoint) -> Spider:
-    return decoder_of(read_checkpoint(str(checkpoint), Spider)[1], torch.device("cpu"), Spider)
+    _, saved = read_checkpoint(str(checkpoint), Spider)
+    return decoder_of(saved, torch.device("cpu"), Spider)
 
 
 def export_without_end(checkpoint: str, directory: str):
@@ -53,23 +54,24 @@ def export_without_end(checkpoint: str, directory: str):
     sys.exit(sample.main([checkpoint, "--export", directory]))
 
 
-def loaded(directory, **settings):
-    from transformers import AutoModelForCausalLM  # takes a second, which other tests need not wait
+def load_model(directory, **settings):
+    # takes a second, for which other tests need not wait
+    from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **settings)
 
 
-@pytest.fixture(scope="module")
-def model(exported):
-    return loaded(exported)
-
-
-def loaded_tokenizer(directory, **settings):
+def load_tokenizer(directory, **settings):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=True, **settings)
 
 
 @pytest.fixture(scope="module")
+def model(exported):
+    return load_model(exported)
+
+
+@pytest.fixture(scope="module")
 def tokenizer(exported):
-    return loaded_tokenizer(exported)
+    return load_tokenizer(exported)

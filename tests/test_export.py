@@ -21,8 +21,8 @@ from exporting import (
     checkpoint,
     export_without_end,
     exported,
-    loaded,
-    loaded_tokenizer,
+    load_model,
+    load_tokenizer,
     model,
     spider,
     tokenizer,
@@ -34,35 +34,25 @@ from spider.export import flat_modules
 from train import command_line
 
 MODULES = flat_modules("spider.modeling_spider")
-BY_SAMPLE = dict(program="sample.py", main=sample.main)
 
 
 def resuming(tmp_path, origin, *flags) -> list[str]:
-    return [
-        "--mock_data",
-        "--seq_len",
-        "32",
-        "--micro_batch",
-        "2",
-        "--max_steps",
-        "2",
-        "--eval_every",
-        "0",
-        "--device",
-        "cpu",
-        "--ckpt_dir",
-        str(tmp_path / "on"),
-        "--resume",
-        str(origin),
-        *flags,
-    ]
+    """The command line of a run of two steps that starts from an export."""
+    settings = "--mock_data --seq_len 32 --micro_batch 2 --max_steps 2 --eval_every 0 --device cpu"
+    paths = ["--ckpt_dir", str(tmp_path / "resumed"), "--resume", str(origin)]
+    return settings.split() + paths + list(flags)
+
+
+def refusal(capsys, *argv) -> str:
+    """Run sample.py, which must fail; return its error."""
+    return refused(argv, capsys, program="sample.py", main=sample.main)
 
 
 # --------------------------------------------------------------------------------------------------
 # Writing
 
 
-def test_an_export_has_code_license_and_files_that_all_can_read(exported, model):
+def test_an_export_has_settings_weights_card_license_and_code(exported):
     assert {file.name for file in exported.iterdir()} == MODULES.keys() | {
         "config.json",
         "generation_config.json",
@@ -73,73 +63,81 @@ def test_an_export_has_code_license_and_files_that_all_can_read(exported, model)
     }
     assert (exported / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert "\nlicense: apache-2.0\n" in (exported / "README.md").read_text().split("---")[1]
-    assert len({file.stat().st_mode for file in exported.iterdir()}) == 1
+    assert len({file.stat().st_mode for file in exported.iterdir()}) == 1  # readable for all
+
+
+def test_exported_code_is_ours_but_for_its_imports(exported, model):
     for name in MODULES:
-        code, [source] = (
-            (exported / name).read_text(),
-            [*ROOT.glob(name), *ROOT.glob(f"spider/**/{name}")],
-        )
-        assert re.sub("from [.]", "from ", code) == re.sub(
-            "from spider[.](?:[a-z_]+[.])*(?=[a-z_]+ import)", "from ", source.read_text()
-        )
-    assert type(model.spider).__module__ == type(model).__module__.replace(
-        "modeling_spider", "spider_model"
+        (source,) = [*ROOT.glob(name), *ROOT.glob(f"spider/**/{name}")]
+        ours = source.read_text()
+        flat = re.sub("from spider[.](?:[a-z_]+[.])*(?=[a-z_]+ import)", "from ", ours)
+        assert re.sub("from [.]", "from ", (exported / name).read_text()) == flat
+    adapter = type(model).__module__
+    assert type(model.spider).__module__ == adapter.replace("modeling_spider", "spider_model")
+
+
+def run_script(script: str, *arguments, cwd) -> subprocess.CompletedProcess:
+    """Run a Python program in another process, which must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
     )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# A program in which some modules cannot be imported
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+for name in {names}:
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Missing())
+"""
 
 
 @pytest.mark.slow
-def test_a_plain_script_loads_an_export_without_the_project_and_without_noise(
-    exported, spider, tmp_path
-):
+def test_a_script_loads_an_export_without_the_project_and_without_noise(exported, spider, tmp_path):
+    ours = ["spider_model", "tile_moe", "tokenizer", "spider", "data"]
     script = """
-import sys, torch
-class Nothing:
-    def find_spec(self, name, *_):
-        if name in ("spider_model", "tile_moe", "tokenizer", "spider", "data"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Nothing())
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 inputs = tokenizer("abc def", return_tensors="pt")
 torch.save(model(**inputs).logits, sys.argv[2])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, exported, tmp_path / "logits.pt"],
-        check=True,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    out = tmp_path / "logits.pt"
+    done = run_script(WITHOUT.format(names=ours) + script, exported, out, cwd=tmp_path)
     assert "torchao" not in done.stderr and "Failed to load" not in done.stderr
     with torch.no_grad():
         expected = spider(torch.tensor([list(b"abc def")]), n_loops=3).logits
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+    torch.testing.assert_close(torch.load(out), expected)
+
+
+UNIX_ONLY = ["fcntl", "grp", "pwd", "resource", "termios"]
 
 
 def test_no_module_of_an_export_imports_what_windows_lacks():
-    for name, content in MODULES.items():
-        found = re.findall(
-            r"^ *(?:import|from) (fcntl|grp|pwd|resource|termios)\b", content, re.MULTILINE
-        )
-        assert not found, name
+    pattern = rf"^ *(?:import|from) ({'|'.join(UNIX_ONLY)})\b"
+    for name, code in MODULES.items():
+        assert not re.findall(pattern, code, re.MULTILINE), name
 
 
 @pytest.mark.slow
 def test_an_export_writes_where_modules_of_unix_are_missing(exported, spider, tmp_path):
-    script = """
-import os, signal, sys
+    imports = """
+import os, signal
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizer
-MISSING = {"fcntl", "grp", "pwd", "resource", "termios"}
-class Nothing:
-    def find_spec(self, name, *_):
-        if name in MISSING:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-for name in MISSING:
-    sys.modules.pop(name, None)
-sys.meta_path.insert(0, Nothing())
+"""
+    script = """
 for name in ("SIGHUP", "SIGKILL", "SIGQUIT", "SIGUSR1"):
     delattr(signal, name)
 for name in ("fork", "geteuid", "getuid", "sysconf", "O_NOFOLLOW"):
@@ -150,42 +148,41 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 inputs = tokenizer("abc def", return_tensors="pt")
 print(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0].tolist())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, exported], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    program = imports + WITHOUT.format(names=UNIX_ONLY) + script
+    done = run_script(program, exported, cwd=tmp_path)
     prompt = list(b"abc def")
+    written = json.loads(done.stdout.splitlines()[-1])[len(prompt) :]
     expected = list(spider.generate(prompt, 9, temperature=0, n_loops=3))
-    assert json.loads(done.stdout.splitlines()[-1])[len(prompt) :][: len(expected)] == expected
+    assert written[: len(expected)] == expected
 
 
-def test_what_is_saved_and_loaded_again_is_the_same_model(model, tokenizer, tmp_path):
+def test_a_model_that_transformers_saves_and_loads_again_is_the_same(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    again, ids = loaded(tmp_path), text(1, 30)
-    assert (
-        torch.equal(model(ids).logits, again(ids).logits) and again.config.to_dict()["n_loops"] == 3
-    )
+    again = load_model(tmp_path)
+    ids = text(1, 30)
+    assert torch.equal(model(ids).logits, again(ids).logits)
+    assert again.config.to_dict()["n_loops"] == 3
     assert again.generation_config.suppress_tokens == model.generation_config.suppress_tokens
-    assert loaded_tokenizer(tmp_path)("a<bos>é")["input_ids"] == tokenizer("a<bos>é")["input_ids"]
-    assert all(
-        torch.equal(weight, model.state_dict()[f"spider.{name}"])
-        for name, weight in load_checkpoint(tmp_path)["model_state_dict"].items()
-    )
+    assert load_tokenizer(tmp_path)("a<bos>é")["input_ids"] == tokenizer("a<bos>é")["input_ids"]
+    for name, weight in load_checkpoint(tmp_path)["model_state_dict"].items():
+        assert torch.equal(weight, model.state_dict()[f"spider.{name}"])
 
 
-def test_an_export_is_whole_or_not_there_and_takes_no_files_place(
-    checkpoint, exported, tmp_path, monkeypatch, capsys
-):
+def test_an_export_replaces_nothing(checkpoint, exported, tmp_path, capsys):
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("x")
-    for name in (tmp_path / "full", tmp_path / "full" / "mine.txt", exported):
-        line = refused([checkpoint, "--export", name], capsys, **BY_SAMPLE)
+    file = tmp_path / "full" / "mine.txt"
+    file.write_text("x")
+    for target in (tmp_path / "full", file, exported):
+        line = refusal(capsys, checkpoint, "--export", target)
         assert "exists and is not an empty directory" in line
-    assert "--export needs a checkpoint" in refused(
-        [exported, "--export", tmp_path / "x"], capsys, **BY_SAMPLE
-    )
+    line = refusal(capsys, exported, "--export", tmp_path / "x")
+    assert "--export needs a checkpoint" in line
 
+
+def test_a_failed_export_leaves_nothing_and_can_be_repeated(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
     def fail(weights, path, metadata):
         path.write_bytes(b"half")
         raise SafetensorError("No space left on device")
@@ -194,59 +191,71 @@ def test_an_export_is_whole_or_not_there_and_takes_no_files_place(
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.save_file", fail)
         for name in ("empty", "new"):
-            line = refused([checkpoint, "--export", tmp_path / name], capsys, **BY_SAMPLE)
+            line = refusal(capsys, checkpoint, "--export", tmp_path / name)
             assert f"{name} cannot be written: No space left on device" in line
-    assert not list((tmp_path / "empty").iterdir())
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "full"]
+    assert os.listdir(tmp_path) == ["empty"] and not os.listdir(tmp_path / "empty")
     assert sample.main([str(checkpoint), "--export", str(tmp_path / "empty")]) == 0
 
 
-@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+@pytest.mark.parametrize(
+    "number, status",
+    (
+        (signal.SIGKILL, -9),
+        (signal.SIGTERM, 128 + 15),
+        (signal.SIGHUP, 128 + 1),
+        (signal.SIGINT, 130),
+    ),
+)
 def test_a_killed_export_leaves_nothing_or_what_the_next_one_deletes(
-    checkpoint, tmp_path, processes, capsys, number
+    checkpoint, tmp_path, processes, capsys, number, status
 ):
+    target = tmp_path / "out"
+    # directories and links of others, which stay
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "kept.txt").write_text("x")
-    (tmp_path / ".out.abcdefgh").mkdir()  # others' directories and links
+    (tmp_path / ".out.abcdefgh").mkdir()
     (tmp_path / ".out.b.abcdefgh.unfinished-export").mkdir()
     (tmp_path / ".out.abcdefgh.unfinished-export").symlink_to("mine")
-    others = {*os.listdir(tmp_path)}
+    others = set(os.listdir(tmp_path))
     first = processes.Process(
-        target=export_without_end, args=(str(checkpoint), str(tmp_path / "out")), daemon=True
+        target=export_without_end, args=(str(checkpoint), str(target)), daemon=True
     )
     first.start()
     until(lambda: [*tmp_path.glob(".out.*/export/model.safetensors")])
-    line = refused([checkpoint, "--export", tmp_path / "out"], capsys, **BY_SAMPLE)
-    assert f"{tmp_path}/out: another process is using it" in line
+    line = refusal(capsys, checkpoint, "--export", target)
+    assert f"{target}: another process is using it" in line
     os.kill(first.pid, number)
     first.join(LIMIT)
-    assert first.exitcode == {signal.SIGKILL: -9, signal.SIGINT: 130}.get(number, 128 + number)
-    assert ({*os.listdir(tmp_path)} == others) == (number != signal.SIGKILL)
-    assert sample.main([str(checkpoint), "--export", str(tmp_path / "out")]) == 0
-    assert {*os.listdir(tmp_path)} == others | {"out"} and (tmp_path / "mine" / "kept.txt").exists()
+    assert first.exitcode == status
+    leaves_nothing = set(os.listdir(tmp_path)) == others
+    assert leaves_nothing == (number != signal.SIGKILL)
+    assert sample.main([str(checkpoint), "--export", str(target)]) == 0
+    assert set(os.listdir(tmp_path)) == others | {"out"}
+    assert (tmp_path / "mine" / "kept.txt").exists()
 
 
-def test_the_model_card_has_the_facts_and_what_others_wrote_as_json_alone(checkpoint, tmp_path):
+def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp_path):
     heading = "5\n\n# Not so <img src=x onerror=alert(1)>\n```\n\x1b[2J"
-    state = torch.load(checkpoint)
-    flags = {"data_dir": f"/home/me/{heading}", heading: heading, "seq_len": 48}
-    torch.save(state | dict(flags=state["flags"] | flags), tmp_path / "spider-step6.pt")
+    saved = torch.load(checkpoint)
+    saved["flags"] |= {"data_dir": f"/home/me/{heading}", heading: heading, "seq_len": 48}
+    torch.save(saved, tmp_path / "spider-step6.pt")
     shutil.copy(checkpoint.parent / "metrics.jsonl", tmp_path)
-    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    last_step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert sample.main([str(tmp_path / "spider-step6.pt"), "--export", str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     above, _, rest = card.partition("```json\n")
     block, _, below = rest.partition("\n```\n")
-    facts = json.loads(block)
-    assert facts["checkpoint"] == "spider-step6.pt" and facts["bytes_seen"] == state["bytes_seen"]
-    assert (facts["val_bpb"], facts["val_bpb_at_step"]) == (line["val_bpb"], 6) and facts["flags"][
-        "lr"
-    ] == 0.01
-    # names, no private paths
-    assert facts["flags"][heading] == heading and facts["flags"]["data_dir"] == heading
     assert "Not so" not in above + below and card.isascii() and "\x1b" not in card
+    facts = json.loads(block)
+    assert facts["checkpoint"] == "spider-step6.pt"
+    assert facts["bytes_seen"] == saved["bytes_seen"]
+    assert facts["val_bpb"] == last_step["val_bpb"] and facts["val_bpb_at_step"] == 6
+    assert facts["flags"]["lr"] == 0.01
+    assert facts["flags"][heading] == heading
+    assert facts["flags"]["data_dir"] == heading  # a name, no private path
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["training"].items() <= facts.items() and config["max_position_embeddings"] == 48
+    assert config["training"].items() <= facts.items()
+    assert config["max_position_embeddings"] == 48
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,33 +264,41 @@ def test_the_model_card_has_the_facts_and_what_others_wrote_as_json_alone(checkp
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """Lay out a project of modules: `pack__a` is pack/a.py."""
+    """Lay out a project of modules by their paths."""
     monkeypatch.setattr(export, "ROOT", tmp_path)
     monkeypatch.setattr(export, "PROJECT", ("top", "pack", "other", "alone"))
 
-    def lay(**modules: str):
-        for name, content in modules.items():
-            path = tmp_path / f"{name.replace('__', '/', 1)}.py"
+    def lay(modules: dict[str, str]):
+        for name, code in modules.items():
+            path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+            path.write_text(code)
 
     return lay
 
 
 def test_imports_are_followed_wherever_they_stand_and_those_of_others_stay(project):
     project(
-        top="import os\nfrom pack.a import (x,\n                    y)\nfrom torch import nn\n",
-        pack__a="if True:\n    from pack.b import z\ndef f():\n    from alone import w  # from "
-        "alone import\n",
-        pack__b="from pack.a import x  # a circle\nfrom alone import w; from pack.c import v\n",
-        pack__c='TEXT = "from alone import nothing"\n',
-        alone="",
-        unused="",
+        {
+            "top.py": "import os\nfrom pack.a import (x,\n    y)\nfrom torch import nn\n",
+            "pack/a.py": (
+                "if True:\n    from pack.b import z\n"
+                "def f():\n    from alone import w  # from alone import\n"
+            ),
+            "pack/b.py": (
+                "from pack.a import x  # a circle\nfrom alone import w; from pack.c import v\n"
+            ),
+            "pack/c.py": 'TEXT = "from alone import nothing"\n',
+            "alone.py": "",
+            "unused.py": "",
+        }
     )
     assert flat_modules("top") == {
-        "top.py": "import os\nfrom .a import (x,\n                    y)\nfrom torch import nn\n",
-        "a.py": "if True:\n    from .b import z\ndef f():\n    from .alone import w  # from "
-        "alone import\n",
+        "top.py": "import os\nfrom .a import (x,\n    y)\nfrom torch import nn\n",
+        "a.py": (
+            "if True:\n    from .b import z\n"
+            "def f():\n    from .alone import w  # from alone import\n"
+        ),
         "b.py": "from .a import x  # a circle\nfrom .alone import w; from .c import v\n",
         "c.py": 'TEXT = "from alone import nothing"\n',
         "alone.py": "",
@@ -301,7 +318,7 @@ def test_imports_are_followed_wherever_they_stand_and_those_of_others_stay(proje
     ),
 )
 def test_an_import_that_no_flat_directory_can_have_is_an_error(project, line):
-    project(top=line, pack__a="", other__a="", alone="")
+    project({"top.py": line, "pack/a.py": "", "other/a.py": "", "alone.py": ""})
     with pytest.raises(ValueError, match="exported modules must|another module is also named a.py"):
         flat_modules("top")
 
@@ -316,146 +333,159 @@ def test_a_run_starts_with_the_weights_of_an_export_and_can_be_resumed(
 ):
     line = refused(resuming(tmp_path, exported / file), capsys)
     assert "add --reset_steps" in line  # an export has no optimizer state
+    unchanging = "--reset_steps --lr 1e-9 --engram_lr 0".split()
+    assert command_line(resuming(tmp_path, exported / file, *unchanging)) == 0
+    saved = final_state(tmp_path / "resumed")
+    assert saved["step"] == 2 and saved["n_loops"] == 3 and saved["recipe"] == "tiny"
     weights = torch.load(checkpoint)["model_state_dict"]
-    argv = resuming(tmp_path, exported / file, "--reset_steps", "--lr", "1e-9", "--engram_lr", "0")
-    assert command_line(argv) == 0
-    state = final_state(tmp_path / "on")
-    assert state["step"] == 2 and state["n_loops"] == 3 and state["recipe"] == "tiny"
-    assert torch.equal(
-        state["model_state_dict"]["engram_input.table.weight"], weights["engram_input.table.weight"]
-    )
+    table = "engram_input.table.weight"
+    assert torch.equal(saved["model_state_dict"][table], weights[table])
     for name, weight in weights.items():
-        torch.testing.assert_close(state["model_state_dict"][name], weight, atol=5e-3, rtol=0)
-    argv[argv.index("--max_steps") + 1] = "3"
-    assert (
-        command_line(
-            [arg for arg in argv if arg not in ("--resume", str(exported / file), "--reset_steps")]
-        )
-        == 0
-    )
-    assert final_state(tmp_path / "on")["step"] == 3
+        torch.testing.assert_close(saved["model_state_dict"][name], weight, atol=5e-3, rtol=0)
+    argv = resuming(tmp_path, exported / file, *unchanging, "--max_steps", "3")
+    for flag in ("--resume", str(exported / file), "--reset_steps"):
+        argv.remove(flag)
+    assert command_line(argv) == 0
+    assert final_state(tmp_path / "resumed")["step"] == 3
 
 
-def test_an_export_writes_and_is_measured_like_its_checkpoint(
-    exported, checkpoint, tmp_path, capsys
-):
-    for name in (checkpoint, exported):
-        assert sample.main([str(name), "--prompt", "abc", "--bytes", "20"]) == 0
-    texts = capsys.readouterr().out
-    assert texts[: len(texts) // 2] == texts[len(texts) // 2 :]
+def test_an_export_writes_what_its_checkpoint_writes(exported, checkpoint, capsys):
+    written = []
+    for origin in (checkpoint, exported):
+        assert sample.main([str(origin), "--prompt", "abc", "--bytes", "20"]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+
+
+def test_an_export_is_scored_like_its_checkpoint(exported, checkpoint, tmp_path):
     (tmp_path / "text").write_bytes(b"abc def gh " * 20)
-    origins = [checkpoint, exported, exported / "model.safetensors"]
-    out, texts = tmp_path / "figures.json", [checkpoint.parent.parent / "data", tmp_path / "text"]
-    assert sample.main([*map(str, origins), "--eval", *map(str, texts), "--json", str(out)]) == 0
-    names = "file", "bytes", "bits_per_byte", "seq_len"
-    figures = [tuple(one[name] for name in names) for one in json.loads(out.read_text())]
-    assert figures[:2] == figures[2:4] == figures[4:] and [
-        seq_len for *_, seq_len in figures[:2]
-    ] == [32, 32]
+    texts = [str(checkpoint.parent.parent / "data"), str(tmp_path / "text")]
+    out = tmp_path / "figures.json"
+    origins = map(str, (checkpoint, exported, exported / "model.safetensors"))
+    assert sample.main([*origins, "--eval", *texts, "--json", str(out)]) == 0
+    figures = json.loads(out.read_text())
+    for figure in figures:
+        del figure["checkpoint"]
+        assert figure["seq_len"] == 32
+    assert figures[:2] == figures[2:4] == figures[4:]
 
 
 def test_nothing_of_an_export_is_executed_or_read_but_config_and_weights(exported, tmp_path):
-    directory, mark = shutil.copytree(exported, tmp_path / "copy"), tmp_path / "executed"
+    directory = shutil.copytree(exported, tmp_path / "copy")
+    mark = tmp_path / "executed"
     for name in MODULES:
         (directory / name).write_text(f"open({str(mark)!r}, 'w')")
     for name in ("pytorch_model.bin", "model.pt", "spider-step9.pt"):
         (directory / name).write_bytes(b"cposix\nsystem\n(S'touch " + os.fsencode(mark) + b"'\ntR.")
-    assert command_line(resuming(tmp_path, directory, "--reset_steps")) == 0 and load_checkpoint(
-        directory
-    )
+    assert command_line(resuming(tmp_path, directory, "--reset_steps")) == 0
+    assert load_checkpoint(directory)
     assert not mark.exists()
 
 
-def test_weights_in_several_files_are_read_by_their_index(exported, model, tmp_path, capsys):
+@pytest.fixture
+def in_several_files(model, tmp_path) -> Path:
+    """An export whose weights are in several files."""
     directory = tmp_path / "shards"
     model.save_pretrained(directory, max_shard_size="200KB")
-    index = directory / "model.safetensors.index.json"
     assert len([*directory.glob("model-*.safetensors")]) > 2
-    one, many = (
-        load_checkpoint(exported)["model_state_dict"],
-        load_checkpoint(directory)["model_state_dict"],
+    return directory
+
+
+def test_weights_in_several_files_are_read_by_their_index(exported, in_several_files, tmp_path):
+    one = load_checkpoint(exported)["model_state_dict"]
+    several = load_checkpoint(in_several_files)["model_state_dict"]
+    assert one.keys() == several.keys()
+    for name, weight in one.items():
+        assert torch.equal(weight, several[name]), name
+    assert command_line(resuming(tmp_path, in_several_files, "--reset_steps")) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ("../shards/model-00001-of-00002.safetensors", "absolute", "config.json", 3)
+)
+def test_an_index_names_only_weights_of_its_directory(exported, in_several_files, capsys, name):
+    if name == "absolute":
+        name = str(exported / "model.safetensors")
+    edit_json(
+        in_several_files / "model.safetensors.index.json",
+        {("weight_map", "spider.null_segment"): name},
     )
-    assert one.keys() == many.keys() and all(
-        torch.equal(weight, many[name]) for name, weight in one.items()
-    )
-    assert command_line(resuming(tmp_path, directory, "--reset_steps", "--max_steps", "1")) == 0
-    for name in (
-        "../shards/model-00001-of-00002.safetensors",
-        str(exported / "model.safetensors"),
-        "config.json",
-        3,
-    ):
-        changed(
-            index,
-            lambda content, name=name: content["weight_map"].update({"spider.null_segment": name}),
-        )
-        capsys.readouterr()
-        assert "can be read safely" in refused([directory, "--prompt", "a"], capsys, **BY_SAMPLE)
+    assert "can be read safely" in refusal(capsys, in_several_files, "--prompt", "a")
 
 
-def changed(path: Path, change):
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
+def edit_json(path: Path, values: dict[tuple[str, ...], object]):
+    """Set values of a JSON file by their keys from the outermost on."""
+    content = json.loads(path.read_text())
+    for (*outer, key), value in values.items():
+        inner = content
+        for name in outer:
+            inner = inner[name]
+        inner[key] = value
+    path.write_text(json.dumps(content))
 
 
-def weights_changed(path: Path, change):
-    weights = load_file(path)
-    change(weights)
-    save_file(weights, path)
+@pytest.fixture
+def copy(exported, tmp_path) -> Path:
+    """A copy of an export, to be spoilt."""
+    return shutil.copytree(exported, tmp_path / "copy")
 
 
-def pipe(path: Path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-SPOILT = {
-    "nested": lambda d: (d / "config.json").write_text("[" * 100_000),
-    "a pipe for config": lambda d: pipe(d / "config.json"),
-    "a pipe for weights": lambda d: pipe(d / "model.safetensors"),
-    "many loops": lambda d: changed(d / "config.json", lambda c: c.update(n_loops=1 << 40)),
-    "no loops": lambda d: changed(d / "config.json", lambda c: c.update(n_loops=0)),
-    "odd size": lambda d: changed(
-        d / "config.json", lambda c: c["spider"].update(hidden_size=1 << 40)
-    ),
-    "a step before 0": lambda d: changed(
-        d / "config.json", lambda c: c["training"].update(step=-1)
-    ),
-    "a flag of another type": lambda d: changed(
-        d / "config.json", lambda c: c["training"]["flags"].update(seq_len="32")
-    ),
-    "a length beyond bounds": lambda d: changed(
-        d / "config.json", lambda c: c["training"]["flags"].update(eval_tokens=1 << 70)
-    ),
-    "a type that no model has": lambda d: weights_changed(
-        d / "model.safetensors",
-        lambda w: w.update({"spider.null_segment": w["spider.null_segment"].bool()}),
-    ),
-    "no JSON": lambda d: (d / "config.json").write_text("no JSON"),
-    "a list": lambda d: (d / "config.json").write_text("[]"),
-    "another model": lambda d: changed(d / "config.json", lambda c: c.pop("spider")),
-    "foreign field": lambda d: changed(d / "config.json", lambda c: c["spider"].update(code="x")),
-    "other size": lambda d: changed(
-        d / "config.json", lambda c: c["spider"].update(hidden_size=48)
-    ),
-    "no training": lambda d: changed(d / "config.json", lambda c: c.update(training=3)),
-    "cut off": lambda d: os.truncate(d / "model.safetensors", 9000),
-    "no weights": lambda d: (d / "model.safetensors").unlink(),
-    "a weight too few": lambda d: weights_changed(
-        d / "model.safetensors", lambda w: w.pop("spider.null_segment")
-    ),
-    "a weight too many": lambda d: weights_changed(
-        d / "model.safetensors", lambda w: w.update(more=torch.ones(2))
-    ),
-    "other shape": lambda d: weights_changed(
-        d / "model.safetensors", lambda w: w.update({"spider.null_segment": torch.ones(33)})
-    ),
-}
-
-
-@pytest.mark.parametrize("what", SPOILT)
-def test_what_is_no_export_is_refused_in_a_line(exported, tmp_path, capsys, what):
-    directory = shutil.copytree(exported, tmp_path / "copy")
-    SPOILT[what](directory)
+def assert_refused(directory: Path, tmp_path, capsys):
     assert str(directory) in refused(resuming(tmp_path, directory, "--reset_steps"), capsys)
+
+
+@pytest.mark.parametrize(
+    "keys, value",
+    (
+        ("n_loops", 1 << 40),
+        ("n_loops", 0),
+        ("spider", None),
+        ("spider.code", "x"),  # no field of it
+        ("spider.hidden_size", 48),
+        ("spider.hidden_size", 1 << 40),
+        ("training", 3),
+        ("training.step", -1),
+        ("training.flags.seq_len", "32"),
+        ("training.flags.eval_tokens", 1 << 70),
+    ),
+)
+def test_an_export_with_a_bad_value_in_its_config_is_refused(copy, tmp_path, capsys, keys, value):
+    edit_json(copy / "config.json", {tuple(keys.split(".")): value})
+    assert_refused(copy, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("content", ("no JSON", "[]", "{}", "[" * 100_000), ids=lambda it: it[:9])
+def test_an_export_whose_config_is_no_models_is_refused(copy, tmp_path, capsys, content):
+    (copy / "config.json").write_text(content)
+    assert_refused(copy, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    (
+        {"spider.null_segment": torch.ones(32, dtype=torch.bool)},
+        {"spider.null_segment": torch.ones(33)},
+        {"spider.null_segment": None},
+        {"more": torch.ones(2)},
+    ),
+    ids=("another dtype", "another shape", "missing", "unknown"),
+)
+def test_an_export_with_other_weights_is_refused(copy, tmp_path, capsys, weights):
+    path = copy / "model.safetensors"
+    changed = load_file(path) | weights
+    save_file({name: weight for name, weight in changed.items() if weight is not None}, path)
+    assert_refused(copy, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ("config.json", "model.safetensors"))
+def test_an_export_with_a_pipe_for_a_file_is_refused(copy, tmp_path, capsys, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    assert_refused(copy, tmp_path, capsys)
+
+
+def test_an_export_with_missing_or_truncated_weights_is_refused(copy, tmp_path, capsys):
+    os.truncate(copy / "model.safetensors", 9000)
+    assert_refused(copy, tmp_path, capsys)
+    (copy / "model.safetensors").unlink()
+    assert_refused(copy, tmp_path, capsys)

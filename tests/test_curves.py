@@ -1,0 +1,237 @@
+"""Curves of runs: what is drawn of metrics.jsonl, at a run's end and as a command."""
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from conftest import make_shards, run_flags
+from spider import curves
+from spider.curves import Point, draw_curves
+
+
+def points(*values: float) -> list[Point]:
+    return [Point(x, value) for x, value in enumerate(values)]
+
+
+def lines_of(steps: int, **values) -> list[dict]:
+    """Lines of metrics.jsonl: a loss of 1.25 bits, an evaluation at each even step, and these
+    values."""
+    lines = []
+    for step in range(1, steps + 1):
+        line = dict(step=step, bytes_seen=100_000 * step, epoch=step // 4, loss=1.25 * math.log(2))
+        if step % 2 == 0:
+            line["val_bpb"] = 2 + abs(step - 6) / 10
+        lines.append(line | values)
+    return lines
+
+
+# --------------------------------------------------------------------------------------------------
+# What is drawn
+
+
+def test_truncated_and_altered_lines_of_metrics_are_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert curves.read_metrics(path) == curves.read_metrics(tmp_path) == []
+    good = [dict(step=step, bytes_seen=100 * step, loss=10.0 / step) for step in range(1, 5)]
+    not_finite = '{"step": 5, "bytes_seen": 500, "loss": %s}'
+    bad = ["[1]", '{"step": 1', "\xff\x00", not_finite % "NaN", not_finite % ("9" * 400)]
+    path.write_text("\n".join([*map(json.dumps, good), *bad]))
+    assert curves.read_metrics(path) == good + [dict(step=5, bytes_seen=500)] * 2
+
+
+def test_a_curve_has_at_most_points_points_each_a_mean_of_steps():
+    lines = [dict(bytes_seen=100 * step, loss=10.0 / step) for step in range(1, 1001)]
+    found = curves.points_of(lines, "loss", 2)
+    assert 200 < len(found) <= curves.POINTS
+    assert found[0].x == pytest.approx(400e-6)
+    assert found[0].y == pytest.approx(2 * (10 + 5 + 10 / 3 + 2.5) / 4)
+
+
+@pytest.mark.parametrize("values", ([1.0], [3.0] * 50, [0.0, 0.0], [-1e30, 1e30]), ids=str)
+def test_limits_of_an_axis_contain_the_curve(values):
+    low, high = curves.span([points(*values)])
+    assert low < min(values) and sorted(values)[len(values) // 2] < high
+
+
+def test_limits_of_an_axis_leave_out_the_first_values():
+    low, high = curves.span([points(5.0, *[1.0] * 99)])
+    assert low < 1 < high < 2
+
+
+def test_smoothing_does_not_shift_a_curve():
+    noisy = points(*(5.0 - 0.01 * n + (-1) ** n for n in range(300)))
+    found = curves.smoothed(noisy)
+    assert [point.x for point in found] == [point.x for point in noisy]
+    assert found[0] == noisy[0]
+    for point in found[8:]:
+        assert point.y == pytest.approx(5.0 - 0.01 * point.x, abs=0.2)
+
+
+def test_beginnings_of_many_epochs_are_not_marked():
+    lines = [line | dict(epoch=line["step"]) for line in lines_of(curves.EPOCHS + 2)]
+    assert len(curves.beginnings(lines[:-1])) == curves.EPOCHS
+    assert curves.beginnings(lines) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Drawing
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """Draw runs; return the figure, which is not rendered."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
+    def draw(**runs):
+        figures = []
+        with monkeypatch.context() as patch:
+            patch.setattr(figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+            draw_curves(tmp_path / "out.png", runs)
+        return figures[0]
+
+    return draw
+
+
+def test_only_charts_with_data_are_drawn_and_loops_only_if_they_vary(drawn):
+    def titles(**runs) -> list[str]:
+        return [axes.get_title().partition("\n")[0] for axes in drawn(**runs).axes]
+
+    constant = lines_of(9, mean_loops=2.0)
+    assert titles(a=constant) == ["bits per byte"]
+    other = lines_of(9, mean_loops=3.0)
+    assert titles(a=constant, b=other) == ["bits per byte", "loops until halting"]
+    varying = [line | dict(mean_loops=1 + 1 / line["step"], lr=0.1) for line in lines_of(9)]
+    assert titles(a=varying) == ["bits per byte", "loops until halting", "learning rate"]
+    sources = lines_of(9, **{"val_bpb/a": 1.5, "val_bpb/b": 2.5})
+    assert titles(a=sources) == ["bits per byte", curves.BY_SOURCE]
+    assert titles(a=[dict(bytes_seen=1)]) == []
+
+
+def test_charts_of_one_run_mark_epochs_and_name_the_last_losses(drawn):
+    figure = drawn(run=lines_of(10, lr=0.125))
+    loss, lr = figure.axes
+    assert loss.get_title() == "bits per byte\ntraining 1.25, validation 2.4 (lowest 2)"
+    assert lr.get_title() == "learning rate\n0.125"
+    assert loss.get_legend() is None and len(figure.legends) == 1
+    for axes in figure.axes:
+        vertical = [line for line in axes.lines if [*line.get_ydata()] == [0, 1]]
+        # after steps 3 and 7, in million bytes
+        assert [line.get_xdata()[0] for line in vertical] == pytest.approx([0.3, 0.7])
+
+
+def test_charts_of_several_runs_have_a_legend_of_their_last_losses(drawn):
+    lines = lines_of(10)
+    _, legend = drawn(first=lines, second=lines[:6]).legends
+    assert [text.get_text() for text in legend.texts] == [
+        "first: training 1.25, validation 2.4 (lowest 2)",
+        "second: training 1.25, validation 2",
+    ]
+
+
+def test_legend_of_sources_stands_above_their_curves(drawn):
+    lines = lines_of(9, **{f"val_bpb/{name}": 2.5 for name in "abcd"})
+    axes = drawn(run=lines).axes[-1]
+    labels = [text.get_text() for text in axes.get_legend().texts]
+    assert labels == [f"{name}: 2.5" for name in "abcd"]
+    low, high = axes.get_ylim()
+    assert (high - 2.5) / (high - low) > 0.6  # without it, a half
+    assert len({line.get_color() for line in axes.lines if len(line.get_xdata()) == 9}) == 4
+
+
+# --------------------------------------------------------------------------------------------------
+# At a run's end, and as a command
+
+
+@pytest.fixture
+def curves_are_drawn(monkeypatch):
+    """Undo that conftest lets tests draw nothing."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(curves, "draw_curves", draw_curves)
+
+
+def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
+    tmp_path, monkeypatch, capsys, curves_are_drawn
+):
+    shards = make_shards(tmp_path / "data")
+    directory = tmp_path / "run"
+    picture = directory / "curves.png"
+
+    def log_of_run(steps: int) -> str:
+        assert train.command_line(run_flags(shards, directory, steps=steps)) == 0
+        return capsys.readouterr().err
+
+    assert "could not draw" not in log_of_run(2)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    curves.write_curves(directory, signal.SIGTERM)
+    assert not picture.exists()
+    with monkeypatch.context() as patch:  # as if it were not installed
+        for name in ("matplotlib", "matplotlib.figure"):
+            patch.setitem(sys.modules, name, None)
+        assert "could not draw" not in log_of_run(3)
+    assert not picture.exists()
+    picture.mkdir()
+    assert "could not draw curves.png" in log_of_run(4)
+
+
+@pytest.mark.parametrize(
+    "argument, label, directory",
+    (
+        (".", "a", "."),
+        ("../x=y", "x=y", "../x=y"),
+        ("mine=../a", "mine", "../a"),
+        ("mine=../x=y", "mine", "../x=y"),
+    ),
+)
+def test_a_directory_without_a_label_has_its_name_for_one(
+    tmp_path, monkeypatch, argument, label, directory
+):
+    for name in ("a", "x=y"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    assert curves.labelled(argument) == (label, Path(directory))
+
+
+@pytest.fixture
+def metrics(tmp_path) -> Path:
+    """A directory with the metrics of two steps."""
+    values = {"loss": 2, "val_bpb": 1, "val_bpb/a": 1, "val_bpb/b": 2}
+    lines = [dict(step=step, bytes_seen=step) | values for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_runs_that_cannot_be_drawn_are_refused_in_a_line(metrics, capsys, curves_are_drawn):
+    out = metrics / "out.png"
+    gone = metrics / "gone"
+    for argv, error in (
+        ([], "usage"),
+        (["a"], "a: there is no metrics.jsonl"),
+        ([f"a={metrics}", f"b={gone}"], f"{gone}: there is no"),
+    ):
+        assert curves.main([str(out), *argv]) == 2 and not out.exists()
+        assert capsys.readouterr().err.startswith(f"curves.py: error: {error}")
+    assert curves.main([str(metrics), f"a={metrics}"]) == 2  # a directory
+
+
+def test_runs_of_one_label_do_not_replace_one_another(metrics, monkeypatch):
+    pytest.importorskip("matplotlib")
+    labels = []
+    monkeypatch.setattr(curves, "draw_curves", lambda out, runs: labels.extend(runs))
+    assert curves.main(["out.png", str(metrics), f"x={metrics}", f"x={metrics}/."]) == 0
+    assert labels == [metrics.name, "x", f"x={metrics}/."]
+
+
+def test_several_runs_of_odd_names_are_drawn_without_a_warning(
+    metrics, capsys, recwarn, curves_are_drawn
+):
+    out = metrics / "out.png"
+    runs = [f"{label}={metrics}" for label in ("$\\frac$", "_", "a\x1b[2J", "漢")]
+    assert curves.main([str(out), *runs]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().err == "" and not recwarn.list
