@@ -1,14 +1,15 @@
 """Measure Spider on this machine: peak rates, an optimizer step, the backends of the experts.
 
     python bench.py --first_hour results  # on a new GPU: tests, runs, all sections
-    python bench.py --only machine  # GPU, versions, compiler and headers
-    python bench.py --device cpu --micro_batch 4 # all sections; takes train.py's flags
+    python bench.py --only machine        # GPU, versions, compiler and headers
+    python bench.py --device cpu --micro_batch 4  # all sections; takes train.py's flags
 
 The batch is by default the one to train with: on a GPU 448 sequences of 256 bytes, in as few
-micro-steps as fit, on a CPU 8. The text is synthetic unless --data_dir is given. A section that
-fails prints its error in one line, then the traceback, and the next one runs. Times are medians.
-MFU is relative to the measured rate of bf16 products and does not count recomputation. On a CPU all
-takes some ten minutes.
+micro-steps as fit, on a CPU 8. The text is synthetic unless --data_dir is given.
+
+Times are medians. MFU is relative to the measured rate of bf16 products and does not count
+recomputation. A section that fails prints its error in one line and the traceback; then the next
+one runs. On a CPU all take some ten minutes.
 """
 
 import gc
@@ -19,10 +20,12 @@ import sysconfig
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from spider import common
 
@@ -30,6 +33,7 @@ if __name__ == "__main__":
     common.set_allocator()  # before torch is imported
 
 import torch
+from torch import Tensor
 
 import train
 from data import Feed, Loader, mock_source, open_data
@@ -40,41 +44,50 @@ from spider.distributed import World
 from tile_moe import moe_forward
 
 
+class StepKind(NamedTuple):
+    """The kinds of steps, of which each is measured once."""
+
+    precision: str
+    compile: str
+
+
 class Bench:
     """The machine, and the flags of train.py for a step."""
 
     def __init__(self, flags: list[str]):
-        self.world = World({})
-        self.device = self.world.device = machine.resolve_device(
-            train.parse_args(flags, environ={}).device
-        )
-        self.on_gpu = self.device.type == "cuda"
-        self.has_fp8 = self.on_gpu and torch.cuda.get_device_capability() >= (8, 9)
-        self.wait = torch.cuda.synchronize if self.on_gpu else lambda: None
-        self.rates = {}  # bytes/s by precision and --compile, as measured
         args = train.parse_args(flags, environ={})
-        self.sources = open_data(args.data_dir) if "data_dir" in args.given else [mock_source(0)]
-        batch = [f"--global_batch={448 * 256}" if self.on_gpu else "--micro_batch=8"]
-        if args.given & {"micro_batch", "grad_accum", "global_batch"}:
-            batch = []
+        self.device = machine.resolve_device(args.device)
+        self.world = World({})
+        self.world.device = self.device
+        self.on_gpu = self.device.type == "cuda"
+        self.has_fp8 = self.on_gpu and machine.has_fp8(self.device)
+        self.rates: dict[StepKind, float] = {}  # bytes/s, as measured
+        self.sources = [mock_source(0)]
+        if "data_dir" in args.given:
+            self.sources = open_data(args.data_dir)
+        batch = []
+        if not args.given & {"micro_batch", "grad_accum", "global_batch"}:
+            batch = [f"--global_batch={448 * 256}" if self.on_gpu else "--micro_batch=8"]
         # The rates keep the weights; at --lr 0 Muon would skip its products.
-        self.flags = [
-            "--seq_len=256",
-            *batch,
-            *flags,
-            "--compile=off",
-            "--lr=1e-20",
-            "--engram_lr=0",
-        ]
+        rates = ["--lr=1e-20", "--engram_lr=0"]
+        self.flags = ["--seq_len=256", *batch, *flags, "--compile=off", *rates]
         # refuses bad flags, before kernels are compiled for the test of `auto`
         self.plan("--moe_backend=grouped")
 
+    def wait(self):
+        """Wait until the device has finished. Raise an error if it is unusable."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
     def plan(self, *flags: str) -> train.Plan:
+        """Settle the plan of a step, with these flags after the others."""
         args = train.parse_args([*self.flags, *flags], environ={})
         args.fp8_experts = args.fp8_experts and args.precision == "fp8"
         return train.settle(args, self.world, sources=self.sources)
 
-    def times(self, function, repetitions: int = 9, warm_up: int = 2) -> list[float]:
+    def times(
+        self, function: Callable[[], object], repetitions: int = 9, warm_up: int = 2
+    ) -> list[float]:
         """Return the sorted times of calls in ms, each until the device has finished."""
         times = []
         for _ in range(warm_up + repetitions):
@@ -85,74 +98,80 @@ class Bench:
             times.append(1e3 * (time.perf_counter() - start))
         return sorted(times[warm_up:])
 
-    def print_table(self, name: str, *rows: dict):
-        keys = list(dict.fromkeys(key for row in rows for key in row))
-        print(f"\n### {name}\n\n| {' | '.join(keys)} |\n|{'---|' * len(keys)}")
-        for row in rows:
-            values = (
-                f"{row[key]:,.3f}" if isinstance(row.get(key), float) else row.get(key, "")
-                for key in keys
-            )
-            print("|", *(f"{value} |" for value in values), flush=True)
+
+def print_table(name: str, rows: list[dict]):
+    """Print rows as a table of Markdown; a row may lack some of the columns."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    print(f"\n### {name}\n")
+    print(f"| {' | '.join(columns)} |")
+    print(f"|{'---|' * len(columns)}")
+    for row in rows:
+        cells = []
+        for column in columns:
+            value = row.get(column, "")
+            cells.append(f"{value:,.3f}" if isinstance(value, float) else str(value))
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def smi(fields: str) -> str:
+# --------------------------------------------------------------------------------------------------
+# Sections
+
+
+def nvidia_smi(fields: str) -> str:
     return subprocess.getoutput(f"nvidia-smi --query-gpu={fields} --format=csv,noheader")
 
 
+PACKAGES = ("torch", "triton", "torchao", "bitsandbytes", "tile-kernels")
+
+
 def describe_machine(b: Bench):
-    header, found = (
-        os.path.join(sysconfig.get_path("include"), "Python.h"),
-        {"threads": torch.get_num_threads()},
-    )
+    """Print the hardware, versions, and what torch.compile needs."""
+    found: dict[str, object] = {"threads": torch.get_num_threads()}
     if b.on_gpu:
-        found |= {
-            "GPU": torch.cuda.get_device_properties(b.device),
-            "driver, highest clocks": smi("driver_version,clocks.max.sm,clocks.max.mem"),
-        }
+        found["GPU"] = torch.cuda.get_device_properties(b.device)
+        found["driver, highest clocks"] = nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem")
+    for package in metadata.distributions():
+        if package.name in PACKAGES:
+            found[package.name] = package.version
+    found["C++ compiler"] = subprocess.getoutput("g++ --version").partition("\n")[0]
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    if not os.path.exists(header):
+        header = "MISSING: install python3-dev"
+    found["Python's headers"] = header
     print("testing torch.compile, which may take a minute", flush=True)
-    packages = "torch", "triton", "torchao", "bitsandbytes", "tile-kernels"
-    found |= {
-        package.name: package.version
-        for package in metadata.distributions()
-        if package.name in packages
-    }
-    found |= {
-        "C++ compiler": subprocess.getoutput("g++ --version").partition("\n")[0],
-        "Python's headers": header if os.path.exists(header) else "MISSING: install python3-dev",
-        "torch.compile": machine.obstacle_to_compile(b.device) or "passes a test",
-    }
-    b.print_table("machine", *({"what": what, "value": value} for what, value in found.items()))
+    found["torch.compile"] = machine.obstacle_to_compile(b.device) or "passes a test"
+    print_table("machine", [{"what": what, "value": value} for what, value in found.items()])
 
 
-def ceilings(b: Bench):
-    n, one = 8192 if b.on_gpu else 2048, torch.ones((), device=b.device)
-    x, w = (torch.randn(n, n, device=b.device) for _ in range(2))
-    x16, w16, x8, w8 = (
-        x.bfloat16(),
-        w.bfloat16(),
-        x.to(torch.float8_e4m3fn),
-        w.to(torch.float8_e4m3fn).t(),
-    )
-    source = torch.empty(1 << (30 if b.on_gpu else 27), dtype=torch.uint8, device=b.device)
-    work = {
-        "copy, read and written": (2 * len(source), source.clone),
-        "product, fp32": (2 * n**3, lambda: x @ w),
-    }
+def measure_ceilings(b: Bench):
+    """Measure the peak rates: of a copy, and of square products."""
+    n_bytes = 1 << (30 if b.on_gpu else 27)
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=b.device)
+    rows = [ceiling(b, "copy, read and written", 2 * n_bytes, source.clone)]
+
+    n = 8192 if b.on_gpu else 2048
+    x = torch.randn(n, n, device=b.device)
+    w = torch.randn(n, n, device=b.device)
+    flops = 2 * n**3
+    rows.append(ceiling(b, "product, fp32", flops, lambda: x @ w))
     if machine.multiplies_bf16(b.device):
-        work["product, bf16"] = 2 * n**3, lambda: x16 @ w16
+        x16 = x.bfloat16()
+        w16 = w.bfloat16()
+        rows.append(ceiling(b, "product, bf16", flops, lambda: x16 @ w16))
     if b.has_fp8:
-        work["product, fp8"] = (
-            2 * n**3,
-            partial(torch._scaled_mm, x8, w8, one, one, None, None, torch.bfloat16, True),
+        x8 = x.to(torch.float8_e4m3fn)
+        w8 = w.to(torch.float8_e4m3fn).t()  # column-major, as the product needs it
+        one = torch.ones((), device=b.device)
+        multiply = partial(
+            torch._scaled_mm, x8, w8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-    b.print_table(
-        "ceilings",
-        *(
-            {"what": name, "TB/s or TFLOP/s": size / median(b.times(function)) / 1e9}
-            for name, (size, function) in work.items()
-        ),
-    )
+        rows.append(ceiling(b, "product, fp8", flops, multiply))
+    print_table("ceilings", rows)
+
+
+def ceiling(b: Bench, name: str, work: float, function: Callable[[], object]) -> dict:
+    """Measure the rate of a function. work: its bytes or FLOPs."""
+    return {"what": name, "TB/s or TFLOP/s": work / median(b.times(function)) / 1e9}
 
 
 class Step:
@@ -161,34 +180,38 @@ class Step:
     def __init__(self, b: Bench, plan: train.Plan):
         torch._dynamo.reset()
         self.plan = plan
-        self.model = train.build_model(self.plan, b.world)
-        self.optimizers = train.optimizers_of(self.plan, self.model)
-        self.feed = Feed(Loader(b.sources, self.plan.seq_len, 0), self.plan, 0, b.device, 0, 0)
+        self.model = train.build_model(plan, b.world)
+        self.optimizers = train.optimizers_of(plan, self.model)
+        self.feed = Feed(Loader(b.sources, plan.seq_len, 0), plan, 0, b.device, 0, 0)
 
     def __call__(self) -> dict:
+        """Take a step; return its metrics."""
         return train.step_alone(self.model, self.optimizers, self.feed.take(), self.plan.n_loops)
 
 
 def measure_step(b: Bench, *flags: str) -> float:
-    """Measure a step, unless one of this precision and --compile was measured before: time, MFU,
-    compilation, memory, clocks, and for how long the GPU works. Return bytes/s."""
+    """Measure a step, and print the table; return bytes/s.
+
+    A kind of step is measured once: a second call returns the first one's rate.
+    """
     if "--compile=on" in flags:
         print("\ncompiling the layers, which may take minutes", flush=True)
     plan = b.plan(*flags)
-    kind = plan.precision, plan.compile
+    kind = StepKind(plan.precision, plan.compile)
     if kind in b.rates:
         return b.rates[kind]
     if b.on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     step = Step(b, plan)
-    metrics = {}
     graphs = torch._dynamo.utils.counters["stats"]
-    (first,) = b.times(lambda: train.warm_up(step.model, plan, b.device), 1, 0)
-    made = graphs["unique_graphs"]
+    (first,) = b.times(lambda: train.warm_up(step.model, plan, b.device), 1, warm_up=0)
+    graphs_before = graphs["unique_graphs"]
+    metrics = []
     # a CPU compiles for each step's documents
-    times = b.times(lambda: metrics.update(step()), 9 if b.on_gpu else 3)
-    rate, length = plan.step_bytes / median(times) * 1e3, metrics["bytes_per_segment"]
+    times = b.times(lambda: metrics.append(step()), 9 if b.on_gpu else 3)
+    rate = plan.step_bytes / median(times) * 1e3
+    length = metrics[-1]["bytes_per_segment"]
     flops = rate * estimate.flops_per_byte(step.model, length, plan.n_loops, plan.seq_len)
     row = {
         "ms": median(times),
@@ -197,32 +220,40 @@ def measure_step(b: Bench, *flags: str) -> float:
         "bytes/segment": length,
         "MFU": flops / machine.product_rate(b.device),
         "first passes, s": first / 1e3,
-        "recompilations": graphs["unique_graphs"] - made,
+        "recompilations": graphs["unique_graphs"] - graphs_before,
     }
     if b.on_gpu:
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        row |= {
-            "estimated, GB": sum(plan.memory.values()) / 1e9,
-            "allocated, GB": allocated / 1e9,
-            "reserved, GB": reserved / 1e9,
-            "reserved/allocated": reserved / allocated,
-            "clocks": smi("clocks.sm,clocks.mem"),
-        }
+        row |= memory_of_step(plan)
         row |= profile(b, step)
-    batch = f"{plan.micro_batch} x {plan.seq_len}" + f" x {plan.grad_accum}" * (plan.grad_accum > 1)
-    b.print_table(
-        f"step of {batch} bytes, {plan.precision}, compile {plan.compile}, recompute "
-        f"{plan.recompute}",
-        row,
-    )
+    batch = f"{plan.micro_batch} x {plan.seq_len}"
+    if plan.grad_accum > 1:
+        batch += f" x {plan.grad_accum}"
+    title = f"step of {batch} bytes, {plan.precision}, compile {plan.compile}"
+    print_table(f"{title}, recompute {plan.recompute}", [row])
     b.rates[kind] = rate
     return rate
 
 
-def profile(b: Bench, step: Step) -> dict:
+def memory_of_step(plan: train.Plan) -> dict:
+    """Return the columns of memory and clocks, after steps on a GPU."""
+    allocated = torch.cuda.max_memory_allocated()
+    reserved = torch.cuda.max_memory_reserved()
+    return {
+        "estimated, GB": sum(plan.memory.values()) / 1e9,
+        "allocated, GB": allocated / 1e9,
+        "reserved, GB": reserved / 1e9,
+        "reserved/allocated": reserved / allocated,
+        "clocks": nvidia_smi("clocks.sm,clocks.mem"),
+    }
+
+
+def profile(b: Bench, step: Callable[[], object]) -> dict:
     """Profile a step; return for how long the GPU works in it, in ms, and the number of kernels and
-    copies. The rest of a step's time the GPU waits for the host. Only the GPU is recorded, which
-    hardly slows the host down."""
+    copies.
+
+    In the rest of a step's time the GPU waits for the host. Only the GPU is recorded, which hardly
+    slows the host down.
+    """
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             step()
@@ -236,93 +267,105 @@ def profile(b: Bench, step: Step) -> dict:
     return {"the GPU works, ms": work.busy, "kernels": work.kernels}
 
 
-def fp8(b: Bench):
-    """Measure FP8: its error beside that of bf16, and its speed, which decides what --precision
+class Gradient(NamedTuple):
+    """The loss of a batch, and the gradient of all dense parameters."""
+
+    loss: float
+    grad: Tensor
+
+
+def gradient_of(b: Bench, precision: str) -> Gradient:
+    """Compute a gradient of the same batch and weights for any precision."""
+    plan = b.plan(
+        f"--precision={precision}",
+        "--moe_backend=grouped",
+        "--micro_batch=8",
+        "--grad_accum=1",
+        f"--global_batch={8 * b.plan().seq_len}",
+    )
+    step = Step(b, plan)
+    sums, _ = train.accumulate(step.model, step.feed.take(), plan.n_loops)
+    grads = [p.grad.flatten().cpu() for p in step.optimizers.dense if p.grad is not None]
+    return Gradient(float(sums["loss"]), torch.cat(grads))
+
+
+def measure_fp8(b: Bench):
+    """Measure the error of FP8 beside that of bf16, and its speed, which decides what --precision
     auto should be."""
     if not b.has_fp8:
-        return print("\nfp8: skipped, this machine has none")
-    found = {}
-    for precision in ("fp32", "bf16", "fp8"):  # on the same batch
-        step = Step(
-            b,
-            b.plan(
-                f"--precision={precision}",
-                "--moe_backend=grouped",
-                "--micro_batch=8",
-                "--grad_accum=1",
-                f"--global_batch={8 * b.plan().seq_len}",
-            ),
-        )
-        sums, _ = train.accumulate(step.model, step.feed.take(), step.plan.n_loops)
-        grads = [p.grad.flatten().cpu() for p in step.optimizers.dense if p.grad is not None]
-        found[precision] = float(sums["loss"]), torch.cat(grads)
-    exact, truth = found.pop("fp32")
-    b.print_table(
-        "error",
-        *(
+        print("\nfp8: skipped, this machine has none")
+        return
+    exact = gradient_of(b, "fp32")
+    rows = []
+    for precision in ("bf16", "fp8"):
+        rounded = gradient_of(b, precision)
+        error = (rounded.grad - exact.grad).norm() / exact.grad.norm()
+        rows.append(
             {
-                "precision": name,
-                "loss - fp32's": loss - exact,
-                "gradient, relative": float((grad - truth).norm() / truth.norm()),
+                "precision": precision,
+                "loss - fp32's": rounded.loss - exact.loss,
+                "gradient, relative": float(error),
             }
-            for name, (loss, grad) in found.items()
-        ),
-    )
-    del step, grads
-    fast, usual = (
-        measure_step(b, "--compile=on", f"--precision={name}") for name in ("fp8", "bf16")
-    )
-    b.print_table(
-        "fp8 relative to bf16",
-        {
-            "bytes/s": fast / usual,
-            "--precision auto should be": "fp8" if fast > 1.1 * usual else "bf16",
-        },
-    )
+        )
+    print_table("error", rows)
+    fp8 = measure_step(b, "--compile=on", "--precision=fp8")
+    bf16 = measure_step(b, "--compile=on", "--precision=bf16")
+    choice = "fp8" if fp8 > 1.1 * bf16 else "bf16"
+    row = {"bytes/s": fp8 / bf16, "--precision auto should be": choice}
+    print_table("fp8 relative to bf16", [row])
 
 
-def experts(b: Bench):
+def measure_experts(b: Bench):
     """Measure the routed experts alone, forward and backward, by backend."""
-    plan, rows = b.plan(), []
-    c, dtype = plan.config, torch.float32 if plan.precision == "fp32" else torch.bfloat16
+    plan = b.plan()
+    c = plan.config
     if not c.has_experts:
-        return print("\nexperts: skipped, this model has none")
-    n = int(plan.micro_batch * plan.seq_len / c.bytes_per_segment)
-    d, e, f = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
-    x, *weights = (
-        torch.randn(shape, device=b.device, dtype=dtype, requires_grad=True)
-        for shape in ((n, d), (e, d, 2 * f), (e, f, d))
-    )
-    share, choice = torch.rand(n, e, device=b.device).softmax(-1).topk(c.n_experts_per_tok)
+        print("\nexperts: skipped, this model has none")
+        return
+    tokens = int(plan.micro_batch * plan.seq_len / c.bytes_per_segment)
+    dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=b.device, dtype=dtype, requires_grad=True)
+
+    x_ND = draw(tokens, c.hidden_size)
+    w_gate_up_EDG = draw(c.n_routed_experts, c.hidden_size, 2 * c.moe_intermediate_size)
+    w_down_EFD = draw(c.n_routed_experts, c.moe_intermediate_size, c.hidden_size)
+    score_NE = torch.rand(tokens, c.n_routed_experts, device=b.device)
+    weights_NK, topk_idx_NK = score_NE.softmax(-1).topk(c.n_experts_per_tok)
+
+    def pass_through(backend: str):
+        y_ND = moe_forward(x_ND, topk_idx_NK, weights_NK, w_gate_up_EDG, w_down_EFD, backend)
+        y_ND.sum().backward()
+
+    rows = []
     for backend in BACKENDS:
-        rows.append({"backend": backend, "tokens": n})
+        row = {"backend": backend, "tokens": tokens}
+        rows.append(row)
         try:
-            rows[-1]["ms"] = median(
-                b.times(
-                    lambda backend=backend: (
-                        moe_forward(x, choice, share, *weights, backend).sum().backward()
-                    )
-                )
-            )
+            row["ms"] = median(b.times(partial(pass_through, backend)))
         except Exception as fault:  # another backend may work
-            rows[-1]["error"] = f"{fault!r:.200}"
+            row["error"] = f"{fault!r:.200}"
             b.wait()  # raises if the GPU is unusable
-    b.print_table("experts", *rows)
+    print_table("experts", rows)
 
 
-SECTIONS = dict(
-    machine=describe_machine,
-    ceilings=ceilings,
-    eager=lambda b: measure_step(b, "--compile=off"),
-    compiled=lambda b: measure_step(b, "--compile=on"),
-    fp8=fp8,
-    experts=experts,
-)
+SECTIONS: dict[str, Callable[[Bench], object]] = {
+    "machine": describe_machine,
+    "ceilings": measure_ceilings,
+    "eager": lambda b: measure_step(b, "--compile=off"),
+    "compiled": lambda b: measure_step(b, "--compile=on"),
+    "fp8": measure_fp8,
+    "experts": measure_experts,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
 
 
 def run(argv: list[str] | None) -> int:
-    """Run sections; return 1 if one fails. After a device assert nothing works in a process: then
-    stop."""
+    """Run sections, or the first hour; return 1 if one fails."""
     parser = Parser(prog="bench.py", description=__doc__)
     parser.add_argument(
         "--only", metavar="NAME,...", help=f"sections to run: {', '.join(SECTIONS)}"
@@ -332,26 +375,34 @@ def run(argv: list[str] | None) -> int:
         type=path_name,
         metavar="DIR",
         help="run everything that a GPU can show, in the order that finds most in the first "
-        "minutes; "
-        "results are in DIR; the same command again runs what has not passed yet. --only: items to "
-        "run, also if they passed; --data_dir: text instead of the repository's own; --device "
-        "cpu: a "
-        "small form, which tests the commands",
+        "minutes; results are in DIR; the same command again runs what has not passed yet. "
+        "--only: items to run, also if they passed; --data_dir: text instead of the repository's "
+        "own; --device cpu: a small form, which tests the commands",
     )
     args, flags = parser.parse_known_args(argv)
     if args.first_hour:
+        # variables that set flags of train.py would change the items
         environ = {
             name: value
             for name, value in os.environ.items()
             if name.lower() not in train.ENVIRONMENT
         }
         return first_hour.run(Path(args.first_hour), args.only, flags, environ)
-    names, status = args.only.split(",") if args.only else [*SECTIONS], 0
-    if unknown := {*names} - SECTIONS.keys():
-        raise UsageError(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(SECTIONS)}")
+    names = args.only.split(",") if args.only else list(SECTIONS)
+    unknown = sorted(set(names) - SECTIONS.keys())
+    if unknown:
+        raise UsageError(f"--only: {', '.join(unknown)}: not among {', '.join(SECTIONS)}")
     machine.start_log("WARNING")
     machine.keep_freed_memory()
-    b = Bench(flags)
+    return run_sections(Bench(flags), names)
+
+
+def run_sections(b: Bench, names: list[str]) -> int:
+    """Run sections; return 1 if one fails.
+
+    After a device assert nothing works in a process: then stop.
+    """
+    status = 0
     for name in names:
         print(f"\n## {name}", flush=True)
         try:
@@ -359,7 +410,7 @@ def run(argv: list[str] | None) -> int:
         except Exception as fault:
             status = 1
             print(f"\n{name}: FAILED: {fault!r:.200}\n{traceback.format_exc()}", flush=True)
-        gc.collect()  # what a failed section held
+        gc.collect()  # tensors of a failed section
         try:
             b.wait()
         except Exception:

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -94,9 +95,9 @@ class Trial:
         }
         self.data_dir = data_dir
         self.device = ("--device", machine.device)
-        self.commands = []
-        self.started = []
-        self.figures = {}
+        self.commands: list[str] = []
+        self.started: list[subprocess.Popen] = []
+        self.figures: dict[str, object] = {}  # for the summary, by name
 
     def start(self, *command: object, **environ: str) -> subprocess.Popen:
         """Start a command in the project's directory; what it prints goes to the log."""
@@ -105,25 +106,30 @@ class Trial:
         with self.log.open("a") as log:
             log.write(f"$ {self.commands[-1]}\n")
             log.flush()
-            self.started.append(
-                subprocess.Popen(
-                    words,
-                    cwd=ROOT,
-                    env=self.environ | environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            process = subprocess.Popen(
+                words,
+                cwd=ROOT,
+                env=self.environ | environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-        return self.started[-1]
+        self.started.append(process)
+        return process
 
-    def wait(
-        self, process: subprocess.Popen, condition: Callable[[], bool] = lambda: False
-    ) -> int | None:
-        """Wait until a process ends, and return its exit status, or until a condition holds. Raise
-        Failed at the time limit; then the log has the place where each process was."""
-        began = shown = time.monotonic()
+    def wait(self, process: subprocess.Popen) -> int:
+        """Wait until a process ends; return its exit status. Raise Failed at the time limit."""
+        self.wait_until(process, lambda: False)
+        return process.returncode
+
+    def wait_until(self, process: subprocess.Popen, condition: Callable[[], bool]):
+        """Wait until a condition holds or a process ends.
+
+        Raise Failed at the time limit. Then the log ends with the stack of each process.
+        """
+        start = time.monotonic()
+        shown = start  # when a line was printed last
         while process.poll() is None and not condition():
             now = time.monotonic()
             if now > self.deadline:
@@ -136,17 +142,15 @@ class Trial:
                 )
             if now > shown + HEARTBEAT:
                 shown = now
-                print(
-                    f"    {now - began:.0f} s: "
-                    f"{last_line(self.log.read_text(errors='replace')):.90}",
-                    flush=True,
-                )
+                line = last_line(self.log.read_text(errors="replace"))
+                print(f"    {now - start:.0f} s: {line:.90}", flush=True)
             time.sleep(0.05)
-        return process.returncode
 
     def run(self, *command: object, check: bool = True, **environ: str) -> tuple[int, str]:
-        """Run a command to its end; return its exit status and what it printed. Raise Failed for a
-        status that is not 0, unless `check` is false."""
+        """Run a command to its end; return its exit status and what it printed.
+
+        Raise Failed for a status that is not 0, unless `check` is false.
+        """
         before = self.log.stat().st_size if self.log.exists() else 0
         status = self.wait(self.start(*command, **environ))
         output = self.log.read_bytes()[before:].decode(errors="replace")
@@ -159,14 +163,15 @@ class Trial:
         return self.run(sys.executable, *arguments, **options)
 
     def train(self, name: str, *flags: object) -> list[dict]:
-        """Run train.py in a new directory; return the metrics of its steps. Raise Failed if one was
-        skipped."""
+        """Run train.py in a new directory; return the metrics of its steps.
+
+        Raise Failed if a loss or gradient was not finite.
+        """
         self.python("train.py", *flags, "--ckpt_dir", self.directory / name)
         lines = read_lines(self.directory / name / "metrics.jsonl")
-        if wrong := [
-            line["step"] for line in lines if line["skipped"] or not math.isfinite(line["loss"])
-        ]:
-            raise Failed(f"loss or gradient is not finite in step {wrong[0]}")
+        for line in lines:
+            if line["skipped"] or not math.isfinite(line["loss"]):
+                raise Failed(f"loss or gradient is not finite in step {line['step']}")
         return lines
 
     def signal_all(self, number: signal.Signals):
@@ -185,39 +190,47 @@ class Trial:
             process.poll()
 
     def processes(self, *environ: str) -> list[int]:
-        """Return the processes of this item; of those only the ones with these settings
-        (NAME=value) in their environment."""
-        wanted = {f"{MARK}={self.directory}".encode(), *(setting.encode() for setting in environ)}
-        found = []
+        """Return the ids of this item's processes, of those with these settings (NAME=value) in
+        their environment."""
+        wanted = {setting.encode() for setting in (f"{MARK}={self.directory}", *environ)}
+        pids = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if wanted <= {*path.read_bytes().split(b"\0")}:
-                    found.append(int(path.parent.name))
-        return found
+                settings = set(path.read_bytes().split(b"\0"))
+                if wanted <= settings:
+                    pids.append(int(path.parent.name))
+        return pids
 
 
 def read_lines(path: Path) -> list[dict]:
     """Return the objects of a .jsonl file, without a last line that is not complete; none if there
     is no file."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def last_line(text: str, pattern: str = r"\S") -> str:
     """Return the last line of a text in which a pattern occurs, or an empty one."""
-    found = [line for line in text.splitlines() if re.search(pattern, line)]
-    return one_line(found[-1].strip()) if found else ""
+    for line in reversed(text.splitlines()):
+        if re.search(pattern, line):
+            return one_line(line.strip())
+    return ""
 
 
 def reason_of(output: str) -> str:
     """Return the line of an output that says best why a command failed."""
-    line = last_line(output, "FAILED") or last_line(output, r"[Ee]rror\b") or last_line(output)
-    return f"{line:.300}"
+    for pattern in ("FAILED", r"[Ee]rror\b"):
+        line = last_line(output, pattern)
+        if line:
+            return f"{line:.300}"
+    return f"{last_line(output):.300}"
 
 
 def read_tables(output: str) -> dict[str, list[dict[str, str]]]:
     """Return the rows of the tables that bench.py printed, by the table's name."""
-    tables = {}
+    tables: dict[str, list[dict[str, str]]] = {}
     for part in output.split("\n### ")[1:]:
         name, _, header, _, *lines = part.split("\n")
         columns = [cell.strip() for cell in header.strip("| ").split("|")]
@@ -234,28 +247,31 @@ def read_tables(output: str) -> dict[str, list[dict[str, str]]]:
 # What the items do
 
 # 1b at sizes at which a CPU takes seconds
+SMALL_SIZES = (
+    "hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,"
+    "q_lora_rank=16,kv_lora_rank=16,qk_nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=32,"
+    "intermediate_size=32,n_routed_experts=2,moe_intermediate_size=16,"
+    "engram_layers=0,engram_dim=16,engram_rows=300,engram_byte_dim=16,engram_byte_rows=300"
+)
 SMALL = (
     "--model=1b",
     "--n_loops=2",
     "--seq_len=64",
     "--micro_batch=2",
     "--eval_tokens=1024",
-    "--set=hidden_size=32,n_prelude_layers=1,n_recurrent_layers=1,n_coda_layers=1,n_heads=2,"
-    "q_lora_rank=16,"
-    "kv_lora_rank=16,qk_nope_head_dim=16,qk_rope_head_dim=16,v_head_dim=32,"
-    "intermediate_size=32,engram_dim=16,"
-    "n_routed_experts=2,moe_intermediate_size=16,engram_layers=0,engram_rows=300,"
-    "engram_byte_rows=300,"
-    "engram_byte_dim=16",
+    f"--set={SMALL_SIZES}",
 )
 COMPILED_IS_EAGER = 0.03  # largest relative difference of a loss, as in tests/test_compile.py
 # Nats by which the losses of 300 steps of `tiny` on a GPU in bf16 may differ from those on the CPU
-# in fp32: at most in the first six steps, before differences grow; in the median; in the median
-# without the sign. Measured on a CPU, from two starts (docs/results/performance.jsonl): bf16
-# differs by up to 0.0004, 0.0004 and 0.0030. Attention whose output is zero for the last 100 rows
-# differs by 0.0027, 0.0006 and 0.0035, attention whose output projections never learn by 0.0114,
-# 0.0082 and 0.0085. Not the largest of all steps, since one with a spike differs by up to 1.2.
-FIRST_STEPS, SHIFT, SPREAD = 0.0015, 0.002, 0.006
+# in fp32. Not the largest of all steps is bounded, since one with a spike differs by up to 1.2.
+FIRST_STEPS = 0.0015  # the most in the first six steps, before differences grow
+SHIFT = 0.002  # in the median
+SPREAD = 0.006  # in the median, without the sign
+# Measured on a CPU, from two starts (docs/results/performance.jsonl):
+#
+#     bf16                                                    0.0004   0.0004   0.0030
+#     attention whose output is zero for the last 100 rows    0.0027   0.0006   0.0035
+#     attention whose output projections never learn          0.0114   0.0082   0.0085
 
 
 def model_of(trial: Trial) -> tuple[str, ...]:
@@ -267,7 +283,7 @@ def inspect_machine(trial: Trial):
     """Describe the machine; fail where torch.compile does not work."""
     _, output = trial.python("bench.py", "--only=machine", *trial.device)
     found = {row["what"]: row["value"] for row in read_tables(output)["machine"]}
-    trial.figures |= {"torch.compile": found["torch.compile"]}
+    trial.figures["torch.compile"] = found["torch.compile"]
     if found["torch.compile"] != "passes a test":
         raise Failed(found["torch.compile"])
 
@@ -280,27 +296,18 @@ def run_tests(trial: Trial, path: Path):
         "-m", "pytest", "-q", "-m", "gpu", "-rs", "--basetemp", trial.directory / "files", path
     )
     if not re.search(r"\d+ passed", output):
-        raise Skipped(
-            next(iter(re.findall(r"^SKIPPED.*?: (.*)$", output, re.MULTILINE)), "no test ran")
-        )
+        reason = re.search(r"^SKIPPED.*?: (.*)$", output, re.MULTILINE)
+        raise Skipped(reason[1] if reason else "no test ran")
     trial.figures["tests"] = last_line(output)
 
 
 def train_briefly(trial: Trial, *flags: str):
-    """Train three steps, evaluate, sample, save. Losses must be those of the eager run, if there
-    was one."""
+    """Train three steps, evaluate, sample, save. The losses must be those of the eager run, if
+    there was one."""
     if "--precision=fp8" in flags and not trial.machine.has_fp8:
         raise Skipped("this GPU has no FP8")
-    lines = trial.train(
-        "run",
-        *model_of(trial),
-        "--mock_data",
-        "--max_steps=3",
-        "--eval_every=2",
-        "--sample_every=3",
-        *flags,
-        *trial.device,
-    )
+    schedule = "--mock_data --max_steps=3 --eval_every=2 --sample_every=3".split()
+    lines = trial.train("run", *model_of(trial), *schedule, *flags, *trial.device)
     last = lines[-1]
     trial.figures |= {
         "loss": last["loss"],
@@ -309,37 +316,36 @@ def train_briefly(trial: Trial, *flags: str):
         "allocated, GB": last["memory"],
     }
     eager = read_lines(trial.directory.parent / "eager" / "run" / "metrics.jsonl")
-    if trial.directory.name != "eager" and len(eager) == len(lines):
-        apart = max(
-            abs(line["loss"] / other["loss"] - 1) for line, other in zip(lines, eager, strict=True)
-        )
-        trial.figures["loss/eager's - 1, at most"] = apart
-        if apart > COMPILED_IS_EAGER:
-            raise Failed(f"a loss is {apart:.1%} from that of the eager run")
+    if trial.directory.name == "eager" or len(eager) != len(lines):
+        return
+    difference = max(
+        abs(line["loss"] / other["loss"] - 1) for line, other in zip(lines, eager, strict=True)
+    )
+    trial.figures["loss/eager's - 1, at most"] = difference
+    if difference > COMPILED_IS_EAGER:
+        raise Failed(f"a loss is {difference:.1%} from that of the eager run")
 
 
 def check_memory_accesses(trial: Trial):
-    """Train a step of `tiny` under compute-sanitizer. Each tensor is an allocation of its own: in
-    the caching allocator's segments an access beyond a tensor would be one of its neighbour."""
-    path = shutil.which(
-        "compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
-    )
-    if path is None:
+    """Train a step of `tiny` under compute-sanitizer.
+
+    Each tensor is an allocation of its own: in the caching allocator's segments an access beyond a
+    tensor would be one of its neighbour.
+    """
+    search = f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
+    sanitizer = shutil.which("compute-sanitizer", path=search)
+    if sanitizer is None:
         raise Skipped("compute-sanitizer, which comes with the CUDA toolkit, is not installed")
+    checks = "--tool=memcheck --report-api-errors=no --error-exitcode=9".split()
+    step = (
+        "train.py --model=tiny --mock_data --seq_len=256 --micro_batch=4 --max_steps=1 "
+        "--eval_every=0 --compile=off"
+    ).split()
     status, output = trial.run(
-        path,
-        "--tool=memcheck",
-        "--report-api-errors=no",
-        "--error-exitcode=9",
+        sanitizer,
+        *checks,
         sys.executable,
-        "train.py",
-        "--model=tiny",
-        "--mock_data",
-        "--seq_len=256",
-        "--micro_batch=4",
-        "--max_steps=1",
-        "--eval_every=0",
-        "--compile=off",
+        *step,
         *trial.device,
         "--ckpt_dir",
         trial.directory / "run",
@@ -357,16 +363,8 @@ def prepare_text(trial: Trial) -> Path | str:
     if trial.data_dir:
         return trial.data_dir
     names = (
-        "README.md",
-        "docs",
-        "spider",
-        "tests",
-        "train.py",
-        "data.py",
-        "sample.py",
-        "spider_model.py",
-        "tile_moe.py",
-    )
+        "README.md docs spider tests train.py data.py sample.py spider_model.py tile_moe.py"
+    ).split()
     inputs = [ROOT / name for name in names if (ROOT / name).exists()]
     trial.python("data.py", "prepare", *inputs, "--ext=.py,.md", "--out", trial.directory / "data")
     return trial.directory / "data"
@@ -375,8 +373,10 @@ def prepare_text(trial: Trial) -> Path | str:
 def compare_with_cpu(trial: Trial):
     """Train `tiny` on real text from the same weights on the GPU in bf16 and on the CPU in fp32;
     compare each loss."""
-    steps, seq_len = (300, 4096) if trial.machine.on_gpu else (8, 256)
-    base = (
+    on_gpu = trial.machine.on_gpu
+    steps = 300 if on_gpu else 8
+    seq_len = 4096 if on_gpu else 256
+    flags: list[object] = [
         "--model=tiny",
         "--data_dir",
         prepare_text(trial),
@@ -386,63 +386,73 @@ def compare_with_cpu(trial: Trial):
         "--eval_every=0",
         "--dropout=0",
         "--no-engram_reset",
-    )
-    if not trial.machine.on_gpu:
-        base = *base, "--set=engram_rows=1000,engram_byte_rows=1000"
-    trial.train("start", *base, "--device=cpu", "--precision=fp32", "--max_steps=1")
-    # GPUs draw other weights from a seed
-    base = *base, "--resume", trial.directory / "start", "--reset_steps"
-    here = trial.train("device", *base, *trial.device, "--compile=off")
-    there = trial.train("cpu", *base, "--device=cpu", "--precision=fp32")
-    apart = [line["loss"] - other["loss"] for line, other in zip(here, there, strict=False)]
-    first = max(map(abs, apart[:6]))
-    shift = median(apart)
-    spread = median(map(abs, apart))
+    ]
+    if not on_gpu:
+        flags.append("--set=engram_rows=1000,engram_byte_rows=1000")
+    trial.train("start", *flags, "--device=cpu", "--precision=fp32", "--max_steps=1")
+    # from a file, since GPUs draw other weights from a seed
+    flags += ["--resume", trial.directory / "start", "--reset_steps"]
+    here = trial.train("device", *flags, *trial.device, "--compile=off")
+    there = trial.train("cpu", *flags, "--device=cpu", "--precision=fp32")
+    differences = [line["loss"] - other["loss"] for line, other in zip(here, there, strict=False)]
+    first = max(map(abs, differences[:6]))
+    shift = median(differences)
+    spread = median(map(abs, differences))
     trial.figures |= {
-        "steps": len(apart),
+        "steps": len(differences),
         "loss": here[-1]["loss"],
         "bytes/s": here[-1]["tok_per_sec"],
         "difference from the CPU's, first six steps": first,
         "... median": shift,
         "... median without its sign": spread,
-        "... largest": max(apart, key=abs),
+        "... largest": max(differences, key=abs),
     }
-    if len(apart) < steps:
-        raise Failed(f"{len(apart)} steps of {steps}")
-    if trial.machine.on_gpu and (first > FIRST_STEPS or abs(shift) > SHIFT or spread > SPREAD):
+    if len(differences) < steps:
+        raise Failed(f"{len(differences)} steps of {steps}")
+    if on_gpu and (first > FIRST_STEPS or abs(shift) > SHIFT or spread > SPREAD):
         raise Failed(
-            f"the losses differ from the CPU's by {first:.4f} in the first six steps, "
-            f"{shift:.4f} in the "
-            f"median, {spread:.4f} without its sign: more than rounding ({FIRST_STEPS}, {SHIFT}, "
-            f"{SPREAD})"
+            f"the losses differ from the CPU's by {first:.4f} in the first six steps, {shift:.4f} "
+            f"in the median, {spread:.4f} without its sign: more than rounding ({FIRST_STEPS}, "
+            f"{SHIFT}, {SPREAD})"
         )
 
 
 def use_checkpoint(trial: Trial):
     """Train a step; let sample.py write, evaluate and export."""
-    trial.train(
-        "run",
-        *model_of(trial),
-        "--mock_data",
-        "--max_steps=1",
-        "--eval_every=0",
-        "--compile=off",
-        *trial.device,
-    )
+    step = "--mock_data --max_steps=1 --eval_every=0 --compile=off".split()
+    trial.train("run", *model_of(trial), *step, *trial.device)
+    run = trial.directory / "run"
+    export = trial.directory / "export"
     text = trial.directory / "text.txt"
-    text.write_bytes((ROOT / "train.py").read_bytes()[: 20_000 if trial.machine.on_gpu else 500])
-    sample = "sample.py", trial.directory / "run"
-    trial.python(*sample, "--prompt=def ", "--bytes=100", *trial.device)
-    found = trial.directory / "eval.json"
-    trial.python(*sample, "--eval", text, "--json", found, *trial.device)
-    trial.figures["bits per byte after a step"] = json.loads(found.read_text())[0]["bits_per_byte"]
+    length = 20_000 if trial.machine.on_gpu else 500
+    text.write_bytes((ROOT / "train.py").read_bytes()[:length])
+    writing = ("--prompt=def ", "--bytes=100", *trial.device)
+    trial.python("sample.py", run, *writing)
+    scores = trial.directory / "eval.json"
+    trial.python("sample.py", run, "--eval", text, "--json", scores, *trial.device)
+    trial.figures["bits per byte after a step"] = json.loads(scores.read_text())[0]["bits_per_byte"]
     if importlib.util.find_spec("safetensors") is None:
         trial.figures["export"] = "skipped: safetensors is not installed"
         return
-    trial.python(*sample, "--export", trial.directory / "export")
-    trial.python(
-        "sample.py", trial.directory / "export", "--prompt=def ", "--bytes=100", *trial.device
-    )
+    trial.python("sample.py", run, "--export", export)
+    trial.python("sample.py", export, *writing)
+
+
+# columns of bench.py's tables that the summary has
+COLUMNS = (
+    "ms",
+    "bytes/s",
+    "MFU",
+    "TB/s or TFLOP/s",
+    "estimated, GB",
+    "allocated, GB",
+    "reserved, GB",
+    "the GPU works, ms",
+    "kernels",
+    "gradient, relative",
+    "--precision auto should be",
+    "error",
+)
 
 
 def measure(trial: Trial, sections: str, *flags: object):
@@ -450,41 +460,25 @@ def measure(trial: Trial, sections: str, *flags: object):
     status, output = trial.python(
         "bench.py", f"--only={sections}", *flags, *trial.device, check=False
     )
-    shown = (
-        "ms",
-        "bytes/s",
-        "MFU",
-        "TB/s or TFLOP/s",
-        "estimated, GB",
-        "allocated, GB",
-        "reserved, GB",
-        "the GPU works, ms",
-        "kernels",
-        "gradient, relative",
-        "--precision auto should be",
-        "error",
-    )
-    for name, rows in read_tables(output).items():
+    for table, rows in read_tables(output).items():
         for row in rows:
             what = row.get("what") or row.get("backend") or row.get("precision")
-            trial.figures[f"{name}: {what}" if what else name] = ", ".join(
-                f"{column} {row[column]}" for column in shown if row.get(column)
-            )
+            name = f"{table}: {what}" if what else table
+            cells = [f"{column} {row[column]}" for column in COLUMNS if row.get(column)]
+            trial.figures[name] = ", ".join(cells)
     if status:
         raise Failed(f"exit status {status}: {reason_of(output)}")
 
 
 def measure_short_documents(trial: Trial):
     """Measure a step of the default batch, filled with lines of about 50 bytes as documents."""
-    lines = []
-    for path in [
-        *ROOT.glob("*.py"),
-        *(ROOT / "spider").glob("*.py"),
-        *(ROOT / "tests").glob("*.py"),
-    ]:
-        lines += [line for line in path.read_text().splitlines() if 30 <= len(line) <= 70]
     text = trial.directory / "lines.jsonl"
-    text.write_text("".join(f"{json.dumps({'text': line})}\n" for line in lines))
+    with text.open("w") as file:
+        for folder in (ROOT, ROOT / "spider", ROOT / "tests"):
+            for path in folder.glob("*.py"):
+                for line in path.read_text().splitlines():
+                    if 30 <= len(line) <= 70:
+                        file.write(f"{json.dumps({'text': line})}\n")
     trial.python("data.py", "prepare", text, "--out", trial.directory / "data")
     measure(trial, "eager", *batch_of_recipe(trial), "--data_dir", trial.directory / "data")
 
@@ -496,17 +490,9 @@ def batch_of_recipe(trial: Trial) -> tuple[str, ...]:
 
 def trace_steps(trial: Trial):
     """Keep a profiler's trace of compiled steps, compressed; a CPU does not compile."""
-    compile_it = "on" if trial.machine.on_gpu else "off"
-    trial.train(
-        "run",
-        *model_of(trial),
-        "--mock_data",
-        "--max_steps=6",
-        "--eval_every=0",
-        f"--compile={compile_it}",
-        "--profile",
-        *trial.device,
-    )
+    steps = "--mock_data --max_steps=6 --eval_every=0 --profile".split()
+    compiled = "--compile=on" if trial.machine.on_gpu else "--compile=off"
+    trial.train("run", *model_of(trial), *steps, compiled, *trial.device)
     trace = trial.directory / "run" / "trace.json"
     work = read_trace(trace)
     if trial.machine.on_gpu and not work.kernels:
@@ -527,42 +513,38 @@ def kill_a_rank(trial: Trial):
     if trial.machine.on_gpu and trial.machine.gpus < 2:
         raise Skipped("there is one GPU")
     run = trial.directory / "run"
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
+    flags = "--shards=2 --mock_data --eval_every=0 --ckpt_every=3 --compile=off".split()
     command = (
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
+        *torchrun,
         "train.py",
-        "--shards=2",
         *model_of(trial),
-        "--mock_data",
-        "--eval_every=0",
-        "--ckpt_every=3",
-        "--compile=off",
+        *flags,
         *trial.device,
         "--ckpt_dir",
         run,
     )
     job = trial.start(*command, "--max_steps=1000000")
-    trial.wait(job, lambda: any(run.glob("spider-step*.pt")))
+    trial.wait_until(job, lambda: any(run.glob("spider-step*.pt")))
     if job.returncode is not None:
-        raise Failed(
-            f"exit status {job.returncode}: {reason_of(trial.log.read_text(errors='replace'))}"
-        )
-    # the others are what the rank has started
-    os.kill(min(trial.processes("LOCAL_RANK=1")), signal.SIGKILL)
+        reason = reason_of(trial.log.read_text(errors="replace"))
+        raise Failed(f"exit status {job.returncode}: {reason}")
+    rank = min(trial.processes("LOCAL_RANK=1"))  # the others are what the rank has started
+    os.kill(rank, signal.SIGKILL)
     killed = time.monotonic()
     if trial.wait(job) == 0:
         raise Failed("torchrun ended with status 0 after one of its ranks had been killed")
     trial.figures["seconds until the other rank had ended"] = time.monotonic() - killed
-    done = read_lines(run / "metrics.jsonl")[-1]["step"]
-    _, output = trial.run(*command, f"--max_steps={done + 3}")
+    before = read_lines(run / "metrics.jsonl")[-1]["step"]
+    last = before + 3
+    _, output = trial.run(*command, f"--max_steps={last}")
     lines = read_lines(run / "metrics.jsonl")
-    if "resuming from" not in output or [line["step"] for line in lines] != [*range(1, done + 4)]:
-        raise Failed(f"the same command did not resume and train to step {done + 3}")
+    steps = [line["step"] for line in lines]
+    if "resuming from" not in output or steps != list(range(1, last + 1)):
+        raise Failed(f"the same command did not resume and train to step {last}")
     trial.figures |= {
-        "steps before and after": f"{done}, {lines[-1]['step']}",
+        "steps before and after": f"{before}, {last}",
         "loss": lines[-1]["loss"],
         "bytes/s": lines[-1]["tok_per_sec"],
     }
@@ -583,38 +565,34 @@ class Item:
     needs_gpu: bool = False
 
 
-FIRST_TESTS = "tile_moe", "grouped_triton", "tile_kernels", "compile"
+FIRST_TESTS = ("tile_moe", "grouped_triton", "tile_kernels", "compile")  # kernels
 
 
-def items_of_tests() -> list[Item]:
-    """Return an item for each file with tests that need CUDA, those of kernels first."""
-    paths = [
-        path
-        for path in sorted((ROOT / "tests").glob("test_*.py"))
-        if "mark.gpu\n" in path.read_text()
-    ]
-    found = {path.stem.removeprefix("test_"): path for path in paths}
-    order = sorted(
-        found, key=lambda name: FIRST_TESTS.index(name) if name in FIRST_TESTS else len(FIRST_TESTS)
-    )
-    return [
-        Item(
-            f"test_{name}",
-            f"tests of {found[name].name} that need CUDA",
-            600,
-            lambda trial, path=found[name]: run_tests(trial, path),
-            needs_gpu=True,
-        )
-        for name in order
-    ]
+def items_of_tests() -> dict[str, Item]:
+    """Return an item for each file with tests that need CUDA, by name (without test_), those of
+    FIRST_TESTS first."""
+    paths = {}
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        if "mark.gpu\n" in path.read_text():
+            paths[path.stem.removeprefix("test_")] = path
+    names = [name for name in FIRST_TESTS if name in paths]
+    names += [name for name in paths if name not in FIRST_TESTS]
+    items = {}
+    for name in names:
+        work = partial(run_tests, path=paths[name])
+        what = f"tests of {paths[name].name} that need CUDA"
+        items[name] = Item(f"test_{name}", what, 600, work, needs_gpu=True)
+    return items
 
 
 def plan_items(on_gpu: bool) -> list[Item]:
     """Return all items in order. A CPU does not compile: that takes it minutes."""
     compiled = "--compile=on" if on_gpu else "--compile=off"
     sections = "compiled,fp8" if on_gpu else "eager,fp8"
+    sizes = () if on_gpu else SMALL
     tests = items_of_tests()
-    kernels = [item for item in tests if item.name.removeprefix("test_") in FIRST_TESTS]
+    kernels = [item for name, item in tests.items() if name in FIRST_TESTS]
+    others = [item for name, item in tests.items() if name not in FIRST_TESTS]
     return [
         Item(
             "machine",
@@ -661,7 +639,7 @@ def plan_items(on_gpu: bool) -> list[Item]:
             300,
             measure_short_documents,
         ),
-        *(item for item in tests if item not in kernels),
+        *others,
         Item(
             "two_gpus",
             "two ranks with --shards 2, one of them killed, and resumed",
@@ -679,7 +657,7 @@ def plan_items(on_gpu: bool) -> list[Item]:
             "step",
             "a compiled step of 448 x 256 bytes in bf16 and in FP8",
             1500,
-            lambda trial: measure(trial, sections, *(() if on_gpu else SMALL)),
+            lambda trial: measure(trial, sections, *sizes),
         ),
         Item(
             "step_2048",
@@ -691,13 +669,13 @@ def plan_items(on_gpu: bool) -> list[Item]:
             "step_eager",
             "an eager step of 448 x 256 bytes",
             300,
-            lambda trial: measure(trial, "eager", *(() if on_gpu else SMALL)),
+            lambda trial: measure(trial, "eager", *sizes),
         ),
         Item(
             "experts",
             "the routed experts by backend",
             300,
-            lambda trial: measure(trial, "experts", *(() if on_gpu else SMALL)),
+            lambda trial: measure(trial, "experts", *sizes),
         ),
     ]
 
@@ -708,7 +686,8 @@ def plan_items(on_gpu: bool) -> list[Item]:
 # In a process of its own, so that a GPU that no process can use ends that one alone
 PROBE = """
 import json, sys, torch
-names, has_fp8 = [], True
+names = []
+has_fp8 = True
 for i in range(torch.cuda.device_count() if sys.argv[1] == "cuda" else 0):
     x = torch.ones(8, device=f"cuda:{i}")
     assert float((x + x).sum()) == 16
@@ -716,7 +695,7 @@ for i in range(torch.cuda.device_count() if sys.argv[1] == "cuda" else 0):
     has_fp8 &= torch.cuda.get_device_capability(i) >= (8, 9)
 print(json.dumps([torch.version.cuda, has_fp8, *names]))
 """
-PACKAGES = "torch", "triton", "torchao", "tile-kernels"
+PACKAGES = ("torch", "triton", "torchao", "tile-kernels")
 
 
 def probe(device: str, environ: Mapping[str, str]) -> Machine:
@@ -742,7 +721,9 @@ def probe(device: str, environ: Mapping[str, str]) -> Machine:
     installed = {package.name.lower(): package.version for package in metadata.distributions()}
     versions = [f"Python {platform.python_version()}", f"CUDA {cuda}"]
     versions += [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
-    name = ", ".join(gpus) or f"{platform.machine()}, {os.cpu_count()} cores"
+    name = f"{platform.machine()}, {os.cpu_count()} cores"
+    if gpus:
+        name = ", ".join(gpus)
     return Machine(device, name, len(gpus), ", ".join(versions), has_fp8)
 
 
@@ -765,52 +746,55 @@ def run(
     environ: Mapping[str, str],
     items: list[Item] | None = None,
 ) -> int:
-    """Run the items that have not passed, or those that are named (NAME,...). Return 0, or 1 if one
-    has failed.
+    """Run the items that have not passed, or those that `only` names (NAME,...). Return 0, or 1 if
+    one has failed.
 
     Raise UsageError for a bad flag, a directory of something else, or a GPU that is unusable at the
-    start."""
+    start.
+    """
     parser = Parser(prog="bench.py --first_hour DIR")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--data_dir", type=path_name)
     args = parser.parse_args(flags)
-    items = plan_items(args.device == "cuda") if items is None else items
+    if items is None:
+        items = plan_items(args.device == "cuda")
+    known = [item.name for item in items]
     names = only.split(",") if only else []
-    if unknown := {*names} - {item.name for item in items}:
-        raise UsageError(
-            f"--only: {', '.join(sorted(unknown))}: not among "
-            f"{', '.join(item.name for item in items)}"
-        )
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise UsageError(f"--only: {', '.join(unknown)}: not among {', '.join(known)}")
     directory = directory.resolve()
     if directory.exists() and any(directory.iterdir()) and not (directory / RESULTS).exists():
         raise UsageError(f"{directory} holds other files: name a new directory")
     machine = probe(args.device, environ)
     directory.mkdir(parents=True, exist_ok=True)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    hour = Hour(
-        directory,
-        machine,
-        environ,
-        os.path.abspath(args.data_dir) if args.data_dir else None,
-        items,
-        commit(),
-    )
+    forbid_core_dumps()
+    data_dir = os.path.abspath(args.data_dir) if args.data_dir else None
+    hour = Hour(directory, machine, environ, data_dir, items, commit())
     with locked(directory), exiting_on(signal.SIGTERM, signal.SIGHUP):
         return hour.run(names)
 
 
+def forbid_core_dumps():
+    """Let no process of an item leave a core dump, which may be as large as its memory."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
+
+
 @contextmanager
 def exiting_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Let signals end this process like Ctrl-C, so that it ends those of an item. One that is
-    ignored stays so."""
+    """Let signals end this process like Ctrl-C, so that it ends those of an item.
 
-    def leave(number: int, _):
+    A signal that is ignored stays so.
+    """
+
+    def exit_by_signal(number: int, _frame: object):
         sys.exit(128 + number)
 
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, leave)
+            signal.signal(number, exit_by_signal)
     try:
         yield
     finally:
@@ -830,25 +814,16 @@ class Hour:
     commit: str
 
     def run(self, names: list[str]) -> int:
-        """Run the items with these names, or all that have not passed here. Stop early only if no
-        process can use the GPU any more."""
-        results = self.directory / RESULTS
-        results.touch()
-        latest = {
-            record["item"]: record
-            for record in read_lines(results)
-            if (record["machine"], record["versions"]) == (self.machine.name, self.machine.versions)
-        }
-        passed = {name for name, record in latest.items() if record["status"] == "passed"}
-        due = [
-            item
-            for item in self.items
-            if (item.name in names if names else item.name not in passed)
-        ]
+        """Run the items with these names, or all that have not passed here; return the exit status.
+
+        Stop early only if no process can use the GPU any more.
+        """
+        latest = self.latest_records()
+        due = self.due_items(names, latest)
+        minutes = sum(item.limit for item in due) / 60
         print(
-            f"{self.title()}\n{len(due)} of {len(self.items)} items to run, at most "
-            f"{sum(item.limit for item in due) / 60:.0f} minutes in all; results in "
-            f"{self.directory}",
+            f"{self.title()}\n{len(due)} of {len(self.items)} items to run, at most {minutes:.0f} "
+            f"minutes in all; results in {self.directory}",
             flush=True,
         )
         for number, item in enumerate(due, 1):
@@ -857,12 +832,13 @@ class Hour:
                 f"min",
                 flush=True,
             )
-            record = latest[item.name] = self.perform(item)
+            record = self.perform(item)
             print(
                 f"    {record['status']} after {record['seconds']:.0f} s: {describe(record)}",
                 flush=True,
             )
-            with results.open("a") as file:
+            latest[item.name] = record
+            with (self.directory / RESULTS).open("a") as file:
                 file.write(f"{json.dumps(record)}\n")
             self.write_summary(latest)
             if record["status"] == FAILED and self.machine.on_gpu:
@@ -874,41 +850,62 @@ class Hour:
                         f"the rest"
                     )
                     break
-        print(
-            (self.directory / "summary.md").read_text() if due else "all items have passed",
-            flush=True,
-        )
+        if due:
+            print((self.directory / "summary.md").read_text(), flush=True)
+        else:
+            print("all items have passed", flush=True)
         return int(any(record["status"] == FAILED for record in latest.values()))
 
+    def latest_records(self) -> dict[str, dict]:
+        """Return the last record of each item on this machine with these versions."""
+        results = self.directory / RESULTS
+        results.touch()
+        here = (self.machine.name, self.machine.versions)
+        return {
+            record["item"]: record
+            for record in read_lines(results)
+            if (record["machine"], record["versions"]) == here
+        }
+
+    def due_items(self, names: list[str], latest: Mapping[str, dict]) -> list[Item]:
+        """Return the items with these names; without names, those that have not passed."""
+        if names:
+            return [item for item in self.items if item.name in names]
+        passed = {name for name, record in latest.items() if record["status"] == "passed"}
+        return [item for item in self.items if item.name not in passed]
+
     def perform(self, item: Item) -> dict:
-        """Run an item in a new directory of its own, and end all its processes; return its
-        record."""
-        own = self.directory / item.name
-        trial = Trial(own, item.limit, self.machine, self.environ, self.data_dir)
-        trial.end()  # what a killed process like this one has left
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir()
-        began = time.monotonic()
-        status, reason = "passed", ""
+        """Run an item in a new directory, and end all its processes; return its record."""
+        directory = self.directory / item.name
+        trial = Trial(directory, item.limit, self.machine, self.environ, self.data_dir)
+        trial.end()  # processes that a killed first hour has left
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        start = time.monotonic()
+        status = "passed"
+        reason = ""
         try:
             if item.needs_gpu and not self.machine.on_gpu:
                 raise Skipped("needs CUDA")
             item.work(trial)
         except Skipped as why:
-            status, reason = "skipped", str(why)
+            status = "skipped"
+            reason = str(why)
         except Failed as why:
-            status, reason = FAILED, str(why)
+            status = FAILED
+            reason = str(why)
         except Exception as fault:  # a file or a table is not as this module expects
-            status, reason = FAILED, f"{fault!r:.300}"
+            status = FAILED
+            reason = f"{fault!r:.300}"
         finally:
             trial.end()
-            for path in own.rglob("*"):
+            for path in directory.rglob("*"):
                 if path.is_file() and path.suffix not in KEPT:
                     path.unlink()
         return {
             "item": item.name,
             "status": status,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(time.monotonic() - start, 1),
             "reason": reason,
             "figures": trial.figures,
             "commands": trial.commands,
@@ -932,19 +929,23 @@ class Hour:
             "|---|---|---|---|---|",
         ]
         for item in self.items:
-            cells = [item.name, item.what, "not run", "", ""]
-            if record := latest.get(item.name):
-                cells[2:] = [record["status"], f"{record['seconds']:.0f}", describe(record)]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            record = latest.get(item.name)
+            result = ("not run", "", "")
+            if record is not None:
+                result = (record["status"], f"{record['seconds']:.0f}", describe(record))
+            cells = [cell.replace("|", "\\|") for cell in (item.name, item.what, *result)]
+            lines.append(f"| {' | '.join(cells)} |")
         with durable(self.directory / "summary.md") as file:
             file.write("\n".join(lines) + "\n")
 
 
 def describe(record: Mapping) -> str:
     """Describe what an item found, in one line."""
-    found = [record["reason"]] if record["reason"] else []
+    parts = []
+    if record["reason"]:
+        parts.append(record["reason"])
     for name, value in record["figures"].items():
         if isinstance(value, float):
             value = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        found.append(f"{name}: {value}")
-    return one_line("; ".join(found))
+        parts.append(f"{name}: {value}")
+    return one_line("; ".join(parts))

@@ -7,9 +7,11 @@ windows, and varlen_attn always gives it one.
 """
 
 import importlib.util
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import attention
 
@@ -29,9 +31,12 @@ IMPLEMENTATIONS = (  # the fastest first
 
 
 def choose_flash_attention(device: torch.device, heads: int, width: int, window: int) -> str:
-    """Activate the first of IMPLEMENTATIONS that is installed, supports this GPU and passes a test
-    with this number and width of heads, without a window and with this one (in rows; 0: none);
-    return a line for the log, or "" if none is installed."""
+    """Activate the first usable implementation; return a line for the log, or "" if none is
+    installed.
+
+    It must support this GPU and pass a test with this number and width of heads, without a window
+    and with this one. window: in rows, 0 for none.
+    """
     remarks = []
     for implementation in IMPLEMENTATIONS:
         if not is_usable(implementation, device):
@@ -42,7 +47,8 @@ def choose_flash_attention(device: torch.device, heads: int, width: int, window:
             if wrong is None and window:
                 wrong = find_wrong_attention(device, heads, width, window)
         except Exception as fault:  # whatever a prototype provokes
-            wrong = f"it fails ({type(fault).__name__}: {str(fault).partition(chr(10))[0][:200]})"
+            reason = str(fault).partition("\n")[0]
+            wrong = f"it fails ({type(fault).__name__}: {reason[:200]})"
         if wrong is None:
             remarks.append(f"attention by {implementation.name}")
             break
@@ -53,12 +59,21 @@ def choose_flash_attention(device: torch.device, heads: int, width: int, window:
 
 def is_usable(implementation: Implementation, device: torch.device) -> bool:
     """Return whether an implementation is installed and supports a device."""
+    if device.type != "cuda":
+        return False
     try:
-        if device.type != "cuda" or importlib.util.find_spec(implementation.module) is None:
+        if importlib.util.find_spec(implementation.module) is None:
             return False
     except ImportError:  # it lacks a package in which the module would be
         return False
     return torch.cuda.get_device_capability(device)[0] in implementation.capabilities
+
+
+class AttentionResults(NamedTuple):
+    value: Tensor
+    grad_q: Tensor
+    grad_k: Tensor
+    grad_v: Tensor
 
 
 def find_wrong_attention(device: torch.device, heads: int, width: int, window: int) -> str | None:
@@ -66,38 +81,54 @@ def find_wrong_attention(device: torch.device, heads: int, width: int, window: i
     or return None."""
     from torch.nn.attention.varlen import varlen_attn
 
-    lengths = torch.tensor([200, 1, 57, 300])
-    cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).to(device, torch.int32)
-    rows, longest = int(lengths.sum()), int(lengths.max())
+    lengths = torch.tensor([200, 1, 57, 300])  # of documents
+    longest = int(lengths.max())
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
     generator = torch.Generator(device).manual_seed(0)
-    q, k, upstream = (
-        torch.randn(rows, heads, width, generator=generator, device=device) for _ in range(3)
-    )
-    v = torch.randn(rows, heads, 2 * width, generator=generator, device=device)
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
-        attended = *inputs[:2], inputs[2][:, :, width:]  # a slice, as a layer's values are
-        if dtype == torch.bfloat16:
-            out = varlen_attn(
-                *attended, cu_seqlens, cu_seqlens, longest, longest, window_size=(window - 1, 0)
-            )
-        else:
-            out = attend_by_mask(*attended, cu_seqlens, window)
-        results.append((out, *torch.autograd.grad(out, inputs, upstream.bfloat16().to(dtype))))
-    for name, ours, exact in zip(
-        ("value", "gradient of q", "gradient of k", "gradient of v"), *results, strict=True
+
+    def draw(width: int) -> Tensor:
+        rows = int(lengths.sum())
+        numbers = torch.randn(rows, heads, width, generator=generator, device=device)
+        return numbers.bfloat16()
+
+    q = draw(width)
+    k = draw(width)
+    upstream = draw(width)
+    wide_v = draw(2 * width)  # of which v is a slice, as a layer's values are
+
+    def compute(attend: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype):
+        inputs = [t.to(dtype).requires_grad_() for t in (q, k, wide_v)]
+        value = attend(inputs[0], inputs[1], inputs[2][:, :, width:])
+        grads = torch.autograd.grad(value, inputs, upstream.to(dtype))
+        return AttentionResults(value.detach(), *grads)
+
+    def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = varlen_attn(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(window - 1, 0)
+        )
+        assert isinstance(out, Tensor)  # a tuple only if asked
+        return out
+
+    def by_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_by_mask(q, k, v, cu_seqlens, window)
+
+    ours = compute(by_kernel, torch.bfloat16)
+    exact = compute(by_mask, torch.float32)
+    for name, result, wanted in zip(
+        ("value", "gradient of q", "gradient of k", "gradient of v"), ours, exact, strict=True
     ):
-        off = float((ours.detach().float() - exact.detach()).norm() / exact.detach().norm())
-        if not off <= TOLERANCE:
+        off = float((result.float() - wanted).norm() / wanted.norm())
+        if not off <= TOLERANCE:  # also NaN
             within = f" within a window of {window}" if window else ""
             return f"its {name} is off by {off:.1%} on this GPU{within}"
     return None
 
 
 def attend_by_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int = 0) -> Tensor:
-    """Attend causally inside each document, to at most `window` rows (0: all), by a mask over all
-    rows: [rows, H, width] -> the same."""
+    """Attend causally inside each document by a mask over all rows: [rows, H, width] -> the same.
+
+    window: the most rows that a row attends to, 0 for all.
+    """
     row = torch.arange(len(q), device=q.device)
     document = torch.searchsorted(cu_seqlens[1:], row, right=True)
     back = row[:, None] - row
@@ -105,4 +136,5 @@ def attend_by_mask(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: 
     if window:
         hidden |= back >= window
     score = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum("hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    weights = score.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)

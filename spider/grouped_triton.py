@@ -2,17 +2,22 @@
 the host.
 
 Shapes: P rows sorted by expert, E experts, weights [E, D, F]. Rows of expert e end at
-expert_end[e], which only the device reads; their number is any, 0 included. D and F are multiples
-of 16: blocks are powers of two that divide them, so only rows need masks. Sums are fp32, of
-products of bf16 or, without TF32, of fp32.
+expert_end[e], which only the device reads. An expert may have any number of rows, 0 included. D and
+F are multiples of 16. Blocks are powers of two that divide them, so only rows need masks. Sums are
+fp32, of products of bf16 or, without TF32, of fp32.
 
-Blocks of 128 x 128 with 8 warps read an operand 64 FLOP a byte from the L2 cache, those of 64 x 128
-with 4 warps 43; both have 64 sums a thread. But an expert's last block is half empty on average: at
-the 340 rows of `1b`'s experts for 112 x 256 bytes that is 9% of the work with 64 rows and 19% with
-128, at the 1,550 for 64 x 2048 bytes 2% and 4%. So blocks have 128 rows where experts have
-LARGE_FROM of them on average. Gradients of weights always have large blocks, since D and F are no
+Sizes of blocks. Blocks of 128 x 128 with 8 warps read an operand 64 FLOP a byte from the L2 cache,
+those of 64 x 128 with 4 warps 43. Both have 64 sums a thread. But an expert's last block is half
+empty on average:
+
+    rows per expert                      with 64 rows   with 128 rows
+    340 (`1b`, 112 x 256 bytes)          9% of the work           19%
+    1,550 (`1b`, 64 x 2,048 bytes)       2%                        4%
+
+So blocks have 128 rows where experts have LARGE_FROM rows on average. In fp32 blocks of products
+are small. Gradients of weights always have large blocks: there D and F are the sides, which are no
 multiple of a block's size only in small models. 4 stages of 32 in depth take 48 KiB of shared
-memory in bf16, and 96 in fp32, of the 99 that every card has. In fp32 blocks of products are small.
+memory in bf16, and 96 in fp32, of the 99 that every card has.
 
 Each operation is opaque to torch.compile, so a compiled layer runs the kernels that the check at
 the start has run.
@@ -24,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 128  # of a block of the result
-SMALL, LARGE = 64, 128  # its rows
+SMALL = 64  # rows of a block of the result
+LARGE = 128  # the same
 WARPS = {SMALL: 4, LARGE: 8}
 LARGE_FROM = 512  # rows per expert
 DEPTH = 32  # of a step of a block's sum
@@ -53,9 +59,11 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Compute a block [ROWS, COLUMNS] of out [P, F], all of it of one expert. Grid: (F / COLUMNS, P
-    // ROWS + E), so that blocks which run together share rows, and then an expert's weights, in the
-    L2 cache."""
+    """Compute a block [ROWS, COLUMNS] of out [P, F], all of it of one expert.
+
+    Grid: (F / COLUMNS, P // ROWS + E). So blocks which run together share rows, and then an
+    expert's weights, in the L2 cache.
+    """
     block = tl.program_id(1)
     # The blocks of expert e are numbered from its first row // ROWS + e. That leaves each expert as
     # many numbers as it can need, since ceil((end - start) / ROWS) <= end // ROWS - start // ROWS +
@@ -69,7 +77,7 @@ def product_kernel(
     if first >= end:  # a number that its expert does not need, or after the last expert
         return
     p = first + tl.arange(0, ROWS)
-    held = (p < end)[:, None]
+    is_of_expert = (p < end)[:, None]
     p = p[:, None].to(tl.int64)  # P * D may pass 2^31
     d = tl.arange(0, DEPTH)
     f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -78,10 +86,11 @@ def product_kernel(
     b = weights + expert.to(tl.int64) * stride_e + d[:, None] * stride_d + f[None, :] * stride_f
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(0, D, DEPTH):
-        total += tl.dot(tl.load(a, mask=held, other=0.0), tl.load(b), input_precision="ieee")
+        rows_block = tl.load(a, mask=is_of_expert, other=0.0)
+        total += tl.dot(rows_block, tl.load(b), input_precision="ieee")
         a += DEPTH
         b += DEPTH * stride_d
-    tl.store(out + p * F + f[None, :], total.to(out.dtype.element_ty), mask=held)
+    tl.store(out + p * F + f[None, :], total.to(out.dtype.element_ty), mask=is_of_expert)
 
 
 @triton.jit
@@ -96,8 +105,11 @@ def weight_grad_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Compute a block [ROWS, COLUMNS] of an expert's out [D, F], the sum over its rows p of rows[p,
-    :, None] * grad[p]. Grid: (F / COLUMNS, D / ROWS, E). An expert without rows gets zeros."""
+    """Compute a block [ROWS, COLUMNS] of an expert's out [D, F].
+
+    out is the sum over the expert's rows p of rows[p, :, None] * grad[p], so zeros for an expert
+    without rows. Grid: (F / COLUMNS, D / ROWS, E).
+    """
     expert = tl.program_id(2)
     start = tl.load(expert_end + expert - 1, mask=expert > 0, other=0)
     end = tl.load(expert_end + expert)
@@ -106,11 +118,12 @@ def weight_grad_kernel(
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(start, end, DEPTH):
         p = first + tl.arange(0, DEPTH)
-        held, p = p < end, p.to(tl.int64)
+        is_of_expert = p < end
+        p = p.to(tl.int64)  # P * D may pass 2^31
         # [ROWS, DEPTH]
-        a = tl.load(rows + p[None, :] * D + d[:, None], mask=held[None, :], other=0.0)
+        a = tl.load(rows + p[None, :] * D + d[:, None], mask=is_of_expert[None, :], other=0.0)
         # [DEPTH, COLUMNS]
-        b = tl.load(grad + p[:, None] * F + f[None, :], mask=held[:, None], other=0.0)
+        b = tl.load(grad + p[:, None] * F + f[None, :], mask=is_of_expert[:, None], other=0.0)
         total += tl.dot(a, b, input_precision="ieee")
     out += expert.to(tl.int64) * D * F
     tl.store(out + d[:, None] * F + f[None, :], total.to(out.dtype.element_ty))
@@ -123,11 +136,17 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
 
     Rows after the last expert's, and their gradients, are uninitialized: nothing may sum over
     them."""
-    (n_experts, d, f), rows = weights.shape, rows.contiguous()
+    n_experts, d, f = weights.shape
+    rows = rows.contiguous()
     out = rows.new_empty(len(rows), f)
-    fp32 = rows.dtype == torch.float32  # whose products take no tensor cores, and more registers
-    height = LARGE if len(rows) >= LARGE_FROM * n_experts and not fp32 else SMALL
     columns = block_of(f, COLUMNS)
+    height = SMALL
+    if len(rows) >= LARGE_FROM * n_experts:
+        height = LARGE
+    warps = WARPS[height]
+    if rows.dtype == torch.float32:  # its products take no tensor cores, and more registers
+        height = SMALL
+        warps = WARPS[LARGE]
     product_kernel[f // columns, len(rows) // height + n_experts](
         rows,
         weights,
@@ -141,7 +160,7 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
         ROWS=height,
         COLUMNS=columns,
         DEPTH=block_of(d, DEPTH),
-        num_warps=WARPS[LARGE if fp32 else height],
+        num_warps=warps,
         num_stages=STAGES,
     )
     return out
@@ -151,9 +170,13 @@ def grouped_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor
 def weight_grad(rows: Tensor, grad: Tensor, expert_end: Tensor) -> Tensor:
     """Compute the gradient [E, D, F] of grouped_product's weights: rows [P, D], grad [P, F] of its
     result."""
-    (d, f), rows, grad = (rows.shape[1], grad.shape[1]), rows.contiguous(), grad.contiguous()
+    rows = rows.contiguous()
+    grad = grad.contiguous()
+    d = rows.shape[1]
+    f = grad.shape[1]
     out = rows.new_empty(len(expert_end), d, f)
-    height, columns = block_of(d, LARGE), block_of(f, COLUMNS)
+    height = block_of(d, LARGE)
+    columns = block_of(f, COLUMNS)
     weight_grad_kernel[f // columns, d // height, len(expert_end)](
         rows,
         grad,
@@ -170,22 +193,28 @@ def weight_grad(rows: Tensor, grad: Tensor, expert_end: Tensor) -> Tensor:
     return out
 
 
-# Of shape[0], not len, which would fix a compiled graph to this number of rows.
-grouped_product.register_fake(
-    lambda rows, weights, expert_end: rows.new_empty(rows.shape[0], weights.shape[2])
-)
-weight_grad.register_fake(
-    lambda rows, grad, expert_end: rows.new_empty(expert_end.shape[0], rows.shape[1], grad.shape[1])
-)
+# What torch.compile is told of the operations: the shapes of their results, and the gradient. Here
+# len would fix a compiled graph to this number of rows, so these read shape[0].
 
 
-def _save(ctx, inputs, output):
+@grouped_product.register_fake
+def _fake_product(rows: Tensor, weights: Tensor, expert_end: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@weight_grad.register_fake
+def _fake_weight_grad(rows: Tensor, grad: Tensor, expert_end: Tensor) -> Tensor:
+    return rows.new_empty(expert_end.shape[0], rows.shape[1], grad.shape[1])
+
+
+def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor):
     ctx.save_for_backward(*inputs)
 
 
-def _gradients(ctx, grad):
+def _gradients(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weights, expert_end = ctx.saved_tensors
-    return grouped_product(grad, weights.mT, expert_end), weight_grad(rows, grad, expert_end), None
+    grad_rows = grouped_product(grad, weights.mT, expert_end)
+    return grad_rows, weight_grad(rows, grad, expert_end), None
 
 
 grouped_product.register_autograd(_gradients, setup_context=_save)

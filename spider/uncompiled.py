@@ -1,5 +1,8 @@
-"""Operations that torch.compile must not trace. Imported only while it traces:
-`torch.compiler.disable` imports torch._dynamo, which takes a second."""
+"""Operations that torch.compile must not trace.
+
+Import this only while it traces: `torch.compiler.disable` imports torch._dynamo, which takes a
+second.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -15,7 +15,7 @@ from spider.config import SpiderConfig
 from tile_moe import moe_forward, multiply_in_turn, resolve_backend
 
 SHAPES = 200
-# of shared memory that a block may take
+# of shared memory that a block may take, by architecture
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
@@ -58,110 +58,128 @@ def test_kernels_compile_without_spills_into_the_shared_memory_of_a_block(
     from cubins import resources, spills
     from spider.grouped_triton import grouped_product, weight_grad
 
-    made, end = [], torch.zeros(32, dtype=torch.int32)
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", architecture, 32),
         get_current_device=lambda: architecture,
         get_current_stream=lambda device: 0,
     )
     monkeypatch.setattr(type(triton.runtime.driver), "active", driver)
+    compiled = []
 
     def compile_only(self, *args, warmup, run=triton.runtime.JITFunction.run, **settings):
-        made.append(run(self, *args, warmup=True, **settings))
+        compiled.append(run(self, *args, warmup=True, **settings))
 
     monkeypatch.setattr(triton.runtime.JITFunction, "run", compile_only)
+    end = torch.zeros(32, dtype=torch.int32)
     for d, f, dtype in (
-        (2048, 1024, torch.bfloat16),
+        (2048, 1024, torch.bfloat16),  # of `1b`
         (512, 2048, torch.bfloat16),
         (2048, 1024, torch.float32),
-        (80, 48, torch.bfloat16),
-    ):  # of `1b`; with blocks of 16
-        for n in (512, 32 * 512):  # with small blocks, and with large ones
-            rows, weights, grad = (
-                torch.empty(shape, dtype=dtype) for shape in ((n, d), (32, d, f), (n, f))
-            )
+        (80, 48, torch.bfloat16),  # with blocks of 16
+    ):
+        weights = torch.empty(32, d, f, dtype=dtype)
+        for n_rows in (512, 32 * 512):  # with small blocks, and with large ones
+            rows = torch.empty(n_rows, d, dtype=dtype)
+            grad = torch.empty(n_rows, f, dtype=dtype)
             grouped_product(rows, weights, end)
             grouped_product(grad, weights.mT, end)
         weight_grad(rows, grad, end)
-    assert len(made) == 20
-    for kernel in made:
-        print(
-            f"{kernel.metadata.target} {kernel.metadata.name} {kernel.metadata.shared} "
-            f"{resources(kernel)}"
-        )
-        assert kernel.metadata.target.arch == architecture and not spills(kernel)
-        assert kernel.metadata.shared <= 1024 * KIBIBYTES[architecture]
+    assert len(compiled) == 20
+    for kernel in compiled:
+        metadata = kernel.metadata
+        print(f"{metadata.target} {metadata.name} {metadata.shared} {resources(kernel)}")
+        assert metadata.target.arch == architecture
+        assert not spills(kernel)
+        assert metadata.shared <= 1024 * KIBIBYTES[architecture]
 
 
-def check_product(draw: random.Random, dtype, device="cpu"):
-    """Compare a product of a random shape and its gradients with those in float64: each number
-    may be off by the rounding of the result and of a sum in fp32. Rows after the last expert's
-    are NaN."""
-    from spider import grouped_triton
-
-    grouped_product = grouped_triton.grouped_product
-    # 0: the shapes are too small for large blocks
-    grouped_triton.LARGE_FROM = draw.choice((0, 512))
-    experts, d, f = (
-        draw.randint(1, 6),
-        16 * draw.randint(1, 5),
-        draw.choice((16, 32, 48, 80, 128, 192, 256)),
-    )
-    counts = [draw.choice((0, 0, 1, 16, 63, 64, 65, draw.randint(0, 130))) for _ in range(experts)]
+def random_counts(draw: random.Random, experts: int) -> list[int]:
+    """Return numbers of rows per expert, around the sizes of blocks."""
     if draw.random() < 0.2:  # one expert gets all rows
         counts = [0] * experts
         counts[draw.randrange(experts)] = draw.randint(1, 300)
+        return counts
+    return [draw.choice((0, 0, 1, 16, 63, 64, 65, draw.randint(0, 130))) for _ in range(experts)]
+
+
+def check_product(draw: random.Random, dtype: torch.dtype, device: str = "cpu"):
+    """Compare a product of a random shape and its gradients with those in float64.
+
+    Each number may be off by the rounding of the result and of a sum in fp32. Rows after the last
+    expert's are NaN.
+    """
+    from spider import grouped_triton
+
+    # 0: the shapes are too small for large blocks
+    grouped_triton.LARGE_FROM = draw.choice((0, 512))
+    experts = draw.randint(1, 6)
+    d = 16 * draw.randint(1, 5)
+    f = draw.choice((16, 32, 48, 80, 128, 192, 256))
+    counts = random_counts(draw, experts)
     end = torch.tensor(counts, device=device).cumsum(0).int()
-    used, unused = sum(counts), draw.choice((0, 16))
+    used = sum(counts)
+    n_rows = used + draw.choice((0, 16))
     torch.manual_seed(draw.randrange(1 << 31))
-    rows, weights, upstream = (
-        torch.randn(shape, device=device).to(dtype)
-        for shape in ((used + unused, d), (experts, d, f), (used + unused, f))
-    )
-    rows[used:], upstream[used:] = torch.nan, torch.nan
+    rows = torch.randn(n_rows, d, device=device).to(dtype)
+    weights = torch.randn(experts, d, f, device=device).to(dtype)
+    upstream = torch.randn(n_rows, f, device=device).to(dtype)
+    rows[used:] = torch.nan
+    upstream[used:] = torch.nan
     if draw.random() < 0.5:  # column-major
         weights = weights.mT.contiguous().mT
-    results = []
-    for product, cast in (
-        (grouped_product, torch.Tensor.clone),
-        (multiply_in_turn, torch.Tensor.double),
-        # which gives the size of the summands
-        (multiply_in_turn, lambda t: t.double().abs()),
-    ):
+
+    def results(product, cast) -> list[torch.Tensor]:
         operands = [cast(t).requires_grad_() for t in (rows, weights)]
         y = product(*operands, end)
         grad_rows, grad_weights = torch.autograd.grad(y, operands, cast(upstream))
-        results.append((y[:used], grad_rows[:used], grad_weights))
-    rounding = 2**-8 if dtype == torch.bfloat16 else 0
-    for ours, exact, summands in zip(*results, strict=True):
-        assert ours.dtype == dtype and ours.shape == exact.shape
-        bound = (exact.abs() if dtype == torch.bfloat16 else summands) * rounding + summands * 1e-6
-        assert ((ours.double() - exact).abs() <= bound).all(), (counts, d, f)
-    assert not results[0][2][torch.tensor(counts, device=device) == 0].any()  # exactly zero
+        return [y[:used], grad_rows[:used], grad_weights]
+
+    ours = results(grouped_triton.grouped_product, torch.Tensor.clone)
+    exact = results(multiply_in_turn, torch.Tensor.double)
+    # the sizes of the summands
+    summands = results(multiply_in_turn, lambda t: t.double().abs())
+    for number, exact_number, size in zip(ours, exact, summands, strict=True):
+        assert number.dtype == dtype
+        assert number.shape == exact_number.shape
+        bound = size * 1e-6
+        if dtype == torch.bfloat16:
+            bound += exact_number.abs() * 2**-8
+        assert ((number.double() - exact_number).abs() <= bound).all(), (counts, d, f)
+    is_empty = torch.tensor(counts, device=device) == 0
+    assert not ours[2][is_empty].any()  # exactly zero
 
 
-def check_layer(draw: random.Random, dtype, device="cpu"):
-    """Compare a layer of experts and its five gradients with `loop`, in float64."""
-    tokens, experts, k = draw.randint(2, 70), draw.randint(2, 6), draw.randint(1, 2)
-    d, width = 16 * draw.randint(1, 4), 16 * draw.randint(1, 4)
+def check_layer(draw: random.Random, dtype: torch.dtype, device: str = "cpu"):
+    """Compare a layer of experts and its four gradients with `loop`, in float64."""
+    tokens = draw.randint(2, 70)
+    experts = draw.randint(2, 6)
+    k = draw.randint(1, 2)
+    d = 16 * draw.randint(1, 4)
+    width = 16 * draw.randint(1, 4)
     torch.manual_seed(draw.randrange(1 << 31))
     topk_idx = torch.rand(tokens, draw.randint(k, experts), device=device).topk(k).indices
     topk_idx[torch.rand(topk_idx.shape, device=device) < 0.1] = -1
-    shapes = (tokens, d), (tokens, k), (experts, d, width), (experts, d, width), (experts, width, d)
-    x, topk_weights, *weights = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
-    upstream, results = torch.randn(tokens, d, device=device), []
-    for backend, cast in (("triton", torch.Tensor.clone), ("loop", torch.Tensor.double)):
-        tensors = [cast(t).requires_grad_() for t in (x, topk_weights.float(), *weights)]
-        y = moe_forward(tensors[0], topk_idx, *tensors[1:], backend)
-        results.append((y, *torch.autograd.grad((y * upstream.to(y.dtype)).sum(), tensors)))
-    for ours, exact in zip(*results, strict=True):
-        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-        assert (ours.double() - exact).norm() <= tolerance * exact.norm(), (
-            tokens,
-            experts,
-            d,
-            width,
-        )
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    x = randn(tokens, d)
+    topk_weights = randn(tokens, k).float()
+    w_gate_up = randn(experts, d, 2 * width)
+    w_down = randn(experts, width, d)
+    upstream = torch.randn(tokens, d, device=device)
+
+    def results(backend: str, cast) -> list[torch.Tensor]:
+        operands = [cast(t).requires_grad_() for t in (x, topk_weights, w_gate_up, w_down)]
+        y = moe_forward(operands[0], topk_idx, *operands[1:], backend)
+        return [y, *torch.autograd.grad((y * upstream.to(y.dtype)).sum(), operands)]
+
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for ours, exact in zip(
+        results("triton", torch.Tensor.clone), results("loop", torch.Tensor.double), strict=True
+    ):
+        sizes = (tokens, experts, d, width)
+        assert (ours.double() - exact).norm() <= tolerance * exact.norm(), sizes
 
 
 def check_operations():
@@ -169,7 +187,9 @@ def check_operations():
     gradient."""
     from spider.grouped_triton import grouped_product, weight_grad
 
-    rows, weights, grad = torch.randn(48, 32), torch.randn(3, 32, 16), torch.randn(48, 16)
+    rows = torch.randn(48, 32)
+    weights = torch.randn(3, 32, 16)
+    grad = torch.randn(48, 16)
     end = torch.tensor([16, 16, 48], dtype=torch.int32)
     torch.library.opcheck(grouped_product, (rows.requires_grad_(), weights.requires_grad_(), end))
     torch.library.opcheck(weight_grad, (rows.detach(), grad, end))
