@@ -253,9 +253,11 @@ def check_optimizers(value, name: str, seen: set[int]):
         check_optimizers(entry, f"{name}.{entry_name}", seen)
 
 
-def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
-    """Raise CheckpointError unless weights have the names and shapes of a model with the state's
-    config; floating-point weights may have any of the WEIGHT_DTYPES."""
+def check_weights(path: Path | None, state: dict, model: nn.Module):
+    """Raise CheckpointError unless a state's weights have the names and shapes of a model's.
+
+    Floating-point weights may have any of the WEIGHT_DTYPES. The model may be on the meta
+    device."""
 
     def kinds(weights: dict) -> dict:
         return {
@@ -265,8 +267,7 @@ def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
         }
 
     with reading(path):
-        with torch.device("meta"):
-            expected = kinds(model_class(SpiderConfig.from_saved(state["cfg"])).state_dict())
+        expected = kinds(model.state_dict())
         found = kinds(state["model_state_dict"])
         odd = sorted(
             str(name)
@@ -276,7 +277,7 @@ def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
     if odd:
         more = ", ..." if len(odd) > 3 else ""
         raise CheckpointError(
-            f"{path}: weights do not match {model_class.__name__} with its cfg: "
+            f"{path}: weights do not match {type(model).__name__} with its cfg: "
             f"{', '.join(odd[:3])}{more}: load it with the program that trained it"
         )
 
@@ -449,11 +450,24 @@ def load_named(resume: Path) -> tuple[Path, dict]:
     return found
 
 
-def load_origin(
-    directory: Path, resume: str | None, reset_steps: bool, model_class: type[nn.Module]
-) -> tuple[Path | None, dict | None, bool]:
-    """Load the checkpoint that a run begins with; return its path, its state, and whether the run
-    resumes from it, or only takes its weights: (None, None, False) for a run from scratch.
+class Origin(NamedTuple):
+    """The checkpoint that a run begins with."""
+
+    path: Path | None = None  # None: a run from scratch
+    state: dict | None = None
+    resumes: bool = False  # continue the checkpoint's run; else only take its weights
+
+    @property
+    def flags(self) -> dict:
+        """The flags that the checkpoint recorded."""
+        return (self.state or {}).get("flags", {})
+
+
+FROM_SCRATCH = Origin()
+
+
+def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origin:
+    """Load the checkpoint that a run begins with.
 
     If the directory holds checkpoints, its run resumes from the newest good one: `resume` and
     `reset_steps` say where an empty directory begins, so that repeating a command, as torchrun and
@@ -472,16 +486,15 @@ def load_origin(
         if reset_steps and resume is None:
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
         if resume is None:
-            return None, None, False
+            return FROM_SCRATCH
         path, state = load_named(Path(resume))
-        check_weights(path, state, model_class)
         if not reset_steps and "optimizer_state_dict" not in state:
             raise CheckpointError(
                 f"--resume: {path} has no optimizer state: add --reset_steps to start a new run "
                 f"from "
                 f"its weights"
             )
-        return path, state, not reset_steps
+        return Origin(path, state, resumes=not reset_steps)
     path, state = found
     if reset_steps and (own or resume is None):
         raise CheckpointError(
@@ -499,8 +512,7 @@ def load_origin(
             f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
             f"is not read"
         )
-    check_weights(path, state, model_class)
-    return path, state, True
+    return Origin(path, state, resumes=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -602,6 +614,10 @@ class CheckpointWriter:
         self.writing = self.thread.submit(
             self._write, self.copy, sync_metrics, time.perf_counter() - began
         )
+
+    def mark_unsaved(self, step: int):
+        """Have the state of a step saved again, because it has changed."""
+        self.step = step - 1
 
     def holds(self, step: int) -> bool:
         """Wait for the current write; return whether the state of a step is saved. Every rank calls

@@ -241,7 +241,7 @@ def recipes() -> dict[str, dict]:
     by_recipe = {}
     for name, argv in RECIPES.items():
         plan = conftest.settled(*f"{argv} --recompute nothing".split())
-        flags = {flag: plan.flags[flag] for flag in TRAINED}
+        flags = {flag: getattr(plan.flags, flag) for flag in TRAINED}
         by_recipe[name] = dict(flags=flags, config=asdict(plan.config))
     return by_recipe
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, contents
-from spider import common
+from spider import common, noise
 from spider.common import (
     DataError,
     Diverged,
@@ -28,7 +28,6 @@ from spider.common import (
     quoted,
     real,
     run_program,
-    step_seed,
 )
 
 
@@ -266,7 +265,7 @@ def test_allocator_extends_segments_unless_the_user_chose_or_wsls_drivers_refuse
 
 
 def test_step_seeds_differ_by_seed_step_and_purpose():
-    seeds = {step_seed(*of) for of in itertools.product(range(3), range(9), "ab")}
+    seeds = {noise.step_seed(*of) for of in itertools.product(range(3), range(9), "ab")}
     assert len(seeds) == 3 * 9 * 2
     assert max(seeds) < 1 << 62
 
