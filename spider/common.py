@@ -71,25 +71,30 @@ class Stopped(BaseException):
 def one_line(message) -> str:
     """Escape line breaks, control characters and lone surrogates (of file names) in a message."""
     return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message)
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in str(message)
     )
 
 
 def printable(ids: Iterable[int]) -> str:
     r"""Format ids for a terminal: printable text unchanged, other bytes as \n, \x07 or \\, ids as
     \<BOS> or \<259>."""
-    names, out = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}, []
-    for is_byte, run in groupby(ids, lambda i: i < 256):
+    names = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}
+    parts = []
+    for is_byte, group in groupby(ids, lambda i: i < 256):
         if is_byte:
-            out += [
-                c
-                if c.isprintable() and c != "\\"
-                else repr(c.encode("utf-8", "surrogateescape"))[2:-1]
-                for c in bytes(run).decode("utf-8", "surrogateescape")
-            ]
+            text = bytes(group).decode("utf-8", "surrogateescape")
+            parts += [printable_character(character) for character in text]
         else:
-            out += [f"\\<{names.get(i, i)}>" for i in run]
-    return "".join(out)
+            parts += [f"\\<{names.get(i, i)}>" for i in group]
+    return "".join(parts)
+
+
+def printable_character(character: str) -> str:
+    """Escape a character, or the lone surrogate of a byte, as Python writes bytes."""
+    if character.isprintable() and character != "\\":
+        return character
+    return repr(character.encode("utf-8", "surrogateescape"))[2:-1]
 
 
 def say(line: str):
@@ -107,24 +112,39 @@ class ProgressBar:
     every 5 seconds."""
 
     def __init__(self, title: str, total: int = 0):
-        self.title, self.total, self.done = title, total, 0
-        self.terminal, self.start = sys.stderr.isatty(), time.monotonic()
-        self.shown = self.start
+        self.title = title
+        self.total = total  # bytes; 0: unknown
+        self.done = 0
+        self.terminal = sys.stderr.isatty()
+        self.start = time.monotonic()
+        self.shown = self.start  # when it was last shown
 
     def add(self, size: int):
+        """Count bytes, and show the progress if that is due."""
         if not size:
             return
         self.done += size
-        now, complete = time.monotonic(), self.done == self.total
-        if now - self.shown < (0.1 if self.terminal else 5) and not complete:
+        now = time.monotonic()
+        is_due = now - self.shown >= (0.1 if self.terminal else 5)
+        is_complete = self.done == self.total
+        if not is_due and not is_complete:
             return
-        self.shown, rate = now, max(1, self.done) / max(1e-3, now - self.start)
+        self.shown = now
+        line = self._line(now)
+        if self.terminal:
+            line = f"\r{line}\033[K"  # over the one before
+        if is_complete or not self.terminal:
+            line += "\n"
+        print(line, end="", file=sys.stderr, flush=True)
+
+    def _line(self, now: float) -> str:
+        rate = max(1, self.done) / max(1e-3, now - self.start)
         line = f"{self.title}: {self.done / 1e6:,.1f} MB at {rate / 1e6:,.3g} MB/s"
         if self.total:
-            fraction, left = self.done / self.total, (self.total - self.done) / rate
-            line += f" [{'#' * int(30 * fraction):30}] {fraction:4.0%}, {left:,.0f} s left"
-        line = f"\r{line}\033[K" + "\n" * complete if self.terminal else f"{line}\n"
-        print(line, end="", file=sys.stderr, flush=True)
+            fraction = self.done / self.total
+            seconds = (self.total - self.done) / rate
+            line += f" [{'#' * int(30 * fraction):30}] {fraction:4.0%}, {seconds:,.0f} s left"
+        return line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,9 +340,11 @@ def run_program(
     interrupted: str = "",
     silent: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Run a command and return its exit status: 2 after an expected error, shown as one line on
-    stderr, 1 if that is divergence; 130 after Ctrl-C, with the line `interrupted` if given; 0 after
-    a closed stdout; else its own. `silent`: errors that another process prints."""
+    """Run a command and return its exit status.
+
+    An expected error is one line on stderr and the status 2, or 1 for divergence; the errors of
+    `silent` are printed by another process. Ctrl-C is the line `interrupted`, if there is one, and
+    the status 130. A closed stdout is no error."""
     open_closed_streams()
     try:
         if sys.platform == "win32":  # it lacks SIGHUP, and directories there cannot be synced
@@ -336,21 +358,23 @@ def run_program(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        status, line = 130, interrupted
+        status = 130
+        line = interrupted
     except (SpiderError, FloatingPointError) as fault:
-        status, line = 1 if isinstance(fault, Diverged) else 2, f"error: {fault}"
-        if isinstance(fault, silent):
-            return status
+        status = 1 if isinstance(fault, Diverged) else 2
+        line = "" if isinstance(fault, silent) else f"error: {fault}"
     except OSError as fault:
-        name = f"{fault.filename}: " if fault.filename else ""
-        status, line = 2, f"error: {name}{fault.strerror or fault}"
+        status = 2
+        line = f"error: {fault.strerror or fault}"
+        if fault.filename:
+            line = f"error: {fault.filename}: {fault.strerror or fault}"
     if line:
         print_error(prog, line)
     return status
 
 
 def open_closed_streams():
-    """Open standard streams that the caller closed, as by `>&-`, on /dev/null: else a file that is
+    """Open standard streams that the caller closed, as by `>&-`, on /dev/null. Else a file that is
     opened later takes the place of one, and messages are written into it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -392,24 +416,25 @@ def print_error(prog: str, line: str):
 
 @contextmanager
 def locked(directory: Path, file: Path | None = None):
-    """Lock a directory against other processes, or raise UsageError; the lock ends with the
-    process. It is that of a file, by default `.lock` in the directory, which is deleted in the
-    end."""
+    """Lock a directory against other processes, or raise UsageError.
+
+    The lock is that of a file, by default `.lock` in the directory, which is deleted in the end. It
+    ends with the process."""
     import filelock  # not at the top: exports have this module, and lock nothing
 
-    file = directory / ".lock" if file is None else file
-    # a soft lock would outlive a killed process
+    if file is None:
+        file = directory / ".lock"
+    # A soft lock would outlive a killed process.
     lock = filelock.FileLock(file, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
         raise UsageError(
             f"{directory}: another process is using it: wait for it, or use another directory "
-            f"(if there "
-            f"is none, as after the failure of another machine, delete {file})"
+            f"(if there is none, as after the failure of another machine, delete {file})"
         ) from None
     except OSError as fault:
-        if fault.filename is not None:  # of opening the file, not of locking it
+        if fault.filename is not None:  # the file could not be opened
             raise
         note(
             f"{directory} cannot be locked ({fault.strerror}): make sure that nothing else uses it"
@@ -418,7 +443,7 @@ def locked(directory: Path, file: Path | None = None):
         yield
     finally:
         with suppress(OSError):
-            file.unlink()  # before the release, lest it be another process's
+            file.unlink()  # before the release, after which it may be another process's
         lock.release()
 
 
@@ -433,10 +458,11 @@ def sync(path: Path):
 
 @contextmanager
 def durable(path: Path, mode: str = "w") -> Iterator[IO]:
-    """Write a file atomically: once it is complete and synced it replaces the old one, so that a
-    kill or power loss leaves one of the two; an exception keeps the old one. Yields the temporary
-    file beside it, of a name that nobody can guess and put a link there, and that two processes do
-    not share."""
+    """Write a file atomically: yield a temporary file beside it, which replaces the old one once it
+    is complete and synced.
+
+    A kill or a power loss leaves one of the two, an exception the old one. The temporary name is
+    random: two processes do not share it, and nobody can guess it and put a link there."""
     if path.exists() and not path.is_file():  # os.replace would replace a device such as /dev/null
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -458,13 +484,12 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
 
 
 def delete_unfinished(directory: Path, *patterns: str):
-    """Delete the temporary files of `durable` that killed processes left of files with these
-    names."""
+    """Delete the temporary files that killed processes left of `durable` files with these names."""
     for pattern in patterns:
         for unfinished in directory.glob(f".{pattern}*.tmp"):
             try:
                 unfinished.unlink(missing_ok=True)
-            except OSError as fault:  # immutable, of another owner: it only takes space
+            except OSError as fault:  # such as another owner's; it only takes space
                 note(
                     f"{unfinished}, which a killed process left, cannot be deleted: "
                     f"{fault.strerror}"

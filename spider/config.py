@@ -1,26 +1,31 @@
 """SpiderConfig, every size of the model, and the presets. Does not import torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 from tokenizer import VOCAB_SIZE
 
 BOUNDARIES = ("learned", "flexitokens", "words")
 RECOMPUTE = ("nothing", "core", "all")
-OPTIMIZERS = "adamw", "adamw8bit", "muon"
-BACKENDS = ("loop", "grouped", "triton", "tile")  # of tile_moe.py
-WORD_BYTES = 32  # that are searched for the ends of words
-MAX_LOOPS = 4096  # of the core, in flags and checkpoints
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
+BACKENDS = ("loop", "grouped", "triton", "tile")  # of the routed experts (tile_moe.py)
+WORD_BYTES = 32  # the past bytes in which the ends of words are searched
+ORDER_BYTES = 32  # the longest context of a memory, in bytes
+MAX_LOOPS = 4096  # the most loops of the core, in flags and checkpoints
 
 
 @dataclass
 class SpiderConfig:
-    """All sizes of the model as plain values, saved in the checkpoint. The defaults are the
-    original's."""
+    """Sizes and loss weights of the model as plain values, saved in the checkpoint.
+
+    The defaults are those of the model that this project began from (the preset `original`).
+    """
 
     vocab_size: int = VOCAB_SIZE
-    hidden_size: int = 2048  # multiple of 16, like the experts' width: grouped products need that
+    hidden_size: int = 2048  # a multiple of 16, which grouped products need
     n_prelude_layers: int = 2
     n_recurrent_layers: int = 6  # 0: no core, only byte layers, as a baseline
     n_coda_layers: int = 2
@@ -31,40 +36,37 @@ class SpiderConfig:
     kv_lora_rank: int = 320
     qk_nope_head_dim: int = 64
     qk_rope_head_dim: int = 64
-    # equal to the query/key width, a multiple of 8, for all attention kernels
-    v_head_dim: int = 128
+    v_head_dim: int = 128  # qk_nope_head_dim + qk_rope_head_dim, a multiple of 8, for all kernels
     rope_theta: float = 10000.0
     byte_window: int = 0  # attention window of prelude and coda in bytes; 0: unlimited
     # feed-forward and experts
-    intermediate_size: int = 4096  # of the dense layers of prelude and coda
+    intermediate_size: int = 4096  # width of the dense feed-forward in prelude and coda
     n_routed_experts: int = 32  # 0: only the shared expert, a dense feed-forward
     n_shared_experts: int = 1  # one SwiGLU of width n_shared_experts * moe_intermediate_size
     n_experts_per_tok: int = 2
-    moe_intermediate_size: int = 512
-    expert_bias_rate: float = 0.001  # step of the selection bias, once per optimizer step
+    moe_intermediate_size: int = 512  # width of a routed expert; a multiple of 16
+    expert_bias_rate: float = 0.001  # the selection bias moves by this in an optimizer step
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     # segments
-    # flexitokens: sampled, as published; learned: by predicted surprise; words
-    boundaries: str = "flexitokens"
+    boundaries: str = "flexitokens"  # learned: by predicted surprise; flexitokens: sampled; words
     boundary_rate: float = 0.19  # learned: boundaries per byte
-    boundary_prior: float = 0.3  # flexitokens: initial boundaries per byte
+    boundary_prior: float = 0.3  # flexitokens: boundaries per byte at first
     boundary_loss_weight: float = 1.0
-    # the loss keeps boundaries per byte between alpha - lambda * sigma and alpha
+    # The boundary loss keeps boundaries per byte between alpha - lambda * sigma and alpha.
     boundary_alpha: float = 1 / 3
     boundary_lambda: float = 3.0
     boundary_sigma: float = 0.023
     segment_offsets: int = 1  # outputs of a segment: one projection for each of the next bytes
     # recurrence
-    lora_rank: int = 16  # of the per-loop adapters; 0: none
-    act: bool = True  # False: the last loop's state is the output
+    lora_rank: int = 16  # rank of the per-loop adapters; 0: none
+    act: bool = True  # adaptive computation time; False: the last loop's state is the output
     act_threshold: float = 0.99
-    ponder_weight: float = 0.001  # of the ACT cost; 0: none
-    # of the cross-entropy when the core alone predicts the next byte; 0: none
-    core_loss_weight: float = 0.0
-    # Engram: tables of hashed n-grams, before some core layers and at byte rate before prelude and
-    # head
-    engram_layers: tuple[int, ...] = (1, 4)
+    ponder_weight: float = 0.001  # weight of the cost of loops; 0: none
+    core_loss_weight: float = 0.0  # weight of the core's own next-byte loss; 0: none
+    # Engram: tables of hashed n-grams. One kind stands before some layers of the core, another at
+    # byte rate before prelude and head.
+    engram_layers: tuple[int, ...] = (1, 4)  # layers of the core that have one
     engram_orders: tuple[int, ...] = (3, 4, 6, 8)
     engram_heads: int = 4  # hashes per order
     engram_rows: int = 29_000  # rows of each hash's table, rounded down to an unused prime
@@ -72,30 +74,39 @@ class SpiderConfig:
     engram_byte_orders: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     engram_byte_rows: int = 47_300
     engram_byte_dim: int = 128
-    # contexts of the match memory; (): none
-    engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)
-    # further contexts: the bytes since the n-th last end of a word
-    engram_match_words: tuple[int, ...] = ()
-    # occurrences of each context that vote on the logits before the head; beside tables these
-    # replace the rows of matches there
+    # The match memory: what followed the last occurrence of a context.
+    engram_match_orders: tuple[int, ...] = (3, 4, 5, 6, 8, 12, 16, 24)  # contexts in bytes
+    engram_match_words: tuple[int, ...] = ()  # contexts from the n-th last end of a word
+    # Past occurrences of each context that vote on the logits before the head. With byte tables,
+    # votes replace the rows of matches there.
     engram_votes: int = 0
-    engram_logits: bool = False  # rows before the head add to the logits directly, too
+    engram_logits: bool = False  # rows before the head also add to the logits directly
 
     def __post_init__(self):
         """Raise ValueError for a value of another type, or sizes that do not fit together."""
-        for f in fields(self):
-            value, kind = getattr(self, f.name), type(f.default)
-            if kind is tuple and type(value) is list:  # from JSON
-                setattr(self, f.name, value := tuple(value))
-            if type(value) not in ((int, float) if kind is float else (kind,)) or (
-                kind is tuple and any(type(number) is not int for number in value)
-            ):
-                raise ValueError(
-                    f"{f.name} must be of type {'tuple of int' if kind is tuple else kind.__name__}"
-                )
-            low, high = RANGES.get(f.name, (value, value))
+        for field in fields(self):
+            self._check_type_and_range(field.name, type(field.default))
+        self._check_sizes()
+        self._check_orders()
+        self._check_tables()
+
+    def _check_type_and_range(self, name: str, kind: type):
+        value = getattr(self, name)
+        if kind is tuple and type(value) is list:  # from JSON
+            value = tuple(value)
+            setattr(self, name, value)
+        accepted = (int, float) if kind is float else (kind,)
+        if type(value) not in accepted:
+            raise ValueError(f"{name} must be of type {TYPE_NAMES[kind]}")
+        if kind is tuple and any(type(number) is not int for number in value):
+            raise ValueError(f"{name} must be of type {TYPE_NAMES[kind]}")
+        if name in RANGES:
+            low, high = RANGES[name]
             if not low <= value <= high:
-                raise ValueError(f"{f.name} must be from {low:,} to {high:,}")
+                raise ValueError(f"{name} must be from {low:,} to {high:,}")
+
+    def _check_sizes(self):
+        layers = self.n_recurrent_layers or 256  # without a core, engram_layers have no effect
         for holds, rule in (
             (self.hidden_size % 16 == 0, "hidden_size must be a multiple of 16"),
             (
@@ -121,7 +132,7 @@ class SpiderConfig:
                 "n_experts_per_tok must lie between 1 and n_routed_experts",
             ),
             (
-                all(0 <= i < (self.n_recurrent_layers or 256) for i in self.engram_layers),
+                all(0 <= layer < layers for layer in self.engram_layers),
                 "engram_layers must lie between 0 and n_recurrent_layers - 1",
             ),
             (
@@ -132,44 +143,43 @@ class SpiderConfig:
         ):
             if not holds:
                 raise ValueError(rule)
-        for name in (
-            "engram_orders",
-            "engram_byte_orders",
-            "engram_match_orders",
-            "engram_match_words",
+
+    def _check_orders(self):
+        """Refuse contexts of the memories that are not ascending or too long."""
+        for name, unit, most in (
+            ("engram_orders", "bytes", ORDER_BYTES),
+            ("engram_byte_orders", "bytes", ORDER_BYTES),
+            ("engram_match_orders", "bytes", ORDER_BYTES),
+            ("engram_match_words", "words", WORD_BYTES // 2),
         ):
-            orders = getattr(self, name)
-            unit, most = ("words", WORD_BYTES // 2) if name.endswith("words") else ("bytes", 32)
-            if list(orders) != sorted(set(orders)) or not all(
-                1 <= order <= most for order in orders
-            ):
+            orders = list(getattr(self, name))
+            if orders != sorted({*orders}) or any(not 1 <= order <= most for order in orders):
                 raise ValueError(f"{name} must be ascending numbers of {unit} from 1 to {most}")
-        for name, tables in (("engram", self.engram_heads), ("engram_byte", 1)):
-            orders, rows = getattr(self, f"{name}_orders"), getattr(self, f"{name}_rows")
-            if len(primes_below(rows, len(orders) * tables)) < len(orders) * tables:
-                raise ValueError(
-                    f"{name}_rows must be larger: {len(orders) * tables} tables need primes "
-                    f"below it"
-                )
+
+    def _check_tables(self):
+        """Refuse tables for which there are too few primes: each has a prime number of rows."""
+        for name, rows, tables in (
+            ("engram_rows", self.engram_rows, len(self.engram_orders) * self.engram_heads),
+            ("engram_byte_rows", self.engram_byte_rows, len(self.engram_byte_orders)),
+        ):
+            if len(primes_below(rows, tables)) < tables:
+                raise ValueError(f"{name} must be larger: {tables} tables need primes below it")
 
     @property
     def bytes_per_segment(self) -> float:
-        """Estimate bytes per segment: 1 / boundary_rate, the middle of the boundary loss's band, or
-        of words the value for English prose (about 9 for Python, 3 for Chinese)."""
+        """Estimate bytes per segment, of flexitokens by the middle of the boundary loss's band."""
+        if self.boundaries == "learned":
+            return 1 / self.boundary_rate
+        if self.boundaries == "words":
+            return 5.5  # English prose; about 9 for Python, 3 for Chinese
         least = self.boundary_alpha - self.boundary_lambda * self.boundary_sigma
-        return {
-            "learned": 1 / self.boundary_rate,
-            "flexitokens": 2 / max(1e-6, self.boundary_alpha + max(0, least)),
-            "words": 5.5,
-        }[self.boundaries]
+        return 2 / max(1e-6, self.boundary_alpha + max(0, least))
 
     @property
     def longest_order(self) -> int:
-        """Return the number of past bytes that any memory reads."""
-        word = WORD_BYTES if self.engram_match_words else 2
-        return max(
-            2, word, *self.engram_orders, *self.engram_byte_orders, *self.engram_match_orders
-        )
+        """Return the largest number of past bytes that a memory reads, at least 2."""
+        orders = (*self.engram_orders, *self.engram_byte_orders, *self.engram_match_orders)
+        return max(2, WORD_BYTES if self.engram_match_words else 2, *orders)
 
     @property
     def match_contexts(self) -> int:
@@ -179,7 +189,8 @@ class SpiderConfig:
     @property
     def matches_before_head(self) -> int:
         """Count the contexts whose matches have rows before the head."""
-        return 0 if self.engram_votes and self.engram_byte_orders else self.match_contexts
+        votes_replace_rows = self.engram_votes > 0 and len(self.engram_byte_orders) > 0
+        return 0 if votes_replace_rows else self.match_contexts
 
     @property
     def has_experts(self) -> bool:
@@ -199,57 +210,56 @@ class SpiderConfig:
     def changed(self, text: str) -> "SpiderConfig":
         """Return a config with the changes of --set, NAME=VALUE,...; raise ValueError for a bad
         name or value."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         for setting in text.split(",") if text else ():
             name, _, value = setting.partition("=")
-            if name not in values or name == "n_loops":
+            if name not in values or name == "n_loops":  # which is a flag
                 raise ValueError(
                     f"{name!r} is not a field of SpiderConfig (spider/config.py) that --set changes"
                 )
-            kind = type(values[name])
-            try:
-                if kind is bool:
-                    values[name] = {"true": True, "false": False}[value.lower()]
-                elif kind is tuple:
-                    values[name] = tuple(int(number) for number in value.split("+") if number)
-                else:
-                    values[name] = kind(value)
-            except (ValueError, KeyError):
-                wanted = {bool: "true or false", tuple: "whole numbers joined by +"}.get(
-                    kind, kind.__name__
-                )
-                raise ValueError(f"{name} takes {wanted}, not {value!r}") from None
+            values[name] = parse_value(name, value, type(values[name]))
         return SpiderConfig(**values)
 
     @classmethod
-    def from_saved(cls, saved: dict) -> "SpiderConfig":
-        """Return the config of a checkpoint or an export, also of earlier versions. Raise
-        ValueError or TypeError for fields that this version does not have."""
-        saved = dict(saved)
-        if (
-            saved.get("boundaries") == "learned"
-            and "boundary_prior" in saved
-            and "boundary_rate" not in saved
-        ):
-            saved["boundaries"] = "flexitokens"  # their name before boundary_rate
-        if "places" in saved:
-            saved["segment_offsets"] = saved.pop("places")
-        if not saved.pop("lti", True):
-            raise ValueError("lti=False, an ablation of an earlier version")
+    def from_saved(cls, saved: Mapping[str, Any]) -> "SpiderConfig":
+        """Return the config of a checkpoint or an export. Raise TypeError for a field that this
+        version does not have, ValueError for a value that it refuses."""
         return cls(**saved)
 
     @classmethod
     def preset(cls, name: str) -> "SpiderConfig":
-        """Return `tiny` (69M parameters) or `small` (139M) for CPUs, `1b` (997M), `base` (569M:
-        about the compute of `1b`, without loops) or `original` (996M: the model that this project
-        began from) for GPUs; raise ValueError for other names."""
+        """Return the config of a preset; raise ValueError for other names."""
         if name not in PRESETS:
             raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
 
 
-# Of every number. Within the upper bounds no product of sizes overflows, and no model takes minutes
-# to construct.
+TYPE_NAMES = {
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    tuple: "tuple of int",
+}
+
+
+def parse_value(name: str, text: str, kind: type) -> int | float | bool | str | tuple[int, ...]:
+    """Parse the value of a field in --set; raise ValueError if it is not of its type."""
+    wanted = kind.__name__
+    try:
+        if kind is bool:
+            wanted = "true or false"
+            return {"true": True, "false": False}[text.lower()]
+        if kind is tuple:
+            wanted = "whole numbers joined by +"
+            return tuple(int(number) for number in text.split("+") if number)
+        return kind(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} takes {wanted}, not {text!r}") from None
+
+
+# The range of every number. Within the upper bounds no product of sizes overflows, and no model
+# takes minutes to construct.
 WEIGHT = (0, 1_000_000)  # of a term of the loss
 RANGES = {
     "vocab_size": (VOCAB_SIZE, 65_536),
@@ -297,18 +307,26 @@ RANGES = {
 @cache
 def primes_below(limit: int, count: int) -> tuple[int, ...]:
     """Return the `count` largest primes up to `limit`, descending, or all if there are fewer."""
-    found = []
+    primes: list[int] = []
     for n in range(limit, 1, -1):
-        if len(found) == count:
+        if len(primes) == count:
             break
-        if n == 2 or n % 2 and all(n % d for d in range(3, math.isqrt(n) + 1, 2)):
-            found.append(n)
-    return tuple(found)
+        if is_prime(n):
+            primes.append(n)
+    return tuple(primes)
 
 
-# What lowers the loss, or takes fewer FLOPs for the same, at almost no cost in parameters; and
-# segment offsets with the core's own loss, which cost a matrix per offset
-# (docs/results/learning.md).
+def is_prime(n: int) -> bool:
+    """Return whether a number above 1 is prime."""
+    if n % 2 == 0:
+        return n == 2
+    return all(n % divisor for divisor in range(3, math.isqrt(n) + 1, 2))
+
+
+# --------------------------------------------------------------------------------------------------
+# Presets (docs/results/learning.md has what each difference from `original` gives)
+
+# Lower the loss, or take fewer FLOPs for the same loss, at almost no cost in parameters.
 EARNED = dict(
     boundaries="learned",
     engram_match_orders=(1, 2, 3, 4, 5, 6, 8, 12, 16, 24),
@@ -316,6 +334,7 @@ EARNED = dict(
     engram_votes=4,
     engram_logits=True,
 )
+# Segment offsets cost a matrix per offset, and need the core's own loss.
 WITH_OFFSETS = EARNED | dict(segment_offsets=8, core_loss_weight=0.2)
 TINY = WITH_OFFSETS | dict(
     hidden_size=128,
@@ -341,24 +360,28 @@ TINY = WITH_OFFSETS | dict(
     engram_byte_rows=131_072,
     engram_byte_dim=32,
 )
-PRESETS = {
-    "1b": EARNED,
-    "base": WITH_OFFSETS
-    | dict(
-        n_prelude_layers=4, n_recurrent_layers=1, n_coda_layers=4, n_loops=1, engram_layers=(0,)
-    ),
-    "original": {},
-    "small": TINY
-    | dict(
-        hidden_size=256,
-        n_prelude_layers=2,
-        n_coda_layers=2,
-        n_heads=4,
-        q_lora_rank=128,
-        intermediate_size=512,
-        n_routed_experts=0,
-        moe_intermediate_size=384,
-        engram_byte_rows=262_144,
-    ),
-    "tiny": TINY,
+BASE = WITH_OFFSETS | dict(
+    n_prelude_layers=4,
+    n_recurrent_layers=1,
+    n_coda_layers=4,
+    n_loops=1,
+    engram_layers=(0,),
+)
+SMALL = TINY | dict(
+    hidden_size=256,
+    n_prelude_layers=2,
+    n_coda_layers=2,
+    n_heads=4,
+    q_lora_rank=128,
+    intermediate_size=512,
+    n_routed_experts=0,
+    moe_intermediate_size=384,
+    engram_byte_rows=262_144,
+)
+PRESETS: dict[str, dict[str, Any]] = {
+    "1b": EARNED,  # 997M parameters, for GPUs
+    "base": BASE,  # 569M; about the compute of `1b`, without loops
+    "original": {},  # 996M; the model that this project began from
+    "small": SMALL,  # 139M, for CPUs
+    "tiny": TINY,  # 69M, for CPUs
 }

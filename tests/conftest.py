@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -206,6 +207,11 @@ def contents(directory: Path) -> dict[str, bytes]:
 def prepare(*args) -> int:
     """Run `data.py prepare` in this process, without workers; return its exit status."""
     return data.main(["prepare", *map(str, args)])
+
+
+def code_blocks(page: str) -> list[str]:
+    """Return the blocks of Python code of a page of docs/."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
 MEASURED = """

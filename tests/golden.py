@@ -5,7 +5,7 @@ checkpoint.
     python tests/golden.py --spread  # print how far other processors are, as emulated here
 
 The rest of the suite compares the code with itself; these numbers stay when the code changes. A run
-is fp32 on one thread, its text is made here, and all flags that training reads are given: the
+is fp32 on one thread. Its text is made here. All flags that training reads are given, and the
 defaults of presets are in `recipes`.
 """
 
@@ -49,79 +49,58 @@ FLAGS = """
     --no-engram_reset --schedule cosine --warmup_steps 2 --wsd_decay_fraction 0.2 --min_lr_fraction
     0.15 --weight_decay 0.2 --dropout 0 --beta1 0.85 --beta2 0.93 --momentum 0.9 --grad_clip 1
     --ckpt_every 5 --eval_every 5 --eval_tokens 200
-""".split()
+"""
 
-SMALL = (
-    "hidden_size=32,n_prelude_layers=1,n_coda_layers=1,n_heads=2,q_lora_rank=16,kv_lora_rank=16,"
-    "qk_nope_head_dim=8,qk_rope_head_dim=8,v_head_dim=16,intermediate_size=48,"
-    "moe_intermediate_size=16,"
-    "lora_rank=4,engram_heads=2,engram_rows=200,engram_dim=8,engram_byte_rows=300,engram_byte_dim=8"
+SMALL = ",".join(
+    """
+    hidden_size=32 n_prelude_layers=1 n_coda_layers=1 n_heads=2 q_lora_rank=16 kv_lora_rank=16
+    qk_nope_head_dim=8 qk_rope_head_dim=8 v_head_dim=16 intermediate_size=48
+    moe_intermediate_size=16 lora_rank=4 engram_heads=2 engram_rows=200 engram_dim=8
+    engram_byte_rows=300 engram_byte_dim=8
+    """.split()
 )
 TWO_LAYERS = f"{SMALL},n_recurrent_layers=2,engram_layers=1,n_routed_experts=8"
 
-# Of `tiny` only the tables are smaller; the others have the structure of their preset in small.
-MODELS = {
-    "tiny": ["--model", "tiny", "--n_loops", "1", "--set", "engram_byte_rows=1000"],
-    "words": [
-        "--model",
-        "tiny",
-        "--n_loops",
-        "1",
-        "--set",
-        "engram_byte_rows=1000,boundaries=words",
-    ],
-    "small": ["--model", "small", "--n_loops", "1", "--set", f"{SMALL},n_routed_experts=0"],
-    "base": ["--model", "base", "--n_loops", "1", "--set", f"{SMALL},n_routed_experts=8"],
-    "1b": ["--model", "1b", "--n_loops", "2", "--set", TWO_LAYERS],
-    "original": ["--model", "original", "--n_loops", "2", "--set", TWO_LAYERS],
-}
+# Of `tiny` only the tables are smaller. The others have the structure of their preset in small.
+TINY = "--model tiny --n_loops 1 --set engram_byte_rows=1000"
+WORDS_AS_SEGMENTS = f"{TINY},boundaries=words"
+SMALL_PRESET = f"--model small --n_loops 1 --set {SMALL},n_routed_experts=0"
+BASE = f"--model base --n_loops 1 --set {SMALL},n_routed_experts=8"
+ONE_BILLION = f"--model 1b --n_loops 2 --set {TWO_LAYERS}"
+ORIGINAL = f"--model original --n_loops 2 --set {TWO_LAYERS}"
+
 # Not adamw8bit: a rounding error that moves one of its states to the next of 256 values changes the
 # update by percents.
-MUON = ["--optimizer", "muon", "--lr", "0.01"]
-ADAMW = ["--optimizer", "adamw", "--lr", "0.004"]
-CASES = {f"{model} muon": [*MODELS[model], *MUON] for model in ("tiny", "words", "1b", "original")}
-CASES |= {
-    f"{model} adamw": [*MODELS[model], *ADAMW] for model in ("tiny", "words", "1b", "original")
-}
-CASES |= {
-    "small": [*MODELS["small"], *MUON],
-    "base": [*MODELS["base"], *ADAMW],
-    # Two sources, whose first epochs end after different steps; some steps are clipped, and
-    # segments halt in some loop.
-    "everything": [
-        "--model",
-        "1b",
-        "--n_loops",
-        "3",
-        "--random_loops",
-        "--set",
-        f"{TWO_LAYERS},act_threshold=0.1",
-        "--data_dir",
-        "a:3,b:1",
-        "--seq_len",
-        "48",
-        "--grad_accum",
-        "2",
-        "--engram_reset",
-        "--dropout",
-        "0.8",
-        "--grad_clip",
-        "1.1",
-        "--schedule",
-        "wsd",
-        "--wsd_decay_fraction",
-        "0.98",
-        *MUON,
-    ],
-    # By AdamW, since in a step with a segment per document Muon makes an update of the noise in
+MUON = "--optimizer muon --lr 0.01"
+ADAMW = "--optimizer adamw --lr 0.004"
+# Two sources, whose first epochs end after different steps; some steps are clipped, and segments
+# halt in some loop.
+EVERYTHING = f"""
+    --model 1b --n_loops 3 --random_loops --set {TWO_LAYERS},act_threshold=0.1 --data_dir a:3,b:1
+    --seq_len 48 --grad_accum 2 --engram_reset --dropout 0.8 --grad_clip 1.1 --schedule wsd
+    --wsd_decay_fraction 0.98
+"""
+CASES = {
+    "tiny muon": f"{TINY} {MUON}",
+    "words muon": f"{WORDS_AS_SEGMENTS} {MUON}",
+    "1b muon": f"{ONE_BILLION} {MUON}",
+    "original muon": f"{ORIGINAL} {MUON}",
+    "tiny adamw": f"{TINY} {ADAMW}",
+    "words adamw": f"{WORDS_AS_SEGMENTS} {ADAMW}",
+    "1b adamw": f"{ONE_BILLION} {ADAMW}",
+    "original adamw": f"{ORIGINAL} {ADAMW}",
+    "small": f"{SMALL_PRESET} {MUON}",
+    "base": f"{BASE} {ADAMW}",
+    "everything": f"{EVERYTHING} {MUON}",
+    # By AdamW: in a step with one segment per document, Muon makes an update of the noise in
     # attention's gradient.
-    "boundaries from step 29": [*MODELS["1b"], *ADAMW],
-    "boundaries from step 57": [*MODELS["tiny"], *MUON],
+    "boundaries from step 29": f"{ONE_BILLION} {ADAMW}",
+    "boundaries from step 57": f"{TINY} {MUON}",
 }
 
 
 def class_of(case: str) -> type[Spider]:
-    """Return the class of a case's model; learned boundaries may begin as after some steps, since
+    """Return the class of a case's model. Its learned boundaries may begin as after some steps:
     they trust their regression only from step 30 on, and fully after step 60."""
     _, _, steps = case.partition("from step ")
 
@@ -155,8 +134,8 @@ def documents(count: int, seed: int) -> np.ndarray:
     for _ in range(count):
         words = []
         for _ in range(2 + next(numbers) % 24):
-            within = 1 + next(numbers) % len(WORDS)  # so that the first words are the most frequent
-            words.append(WORDS[next(numbers) % within])
+            vocabulary = WORDS[: 1 + next(numbers) % len(WORDS)]  # the first words are frequent
+            words.append(vocabulary[next(numbers) % len(vocabulary)])
         ids += encode(" ".join(words).capitalize() + ".")
     return np.array(ids, "<u2")
 
@@ -170,13 +149,13 @@ def write_data(directory: Path):
 
 
 def observe(case: str, directory: Path) -> dict:
-    """Run a case in an empty directory; return its `metrics`, those of metrics.jsonl by step, and
-    its `weights`."""
+    """Run a case in an empty directory; return its `metrics`, a list over steps for each, and its
+    `weights`."""
     write_data(directory)
-    argv = [*FLAGS, "--data_dir", "data", *CASES[case], "--ckpt_dir", "run"]
+    argv = f"{FLAGS} --data_dir data {CASES[case]} --ckpt_dir run".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)  # the names of a mixture's sources are among the metrics
-        # Muon's products: in fp32 everywhere
+        # Muon multiplies in fp32 everywhere.
         patch.setattr(optim, "multiplies_bf16", lambda device: False)
         assert train.command_line(argv, class_of(case)) == 0
     state = torch.load(directory / "run" / "spider-step5.pt", weights_only=True)
@@ -232,25 +211,23 @@ FAMILIES = {
 def of_weights(state: dict[str, Tensor]) -> dict[str, list[float]]:
     """Return the norm of each family of weights, and a projection to a fixed direction, of about
     the same size."""
-    found = {}
+    kept = {}
     for family, pattern in FAMILIES.items():
-        tensors = [
-            state[name].double().flatten() for name in sorted(state) if re.search(pattern, name)
-        ]
-        if tensors:
-            values = torch.cat(tensors)
+        names = [name for name in sorted(state) if re.search(pattern, name)]
+        if names:
+            values = torch.cat([state[name].double().flatten() for name in names])
             number = torch.arange(1, len(values) + 1) * 2654435761 % (1 << 32)
             direction = number.double() / (1 << 31) - 1  # even in [-1, 1]
-            found[family] = [rounded(values.norm()), rounded(values @ direction)]
-    return found
+            kept[family] = [rounded(values.norm()), rounded(values @ direction)]
+    return kept
 
 
 # --------------------------------------------------------------------------------------------------
 # Defaults
 
-RECIPES = {model: ["--model", model] for model in PRESETS} | {
-    "tiny, 1,003,520 bytes": ["--model", "tiny", "--target_tokens", "1003520"],
-    "tiny, 20 steps": ["--model", "tiny", "--target_tokens", "81920"],
+RECIPES = {model: f"--model {model}" for model in PRESETS} | {
+    "tiny, 1,003,520 bytes": "--model tiny --target_tokens 1003520",
+    "tiny, 20 steps": "--model tiny --target_tokens 81920",
 }
 TRAINED = """
     n_loops random_loops seq_len micro_batch grad_accum seed target_tokens max_steps optimizer lr
@@ -261,12 +238,12 @@ TRAINED = """
 
 def recipes() -> dict[str, dict]:
     """Return the flags and the configuration of presets."""
-    found = {}
+    by_recipe = {}
     for name, argv in RECIPES.items():
-        plan = conftest.settled(*argv, "--recompute", "nothing")
+        plan = conftest.settled(*f"{argv} --recompute nothing".split())
         flags = {flag: getattr(plan.flags, flag) for flag in TRAINED}
-        found[name] = dict(flags=flags, config=asdict(plan.config))
-    return found
+        by_recipe[name] = dict(flags=flags, config=asdict(plan.config))
+    return by_recipe
 
 
 # --------------------------------------------------------------------------------------------------
@@ -283,7 +260,7 @@ MEASURED = {
     "norms of weights": 2.5e-6,
     "projections of weights": 8.6e-5,
 }
-# counts did not differ
+# Counts did not differ.
 TOLERANCE = {kind: 4 * difference for kind, difference in MEASURED.items()} | {"counts": 1e-6}
 
 
@@ -299,26 +276,27 @@ def differences(expected: dict, observed: dict) -> Iterator[tuple[str, float, st
     """Compare a case with what is expected; yield the kind, the difference and the place of each
     number."""
     for metric, values in expected["metrics"].items():
-        found = observed["metrics"].get(metric, [])
-        if len(found) != len(values):
+        observed_values = observed["metrics"].get(metric, [])
+        if len(observed_values) != len(values):
             yield kind_of(metric), math.inf, metric
-        for step, (a, b) in enumerate(zip(values, found, strict=True), 1):
+            continue
+        for step, (a, b) in enumerate(zip(values, observed_values, strict=True), 1):
             yield kind_of(metric), abs(a - b) / max(abs(a), 1e-12), f"{metric}, step {step}"
     for family, (norm, projection) in expected["weights"].items():
-        found_norm, found_projection = observed["weights"].get(family, (math.inf, math.inf))
+        new_norm, new_projection = observed["weights"].get(family, (math.inf, math.inf))
         size = max(norm, 1e-12)
-        yield "norms of weights", abs(norm - found_norm) / size, family
-        yield "projections of weights", abs(projection - found_projection) / size, family
+        yield "norms of weights", abs(norm - new_norm) / size, family
+        yield "projections of weights", abs(projection - new_projection) / size, family
 
 
 def too_large(expected: dict, observed: dict) -> list[str]:
     """Describe the differences above their tolerance, the largest first."""
-    found = []
+    lines = []
     for kind, difference, place in differences(expected, observed):
         share = difference / TOLERANCE[kind]
         if not share <= 1:  # NaN is not
-            found.append((share, f"{place}: {difference:.1e}, tolerance {TOLERANCE[kind]:.1e}"))
-    return [line for _, line in sorted(found, reverse=True)]
+            lines.append((share, f"{place}: {difference:.1e}, tolerance {TOLERANCE[kind]:.1e}"))
+    return [line for _, line in sorted(lines, reverse=True)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -338,11 +316,11 @@ def product_changes(root: Path) -> list[str]:
 
 
 def observe_all() -> dict[str, dict]:
-    found = {}
+    by_case = {}
     for case in CASES:
         with tempfile.TemporaryDirectory() as directory:
-            found[case] = observe(case, Path(directory))
-    return found
+            by_case[case] = observe(case, Path(directory))
+    return by_case
 
 
 def write():
@@ -350,22 +328,22 @@ def write():
     if changes := product_changes(ROOT):
         sys.exit(
             f"tests/golden.py: {', '.join(changes)} differ from the last commit: golden values "
-            f"have a commit of "
-            f"their own, after the code that they judge (CONTRIBUTING.md)"
+            f"have a commit of their own, after the code that they judge (CONTRIBUTING.md)"
         )
     before = json.loads(FILE.read_text())["runs"] if FILE.exists() else {}
     runs = {}
     for case, observed in observe_all().items():
         runs[case] = before.get(case, dict(metrics={}, weights={}))
         changes = too_large(runs[case], observed)
-        if changes or any(
-            runs[case][part].keys() != observed[part].keys() for part in ("metrics", "weights")
-        ):
+        same_names = all(
+            runs[case][part].keys() == observed[part].keys() for part in ("metrics", "weights")
+        )
+        if changes or not same_names:
             print("; ".join([f"{case}: written", *changes[:3]]))
             runs[case] = observed
     text = json.dumps(dict(runs=runs, recipes=recipes()), indent=1)
     lists = re.compile(r"\[[^][{}]*\]")  # innermost ones, each on a line of its own
-    FILE.write_text(lists.sub(lambda found: json.dumps(json.loads(found[0])), text) + "\n")
+    FILE.write_text(lists.sub(lambda match: json.dumps(json.loads(match[0])), text) + "\n")
 
 
 def spread():
@@ -392,11 +370,8 @@ def spread():
         for case, observed in json.loads(done.stdout).items():
             for kind, difference, _ in differences(expected[case], observed):
                 largest[kind] = max(largest[kind], difference)
-        print(
-            f"{name:24}",
-            ", ".join(f"{kind} {difference:.1e}" for kind, difference in largest.items()),
-            flush=True,
-        )
+        line = ", ".join(f"{kind} {difference:.1e}" for kind, difference in largest.items())
+        print(f"{name:24}", line, flush=True)
 
 
 def start_one_unit_off(seed: int):

@@ -1,8 +1,8 @@
 """Two hosts, each in namespaces of its own with a cable between them.
 
 A host is a process with its own network, names, mounts and processes. All that runs there ends with
-it, and it ends by itself after LIFETIME, whatever happens to the tests; the machine's own network
-is never touched.
+it. It ends by itself after LIFETIME, whatever happens to the tests. The machine's own network is
+never touched.
 """
 
 import os
@@ -25,26 +25,16 @@ class Host:
     """A host with one cable and a name."""
 
     def __init__(self, number: int, names: Path):
-        self.name, self.address, self.logs = f"node{number}", f"10.0.0.{number + 1}", names.parent
+        self.name = f"node{number}"
+        self.address = f"10.0.0.{number + 1}"
+        self.logs = names.parent
         script = (
             f"mount --bind {names} /etc/hosts && hostname {self.name} && ip link set lo up && "
-            f"echo up && "
-            f"exec sleep {LIFETIME}"
+            f"echo up && exec sleep {LIFETIME}"
         )
+        own = "--net --uts --mount --pid --fork --kill-child --mount-proc"
         self.holder = subprocess.Popen(
-            [
-                "unshare",
-                "--net",
-                "--uts",
-                "--mount",
-                "--pid",
-                "--fork",
-                "--kill-child",
-                "--mount-proc",
-                "sh",
-                "-c",
-                script,
-            ],
+            ["unshare", *own.split(), "sh", "-c", script],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -55,36 +45,34 @@ class Host:
         pid = self.holder.pid  # of unshare; the namespaces are those of its child
         self.pid = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
 
-    def inside(self, *command, **more) -> subprocess.Popen:
-        return subprocess.Popen(
-            ["nsenter", "--target", self.pid, "--all", f"--wd={ROOT}", *command], **more
-        )
+    def inside(self, *command, **options) -> subprocess.Popen:
+        """Start a command on this host."""
+        enter = ["nsenter", "--target", self.pid, "--all", f"--wd={ROOT}"]
+        return subprocess.Popen([*enter, *command], **options)
 
-    def do(self, *command):
-        assert self.inside(*command).wait(60) == 0, command
+    def do(self, command: str):
+        """Run a command on this host; it must succeed."""
+        assert self.inside(*command.split()).wait(60) == 0, command
 
     def ranks(self, word: str = "train.py") -> list[int]:
-        """Processes of train.py with a word in their command line that run here, as the machine
-        outside counts them."""
-        here, found = os.readlink(f"/proc/{self.pid}/ns/pid"), []
+        """Return the processes of train.py here that have a word in their command line, by their
+        numbers outside."""
+        here = os.readlink(f"/proc/{self.pid}/ns/pid")
+        pids = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                if (
-                    words[1:3] == ["-u", "train.py"]
-                    and word in words
-                    and os.readlink(f"/proc/{pid}/ns/pid") == here
-                ):
-                    found.append(int(pid))
-        return found
+                is_rank = words[1:3] == ["-u", "train.py"] and word in words
+                if is_rank and os.readlink(f"/proc/{pid}/ns/pid") == here:
+                    pids.append(int(pid))
+        return pids
 
     def stop_all(self):
         """Kill what runs on it, but not the host."""
         self.inside("sh", "-c", "kill -9 -1").wait(60)
 
     def die(self):
-        """End it with all that runs on it; without a word to the other host, if the cable is
-        down."""
+        """End it with all that runs on it. If the cable is down, the other host hears nothing."""
         self.holder.kill()
         self.holder.wait(60)
 
@@ -97,9 +85,7 @@ class Launch:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         with open(self.log, "w") as log:
             self.process = host.inside(
-                "bash",
-                "-c",
-                f"cd {directory} && {command}",
+                *("bash", "-c", f"cd {directory} && {command}"),
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path},
@@ -118,31 +104,17 @@ class Launch:
 
 
 def plug_in(one: Host, other: Host):
-    subprocess.run(
-        [
-            "ip",
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            one.pid,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            other.pid,
-        ],
-        check=True,
-    )
+    """Put a cable between two hosts."""
+    cable = f"ip link add eth0 netns {one.pid} type veth peer name eth0 netns {other.pid}"
+    subprocess.run(cable.split(), check=True)
     for host in (one, other):
-        host.do("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
-        host.do("ip", "link", "set", "eth0", "up")
+        host.do(f"ip address add {host.address}/24 dev eth0")
+        host.do("ip link set eth0 up")
 
 
 @contextmanager
 def two_hosts(directory: Path):
+    """Start two hosts with a cable between them, or skip the test."""
     missing = [name for name in ("unshare", "nsenter", "ip", "mount") if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"no namespaces here: {', '.join(missing) or 'only root makes them'}")

@@ -29,7 +29,6 @@ from spider.common import (
     real,
     run_program,
 )
-from spider.noise import step_seed
 
 
 def raises(fault: BaseException):
@@ -238,26 +237,35 @@ def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path, order
         assert (tmp_path / "c").read_text() == name * 100_000
 
 
+LINUX = "6.8.0-45-generic"
+CHOSEN = "max_split_size_mb:64"
+
+
 @pytest.mark.parametrize(
-    "kernel, wanted",
+    "kernel, chosen, new, old",
     (
-        ("6.8.0-45-generic", "expandable_segments:True"),
-        ("6.18.33.2-microsoft-standard-WSL2", None),
-        ("4.4.0-19041-Microsoft", None),
+        (LINUX, {}, "expandable_segments:True", None),
+        (LINUX, dict(PYTORCH_ALLOC_CONF=CHOSEN), CHOSEN, None),
+        (LINUX, dict(PYTORCH_CUDA_ALLOC_CONF=CHOSEN), None, CHOSEN),
+        ("6.18.33.2-microsoft-standard-WSL2", {}, None, None),
+        ("4.4.0-19041-Microsoft", {}, None, None),
     ),
 )
-def test_allocator_extends_segments_but_not_on_wsl_where_drivers_refuse_that(
-    kernel, wanted, monkeypatch
+def test_allocator_extends_segments_unless_the_user_chose_or_wsls_drivers_refuse(
+    monkeypatch, kernel, chosen, new, old
 ):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
         monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("platform.release", lambda: kernel)
     common.set_allocator()
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == wanted
+    assert [os.environ.get(name) for name in names] == [new, old]
 
 
 def test_step_seeds_differ_by_seed_step_and_purpose():
-    seeds = {step_seed(*of) for of in itertools.product(range(3), range(9), "ab")}
+    seeds = {noise.step_seed(*of) for of in itertools.product(range(3), range(9), "ab")}
     assert len(seeds) == 3 * 9 * 2
     assert max(seeds) < 1 << 62
 

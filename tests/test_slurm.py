@@ -3,6 +3,7 @@ at once."""
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -21,8 +22,8 @@ from jobs import LIMIT, steps_done, until
 
 pytestmark = pytest.mark.slow
 STEPS = 60
-ACTIVE = "PENDING", "RUNNING", "COMPLETING"  # states of a job that has not ended
-PROGRAMS = "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol"
+ACTIVE = ("PENDING", "RUNNING", "COMPLETING")  # states of a job that has not ended
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 # Without munge, accounts and cgroups. A requeued job waits as long as a credential holds.
 CONFIGURATION = """\
 ClusterName=spider
@@ -52,7 +53,8 @@ class Slurm:
     """A cluster of two nodes. Its daemons end with the hosts."""
 
     def __init__(self, hosts: list[Host], directory: Path):
-        self.hosts, self.directory = hosts, prepare(directory / "run")
+        self.hosts = hosts
+        self.directory = prepare(directory / "run")
         configuration = directory / "slurm.conf"
         configuration.write_text(CONFIGURATION.format(directory=directory))
         (directory / "gres.conf").write_text(
@@ -64,38 +66,41 @@ class Slurm:
         self.environ = os.environ | {"SLURM_CONF": str(configuration), "PATH": path}
         self.log = directory / "slurm.log"
         with open(self.log, "w") as log:
-            daemons = [(hosts[0], "slurmctld"), *((host, "slurmd") for host in hosts)]
-            for host, daemon in daemons:
+            for host, daemon in (
+                (hosts[0], "slurmctld"),
+                (hosts[0], "slurmd"),
+                (hosts[1], "slurmd"),
+            ):
                 host.inside(daemon, "-D", env=self.environ, stdout=log, stderr=log)
 
-    def command(self, *words: str) -> str:
+    def command(self, command: str) -> str:
         """Run a command on the first node; return what it prints, nothing if it fails."""
-        process = self.hosts[0].inside(*words, env=self.environ, stdout=subprocess.PIPE, text=True)
+        process = self.hosts[0].inside(
+            *shlex.split(command), env=self.environ, stdout=subprocess.PIPE, text=True
+        )
         output, _ = process.communicate(timeout=60)
         return "" if process.returncode else output
 
     def wait_until_up(self):
+        def is_up() -> bool:
+            return self.command("sinfo --noheader --format='%D %T'").split() == ["2", "idle"]
+
         try:
-            until(
-                lambda: (
-                    self.command("sinfo", "--noheader", "--format=%D %T").split() == ["2", "idle"]
-                ),
-                60,
-            )
+            until(is_up, 60)
         except AssertionError:
             pytest.fail(f"Slurm did not start\n{self.log.read_text()}")
 
 
 class BatchJob:
-    """The script of docs/scaling.md, submitted under a name; `by_task`: with tasks as ranks."""
+    """The script of docs/scaling.md, submitted under a name. With `by_task`, tasks are ranks."""
 
     def __init__(self, slurm: Slurm, name: str, by_task: bool = False):
-        self.slurm, self.submitted = slurm, time.monotonic()
+        self.slurm = slurm
+        self.submitted = time.monotonic()
         script = slurm.directory / f"{name}.sh"
         script.write_text(script_of_docs(by_task))
-        self.id = slurm.command(
-            "sbatch", "--parsable", f"--job-name={name}", f"--chdir={slurm.directory}", str(script)
-        ).strip()
+        submit = f"sbatch --parsable --job-name={name} --chdir={slurm.directory} {script}"
+        self.id = slurm.command(submit).strip()
         assert self.id, slurm.log.read_text()
         self.checkpoints = Path("checkpoints") / name
         self.log = slurm.directory / f"{name}-{self.id}.log"
@@ -106,19 +111,16 @@ class BatchJob:
         return self.slurm.directory / self.checkpoints
 
     def state(self) -> str:
-        return re.search(r"JobState=(\w+)", self.slurm.command("scontrol", "show", "job", self.id))[
-            1
-        ]
+        description = self.slurm.command(f"scontrol show job {self.id}")
+        return re.search(r"JobState=(\w+)", description)[1]
 
     def until(self, condition: Callable[[str], bool]) -> str:
         """Wait for a condition of its state; return the state."""
         deadline = time.monotonic() + LIMIT
         while not condition(state := self.state()):
             if time.monotonic() > deadline:
-                pytest.fail(
-                    f"{self.log.name} is "
-                    f"{state}\n{self.log.read_text() if self.log.exists() else ''}"
-                )
+                log = self.log.read_text() if self.log.exists() else ""
+                pytest.fail(f"{self.log.name} is {state}\n{log}")
             time.sleep(0.1)
         return state
 
@@ -130,11 +132,10 @@ class BatchJob:
         return self.until(lambda state: state not in ACTIVE)
 
     def freeze(self):
-        """Stop its ranks, unasked, after a few steps."""
+        """Stop the processes of its ranks after a few steps."""
         self.until_steps(7)
-        self.frozen = [
-            pid for host in self.slurm.hosts for pid in host.ranks(str(self.checkpoints))
-        ]
+        for host in self.slurm.hosts:
+            self.frozen += host.ranks(str(self.checkpoints))
         for pid in self.frozen:
             os.kill(pid, signal.SIGSTOP)
         assert len(self.frozen) == 2, self.log.read_text()
@@ -144,33 +145,27 @@ class BatchJob:
             os.kill(pid, signal.SIGCONT)
 
     def set_limit(self, minutes: int):
-        self.slurm.command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}")
+        self.slurm.command(f"scontrol update JobId={self.id} TimeLimit={minutes}")
+
+
+def indented(start: str, page: str) -> str:
+    """Return the indented lines of a page that begin with one that matches."""
+    return textwrap.dedent(re.search(rf"^    {start}.*\n(    .*\n|\n)+", page, re.MULTILINE)[0])
 
 
 def script_of_docs(by_task: bool) -> str:
-    """The batch script of docs/scaling.md, on one CPU for eight GPUs a node, and with a small
-    model."""
+    """Return the batch script of docs/scaling.md, with a small model on one CPU a node for eight
+    GPUs."""
     page = (ROOT / "docs" / "scaling.md").read_text()
-    script = textwrap.dedent(re.search(r"^    #!/bin/bash\n(    .*\n|\n)+", page, re.MULTILINE)[0])
+    script = indented("#!/bin/bash", page)
     if by_task:
-        lines = textwrap.dedent(
-            re.search(r"^    export .*MASTER_ADDR.*\n(    .*\n)+", page, re.MULTILINE)[0]
-        )
-        script, replaced = re.subn(
-            r"^srun .*?&\n", lambda _: lines, script, flags=re.MULTILINE | re.DOTALL
-        )
-        assert replaced == 1
+        before, _, rest = script.partition("\nsrun ")
+        _, _, after = rest.partition("&\n")
+        script = "\n".join([before, indented("export .*MASTER_ADDR", page), after])
     flags = run_flags(
         "data",
         "checkpoints",
-        "--ckpt_every",
-        "1000",
-        "--global_batch",
-        "128",
-        "--precision",
-        "fp32",
-        "--optimizer",
-        "adamw",
+        "--ckpt_every 1000 --global_batch 128 --precision fp32 --optimizer adamw",
         steps=STEPS,
     )
     for size, small in (
@@ -186,10 +181,9 @@ def script_of_docs(by_task: bool) -> str:
 
 def is_pending(number: int, pid: int) -> bool:
     """Return whether a signal was sent to a process that has not taken it yet."""
-    pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[
-        1
-    ]
-    return bool(int(pending, 16) >> number - 1 & 1)
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = int(re.search(r"^ShdPnd:\s*(\w+)", status, re.MULTILINE)[1], 16)
+    return bool(pending >> (number - 1) & 1)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +198,7 @@ def slurm(tmp_path_factory):
         yield slurm
 
 
-def test_a_job_at_its_time_limit_is_saved_requeued_and_ends_like_another_on_the_same_nodes(slurm):
+def test_job_at_its_time_limit_is_saved_requeued_and_ends_like_another_on_the_same_nodes(slurm):
     """Ranks are frozen until Slurm sends its signal, which takes up to half a minute; so both runs
     are short."""
     limited = BatchJob(slurm, "limited")
@@ -228,7 +222,7 @@ def test_a_job_at_its_time_limit_is_saved_requeued_and_ends_like_another_on_the_
 def test_scancel_saves_and_ends_the_job_for_good(slurm):
     job = BatchJob(slurm, "cancelled")
     job.until_steps(7)
-    slurm.command("scancel", job.id)
+    slurm.command(f"scancel {job.id}")
     assert job.end() == "CANCELLED"
     assert 7 <= final_state(job.run)["step"] == len(metrics(job.run)) < STEPS
 
@@ -236,6 +230,5 @@ def test_scancel_saves_and_ends_the_job_for_good(slurm):
 def test_tasks_of_one_gpu_each_are_ranks_without_torchrun(slurm):
     job = BatchJob(slurm, "by-task", by_task=True)
     assert job.end() == "COMPLETED", job.log.read_text()
-    assert (
-        len(metrics(job.run)) == STEPS and "2 ranks: 2 replicas of 1 shards" in job.log.read_text()
-    )
+    assert len(metrics(job.run)) == STEPS
+    assert "2 ranks: 2 replicas of 1 shards" in job.log.read_text()

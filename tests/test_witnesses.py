@@ -199,35 +199,35 @@ def gradients(run: Recording, name: str) -> list[Tensor]:
 def averages(numbers: list[Tensor], beta: float) -> list[Tensor]:
     """Return the exponential moving averages of numbers: beta * average + (1 - beta) * number, from
     0 on."""
-    averages = [(1 - beta) * numbers[0]]
+    means = [(1 - beta) * numbers[0]]
     for number in numbers[1:]:
-        averages.append(beta * averages[-1] + (1 - beta) * number)
-    return averages
+        means.append(beta * means[-1] + (1 - beta) * number)
+    return means
 
 
-def adam_directions(gradients: list[Tensor], beta1: float, beta2: float) -> list[Tensor]:
+def adam_directions(g_by_step: list[Tensor], beta1: float, beta2: float) -> list[Tensor]:
     """Return Adam's steps at a rate of 1 (Kingma and Ba 2015). The averages of g and g^2 are
     corrected for their start."""
-    means = averages(gradients, beta1)
-    squares = averages([g * g for g in gradients], beta2)
+    means = averages(g_by_step, beta1)
+    squares = averages([g * g for g in g_by_step], beta2)
     return [
         mean / (1 - beta1**n) / ((square / (1 - beta2**n)).sqrt() + 1e-8)
         for n, (mean, square) in enumerate(zip(means, squares, strict=True), 1)
     ]
 
 
-def muon_directions(gradients: list[Tensor], momentum: float) -> list[Tensor]:
+def muon_directions(g_by_step: list[Tensor], momentum: float) -> list[Tensor]:
     """Return Muon's steps at a rate of 1 for matrices [..., r, c] (Jordan et al. 2024): the
     singular values of Nesterov's momentum go through the quintic four times. The size is
     Moonlight's (arXiv 2502.16982)."""
     directions = []
-    for gradient, average in zip(gradients, averages(gradients, momentum), strict=True):
-        nesterov = (1 - momentum) * gradient + momentum * average
+    for g, average in zip(g_by_step, averages(g_by_step, momentum), strict=True):
+        nesterov = (1 - momentum) * g + momentum * average
         u, values, v = torch.linalg.svd(nesterov, full_matrices=False)
         values = values / values.norm(dim=-1, keepdim=True)
         for _ in range(4):
             values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-        directions.append(0.2 * math.sqrt(max(gradient.shape[-2:])) * u @ (values[..., None] * v))
+        directions.append(0.2 * math.sqrt(max(g.shape[-2:])) * u @ (values[..., None] * v))
     return directions
 
 
@@ -299,13 +299,13 @@ def clipping(runs):
     """Gradients reach the optimizers times min(1, grad_clip / norm), or unchanged if grad_clip is
     0. The norm is that of all parameters but the tables, which are not clipped."""
     unclipped = runs.awake(STEPS)
-    gradients = unclipped.first.gradient
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    before = unclipped.first.gradient
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in before.values()))
     yield unclipped.column("grad_norm")[0], norm
     for largest in (norm / 2, 2 * norm):
         run = runs.awake(f"{STEPS} --grad_clip {largest}", steps=1)
         yield run.column("grad_norm")[0], norm
-        for name, gradient in gradients.items():
+        for name, gradient in before.items():
             yield run.first.gradient[name], gradient * min(1, largest / norm)
         for name, (_, gradient) in unclipped.first.lookups.items():
             yield run.first.lookups[name][1], gradient
@@ -473,7 +473,7 @@ def rate_of_boundaries(runs):
 
 
 def padded(runs: Runs) -> str:
-    """Make data of which two fifths are PAD, in runs of 40 bytes, so that windows have unlike
+    """Make data of which two fifths are PAD, 40 bytes at a time, so that windows have unlike
     numbers of targets."""
     position = np.arange(640)
     return runs.write("padded", np.where(position % 100 < 40, PAD_ID, position % 26 + 97))
@@ -651,12 +651,12 @@ def mixture(runs):
     """Three of four sequences are from the source of weight 3. Which ones they are depends on the
     seed."""
     a, b = (runs.data[runs.write(letter, [ord(letter)] * 1000)] for letter in "ab")
-    sources = []
+    first_bytes = []
     for seed in (0, 3):
         flags = f"--seq_len 4 --micro_batch 400 --seed {seed}"
-        sources.append(rows_of(runs.bare(flags, steps=1, data=f"{a}:3,{b}:1"))[:, 0])
-    yield float((sources[0] == ord("a")).double().mean()), 0.75, 0.05
-    yield torch.equal(*sources), False
+        first_bytes.append(rows_of(runs.bare(flags, steps=1, data=f"{a}:3,{b}:1"))[:, 0])
+    yield float((first_bytes[0] == ord("a")).double().mean()), 0.75, 0.05
+    yield torch.equal(*first_bytes), False
 
 
 @witness("--mock_data")
@@ -823,8 +823,9 @@ def products(runs):
             weight = rounded(weight)
         else:
             yield y.dtype, dtype
+            x = x.to(dtype).double()
             weight = weight.to(dtype).double()
-        yield y, x.double() @ weight.T, tolerance
+        yield y, x @ weight.T, tolerance
 
 
 @witness("--fp8_experts")
@@ -1034,10 +1035,11 @@ def samples(runs):
     flags = "--sample_every 2 --sample_prompt abc"
     start = runs.bare(flags)
     other = runs.bare(f"{flags} --seed 3 --resume {start.checkpoint(2)}")
-    ((_, sample), (_, other_sample)) = (
-        run.logged("step 2 continues 'abc': ")[0].split("abc", 1) for run in (start, other)
-    )
-    yield sample == other_sample, False
+    texts = set()
+    for run in (start, other):
+        (line,) = run.logged("step 2 continues 'abc': ")
+        texts.add(line.partition("continues")[2])
+    yield len(texts), 2
 
 
 @witness("--log_every")

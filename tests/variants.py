@@ -1,5 +1,5 @@
-"""Variants of the small model: components left out, added or changed. The invariants of the model
-hold for all."""
+"""Variants of the small model, with components left out, added or changed. The invariants of the
+model hold for all."""
 
 VARIANTS = {
     "everything": {},
