@@ -1,5 +1,5 @@
 """Lookup memories: ends of words, addresses of Engram tables, matches in the document, votes on the
-next byte."""
+next byte, the convolution of a segment's memory."""
 
 from itertools import pairwise
 
@@ -36,39 +36,63 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
 )
 def test_words_end_at_the_first_byte_that_is_not_part_of_a_word(given, ends):
     ids = torch.tensor(list(given))
-    found = word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2)).squeeze(0)
-    assert "".join("x" if end else "_" for end in found) == ends.decode()
+    is_end = word_ends(shifted_bytes(ids, torch.arange(len(ids)), 2)).squeeze(0)
+    assert "".join("x" if end else "_" for end in is_end) == ends.decode()
+
+
+def as_int64(number: int) -> int:
+    """Return the int64 with the lower 64 bits of a number."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number
 
 
 def test_an_engram_row_is_the_hash_of_the_last_n_bytes_modulo_the_tables_prime():
-    table, ids = EngramTable((1, 3), 2, 50, 4), text(1, 20)[0]
+    table = EngramTable(orders=(1, 3), heads=2, rows=50, dim=4)
     table.init_hash(7)
+    ids = text(1, 20)[0]
     address = table.addresses(shifted_bytes(ids, torch.arange(20), 3))
-    multiplier, first = table.multiplier.tolist(), 0
-    assert table.primes == (47, 43, 41, 37) and all(number % 2 for number in multiplier)
+    multiplier = table.multiplier.tolist()
+    assert all(number % 2 == 1 for number in multiplier)
+    assert table.primes == (47, 43, 41, 37)
+    first_row = 0
     for column, (order, prime) in enumerate(zip((1, 1, 3, 3), table.primes, strict=True)):
         for t in range(20):
             key = 0
-            for k in range(order):  # in 64 bits, with the sign that torch's remainder takes
-                key ^= (int(ids[t - k]) if t >= k else PAD_ID) * multiplier[k] & (1 << 64) - 1
-            assert address[t, column] == first + (key - (key >> 63 << 64)) % prime
-        first += prime
+            for k in range(order):
+                byte = int(ids[t - k]) if t >= k else PAD_ID
+                key ^= as_int64(byte * multiplier[k])
+            assert address[t, column] == first_row + key % prime
+        first_row += prime
 
 
-def context_of_bytes(part: list[int], t: int, n: int) -> list[int] | None:
-    return part[t + 1 - n : t + 1] if t >= n - 1 else None
+def context_of_bytes(document: list[int], t: int, n: int) -> list[int] | None:
+    """Return the last n bytes at t, None before there are as many."""
+    return document[t + 1 - n : t + 1] if t >= n - 1 else None
 
 
-def context_of_words(part: list[int], t: int, n: int) -> list[int]:
-    """Return the bytes up to t after the n-th last end of a word, PAD before the document."""
-    ends = [
-        s
-        for s in range(t, max(t - 31, 0), -1)
-        if part[s] not in {*b"ABCD"} and part[s - 1] in {*b"ABCD"}
-    ]
-    return (
-        part[ends[n - 1] + 1 : t + 1] if len(ends) >= n else ([PAD_ID] * 31 + part)[t + 1 : t + 32]
-    )
+def context_of_words(document: list[int], t: int, n: int) -> list[int]:
+    """Return the bytes up to t after the n-th last end of a word; without one, the last 31, with
+    PAD before the document. Word bytes are A to D."""
+    word = {*b"ABCD"}
+    lately = range(t, max(t - 31, 0), -1)
+    ends = [s for s in lately if document[s] not in word and document[s - 1] in word]
+    if len(ends) >= n:
+        return document[ends[n - 1] + 1 : t + 1]
+    return ([PAD_ID] * 31 + document)[t + 1 : t + 32]
+
+
+def rows_with_repeats(with_words: bool) -> torch.Tensor:
+    """Return rows [3, 60] of few different bytes, in documents that end in different ways."""
+    rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
+    if with_words:
+        rows[rows == ord("B")] = ord(" ")
+        rows[1][rows[1] == ord("C")] = 0
+        rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
+    rows[0, [9, 30]] = EOS_ID
+    rows[1, 4] = PAD_ID
+    rows[2, 6] = EOS_ID
+    rows[2, 20] = BOS_ID
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -78,35 +102,36 @@ def context_of_words(part: list[int], t: int, n: int) -> list[int]:
 def test_matches_are_the_ids_after_the_last_occurrences_in_the_same_document(
     orders, words, occurrences
 ):
-    rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
-    if words:
-        rows[rows == ord("B")], rows[1][rows[1] == ord("C")] = ord(" "), 0
-        rows[0, 12:50] = ord("A")  # no word ends within as many bytes as are read
-    rows[0, [9, 30]], rows[1, 4], rows[2, 6], rows[2, 20] = EOS_ID, PAD_ID, EOS_ID, BOS_ID
-    ids, cu_seqlens = rows.flatten(), document_cu_seqlens(rows)
+    rows = rows_with_repeats(bool(words))
+    ids = rows.flatten()
+    cu_seqlens = document_cu_seqlens(rows)
     packing = Packing.build(cu_seqlens, len(ids), 60, small_config(), torch.float32)
     memory = MatchMemory(orders, words, occurrences)
     memory.init_hash(0)
-    found, all_followed = memory(
-        ids, shifted_bytes(ids, packing.position, len(memory.multiplier)), packing.document
-    )
+    shifted = shifted_bytes(ids, packing.position, len(memory.multiplier))
+    matches = memory(ids, shifted, packing.document)
+
+    contexts = [(context_of_bytes, n) for n in orders] + [(context_of_words, n) for n in words]
     for begin, end in pairwise(cu_seqlens.tolist()):
-        part = ids[begin:end].tolist()
-        for t in range(len(part)):
-            for j, n in enumerate((*orders, *words)):
-                context = context_of_bytes if j < len(orders) else context_of_words
-                here = context(part, t, n)
-                before = [s for s in range(t) if here is not None and context(part, s, n) == here]
-                followed = [part[s + 1] for s in before[::-1]]
-                kind = 0 if len(before) < 2 else 256 if followed[0] == followed[1] else 512
-                assert found[begin + t, j] == (
-                    followed[0] + kind if before and followed[0] < 256 else 768
-                )
-                assert (
-                    all_followed[begin + t, j].tolist()
-                    == (followed + [-1] * occurrences)[:occurrences]
-                )
-    assert all(((low <= found) & (found < low + 256)).any() for low in (0, 512, 768))
+        document = ids[begin:end].tolist()
+        for column, (context_of, n) in enumerate(contexts):
+            earlier = []  # the context at each byte before
+            for t in range(len(document)):
+                context = context_of(document, t, n)
+                same = [s for s in range(t) if context is not None and earlier[s] == context]
+                followed = [document[s + 1] for s in reversed(same)]
+                earlier.append(context)
+                if not followed or followed[0] >= 256:
+                    row = 768
+                elif len(followed) == 1:
+                    row = followed[0]
+                else:
+                    row = followed[0] + (256 if followed[0] == followed[1] else 512)
+                padded = (followed + [-1] * occurrences)[:occurrences]
+                assert matches.row[begin + t, column] == row
+                assert matches.followed[begin + t, column].tolist() == padded
+    for kind in (0, 512, 768):  # all of these occur
+        assert ((kind <= matches.row) & (matches.row < kind + 256)).any()
 
 
 @pytest.mark.parametrize("votes", (1, 3))
@@ -115,7 +140,8 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
     config = small_config(
         engram_votes=votes, engram_match_orders=(2, 4), engram_byte_orders=(), boundaries="words"
     )
-    engram, generator = OutputEngram(config), torch.Generator().manual_seed(0)
+    engram = OutputEngram(config)
+    generator = torch.Generator().manual_seed(0)
     for parameter in engram.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
     x = torch.randn(5, 32, generator=generator)
@@ -130,12 +156,15 @@ def test_votes_add_weights_to_the_logits_of_bytes_that_followed_the_newest_first
     )
     matches = Matches(torch.zeros(5, 2, dtype=torch.int64), followed)
     _, logits = engram(x, torch.zeros(32, 5, dtype=torch.int64), matches)
-    weights = engram.votes(x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()).view(5, 2, votes)
+
+    normed = x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    weights = engram.votes(normed).view(5, 2, votes)
     expected = torch.zeros(5, config.vocab_size)
     for row in range(5):
         for context in range(2):
             for vote in range(votes):
-                if 0 <= (byte := int(followed[row, context, vote])) < 256:
+                byte = int(followed[row, context, vote])
+                if 0 <= byte < 256:
                     expected[row, byte] += weights[row, context, vote]
     # of one vote each, the second row's are for sentinels alone
     assert (expected != 0).any(1).all() == (votes > 1)
@@ -155,33 +184,33 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_segments_memory_is_convolved_as_a_sum_over_its_taps_without_batched_products():
-    """Beside a sum in float64; bmm with a batch of all segments would be a kernel that nothing
+    """Beside a sum in float64. bmm with a batch of all segments would be a kernel that nothing
     fuses with."""
     model = awake(small_config())
     engram = next(layer.engram for layer in model.core.layers if layer.engram is not None)
-    n, width = 20, model.config.hidden_size
+    segments = 20
+    width = model.config.hidden_size
     generator = torch.Generator().manual_seed(0)
-    h = torch.randn(n, width, generator=generator)
+    h = torch.randn(segments, width, generator=generator, requires_grad=True)
     position = torch.cat((torch.arange(12), torch.arange(8)))  # of two documents
-    shifted = torch.randint(97, 123, (model.config.longest_order, n), generator=generator)
-    h.requires_grad_()
+    shifted = torch.randint(97, 123, (model.config.longest_order, segments), generator=generator)
     with Operations() as operations:
         recalled = engram.recall(shifted, position, torch.float32)
         out, scale = engram(h, recalled, ALL_ROWS, None)
         out.square().sum().backward()
-    assert operations.names.isdisjoint({"bmm", "baddbmm"}) and "mm" in operations.names
-    gate = engram.gate(h, recalled.key).double()
-    convolved = torch.zeros(n, width, dtype=torch.float64)
-    for tap, distance in enumerate((0, *engram.tap_distances(model.config))):
-        for i in range(n):
+    assert operations.names.isdisjoint({"bmm", "baddbmm"})
+    assert "mm" in operations.names
+
+    distances = (0, *engram.tap_distances(model.config))
+    normed = scale.double() * recalled.value
+    convolved = torch.zeros(segments, width, dtype=torch.float64)
+    for weight, distance in zip(engram.conv_weight, distances, strict=True):
+        for i in range(segments):
             if position[i] >= distance:
-                convolved[i] += (
-                    scale[i - distance].double()
-                    * recalled.value[i - distance]
-                    * engram.conv_weight[tap]
-                )
-    exact = h.double() + gate * recalled.value + F.silu(convolved)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+                convolved[i] += normed[i - distance] * weight
+    gate = engram.gate(h, recalled.key).double()
+    expected = h.double() + gate * recalled.value + F.silu(convolved)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_gates_hand_written_backward_pass_is_the_derivative():
