@@ -612,7 +612,7 @@ def settle(
     config = model_config(flags, recipe, origin, model_class)
     with torch.device("meta"):
         model = model_class(config)
-    if origin.state is not None:
+    if origin.state is not None and origin.path is not None:
         check_weights(origin.path, origin.state, model)
 
     has_tables = any(isinstance(module, EngramTable) for module in model.modules())
@@ -1239,6 +1239,9 @@ def accumulate(
                 dropout=now.dropout,
                 halting_warmup=now.halting_warmup,
             )
+            # labels were given
+            assert out.loss is not None and out.by_byte is not None
+            assert out.nats_per_byte is not None and out.loss_terms is not None
             weight = batch.targets / all_targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
@@ -1623,8 +1626,12 @@ class Run:
 
     def save(self):
         """Save a checkpoint; metrics.jsonl is complete up to it."""
-        sync = self.metrics_file.sync if self.metrics_file else None
-        self.writer.save(self.state(), sync)
+        self.writer.save(self.state(), self.sync_metrics)
+
+    def sync_metrics(self):
+        """Sync metrics.jsonl to disk."""
+        if self.metrics_file:
+            self.metrics_file.sync()
 
     def state(self) -> dict[str, Any]:
         """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the
@@ -1862,7 +1869,8 @@ def open_run(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # type: ignore[attr-defined] # torch's setter is set on the module
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        settings = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     world.join(device, flags.shards, flags.rank_timeout)
     sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
     directory = Path(flags.ckpt_dir)

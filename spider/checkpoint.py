@@ -254,7 +254,7 @@ def check_state(path: Path, state: object, required: set[str]):
         raise CheckpointError(f"{path}: {fault}") from None
 
 
-def check_weights(path: Path | None, state: dict, model: nn.Module):
+def check_weights(path: Path, state: dict, model: nn.Module):
     """Raise CheckpointError unless a state's weights have the names and shapes of a model's.
 
     Floating-point weights may have any of the WEIGHT_DTYPES. The model may be on the meta
@@ -586,8 +586,10 @@ class CheckpointWriter:
         if world.is_rank0:
             common.delete_unfinished(directory, "spider-step*.pt", "metrics.jsonl", "curves.png")
 
-    def save(self, state: dict, sync_metrics: Callable):
-        """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""
+    def save(self, state: dict, sync_metrics: Callable[[], None]):
+        """Wait for the previous write, copy a state, and start to write it. Every rank calls it.
+
+        sync_metrics: on rank 0, completes metrics.jsonl before the file is renamed."""
         began = time.perf_counter()
         self.writing.result()
         self.copy = copy_to_host(state, self.copy, self.world.is_rank0)

@@ -15,7 +15,7 @@ each parameter, by its number.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
 MOST_STEPS = 1 << 31  # of an optimizer: the kernel of 8-bit AdamW takes 32 bits
 
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # --------------------------------------------------------------------------------------------------
 # What the optimizers keep of a parameter
@@ -204,7 +206,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def gather_model(model: nn.Module) -> nn.Module | None:
+def gather_model(model: Model) -> Model | None:
     """Return a whole model on rank 0, for sampling, and None on the other ranks. A model that is
     not sharded is returned itself."""
     sharding = sharding_of(model)

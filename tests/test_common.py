@@ -29,6 +29,7 @@ from spider.common import (
     real,
     run_program,
 )
+from spider.noise import step_seed
 
 
 def raises(fault: BaseException):
@@ -265,7 +266,7 @@ def test_allocator_extends_segments_unless_the_user_chose_or_wsls_drivers_refuse
 
 
 def test_step_seeds_differ_by_seed_step_and_purpose():
-    seeds = {noise.step_seed(*of) for of in itertools.product(range(3), range(9), "ab")}
+    seeds = {step_seed(*of) for of in itertools.product(range(3), range(9), "ab")}
     assert len(seeds) == 3 * 9 * 2
     assert max(seeds) < 1 << 62
 
