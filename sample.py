@@ -556,7 +556,7 @@ def print_table(figures: list[Figure]):
                 f"{by_loops[n].bits_per_character:.4f}" if n in by_loops else "" for n in loops
             ]
         lines.append(line)
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    widths = [len(max(column, key=len)) for column in zip(*lines, strict=True)]
     for line in lines:
         names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
         values = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]

@@ -41,6 +41,10 @@ class Curve(NamedTuple):
     label: str
     points: list[Point]
 
+    @property
+    def values(self) -> list[float]:
+        return [point.y for point in self.points]
+
 
 Charts = dict[str, list[Curve]]  # of one run, by title
 
@@ -157,12 +161,13 @@ def mean_of(points: list[Point]) -> float:
 def titles_of(runs: list[Charts]) -> list[str]:
     """Return the titles of the charts that are drawn: those that any run has, but loops only if
     they vary."""
+    available = set().union(*runs)
     titles = [chart.title for chart in CHARTS] + [BY_SOURCE]
-    titles = [title for title in titles if any(title in run for run in runs)]
+    titles = [title for title in titles if title in available]
     loops = []
     for run in runs:
         for curve in run.get(LOOPS, ()):
-            loops += [point.y for point in curve.points]
+            loops += curve.values
     if loops and max(loops) - min(loops) < 0.005:
         titles.remove(LOOPS)
     return titles
@@ -181,7 +186,7 @@ def beginnings(lines: list[dict]) -> list[float]:
 def final_numbers(title: str, curves: list[Curve]) -> str:
     """Format the last values of a run's chart. Of a loss, add the lowest one of validation, if that
     is not the last."""
-    by_label = {curve.label: [point.y for point in curve.points] for curve in curves if curve.label}
+    by_label = {curve.label: curve.values for curve in curves}
     training = by_label.get("training")
     validation = by_label.get("validation")
     if validation is None:

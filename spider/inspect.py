@@ -146,9 +146,9 @@ class Record:
         x, _, matches = args
         followed, weights = engram.cast_votes(rms_norm(x), matches)
         # a context's votes are adjacent, the newest occurrence first
-        newest = slice(None, None, self.model.config.engram_votes)
-        followed = followed[self.now.recorded, newest]
-        weights = weights[self.now.recorded, newest]
+        votes_per_context = self.model.config.engram_votes
+        followed = followed[self.now.recorded, ::votes_per_context]
+        weights = weights[self.now.recorded, ::votes_per_context]
         is_byte = (followed >= 0) & (followed < 256)
         self.votes.append(weights.float().masked_fill(~is_byte, math.nan).cpu())
 
@@ -157,11 +157,13 @@ class Record:
         b = type(self.model).boundaries(self.model, *args)
         ends = (b > 0).tolist()
         context = self.now.recorded.start
+        stop = self.now.recorded.stop
         if not self.now.is_last and any(ends[context:]):
-            last_end = len(ends) - 1 - ends[::-1].index(True)
-            self.now.recorded = slice(context, last_end + 1)
-        self.ends += ends[self.now.recorded]
-        self.now.segments = range(sum(ends[:context]), sum(ends[: self.now.recorded.stop]))
+            stop = len(ends) - ends[::-1].index(True)  # behind the last end
+        self.now.recorded = slice(context, stop)
+        self.ends += ends[context:stop]
+        segments_before = sum(ends[:context])
+        self.now.segments = range(segments_before, segments_before + sum(ends[context:stop]))
         return b
 
     def _enter_core(self, core: nn.Module, args: tuple):
