@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -55,18 +56,18 @@ class Bench:
     """The machine, and the flags of train.py for a step."""
 
     def __init__(self, flags: list[str]):
-        args = train.parse_args(flags, environ={})
-        self.device = machine.resolve_device(args.device)
+        command = train.parse_args(flags, environ={})
+        self.device = machine.resolve_device(command.flags.device)
         self.world = World({})
         self.world.device = self.device
         self.on_gpu = self.device.type == "cuda"
         self.has_fp8 = self.on_gpu and machine.has_fp8(self.device)
         self.rates: dict[StepKind, float] = {}  # bytes/s, as measured
         self.sources = [mock_source(0)]
-        if "data_dir" in args.given:
-            self.sources = open_data(args.data_dir)
+        if "data_dir" in command.given:
+            self.sources = open_data(command.flags.data_dir)
         batch = []
-        if not args.given & {"micro_batch", "grad_accum", "global_batch"}:
+        if not command.given & {"micro_batch", "grad_accum", "global_batch"}:
             batch = [f"--global_batch={448 * 256}" if self.on_gpu else "--micro_batch=8"]
         # The rates keep the weights; at --lr 0 Muon would skip its products.
         rates = ["--lr=1e-20", "--engram_lr=0"]
@@ -81,9 +82,10 @@ class Bench:
 
     def plan(self, *flags: str) -> train.Plan:
         """Settle the plan of a step, with these flags after the others."""
-        args = train.parse_args([*self.flags, *flags], environ={})
-        args.fp8_experts = args.fp8_experts and args.precision == "fp8"
-        return train.settle(args, self.world, sources=self.sources)
+        command = train.parse_args([*self.flags, *flags], environ={})
+        if command.flags.precision != "fp8":
+            command = command._replace(flags=replace(command.flags, fp8_experts=False))
+        return train.settle(command, self.world, sources=self.sources)
 
     def times(
         self, function: Callable[[], object], repetitions: int = 9, warm_up: int = 2
@@ -180,13 +182,15 @@ class Step:
     def __init__(self, b: Bench, plan: train.Plan):
         torch._dynamo.reset()
         self.plan = plan
-        self.model = train.build_model(plan, b.world)
-        self.optimizers = train.optimizers_of(plan, self.model)
-        self.feed = Feed(Loader(b.sources, plan.seq_len, 0), plan, 0, b.device, 0, 0)
+        self.model = train.build_model(plan.model, plan, b.world)
+        self.optimizers = train.optimizers_of(plan.flags, self.model)
+        loader = Loader(b.sources, plan.flags.seq_len, 0)
+        self.feed = Feed(loader, plan.layout, 0, b.device, 0, 0)
+        self.now = train.StepSettings(plan.flags.n_loops)
 
     def __call__(self) -> dict:
         """Take a step; return its metrics."""
-        return train.step_alone(self.model, self.optimizers, self.feed.take(), self.plan.n_loops)
+        return train.step_alone(self.model, self.optimizers, self.feed.take(), self.now)
 
 
 def measure_step(b: Bench, *flags: str) -> float:
@@ -197,7 +201,7 @@ def measure_step(b: Bench, *flags: str) -> float:
     if "--compile=on" in flags:
         print("\ncompiling the layers, which may take minutes", flush=True)
     plan = b.plan(*flags)
-    kind = StepKind(plan.precision, plan.compile)
+    kind = StepKind(plan.flags.precision, plan.flags.compile)
     if kind in b.rates:
         return b.rates[kind]
     if b.on_gpu:
@@ -212,7 +216,9 @@ def measure_step(b: Bench, *flags: str) -> float:
     times = b.times(lambda: metrics.append(step()), 9 if b.on_gpu else 3)
     rate = plan.step_bytes / median(times) * 1e3
     length = metrics[-1]["bytes_per_segment"]
-    flops = rate * estimate.flops_per_byte(step.model, length, plan.n_loops, plan.seq_len)
+    flops = rate * estimate.flops_per_byte(
+        step.model, length, plan.flags.n_loops, plan.flags.seq_len
+    )
     row = {
         "ms": median(times),
         "slowest/fastest": times[-1] / times[0],
@@ -225,11 +231,11 @@ def measure_step(b: Bench, *flags: str) -> float:
     if b.on_gpu:
         row |= memory_of_step(plan)
         row |= profile(b, step)
-    batch = f"{plan.micro_batch} x {plan.seq_len}"
-    if plan.grad_accum > 1:
-        batch += f" x {plan.grad_accum}"
-    title = f"step of {batch} bytes, {plan.precision}, compile {plan.compile}"
-    print_table(f"{title}, recompute {plan.recompute}", [row])
+    batch = f"{plan.flags.micro_batch} x {plan.flags.seq_len}"
+    if plan.flags.grad_accum > 1:
+        batch += f" x {plan.flags.grad_accum}"
+    title = f"step of {batch} bytes, {plan.flags.precision}, compile {plan.flags.compile}"
+    print_table(f"{title}, recompute {plan.flags.recompute}", [row])
     b.rates[kind] = rate
     return rate
 
@@ -281,10 +287,10 @@ def gradient_of(b: Bench, precision: str) -> Gradient:
         "--moe_backend=grouped",
         "--micro_batch=8",
         "--grad_accum=1",
-        f"--global_batch={8 * b.plan().seq_len}",
+        f"--global_batch={8 * b.plan().flags.seq_len}",
     )
     step = Step(b, plan)
-    sums, _ = train.accumulate(step.model, step.feed.take(), plan.n_loops)
+    sums = train.accumulate(step.model, step.feed.take(), step.now).terms
     grads = [p.grad.flatten().cpu() for p in step.optimizers.dense if p.grad is not None]
     return Gradient(float(sums["loss"]), torch.cat(grads))
 
@@ -322,8 +328,8 @@ def measure_experts(b: Bench):
     if not c.has_experts:
         print("\nexperts: skipped, this model has none")
         return
-    tokens = int(plan.micro_batch * plan.seq_len / c.bytes_per_segment)
-    dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16
+    tokens = int(plan.flags.micro_batch * plan.flags.seq_len / c.bytes_per_segment)
+    dtype = torch.float32 if plan.flags.precision == "fp32" else torch.bfloat16
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=b.device, dtype=dtype, requires_grad=True)

@@ -1868,9 +1868,8 @@ def open_run(
     if flags.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # type: ignore[attr-defined] # torch's setter is set on the module
         settings = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        settings.fill_uninitialized_memory = False
     world.join(device, flags.shards, flags.rank_timeout)
     sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
     directory = Path(flags.ckpt_dir)

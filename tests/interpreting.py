@@ -22,14 +22,13 @@ def decode(bits, dtype) -> torch.Tensor:
 def convert_float(bits, source, target, rounding_mode):
     """Convert numbers, given as their bits, from one format to another."""
     numbers = decode(bits, source).float().to(FORMATS[target.scalar.name])
-    return numbers.view(
-        {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[numbers.itemsize]
-    ).numpy()
+    bits_of_size = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+    return numbers.view(bits_of_size[numbers.itemsize]).numpy()
 
 
 def dot(self, a, b, total, *_):
-    a, b = (decode(t.data, t.dtype).float() for t in (a, b))
-    return interpreter.TensorHandle((a @ b).numpy() + total.data, total.dtype.scalar)
+    product = decode(a.data, a.dtype).float() @ decode(b.data, b.dtype).float()
+    return interpreter.TensorHandle(product.numpy() + total.data, total.dtype.scalar)
 
 
 def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
@@ -38,6 +37,7 @@ def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
-interpreter._convert_float, interpreter._patch_lang_tensor = convert_float, patch_tensor
+interpreter._convert_float = convert_float
+interpreter._patch_lang_tensor = patch_tensor
 interpreter.InterpreterBuilder.create_dot = dot
 tl.math.mul_rn = lambda a, b: a * b  # a product that a compiler does not fuse with a sum

@@ -9,7 +9,12 @@ import torch.nn.functional as F
 
 import tile_moe
 
-N, K, E, D, WIDTH = 37, 2, 5, 32, 16
+# shapes as in tile_moe.py; WIDTH is its F
+N = 37
+K = 2
+E = 5
+D = 32
+WIDTH = 16
 INSTALLED = pytest.mark.skipif(
     importlib.util.find_spec("tile_kernels") is None, reason='needs pip install -e ".[tile]"'
 )
@@ -24,7 +29,8 @@ class Kernels:
     def topk_gate(scores, num_topk):
         assert scores.dim() == 2 and scores.is_contiguous() and scores.dtype == torch.float32
         # a warp a row
-        scores, chosen = F.pad(scores, (0, -scores.shape[1] % 32), value=-math.inf), []
+        scores = F.pad(scores, (0, -scores.shape[1] % 32), value=-math.inf)
+        chosen = []
         for _ in range(num_topk):
             best = scores.nan_to_num(-math.inf, math.inf, -math.inf).amax(1, keepdim=True)
             found = torch.where(scores == best, torch.arange(scores.shape[1]), 2**31 - 1).amin(1)
@@ -51,38 +57,39 @@ class Kernels:
     @staticmethod
     def get_fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment):
         assert topk_idx.is_contiguous() and topk_idx.dtype == torch.int64
-        to_expert, to_token, to_slot = (
-            torch.full((num_expanded_tokens,), -1, dtype=torch.int32) for _ in range(3)
-        )
-        to_pos, starts, ends, end = (
-            torch.full((topk_idx.numel(),), -1, dtype=torch.int32),
-            [],
-            [],
-            0,
-        )
         if not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
             raise IndexError("an illegal memory access was encountered")
+
+        def unset(size: int) -> torch.Tensor:
+            return torch.full((size,), -1, dtype=torch.int32)
+
+        pos_to_expert = unset(num_expanded_tokens)
+        pos_to_token = unset(num_expanded_tokens)
+        pos_to_slot = unset(num_expanded_tokens)
+        slot_to_pos = unset(topk_idx.numel())
+        starts = []
+        ends = []
+        end = 0
         for expert in range(num_experts):
             slots = (topk_idx.flatten() == expert).nonzero().flatten().flip(0).int()
             rows = slice(end, end + len(slots))
-            to_expert[rows], to_slot[rows], to_token[rows] = (
-                expert,
-                slots,
-                slots // topk_idx.shape[1],
-            )
-            to_pos[slots] = torch.arange(end, end + len(slots), dtype=torch.int32)
+            pos_to_expert[rows] = expert
+            pos_to_slot[rows] = slots
+            pos_to_token[rows] = slots // topk_idx.shape[1]
+            slot_to_pos[slots] = torch.arange(end, end + len(slots), dtype=torch.int32)
             starts.append(end)
             end += -(-len(slots) // alignment) * alignment
             ends.append(end)
-        start, end = torch.tensor(starts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
+        expert_start = torch.tensor(starts, dtype=torch.int32)
+        expert_end = torch.tensor(ends, dtype=torch.int32)
         return (
-            to_expert,
-            to_token,
-            to_slot,
-            to_pos.view(topk_idx.shape),
-            start,
-            end,
-            end - start,
+            pos_to_expert,
+            pos_to_token,
+            pos_to_slot,
+            slot_to_pos.view(topk_idx.shape),
+            expert_start,
+            expert_end,
+            expert_end - expert_start,
             [],
         )
 
@@ -91,13 +98,16 @@ class Kernels:
         assert x.is_contiguous() and token_topk_to_pos.is_contiguous()
         out = torch.full((len(pos_to_expert), x.shape[1]), math.nan, dtype=x.dtype)
         out[pos_to_expert < 0] = 0
-        held = token_topk_to_pos >= 0
-        out[token_topk_to_pos[held]] = x[:, None].expand(*token_topk_to_pos.shape, -1)[held]
+        has_row = token_topk_to_pos >= 0
+        slots = x[:, None].expand(*token_topk_to_pos.shape, -1)
+        out[token_topk_to_pos[has_row]] = slots[has_row]
         return out
 
     @staticmethod
     def reduce_fused(x, topk_weights, token_topk_to_pos):
-        assert x.is_contiguous() and x.shape[1] % tile_moe.TILE_WIDTH == 0 and topk_weights is None
+        assert x.is_contiguous()
+        assert x.shape[1] % tile_moe.TILE_WIDTH == 0
+        assert topk_weights is None
         rows = x[token_topk_to_pos].float().masked_fill((token_topk_to_pos < 0)[..., None], 0)
         return rows.sum(1).to(x.dtype)
 
@@ -118,4 +128,4 @@ def routing(kind: str) -> torch.Tensor:
     return torch.rand(N, experts, generator=generator).topk(K).indices
 
 
-ROUTINGS = "uneven", "two experts take all", "one expert gets nothing"
+ROUTINGS = ("uneven", "two experts take all", "one expert gets nothing")

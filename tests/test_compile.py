@@ -34,9 +34,18 @@ from spider.optim import Optimizers
 from spider.packing import Packing
 from spider_model import Spider
 from tile_moe import grouped_product
-from train import step_alone
+from train import StepSettings, step_alone
 
 CPU = torch.device("cpu")
+
+
+def unique_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def forget_graphs():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
@@ -45,9 +54,8 @@ def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
     document = torch.searchsorted(cu_seq_q[1:], row, right=True)
     hidden = (document[:, None] != document) | (row[:, None] < row)
     score = torch.einsum("qhd,khd->hqk", q, k).float() * q.shape[-1] ** -0.5
-    out = torch.einsum(
-        "hqk,khd->qhd", score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype), v
-    )
+    weights = score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
+    out = torch.einsum("hqk,khd->qhd", weights, v)
     # the kernel leaves other rows as they are
     computed = row - cu_seq_q.index_select(0, document) < max_q
     return torch.where(computed[:, None, None], out, torch.nan)
@@ -60,20 +68,21 @@ def as_on_a_gpu(monkeypatch):
 
     def without_buckets(*args):
         packing = build(*args)
-        packing.buckets = packing.padded_row = None
+        packing.buckets = None
+        packing.padded_row = None
         packing.extent = torch.empty(packing.longest, 0)
         return packing
 
     monkeypatch.setattr(Packing, "build", without_buckets)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    forget_graphs()
 
 
 def model_as_on_a_gpu(recompute: bool = True, dtype=torch.bfloat16, **changes) -> Spider:
     """Make a model with masked halted segments and products in bf16."""
     model = awake(small_config(**changes))
-    model.compute_dtype, model.core.drop_halted = dtype, False
+    model.compute_dtype = dtype
+    model.core.drop_halted = False
     model.recompute = "core" if recompute else "nothing"
     return model
 
@@ -83,7 +92,8 @@ class Graphs:
     unchanged."""
 
     def __init__(self):
-        self.forward, self.backward = [], []
+        self.forward = []
+        self.backward = []
         self.backend = aot_autograd(
             fw_compiler=self.keep(self.forward),
             bw_compiler=self.keep(self.backward),
@@ -101,40 +111,43 @@ class Graphs:
 @pytest.mark.slow
 def test_compiled_layers_are_one_graph_each_with_the_gradients_of_eager_ones(as_on_a_gpu):
     """Recomputation is part of the backward graph, but never routing."""
-    ids, products = torch.cat([documents(30, 20, 14), text(1, 64)]), {}
+    ids = torch.cat([documents(30, 20, 14), text(1, 64)])
+    products = {}  # matrix products in backward, by whether the core is recomputed
     for recompute in (True, False):
-        graphs, results = Graphs(), []
-        for dtype, compiled in (
-            (torch.float32, False),
-            (torch.bfloat16, False),
-            (torch.bfloat16, True),
-        ):
+        graphs = Graphs()
+
+        def loss_and_gradients(dtype, compiled, recompute=recompute, graphs=graphs):
             model = model_as_on_a_gpu(recompute, dtype, boundaries="words")
             if compiled:
                 model.compile_layers(backend=graphs.backend, fullgraph=True)
             loss = model(ids, ids, 2, 5).loss
             loss.backward()
-            results.append((loss.item(), gradients(model)))
-        (exact, truth), (_, eager), (loss, found) = results
-        assert loss == pytest.approx(exact, rel=1e-3) and truth.keys() == found.keys()
-        for name, grad in truth.items():  # as near to fp32 as eager bf16 is
+            return loss.item(), gradients(model)
+
+        exact_loss, exact = loss_and_gradients(torch.float32, compiled=False)
+        _, eager = loss_and_gradients(torch.bfloat16, compiled=False)
+        loss, ours = loss_and_gradients(torch.bfloat16, compiled=True)
+        assert loss == pytest.approx(exact_loss, rel=1e-3)
+        assert exact.keys() == ours.keys()
+        for name, grad in exact.items():  # as near to fp32 as eager bf16 is
             if grad is not None:
-                off, otherwise = ((grad - other[name]).norm() for other in (found, eager))
-                assert off <= 2 * otherwise + 0.02 * grad.norm() + 1e-4, name
+                off = (grad - ours[name]).norm()
+                off_eager = (grad - eager[name]).norm()
+                assert off <= 2 * off_eager + 0.02 * grad.norm() + 1e-4, name
         # Byte layers are one kind; those of the core are two, with memory and without, in the first
         # loop and in later ones. So is the injection, in the first loop and in later ones. What the
         # memory computes once is the last.
         assert len(graphs.forward) == len(graphs.backward) == 8
+        backward = [target for graph in graphs.backward for target in graph]
         assert any("aten.sort" in target for graph in graphs.forward for target in graph)
-        assert not any("aten.sort" in target for graph in graphs.backward for target in graph)
-        products[recompute] = sum(
-            target.startswith("aten.mm") for graph in graphs.backward for target in graph
-        )
+        assert not any("aten.sort" in target for target in backward)
+        products[recompute] = sum(target.startswith("aten.mm") for target in backward)
     assert products[True] > products[False]
 
 
 def test_layers_in_emulated_fp8_are_one_graph_each_with_the_gradients_of_eager_ones(as_on_a_gpu):
-    ids, results = text(2, 32), []
+    ids = text(2, 32)
+    results = []
     for compiled in (False, True):
         model = model_as_on_a_gpu(boundaries="words", n_loops=1)
         convert_to_fp8(model, CPU, experts=False, step_bytes=ids.numel())
@@ -143,36 +156,36 @@ def test_layers_in_emulated_fp8_are_one_graph_each_with_the_gradients_of_eager_o
         with model.cast_weights_once():
             model(ids, ids, 1, 5).loss.backward()
         results.append(gradients(model))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 5
-    for name, grad in results[0].items():
+    assert unique_graphs() == 5
+    eager, compiled = results
+    for name, grad in eager.items():
         if grad is not None:
             # e5m2 has two bits, so that sums in another order may differ by a fifth
-            assert (results[1][name] - grad).norm() <= 0.3 * grad.norm(), name
+            assert (compiled[name] - grad).norm() <= 0.3 * grad.norm(), name
 
 
 @pytest.mark.slow
 def test_no_graph_is_added_after_the_first_step_for_other_segments_documents_and_loops(as_on_a_gpu):
-    model, rates, made = model_as_on_a_gpu(), set(), []
+    model = model_as_on_a_gpu()
     model.compile_layers(backend="eager", fullgraph=True)
     optimizers = Optimizers(model, "adamw")
+    lengths = []  # bytes per segment
+    graphs = []
     for step in range(12):
         with torch.no_grad():
             model.boundary_predictor[2].bias.fill_((-2.0, 0.5, -1.0)[step % 3])
         ids = text(4, 64, seed=step)
         if step % 2:
-            ids = torch.cat(
-                [
-                    documents(*(8,) * (step % 4), 64 - 8 * (step % 4), seed=step + i)
-                    for i in range(4)
-                ]
-            )
-        rates.add(
-            step_alone(model, optimizers, [Batch.of(ids, ids, step)], 2 + step % 3)[
-                "bytes_per_segment"
-            ]
+            short = step % 4  # documents of 8 bytes
+            sizes = (8,) * short + (64 - 8 * short,)
+            ids = torch.cat([documents(*sizes, seed=step + i) for i in range(4)])
+        numbers = step_alone(
+            model, optimizers, [Batch.of(ids, ids, step)], StepSettings(2 + step % 3)
         )
-        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert max(rates) > 1.5 * min(rates) and made == [8] * 12
+        lengths.append(numbers["bytes_per_segment"])
+        graphs.append(unique_graphs())
+    assert max(lengths) > 1.5 * min(lengths)
+    assert graphs == [8] * 12
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -198,25 +211,25 @@ def test_a_core_whose_graph_would_break_stays_uncompiled_for_a_reason():
     model.compute_dtype = torch.bfloat16
     model.set_backend("tile")
     assert "--moe_backend grouped" in model.compile_layers(backend="eager")
-    assert model.core.layers[0].compiled is None and model.prelude[0].compiled is not None
+    assert model.core.layers[0].compiled is None
+    assert model.prelude[0].compiled is not None
     model.set_backend("grouped")
-    assert (
-        model.compile_layers(backend="eager") is None and model.core.layers[0].compiled is not None
-    )
+    assert model.compile_layers(backend="eager") is None
+    assert model.core.layers[0].compiled is not None
 
 
 def test_experts_in_fp32_run_uncompiled_inside_a_compiled_function():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    ends, results = torch.tensor([5, 8], dtype=torch.int32), []
-    for function in (grouped_product, torch.compile(grouped_product, backend="aot_eager")):
-        rows, weights = (
-            torch.linspace(-1, 1, shape.numel()).view(shape).requires_grad_()
-            for shape in (torch.Size((8, 16)), torch.Size((2, 16, 16)))
-        )
+    forget_graphs()
+    ends = torch.tensor([5, 8], dtype=torch.int32)
+
+    def results(function):
+        rows = torch.linspace(-1, 1, 8 * 16).view(8, 16).requires_grad_()
+        weights = torch.linspace(-1, 1, 2 * 16 * 16).view(2, 16, 16).requires_grad_()
         product = function(rows, weights, ends)
-        results.append((product, *torch.autograd.grad(product.square().sum(), (rows, weights))))
-    assert all(map(torch.equal, *results))
+        return product, *torch.autograd.grad(product.square().sum(), (rows, weights))
+
+    compiled = torch.compile(grouped_product, backend="aot_eager")
+    assert all(map(torch.equal, results(grouped_product), results(compiled)))
     assert torch._dynamo.utils.counters["graph_break"]
 
 
@@ -243,7 +256,8 @@ def test_auto_compiles_on_a_gpu_and_takes_bf16_where_the_hardware_has_it(
     gpu, capability, precision
 ):
     device = gpu(capability)
-    assert resolve_compile("auto", device)[0] and resolve_precision("auto", device)[0] == precision
+    assert resolve_compile("auto", device)[0]
+    assert resolve_precision("auto", device)[0] == precision
     if capability > (8, 9):
         assert resolve_precision("fp8", device)[0] == "fp8"
     else:
@@ -257,7 +271,8 @@ def test_compilation_that_fails_is_an_error_under_on_and_a_reason_under_auto(gpu
     with pytest.raises(UsageError, match="--compile: there is no Triton; or use --compile off"):
         resolve_compile("on", device)
     gpu()
-    assert not resolve_compile("auto", CPU)[0] and resolve_compile("on", CPU)[0]
+    assert not resolve_compile("auto", CPU)[0]
+    assert resolve_compile("on", CPU)[0]
 
 
 def test_the_test_of_the_compiler_finds_errors_with_and_without_a_message_and_wrong_values(
@@ -276,7 +291,8 @@ def test_the_test_of_the_compiler_finds_errors_with_and_without_a_message_and_wr
     ):
         monkeypatch.setattr("torch.compile", compile)
         obstacle = machine.obstacle_to_compile(CPU)
-        assert shown in obstacle and "\n" not in obstacle
+        assert shown in obstacle
+        assert "\n" not in obstacle
     monkeypatch.setattr("torch.compile", lambda function: function)
     assert machine.obstacle_to_compile(CPU) is None
 
@@ -293,20 +309,21 @@ def test_layers_that_fail_to_compile_run_uncompiled_under_auto_and_end_the_run_u
 
     monkeypatch.setattr("torch.compile", broken)
     monkeypatch.setattr(machine, "resolve_compile", lambda name, device: (True, ""))
-    assert (
-        train.command_line(run_flags(shards, tmp_path / "run", "--compile", compile, steps=2))
-        == status
-    )
+    argv = run_flags(shards, tmp_path / "run", "--compile", compile, steps=2)
+    assert train.command_line(argv) == status
     shown = capsys.readouterr().err
-    assert "torch.compile fails here (RuntimeError)" in shown and "Traceback" not in shown
-    assert status or len(metrics(tmp_path / "run")) == 2
+    assert "torch.compile fails here (RuntimeError)" in shown
+    assert "Traceback" not in shown
+    if status == 0:
+        assert len(metrics(tmp_path / "run")) == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ("bf16", "fp8"))
 def test_compiled_training_on_a_gpu_follows_eager_training(precision):
     """Ten steps of many sizes: losses agree, and no graph is added after the two warm-up passes."""
-    world, losses = world_of("cuda"), {}
+    world = world_of("cuda")
+    losses = {"off": [], "on": []}
     if precision == "fp8" and not has_fp8():
         pytest.skip("this GPU has no FP8")
     config = small_config(
@@ -321,24 +338,21 @@ def test_compiled_training_on_a_gpu_follows_eager_training(precision):
         v_head_dim=64,
     )
     for compiled in ("off", "on"):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        plan = settled(
-            "--compile", "off", "--precision", precision, "--seq_len", "256", "--micro_batch", "8"
-        )
-        plan = replace(plan, config=config, flags=plan.flags | dict(compile=compiled))
-        model = train.build_model(plan, world)
+        forget_graphs()
+        flags = f"--compile off --precision {precision} --seq_len 256 --micro_batch 8"
+        plan = settled(*flags.split())
+        plan = replace(plan, config=config, flags=replace(plan.flags, compile=compiled))
+        model = train.build_model(Spider(config).to("meta"), plan, world)
         optimizers = Optimizers(model)
         optimizers.set_lr(0.003, 1.0)
         train.warm_up(model, plan, world.device)
-        graphs, losses[compiled] = torch._dynamo.utils.counters["stats"]["unique_graphs"], []
+        graphs = unique_graphs()
         for step in range(10):
             ids = text(8, 256, seed=step % 3)
             if step % 2:
                 ids = torch.cat([documents(100, 156 - step, step, seed=step + i) for i in range(8)])
             batch = Batch.of(ids, ids, step).to(world.device)
-            losses[compiled].append(step_alone(model, optimizers, [batch], 2)["loss"])
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (
-            compiled == "off" or graphs
-        )
+            losses[compiled].append(step_alone(model, optimizers, [batch], StepSettings(2))["loss"])
+        assert unique_graphs() == graphs
+        assert (graphs > 0) == (compiled == "on")
     assert losses["on"] == pytest.approx(losses["off"], rel=0.03)

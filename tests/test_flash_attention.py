@@ -15,26 +15,33 @@ from spider.flash_attention import (
 CPU = torch.device("cpu")
 
 
+class Installed:
+    """FA4 and FA3, with a kernel for each that a test may replace."""
+
+    def __init__(self):
+        self.kernels = {implementation.name: attend_by_mask for implementation in IMPLEMENTATIONS}
+        self.active = None
+
+    def activate(self, name: str):
+        self.active = name
+
+    def restore(self):
+        self.active = None
+
+    def varlen_attn(self, q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
+        assert window_size[1] == 0
+        assert max_q == max_k == int(cu_seq_q.diff().max())
+        return self.kernels[self.active](q, k, v, cu_seq_q, window_size[0] + 1)
+
+
 @pytest.fixture
-def installed(monkeypatch):
-    """Install FA4 and FA3, with a kernel for each that a test replaces; return the kernels by
-    name."""
-    kernels = {implementation.name: attend_by_mask for implementation in IMPLEMENTATIONS}
-    active = [None]
+def installed(monkeypatch) -> Installed:
+    fake = Installed()
     monkeypatch.setattr(flash_attention, "is_usable", lambda implementation, device: True)
-    monkeypatch.setattr(
-        attention, "activate_flash_attention_impl", lambda name: active.__setitem__(0, name)
-    )
-    monkeypatch.setattr(
-        attention, "restore_flash_attention_impl", lambda: active.__setitem__(0, None)
-    )
-
-    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
-        assert window_size[1] == 0 and max_q == max_k == int(cu_seq_q.diff().max())
-        return kernels[active[0]](q, k, v, cu_seq_q, window_size[0] + 1)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    return kernels, active
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", fake.activate)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", fake.restore)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake.varlen_attn)
+    return fake
 
 
 def refuse(*_):
@@ -54,7 +61,8 @@ def without_window(q, k, v, cu_seqlens, window):
 
 
 def test_the_first_version_that_passes_the_test_is_used_and_the_log_says_so(installed):
-    assert choose_flash_attention(CPU, 2, 16, 64) == "attention by FA4" and installed[1] == ["FA4"]
+    assert choose_flash_attention(CPU, 2, 16, 64) == "attention by FA4"
+    assert installed.active == "FA4"
 
 
 @pytest.mark.parametrize(
@@ -67,15 +75,15 @@ def test_the_first_version_that_passes_the_test_is_used_and_the_log_says_so(inst
     ),
 )
 def test_a_version_that_fails_or_is_wrong_is_not_used_and_the_log_says_why(installed, fault, named):
-    kernels, active = installed
-    kernels["FA4"] = fault
+    installed.kernels["FA4"] = fault
     line = choose_flash_attention(CPU, 2, 16, 64)
-    assert (
-        line.startswith("FA4 not used: ") and named in line and line.endswith("; attention by FA3")
-    )
-    assert active == ["FA3"]
-    kernels["FA3"] = fault
-    assert choose_flash_attention(CPU, 2, 16, 64).count("not used") == 2 and active == [None]
+    assert line.startswith("FA4 not used: ")
+    assert named in line
+    assert line.endswith("; attention by FA3")
+    assert installed.active == "FA3"
+    installed.kernels["FA3"] = fault
+    assert choose_flash_attention(CPU, 2, 16, 64).count("not used") == 2
+    assert installed.active is None
 
 
 def test_nothing_is_used_on_a_cpu_where_none_is_installed_or_on_another_gpu(monkeypatch):

@@ -28,7 +28,8 @@ from tile_moe import (
 from train import check_fp8_experts
 
 CONFIG = SpiderConfig(hidden_size=D, n_routed_experts=E, n_experts_per_tok=K)
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -38,8 +39,9 @@ def test_the_check_accepts_any_order_inside_an_expert(dtype, kernels):
 
 def swap_two_rows(mapping):
     """Swap the first rows of the first and the last expert."""
-    (_, _, to_slot, slot_to_pos, *_), first = mapping, mapping[4][[0, -1]]
-    slot_to_pos.view(-1)[to_slot[first].long()] = first.flip(0)
+    _, _, pos_to_slot, slot_to_pos, expert_start, *_ = mapping
+    first = expert_start[[0, -1]]
+    slot_to_pos.view(-1)[pos_to_slot[first].long()] = first.flip(0)
     return mapping
 
 
@@ -125,31 +127,43 @@ def test_auto_prefers_triton_then_tile_kernels_then_grouped(machine, capability)
     assert machine.resolve("auto") == ("tile" if at_once else "triton", "")
     assert machine.resolve("auto", compiled=True) == ("grouped" if at_once else "triton", "")
     assert machine.resolve("auto", torch.float32, compiled=True) == ("triton", "")
-    assert machine.resolve("triton") == ("triton", "") and machine.resolve(
-        "loop", torch.float32
-    ) == ("loop", "")
+    assert machine.resolve("triton") == ("triton", "")
+    assert machine.resolve("loop", torch.float32) == ("loop", "")
     for dtype, slow in ((torch.bfloat16, not at_once), (torch.float32, True)):
         backend, line = machine.resolve("grouped", dtype)
-        assert backend == "grouped" and ("one after the other" in line) == slow
+        assert backend == "grouped"
+        assert ("one after the other" in line) == slow
 
 
-def spoil(part: int, change):
-    """Return a grouped product whose value (0), rows' gradient (1) or weights' gradient (2) is
-    changed."""
+def spoil(part: str, change):
+    """Return a grouped product of which a part is changed: `value`, `rows` or `weights`, the
+    gradients."""
 
-    class Spoilt(torch.autograd.Function):
+    class ChangedValue(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            return change(x) if part == 0 else x.clone()
+            return change(x)
 
         @staticmethod
         def backward(ctx, grad):
-            return grad if part == 0 else change(grad)
+            return grad
+
+    class ChangedGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return change(grad)
 
     def product(rows, weights, expert_end):
-        rows, weights = (Spoilt.apply(x) if i == part else x for i, x in ((1, rows), (2, weights)))
+        if part == "rows":
+            rows = ChangedGradient.apply(rows)
+        if part == "weights":
+            weights = ChangedGradient.apply(weights)
         y = grouped_product(rows, weights, expert_end)
-        return Spoilt.apply(y) if part == 0 else y
+        return ChangedValue.apply(y) if part == "value" else y
 
     return product
 
@@ -163,60 +177,59 @@ def without_empty_experts(grad):
 def test_the_check_accepts_a_right_product_and_names_what_of_another_is_wrong(dtype):
     assert find_wrong_product(grouped_product, CPU, CONFIG, dtype) is None
     for part, change, named in (
-        (0, lambda y: y.roll(1, 1), "the product, "),
-        (1, lambda g: g * 1.01, "its rows'"),
-        (2, lambda g: g.roll(1, 0), "its weights'"),
-        (2, without_empty_experts, "its weights'"),
+        ("value", lambda y: y.roll(1, 1), "the product, "),
+        ("rows", lambda g: g * 1.01, "its rows'"),
+        ("weights", lambda g: g.roll(1, 0), "its weights'"),
+        ("weights", without_empty_experts, "its weights'"),
     ):
         assert find_wrong_product(spoil(part, change), CPU, CONFIG, dtype).startswith(named)
 
 
-def test_without_triton_auto_names_the_reason_and_triton_is_an_error(machine, monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("PTXAS error: Internal Triton PTX codegen error")
+def fail_to_compile(*_):
+    raise RuntimeError("PTXAS error: Internal Triton PTX codegen error")
 
+
+@pytest.mark.parametrize(
+    "product, is_installed, expected",
+    (
+        (spoil("value", torch.neg), True, "wrong results on this GPU: the product, 32 x 1024"),
+        (fail_to_compile, True, "fails on this GPU: RuntimeError: PTXAS error"),
+        (None, False, r"cannot be imported \(ModuleNotFoundError: .*\): pip install triton"),
+    ),
+    ids=("wrong", "broken", "absent"),
+)
+def test_without_triton_auto_names_the_reason_and_triton_is_an_error(
+    machine, monkeypatch, product, is_installed, expected
+):
     machine.capability = (12, 0)
-    for machine.product, module, expected in (
-        (
-            spoil(0, torch.neg),
-            sys.modules["spider.grouped_triton"],
-            "wrong results on this GPU: the product, 32 x 1024",
-        ),
-        (
-            refuse,
-            sys.modules["spider.grouped_triton"],
-            "fails on this GPU: RuntimeError: PTXAS error",
-        ),
-        (refuse, None, r"cannot be imported \(ModuleNotFoundError: .*\): pip install triton"),
-    ):
-        monkeypatch.setitem(sys.modules, "spider.grouped_triton", module)
-        with pytest.raises(
-            BackendError,
-            match=f"^--moe_backend triton: .*{expected}.*; or use --moe_backend grouped$",
-        ):
-            machine.resolve("triton")
-        backend, line = machine.resolve("auto", compiled=True)
-        assert backend == "grouped" and "\n" not in line
-        assert re.match(
-            f"Triton's grouped product not used: .*{expected}.*; on this GPU .* one after the "
-            f"other",
-            line,
-        )
+    machine.product = product
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "spider.grouped_triton", None)
+    whole = f"^--moe_backend triton: .*{expected}.*; or use --moe_backend grouped$"
+    with pytest.raises(BackendError, match=whole):
+        machine.resolve("triton")
+    backend, line = machine.resolve("auto", compiled=True)
+    assert backend == "grouped"
+    assert "\n" not in line
+    reason = f"Triton's grouped product not used: .*{expected}"
+    assert re.match(f"{reason}.*; on this GPU .* one after the other", line)
+
+
+def test_auto_tries_tile_kernels_after_triton_and_then_takes_grouped(machine):
+    machine.capability = (12, 0)
+    machine.product = fail_to_compile
     backend, line = machine.resolve("auto")
-    assert (
-        backend == "tile"
-        and "Triton's grouped product not used" in line
-        and "one after the other" in line
-    )
+    assert backend == "tile"
+    assert "Triton's grouped product not used" in line
+    assert "one after the other" in line
     machine.ops = None  # neither TileKernels
     backend, line = machine.resolve("auto")
-    assert backend == "grouped" and re.match(
-        "Triton's grouped product not used: .*; TileKernels not used: ", line
-    )
+    assert backend == "grouped"
+    assert re.match("Triton's grouped product not used: .*; TileKernels not used: ", line)
 
 
-def obstacles(machine, monkeypatch):
-    """Break the machine in one way after the other; yield a pattern of the message."""
+def break_tile_kernels(machine, monkeypatch):
+    """Break TileKernels in one way after the other; yield a pattern of the message."""
 
     def refuse(*_):
         raise RuntimeError(
@@ -235,16 +248,14 @@ def obstacles(machine, monkeypatch):
 def test_without_usable_tile_kernels_auto_takes_grouped_and_tile_is_an_error_of_one_line(
     machine, monkeypatch
 ):
-    for expected in obstacles(machine, monkeypatch):
-        with pytest.raises(
-            BackendError,
-            match=f"^--moe_backend tile: .*{expected}.*; or use --moe_backend grouped$",
-        ):
+    for expected in break_tile_kernels(machine, monkeypatch):
+        whole = f"^--moe_backend tile: .*{expected}.*; or use --moe_backend grouped$"
+        with pytest.raises(BackendError, match=whole):
             machine.resolve("tile")
         backend, line = machine.resolve("auto")
-        assert (
-            backend == "grouped" and line.startswith("TileKernels not used: ") and "\n" not in line
-        )
+        assert backend == "grouped"
+        assert line.startswith("TileKernels not used: ")
+        assert "\n" not in line
     machine.capability = (8, 9)
     with pytest.raises(BackendError, match="sm_90"):
         machine.resolve("tile")
@@ -284,10 +295,13 @@ def test_without_a_gpu_auto_takes_grouped_silently_and_tile_and_triton_are_error
             resolve_backend(name, CPU, CONFIG, torch.float32)
 
 
-def test_fp8_experts_are_refused_without_experts_or_without_a_grouped_fp8_product(machine):
+def test_fp8_experts_are_refused_on_a_gpu_without_a_grouped_fp8_product(machine):
     machine.capability = (12, 0)
     with pytest.raises(UsageError, match="^--fp8_experts: .*sm_90"):
         check_fp8_experts(True, "fp8", GPU, SpiderConfig())
-    for flags in (("--model", "small", "--precision", "fp8"), ("--precision", "bf16")):
-        with pytest.raises(UsageError, match="^--fp8_experts"):
-            settled(*flags, "--fp8_experts")
+
+
+@pytest.mark.parametrize("flags", ("--model small --precision fp8", "--precision bf16"))
+def test_fp8_experts_are_refused_without_experts_or_without_fp8(flags):
+    with pytest.raises(UsageError, match="^--fp8_experts"):
+        settled(*flags.split(), "--fp8_experts")
