@@ -1869,7 +1869,7 @@ def open_run(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         settings = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False
+        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     world.join(device, flags.shards, flags.rank_timeout)
     sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
     directory = Path(flags.ckpt_dir)

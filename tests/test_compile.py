@@ -342,7 +342,9 @@ def test_compiled_training_on_a_gpu_follows_eager_training(precision):
         flags = f"--compile off --precision {precision} --seq_len 256 --micro_batch 8"
         plan = settled(*flags.split())
         plan = replace(plan, config=config, flags=replace(plan.flags, compile=compiled))
-        model = train.build_model(Spider(config).to("meta"), plan, world)
+        with torch.device("meta"):
+            model = Spider(config)
+        train.build_model(model, plan, world)
         optimizers = Optimizers(model)
         optimizers.set_lr(0.003, 1.0)
         train.warm_up(model, plan, world.device)

@@ -319,7 +319,7 @@ def test_batches_that_no_device_holds_are_refused_and_name_the_accumulation(monk
 
 def test_the_estimate_counts_the_batches_of_a_step_and_of_the_next_one(shards):
     plan = settled("--model", "tiny", "--seq_len", "32", "--micro_batch", "4", "--grad_accum", "3")
-    feed = Feed(Loader(open_data(str(shards)), 32, 0), plan, 0, torch.device("cpu"), 0, 0)
+    feed = Feed(Loader(open_data(str(shards)), 32, 0), plan.layout, 0, torch.device("cpu"), 0, 0)
     batches = [*feed.take(), *feed.take()]
     size = sum(batch.ids.nbytes + batch.labels.nbytes for batch in batches)
     assert plan.memory[estimate.BATCHES] == size
