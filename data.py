@@ -54,7 +54,6 @@ from spider.common import (
     real,
     run_program,
     say,
-    step_seed,
     sync,
 )
 from spider.datasets_import import (
@@ -72,6 +71,7 @@ from spider.datasets_import import (
     text_of,
     uncompressed_name,
 )
+from spider.noise import step_seed
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 if TYPE_CHECKING:  # torch is imported where it is used: it takes seconds, and neither `prepare`
@@ -454,6 +454,19 @@ def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np
     rank = np.empty_like(slots)
     rank[np.argsort(source, kind="stable")] = slots  # by source, in order
     return source, rank - (ends - counts)[source]
+
+
+class StepLayout(NamedTuple):
+    """How the sequences of an optimizer step are spread; it does not choose them."""
+
+    micro_batch: int  # sequences per rank and micro-step
+    grad_accum: int  # micro-steps
+    ranks: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, on all ranks together."""
+        return self.micro_batch * self.grad_accum * self.ranks
 
 
 class Loader:

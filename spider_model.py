@@ -40,18 +40,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from spider.attention import ALL_ROWS, MLA, ActiveRows, Cache
 from spider.boundaries import Observed, SurprisePredictor, boundary_loss, flexitokens_boundaries
 from spider.config import BACKENDS, SpiderConfig
 from spider.decode import DecodingMixin, check_ids
 from spider.layers import (
-    MLA,
-    Block,
     Linear,
     SwiGLU,
     WideLinear,
-    byte_noise,
     cast_weights_once,
-    dropped,
     rms_norm,
     wide,
 )
@@ -66,23 +63,38 @@ from spider.memory import (
     shifted_bytes,
     word_ends,
 )
-from spider.packing import (
-    ALL_ROWS,
-    ActiveRows,
-    Cache,
-    CorePass,
-    Packing,
-    document_cu_seqlens,
-    last_byte_of,
-    mark_rows_dynamic,
-    pool_segments,
-    round_up,
-    row_step,
-    segment_offsets,
-    unpool_segments,
-)
+from spider.noise import byte_noise, dropped
+from spider.packing import Packing, document_cu_seqlens, mark_rows_dynamic, round_up, row_step
+from spider.segments import last_byte_of, pool_segments, segment_offsets, unpool_segments
 from tile_moe import MoE, Routing, balance, resolve_backend
 from tokenizer import EOS_ID, PAD_ID
+
+# --------------------------------------------------------------------------------------------------
+# The layer at byte rate
+
+
+class Block(nn.Module):
+    """A dense layer of prelude or coda, [M, D] -> [M, D]."""
+
+    compiled: Callable | None = None  # of `in_one_graph`, see Spider.compile_layers
+
+    def __init__(self, config: SpiderConfig, attention_class: type[nn.Module] = MLA):
+        super().__init__()
+        self.attention = attention_class(config)
+        self.ffn = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        if self.compiled is not None and torch.is_grad_enabled():
+            return self.compiled(self, x, packing)
+        return self.run(x, packing, cache)
+
+    def run(self, x: Tensor, packing: Packing, cache: Cache | None = None) -> Tensor:
+        x = x + self.attention(rms_norm(x), packing, ALL_ROWS, cache=cache)[0]
+        return x + self.ffn(rms_norm(x))
+
+    def in_one_graph(self, x: Tensor, packing: Packing) -> Tensor:
+        return self.run(x, packing)
+
 
 # --------------------------------------------------------------------------------------------------
 # The recurrent core
@@ -90,6 +102,23 @@ from tokenizer import EOS_ID, PAD_ID
 # of a core layer: latents [N, C]; what Engram's convolution reads
 LayerState = tuple[Tensor | None, Tensor | None]
 LayerCaches = tuple[Cache | None, Cache | None]  # their caches of earlier decoding steps
+
+
+@dataclass(frozen=True)
+class CorePass:
+    """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
+
+    packing: Packing  # of the segments
+    last_bytes: Tensor  # int64 [K, N], the last bytes of each segment, see memory.shifted_bytes
+    share: Tensor  # [N], 1 / segments, 0 for padding rows
+    n_loops: int
+    recompute: bool = False  # activation checkpointing of every visit of a layer
+    warmup: float = 1.0  # factor on halting probabilities
+    dropout: float = 0.0  # rate at both ends of the core
+    noise: Tensor | None = None  # int64 [N], for dropout; None: no dropout
+    latents: Cache | None = None  # in decoding: attention latents of earlier segments
+    # in decoding: inputs of the Engram convolutions from earlier segments
+    convolved: Cache | None = None
 
 
 class RecurrentBlock(nn.Module):
@@ -727,6 +756,23 @@ class Spider(DecodingMixin, nn.Module):
         )
         return z[:segments], stats
 
+    def decode_core(
+        self,
+        z: Tensor,
+        packing: Packing,
+        last_bytes: Tensor,
+        share: Tensor,
+        n_loops: int,
+        latents: Cache,
+        convolved: Cache,
+    ) -> Tensor:
+        """Run the core on the segments z [N, D] that a decoding step has finished, after those in
+        the caches; see CorePass."""
+        core_pass = CorePass(
+            packing, last_bytes, share, n_loops, latents=latents, convolved=convolved
+        )
+        return self.core(z, core_pass)[0]
+
     def null_rows(self) -> Tensor:
         """Return the unpooled output for bytes before a document's first boundary, at all offsets:
         [offsets * D]."""
@@ -803,6 +849,8 @@ class Spider(DecodingMixin, nn.Module):
         noise_seed: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         longest: int | None = None,
+        dropout: float = 0.0,
+        halting_warmup: float = 1.0,
     ) -> SpiderOutput:
         """Compute logits and, given labels, the loss. input_ids [B, T] int64; labels [B, T],
         already shifted, -100 is ignored; n_loops defaults to the config's.
@@ -815,6 +863,7 @@ class Spider(DecodingMixin, nn.Module):
 
         Raise ValueError for bad shapes or dtypes.
         """
+        self.dropout, self.halting_warmup = dropout, halting_warmup
         check_ids("input_ids", input_ids)
         c, (sequences, length) = self.config, input_ids.shape
         if labels is not None:

@@ -8,471 +8,495 @@ The same command again resumes from the newest checkpoint in --ckpt_dir. All ran
 function of (--seed, step), so an interrupted run ends like an uninterrupted one. `python train.py
 --help` lists the flags, with the defaults of `1b`; other models have recipes of their own (RECIPES
 in train.py), and the log shows what they set.
+
+From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
+the model -> one optimizer step -> evaluation -> the run -> main.
 """
 
-import argparse
+import copy
 import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from spider import common
-from spider.common import UsageError, integer, path_name, quoted, real
+from spider.common import UsageError, flag, flag_specs, integer, path_name, quoted, real
 from spider.config import BACKENDS, MAX_LOOPS, OPTIMIZERS, PRESETS, RECOMPUTE, SpiderConfig
 
 # --------------------------------------------------------------------------------------------------
-# Flags, by heading of --help. Defaults are those of `1b`; RECIPES holds what differs for the
-# others.
+# Flags
 
-ENVIRONMENT = (
-    "seq_len",
-    "micro_batch",
-    "grad_accum",
-    "n_loops",
-    "lr",
-    "data_dir",
-    "target_tokens",
-    "ckpt_every",
-)
-SWITCH = argparse.BooleanOptionalAction
-COUNT, STEPS, RATE = integer(1), integer(0), real(0, 1000)
+COUNT = integer(1)
+STEPS = integer(0)
+RATE = real(0, 1000)
+FRACTION = real(0, 1)
+BETA = real(0, 0.99999)
 
 
-def flag_parser() -> argparse.ArgumentParser:
-    parser = common.Parser(
-        prog="train.py", description=__doc__, usage="python train.py [--FLAG VALUE ...]"
-    )
-    flag = parser.add_argument_group("basics").add_argument
-    flag(
-        "--model",
-        default="auto",
+@dataclass(frozen=True)
+class Flags:
+    """The flags of train.py, with the defaults of `1b`; RECIPES has those of other models.
+
+    The parser, the environment, the --config file and what a checkpoint records follow from these
+    fields. In a Plan every field has its resolved value."""
+
+    model: str = flag(
+        "auto",
+        "auto: the checkpoint's, or 1b on a GPU, or tiny",
+        heading="basics",
         choices=("auto", *PRESETS),
-        help="auto: the checkpoint's, or 1b on a GPU, or tiny",
     )
-    flag(
-        "--data_dir",
-        default="data",
+    data_dir: str = flag(
+        "data",
+        ".bin shards, or a mixture web:0.7,code:0.3",
+        environment=True,
+        recorded=True,
         type=path_name,
         metavar="DIR",
-        help=".bin shards, or a mixture web:0.7,code:0.3",
     )
-    flag(
-        "--mock_data",
-        action="store_true",
-        help="train on synthetic, learnable bytes instead of --data_dir",
+    mock_data: bool = flag(
+        False,
+        "train on synthetic, learnable bytes instead of --data_dir",
+        recorded=True,
+        reads=True,
+        evaluates=True,
     )
-    flag(
-        "--ckpt_dir",
-        default="checkpoints",
+    ckpt_dir: str = flag(
+        "checkpoints",
+        "directory for checkpoints and metrics.jsonl; --mock_data adds mock/ to the default",
         type=path_name,
         metavar="DIR",
-        help="directory for checkpoints and metrics.jsonl; --mock_data adds mock/ to the default",
     )
-    flag(
-        "--target_tokens",
-        default=10_000_000_000,
+    target_tokens: int = flag(
+        10_000_000_000,
+        "bytes to train on: the horizon",
+        environment=True,
+        recorded=True,
         type=COUNT,
         metavar="BYTES",
-        help="bytes to train on: the horizon",
     )
-    flag(
-        "--minutes",
+    minutes: float | None = flag(
+        None,
+        "choose --target_tokens for about this many minutes, by timing a few steps; works with one "
+        "process",
+        recorded=True,
         type=real(0, 1e9, above=True),
         metavar="N",
-        help="choose --target_tokens for about this many minutes, by timing a few steps",
     )
-    flag(
-        "--max_steps",
-        default=0,
+    max_steps: int = flag(
+        0,
+        "stop after this many optimizer steps; 0: run to --target_tokens. Steps beyond that use "
+        "the minimum learning rate",
         type=STEPS,
         metavar="STEPS",
-        help="stop after this many optimizer steps; 0: at --target_tokens. Later steps use the "
-        "minimum learning rate",
     )
-    flag(
-        "--resume",
+    resume: str | None = flag(
+        None,
+        "checkpoint to start from, or a run's directory, of which the newest is taken; the run "
+        "continues in --ckpt_dir, and if that holds a run already, that one is resumed instead",
         type=path_name,
         metavar="CHECKPOINT",
-        help="checkpoint to start from, or a run's directory, of which the newest is taken; the "
-        "run goes on in "
-        "--ckpt_dir, and if that holds a run already, that one is resumed instead",
     )
-    flag(
-        "--reset_steps",
-        action="store_true",
-        help="with --resume: load only the weights, and begin at step 0",
-    )
-    flag(
-        "--dry_run",
-        action="store_true",
-        help="print settings, memory, disk and time of the run, and stop",
-    )
-    flag(
-        "--config",
+    reset_steps: bool = flag(False, "with --resume: load only the weights, and begin at step 0")
+    dry_run: bool = flag(False, "print settings, memory, disk and time of the run, and stop")
+    config: str | None = flag(
+        None,
+        "TOML file of flag values; flags and environment variables override it",
         type=path_name,
         metavar="FILE",
-        help="TOML file of flag values; flags and environment variables override it",
     )
 
-    flag = parser.add_argument_group("model").add_argument
-    flag(
-        "--set",
+    set: str | None = flag(
+        None,
+        "fields of SpiderConfig to change: lora_rank=0,engram_match_words=1+2",
+        heading="model",
         metavar="NAME=VALUE,...",
-        help="fields of SpiderConfig to change: lora_rank=0,engram_match_words=1+2",
     )
-    flag(
-        "--n_loops",
-        default=6,
+    n_loops: int = flag(
+        6,
+        "loops of the recurrent core",
+        environment=True,
         type=integer(1, MAX_LOOPS),
         metavar="N",
-        help="loops of the recurrent core",
     )
-    flag(
-        "--random_loops",
-        action="store_true",
-        help="draw the loops of each step: Poisson with mean --n_loops",
+    random_loops: bool = flag(
+        False, "draw the loops of each step: Poisson with mean --n_loops", recorded=True
     )
 
-    flag = parser.add_argument_group("batch").add_argument
-    flag(
-        "--seq_len",
-        default=2048,
+    seq_len: int = flag(
+        2048,
+        "bytes per sequence",
+        heading="batch",
+        environment=True,
+        recorded=True,
+        reads=True,
+        evaluates=True,
         type=integer(2, 1 << 24),
         metavar="BYTES",
-        help="bytes per sequence",
     )
-    flag(
-        "--micro_batch",
-        default=64,
+    micro_batch: int = flag(
+        64,
+        "sequences per device and micro-step; with --global_batch alone: chosen, the largest that "
+        "fits",
+        environment=True,
+        recorded=True,
         type=COUNT,
         metavar="N",
-        help="sequences per device and micro-step; with --global_batch, and without "
-        "--grad_accum, the most that fit",
     )
-    flag("--grad_accum", default=1, type=COUNT, metavar="N", help="micro-steps per optimizer step")
-    flag(
-        "--global_batch",
+    grad_accum: int = flag(
+        1, "micro-steps per optimizer step", environment=True, type=COUNT, metavar="N"
+    )
+    global_batch: int | None = flag(
+        None,
+        "bytes per step over all ranks, instead of --grad_accum",
+        recorded=True,
         type=COUNT,
         metavar="BYTES",
-        help="bytes per step over all ranks, instead of --grad_accum",
     )
-    flag(
-        "--seed",
-        default=0,
+    seed: int = flag(
+        0,
+        "seed of weights, data order, noise, loop counts",
+        recorded=True,
+        reads=True,
         type=STEPS,
         metavar="N",
-        help="seed of weights, data order, noise, loop counts",
     )
 
-    flag = parser.add_argument_group("horizon").add_argument
-    flag(
-        "--target_flops",
+    target_flops: float | None = flag(
+        None,
+        "training FLOPs, instead of --target_tokens",
+        heading="horizon",
         type=real(0, above=True),
         metavar="FLOPS",
-        help="training FLOPs, instead of --target_tokens",
     )
-    flag(
-        "--target_param_data_ratio",
+    target_param_data_ratio: float | None = flag(
+        None,
+        "training bytes per parameter (without Engram tables), instead of --target_tokens",
         type=real(0, above=True),
         metavar="RATIO",
-        help="training bytes per parameter (without Engram tables), instead of --target_tokens",
     )
 
-    flag = parser.add_argument_group("optimizer").add_argument
-    flag(
-        "--optimizer",
-        default="auto",
+    optimizer: str = flag(
+        "auto",
+        "auto: muon for matrices, AdamW for others",
+        heading="optimizer",
+        recorded=True,
         choices=("auto", *OPTIMIZERS),
-        help="auto: muon for matrices, AdamW for others",
     )
-    flag(
-        "--lr",
-        default=3e-4,
+    lr: float = flag(
+        3e-4,
+        "peak learning rate (Muon's updates are scaled to AdamW's size)",
+        environment=True,
+        recorded=True,
         type=real(0, 1000, above=True),
         metavar="RATE",
-        help="peak learning rate (Muon's updates are scaled to AdamW's size)",
     )
-    flag(
-        "--engram_lr",
-        default=0.25,
+    engram_lr: float = flag(
+        0.25,
+        "learning rate of the Engram tables (Adagrad): a row's first step has this size",
+        recorded=True,
         type=RATE,
         metavar="RATE",
-        help="learning rate of the Engram tables: the size of a row's first step",
     )
-    flag(
-        "--engram_reset",
-        default=False,
-        action=SWITCH,
-        help="clear the Engram tables at the start of each further epoch, since they memorize "
-        "the text",
+    engram_reset: bool = flag(
+        False,
+        "clear the Engram tables at the start of each further epoch, since they memorize the text",
+        recorded=True,
+        negatable=True,
     )
-    flag(
-        "--schedule",
-        default="cosine",
+    schedule: str = flag(
+        "cosine",
+        "decay; wsd: constant, then linear",
+        recorded=True,
         choices=("cosine", "wsd"),
-        help="decay; wsd: constant, then linear",
     )
-    flag(
-        "--warmup_steps",
-        default=10,
-        type=STEPS,
-        metavar="STEPS",
-        help="optimizer steps of linear warm-up",
+    warmup_steps: int = flag(
+        10, "optimizer steps of linear warm-up", recorded=True, type=STEPS, metavar="STEPS"
     )
-    flag(
-        "--wsd_decay_fraction",
-        default=0.2,
-        type=real(0, 1),
+    wsd_decay_fraction: float = flag(
+        0.2,
+        "last fraction of the horizon, in which wsd decays",
+        recorded=True,
+        type=FRACTION,
         metavar="FRACTION",
-        help="last fraction of the horizon, in which wsd decays",
     )
-    flag(
-        "--min_lr_fraction",
-        default=0.1,
-        type=real(0, 1),
+    min_lr_fraction: float = flag(
+        0.1,
+        "learning rate at the horizon, as a fraction of the peak",
+        recorded=True,
+        type=FRACTION,
         metavar="FRACTION",
-        help="learning rate at the horizon, as a fraction of the peak",
     )
-    flag(
-        "--weight_decay",
-        default=0.1,
+    weight_decay: float = flag(
+        0.1,
+        "weight decay of matrices; vectors and hashed Engram tables have none",
+        recorded=True,
         type=RATE,
         metavar="RATE",
-        help="of matrices; not of vectors or hashed Engram tables",
     )
-    flag(
-        "--dropout",
-        default=0.0,
+    dropout: float = flag(
+        0.0,
+        "dropout at the core's input and output (bytes: a fifth); grows from 0 in the first epoch "
+        "to RATE in the eleventh",
+        recorded=True,
         type=real(0, 0.9),
         metavar="RATE",
-        help="on the core's input and output, a fifth of it on bytes; 0 in the first epoch, "
-        "whole from the eleventh",
     )
-    flag("--beta1", default=0.9, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
-    flag("--beta2", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of AdamW")
-    flag("--momentum", default=0.95, type=real(0, 0.99999), metavar="BETA", help="of Muon")
-    flag(
-        "--grad_clip",
-        default=1.0,
+    beta1: float = flag(0.9, "beta1 of AdamW", recorded=True, type=BETA, metavar="BETA")
+    beta2: float = flag(0.95, "beta2 of AdamW", recorded=True, type=BETA, metavar="BETA")
+    momentum: float = flag(0.95, "momentum of Muon", recorded=True, type=BETA, metavar="BETA")
+    grad_clip: float = flag(
+        1.0,
+        "largest norm of the gradient, not counting the hashed Engram tables; 0: off",
+        recorded=True,
         type=real(0),
         metavar="NORM",
-        help="largest norm of the gradient, not counting the hashed Engram tables; 0: off",
     )
-    flag(
-        "--max_skipped",
-        default=10,
+    max_skipped: int = flag(
+        10,
+        "stop after this many steps in a row with a non-finite loss or gradient",
         type=COUNT,
         metavar="STEPS",
-        help="stop after this many steps in a row with a non-finite loss or gradient",
     )
 
-    flag = parser.add_argument_group("machine").add_argument
-    flag(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if available"
+    device: str = flag(
+        "auto", "auto: cuda if available", heading="machine", choices=("auto", "cpu", "cuda")
     )
-    flag(
-        "--precision",
-        default="auto",
+    precision: str = flag(
+        "auto",
+        "auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU",
         choices=("auto", "fp8", "bf16", "fp32"),
-        help="auto: bf16 where supported; fp32 without TF32: for comparisons, slow on a GPU",
     )
-    flag(
-        "--fp8_experts",
-        action="store_true",
-        help="with fp8: convert the routed experts too, with row-wise scales",
+    fp8_experts: bool = flag(
+        False, "with fp8: convert the routed experts too, with row-wise scales"
     )
-    flag(
-        "--moe_backend",
-        default="auto",
+    moe_backend: str = flag(
+        "auto",
+        "auto: tile or grouped, or triton where torch's grouped product is a loop; loop: the "
+        "reference",
         choices=("auto", *BACKENDS),
-        help="auto: tile or grouped, or triton where torch's grouped product is a loop; loop: "
-        "the reference",
     )
-    flag(
-        "--compile",
-        default="auto",
+    compile: str = flag(
+        "auto",
+        "torch.compile the layers (mode default); auto: on a GPU where it works",
         nargs="?",
         const="on",
         choices=("auto", "on", "off"),
-        help="torch.compile the layers (mode default); auto: on a GPU where it works",
     )
-    flag(
-        "--recompute",
-        default="auto",
+    recompute: str = flag(
+        "auto",
+        "activation checkpointing; auto: as few layers as let a step fit into memory",
+        alias=("no_gradient_checkpointing", "nothing", "same as --recompute nothing"),
         choices=("auto", *RECOMPUTE),
-        help="activation checkpointing; auto: as few layers as let a step fit into memory",
     )
-    flag(
-        "--no_gradient_checkpointing",
-        dest="recompute",
-        action="store_const",
-        const="nothing",
-        default=argparse.SUPPRESS,
-        help="same as --recompute nothing",
-    )
-    flag(
-        "--shards",
-        default=1,
+    shards: int = flag(
+        1,
+        "shard weights, gradients and optimizer state over this many ranks; groups of ranks are "
+        "replicas",
         type=COUNT,
         metavar="RANKS",
-        help="shard weights, gradients and optimizer state over this many ranks; groups of ranks "
-        "are replicas",
     )
-    flag(
-        "--rank_timeout",
-        default=900.0,
+    rank_timeout: float = flag(
+        900.0,
+        "seconds that ranks wait for one another",
         type=real(0, 1e6, above=True),
         metavar="SECONDS",
-        help="that ranks wait for one another",
     )
-    flag(
-        "--deterministic",
-        action="store_true",
-        help="on a GPU: use deterministic kernels, some of them slower",
+    deterministic: bool = flag(
+        False, "on a GPU: use deterministic kernels, some of which are slower"
     )
 
-    flag = parser.add_argument_group("checkpoints").add_argument
-    flag(
-        "--ckpt_every",
-        default=50,
+    ckpt_every: int = flag(
+        50,
+        "optimizer steps between checkpoints",
+        heading="checkpoints",
+        environment=True,
         type=COUNT,
         metavar="STEPS",
-        help="optimizer steps between checkpoints",
     )
-    flag("--keep_last", default=2, type=integer(2), metavar="N", help="newest checkpoints to keep")
-    flag(
-        "--keep_best",
-        action="store_true",
-        help="save at each new lowest validation loss, and keep that checkpoint too; sample.py "
-        "DIR --best loads it",
+    keep_last: int = flag(2, "newest checkpoints to keep", type=integer(2), metavar="N")
+    keep_best: bool = flag(
+        False,
+        "save at each new lowest validation loss, and keep that checkpoint too; sample.py DIR "
+        "--best loads it",
     )
 
-    flag = parser.add_argument_group("evaluation").add_argument
-    flag(
-        "--eval_every",
-        default=250,
+    eval_every: int = flag(
+        250,
+        "optimizer steps between evaluations; one more at the end; 0: none",
+        heading="evaluation",
         type=STEPS,
         metavar="STEPS",
-        help="optimizer steps between evaluations; one more at the end; 0: none",
     )
-    flag(
-        "--eval_tokens",
-        default=1_048_576,
+    eval_tokens: int = flag(
+        1_048_576,
+        "held-out bytes per evaluation",
+        recorded=True,
+        evaluates=True,
         type=COUNT,
         metavar="BYTES",
-        help="held-out bytes per evaluation",
     )
-    flag(
-        "--patience",
-        default=0,
+    patience: int = flag(
+        0,
+        "end the run after this many evaluations in a row without a lower loss; 0: never",
         type=STEPS,
         metavar="N",
-        help="end the run after this many evaluations in a row without a lower loss; 0: never",
     )
-    flag(
-        "--sample_every",
-        default=0,
-        type=STEPS,
-        metavar="STEPS",
-        help="steps between logged samples; 0: none",
+    sample_every: int = flag(
+        0, "steps between logged samples; 0: none", type=STEPS, metavar="STEPS"
     )
-    flag(
-        "--sample_prompt",
-        metavar="TEXT",
-        help="prompt of the samples; default: held-out text, if the run evaluates",
+    sample_prompt: str | None = flag(
+        None, "prompt of the samples; default: held-out text, if the run evaluates", metavar="TEXT"
     )
 
-    flag = parser.add_argument_group("logs").add_argument
-    flag(
-        "--log_every",
+    log_every: int | None = flag(
+        None,
+        "optimizer steps between lines of the log; default: about a hundred lines a run, and one a "
+        "minute",
+        heading="logs",
         type=COUNT,
         metavar="STEPS",
-        help="optimizer steps between lines of the log; default: about a hundred lines a run, "
-        "and one a minute",
     )
-    flag("--run", metavar="NAME", help="log to wandb under this name (WANDB_MODE=offline works)")
-    flag(
-        "--profile",
-        action="store_true",
-        help="write a profiler trace of steps 3 to 5 to --ckpt_dir",
+    run: str | None = flag(
+        None, "log to wandb under this name (WANDB_MODE=offline works)", metavar="NAME"
     )
+    profile: bool = flag(False, "write a profiler trace of steps 3 to 5 to --ckpt_dir")
+
+
+SPECS = flag_specs(Flags)
+ENVIRONMENT = [name for name, spec in SPECS.items() if spec.environment]
+RECORDED = [name for name, spec in SPECS.items() if spec.recorded]
+
+# Mutually exclusive: one that is set with more precedence drops the others.
+HORIZONS = ("target_tokens", "minutes", "target_flops", "target_param_data_ratio")
+ALTERNATIVES = (HORIZONS, ("grad_accum", "global_batch"), ("data_dir", "mock_data"))
+
+
+class CommandLine(NamedTuple):
+    """The flags of a run before anything is resolved."""
+
+    flags: Flags
+    given: frozenset[str]  # names of the flags that were set anywhere
+    inherited: dict[str, Any]  # those that the environment or --config set
+
+
+def flag_parser() -> common.Parser:
+    """Make the parser of the command line from Flags."""
+    parser = common.Parser(
+        prog="train.py", description=__doc__, usage="python train.py [--FLAG VALUE ...]"
+    )
+    common.add_flags(parser, Flags)
     return parser
-
-
-def fitted_lr(config: SpiderConfig, steps: float) -> float:
-    """Return the peak learning rate for a horizon in steps, a fit to runs of tiny
-    (docs/results/learning.md)."""
-    return float(f"{min(0.02, 0.116 * steps**-0.4 * (128 / config.hidden_size) ** 0.5):.3g}")
-
-
-# Defaults of flags by model; a function computes one from the config and the horizon in steps.
-# Those of tiny are measured in docs/results/learning.md. Its ten evaluations on tinyshakespeare's
-# validation split, each as long as 8 steps, add 3% to the recipe's 2,930 steps, and 31% to one pass
-# (245 steps).
-TINY = dict(
-    n_loops=1,
-    seq_len=4096,
-    micro_batch=1,
-    target_tokens=12_000_000,
-    lr=fitted_lr,
-    warmup_steps=lambda config, steps: int(min(40, steps / 25)),
-    dropout=0.5,
-    engram_reset=True,
-    ckpt_every=500,
-    eval_every=lambda config, steps: max(1, math.ceil(steps / 10)),
-    eval_tokens=262_144,
-)
-RECIPES = {
-    "1b": {},
-    "base": dict(n_loops=1),
-    "original": {},
-    "small": TINY | dict(target_tokens=30_000_000, eval_tokens=1_048_576),
-    "tiny": TINY,
-}
-
-# One of these overrides the others where they are set with less precedence.
-ALTERNATIVES = (
-    ("target_tokens", "minutes", "target_flops", "target_param_data_ratio"),
-    ("grad_accum", "global_batch"),
-    ("data_dir", "mock_data"),
-)
 
 
 def parse_args(
     argv: list[str] | None = None, environ: Mapping[str, str] = os.environ
-) -> SimpleNamespace:
-    """Return the values of all flags, in `given` the names of those set anywhere, and in
-    `inherited` the values that are not from argv. Precedence: flag, environment variable, --config
-    file, default. Raise UsageError for a bad value or flags that contradict one another."""
+) -> CommandLine:
+    """Parse the command line, the environment and the --config file, in this order of precedence.
+
+    Raise UsageError for a bad value, or for flags that contradict one another."""
     parser = flag_parser()
-    values, flags = vars(parser.parse_args([])), parser.given(argv)
-    environment = {}
+    typed = parser.given(argv)
+    environment: dict[str, Any] = {}
     for name in ENVIRONMENT:
-        if name not in flags and environ.get(name.upper()):
-            environment |= parser.value(
-                name, environ[name.upper()], f"{name.upper()}={environ[name.upper()]}"
-            )
-    of_file = common.read_toml(parser, flags["config"]) if "config" in flags else {}
-    given = {}  # a value is dropped where a stronger source gave one of its alternatives
-    for source in (flags, environment, of_file):
-        replaced = {name for names in ALTERNATIVES for name in names if given.keys() & {*names}}
-        given = {name: value for name, value in source.items() if name not in replaced} | given
-    inherited = {name: value for name, value in given.items() if name not in flags}
-    args = SimpleNamespace(**values | given, given=set(given), inherited=inherited)
-    if len(both := [name for name in ALTERNATIVES[0] if name in given]) > 1:
-        raise UsageError(f"--{both[1]}: --{both[0]} already sets the horizon: give one")
-    if "ckpt_dir" not in given and args.mock_data:
-        args.ckpt_dir = os.path.join(args.ckpt_dir, "mock")
-    if "ckpt_dir" not in given and args.reset_steps and args.resume:
-        # a run has one directory
-        args.ckpt_dir = os.path.join(args.ckpt_dir, f"from-{Path(args.resume).stem}")
-    return args
+        variable = environ.get(name.upper())
+        if name not in typed and variable:
+            environment |= parser.value(name, variable, f"{name.upper()}={variable}")
+    of_file = common.read_toml(parser, typed["config"]) if "config" in typed else {}
+    given: dict[str, Any] = {}
+    for source in (typed, environment, of_file):
+        given = merged(source, given)
+    horizons = [name for name in HORIZONS if name in given]
+    if len(horizons) > 1:
+        raise UsageError(f"--{horizons[1]}: --{horizons[0]} already sets the horizon: give one")
+
+    flags = Flags(**given)
+    if "ckpt_dir" not in given:
+        flags = replace(flags, ckpt_dir=default_ckpt_dir(flags))
+    inherited = {name: value for name, value in given.items() if name not in typed}
+    return CommandLine(flags, frozenset(given), inherited)
+
+
+def merged(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Merge the flags of a weaker source into those given so far.
+
+    A weaker value is dropped if one of its ALTERNATIVES is given."""
+    dropped = {name for names in ALTERNATIVES if given.keys() & {*names} for name in names}
+    kept = {name: value for name, value in weaker.items() if name not in dropped}
+    return kept | given
+
+
+def default_ckpt_dir(flags: Flags) -> str:
+    """Return the default of --ckpt_dir, one directory for each run."""
+    directory = flags.ckpt_dir
+    if flags.mock_data:
+        directory = os.path.join(directory, "mock")
+    if flags.reset_steps and flags.resume:
+        directory = os.path.join(directory, f"from-{Path(flags.resume).stem}")
+    return directory
+
+
+# --------------------------------------------------------------------------------------------------
+# Recipes: defaults of flags by model
+
+Rule = Callable[[SpiderConfig, float], float]  # of the config and the horizon in steps
+
+
+class Recipe(NamedTuple):
+    """The defaults of a model, where they differ from those of `1b`."""
+
+    values: dict[str, Any]
+    rules: dict[str, Rule]  # for flags that depend on the horizon
+
+
+def fitted_lr(config: SpiderConfig, steps: float) -> float:
+    """Return the peak learning rate for a horizon in steps.
+
+    A fit to runs of `tiny` (docs/results/learning.md)."""
+    by_width = (128 / config.hidden_size) ** 0.5
+    return float(f"{min(0.02, 0.116 * steps**-0.4 * by_width):.3g}")
+
+
+def fitted_warmup(config: SpiderConfig, steps: float) -> int:
+    """Return the optimizer steps of warm-up: a twenty-fifth of the horizon, at most 40."""
+    return int(min(40, steps / 25))
+
+
+def ten_evaluations(config: SpiderConfig, steps: float) -> int:
+    """Return the steps between evaluations, for ten in a run."""
+    return max(1, math.ceil(steps / 10))
+
+
+# Measured in docs/results/learning.md. The ten evaluations on tinyshakespeare's validation split,
+# each as long as 8 steps, add 3% to the recipe's 2,930 steps, and 31% to one pass (245 steps).
+TINY = Recipe(
+    values=dict(
+        n_loops=1,
+        seq_len=4096,
+        micro_batch=1,
+        target_tokens=12_000_000,
+        dropout=0.5,
+        engram_reset=True,
+        ckpt_every=500,
+        eval_tokens=262_144,
+    ),
+    rules=dict(lr=fitted_lr, warmup_steps=fitted_warmup, eval_every=ten_evaluations),
+)
+RECIPES = {
+    "1b": Recipe({}, {}),
+    "base": Recipe(dict(n_loops=1), {}),
+    "original": Recipe({}, {}),
+    "small": Recipe(
+        TINY.values | dict(target_tokens=30_000_000, eval_tokens=1_048_576), TINY.rules
+    ),
+    "tiny": TINY,
+}
 
 
 if __name__ == "__main__":
@@ -486,64 +510,311 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import tokenizer
-from data import Batch, Feed, Loader, Source, mock_source, open_data, validation_sets
+from data import (
+    Batch,
+    Feed,
+    Loader,
+    Source,
+    StepLayout,
+    mock_source,
+    open_data,
+    validation_sets,
+)
 from spider import estimate, machine
-from spider.checkpoint import CheckpointWriter, find_checkpoints, load_origin
-from spider.common import CheckpointError, Diverged, Stopped, WorldError, say, step_seed
+from spider.checkpoint import (
+    FROM_SCRATCH,
+    CheckpointWriter,
+    Origin,
+    check_weights,
+    find_checkpoints,
+    load_origin,
+)
+from spider.common import CheckpointError, Diverged, Stopped, WorldError, say
 from spider.curves import write_curves
 from spider.distributed import World, shard_model, sharding_of
 from spider.flash_attention import choose_flash_attention
 from spider.fp8 import convert_to_fp8, describe_fp8
 from spider.memory import EngramTable
+from spider.noise import step_seed
 from spider.optim import ENGRAM_TABLES, Optimizers, kinds_of
-from spider.run import Metrics, RunProgress, StepEvents, StopSignals, start_profiler, start_wandb
+from spider.run import (
+    Metrics,
+    RunProgress,
+    StepEvents,
+    StopSignals,
+    Tracker,
+    start_profiler,
+    start_wandb,
+)
 from spider.state import gather_model, load_model, model_state
 from spider_model import Spider, SpiderOutput
 from tile_moe import KERNELS, multiplies_at_once, resolve_backend
 
 # --------------------------------------------------------------------------------------------------
-# The plan of a run
+# The plan of a run: stages from flags to Plan, each a function of values
+
+MOST_BYTES = (1 << 62) - 1  # that --target_tokens takes
+MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as `settle` decided it. Every flag is an attribute with its resolved value: plan.lr is
-    --lr."""
+    """A run as `settle` decided it: `plan.flags` has the resolved value of every flag."""
 
-    flags: Mapping[str, object]
-    recipe: str  # the source of defaults
+    flags: Flags
+    recipe: str  # model whose defaults were used
     config: SpiderConfig
-    model_class: type[Spider] = Spider
+    model_class: type[Spider]
+    model: Spider = field(compare=False, repr=False)  # on the meta device, until it is built
     ranks: int = 1
     checkpoint_size: float = 0.0  # bytes
     documents_per_byte: float = 0.0  # of the data, for the estimate of memory
-    # estimated bytes of a rank by purpose
-    memory: Mapping[str, float] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()  # lines for the log
-
-    def __getattr__(self, name: str):
-        if name == "flags" or name not in self.flags:
-            raise AttributeError(name)
-        return self.flags[name]
+    memory: dict[str, float] = field(default_factory=dict)  # bytes of a rank, by purpose
+    reasons: tuple[str, ...] = ()  # why something was chosen, for the log
 
     @property
     def sequences(self) -> int:
         """Sequences per optimizer step, on all ranks together."""
-        return self.micro_batch * self.grad_accum * self.ranks
+        return self.layout.sequences
+
+    @property
+    def layout(self) -> StepLayout:
+        """How the sequences of a step are spread over ranks and micro-steps."""
+        return StepLayout(self.flags.micro_batch, self.flags.grad_accum, self.ranks)
 
     @property
     def step_bytes(self) -> int:
         """Bytes per optimizer step, on all ranks together."""
-        return self.sequences * self.seq_len
+        return self.sequences * self.flags.seq_len
 
     @property
     def horizon(self) -> int:
         """Optimizer steps from the start to --target_tokens."""
-        return math.ceil(self.target_tokens / self.step_bytes)
+        return math.ceil(self.flags.target_tokens / self.step_bytes)
 
 
-MOST_BYTES = (1 << 62) - 1  # that --target_tokens takes
-MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
+def settle(
+    command: CommandLine,
+    world: World,
+    origin: Origin = FROM_SCRATCH,
+    model_class: type[Spider] = Spider,
+    sources: Sequence[Source] = (),
+) -> Plan:
+    """Resolve a command line into the plan of a run.
+
+    origin: the checkpoint to begin with. sources: the data, whose documents take memory. Raise
+    UsageError for flags that contradict one another or that this machine does not support, and
+    CheckpointError for a checkpoint of another model."""
+    given = command.given
+    recipe = recipe_of(command.flags.model, origin, world.device)
+    flags = with_recipe(command, recipe, origin)
+    config = model_config(flags, recipe, origin, model_class)
+    with torch.device("meta"):
+        model = model_class(config)
+    if origin.state is not None:
+        check_weights(origin.path, origin.state, model)
+
+    has_tables = any(isinstance(module, EngramTable) for module in model.modules())
+    flags = with_tables(flags, given, has_tables)
+    splits = splits_of(flags, given, world.ranks, origin)
+    flags = with_split(flags, splits[0], world.ranks)
+    flags = with_horizon(flags, given, recipe, model)
+    flags, reasons = with_machine(flags, config, world)
+    plan = Plan(
+        flags,
+        recipe,
+        config,
+        model_class,
+        model,
+        ranks=world.ranks,
+        reasons=tuple(reasons),
+        checkpoint_size=sum(estimate.state_size(model, flags.optimizer)),
+        documents_per_byte=sum(source.weight * source.documents_per_byte() for source in sources),
+    )
+    return with_memory(plan, splits, world)
+
+
+def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
+    """Return the recipe: that of --model, else the checkpoint's, else one that suits the device."""
+    if model != "auto":
+        return model
+    recorded = (origin.state or {}).get("recipe")
+    return recorded or ("1b" if device.type == "cuda" else "tiny")
+
+
+def with_recipe(command: CommandLine, recipe: str, origin: Origin) -> Flags:
+    """Fill in the recipe's values, and what the checkpoint decides, of flags that are not given."""
+    flags, given, _ = command
+    defaults = dict(RECIPES[recipe].values)
+    if origin.state is not None:
+        saved_config = SpiderConfig.from_saved(origin.state["cfg"])
+        defaults["n_loops"] = origin.state.get("n_loops", saved_config.n_loops)
+    if origin.resumes and flags.minutes is not None:
+        check_minutes(flags, origin.flags)
+        for name in ("target_tokens", "eval_tokens"):  # --minutes chose them at the start
+            if name in origin.flags:
+                defaults[name] = origin.flags[name]
+    return replace(flags, **{name: value for name, value in defaults.items() if name not in given})
+
+
+def check_minutes(flags: Flags, recorded: Mapping[str, Any]):
+    """Raise UsageError if --minutes is not that by which the run to resume was started."""
+    before = recorded.get("minutes")
+    if before == flags.minutes:
+        return
+    start = "without --minutes"
+    remedy = "leave it out"
+    if before is not None:
+        start = f"for --minutes {before:g}"
+        remedy = "give that"
+    another = "add --reset_steps" if flags.resume else "name a new --ckpt_dir"
+    raise UsageError(
+        f"--minutes {flags.minutes:g}: this resumes a run of {recorded.get('target_tokens', 0):,} "
+        f"bytes that was started {start}: {remedy} to continue it; or {another} to start another"
+    )
+
+
+def model_config(
+    flags: Flags, recipe: str, origin: Origin, model_class: type[Spider] = Spider
+) -> SpiderConfig:
+    """Return the configuration of the model: the checkpoint's, else that of the recipe, with --set
+    applied.
+
+    Raise CheckpointError, with the fields, if --set or --model ask for weights of other names or
+    shapes than the checkpoint has."""
+    fresh = apply_settings(replace(SpiderConfig.preset(recipe), n_loops=flags.n_loops), flags.set)
+    if origin.state is None:
+        return fresh
+    saved = SpiderConfig.from_saved(origin.state["cfg"])
+    config = apply_settings(replace(saved, vocab_size=tokenizer.VOCAB_SIZE), flags.set)
+    check_same_model(saved, config, origin.path, model_class)
+    if flags.model != "auto":
+        check_same_model(saved, fresh, origin.path, model_class)
+    return config
+
+
+def apply_settings(config: SpiderConfig, text: str | None) -> SpiderConfig:
+    """Return a config with the changes of --set (NAME=VALUE,...).
+
+    Raise UsageError for a bad name or value."""
+    try:
+        return config.changed(text or "")
+    except ValueError as fault:
+        raise UsageError(f"--set: {fault}") from None
+
+
+def check_same_model(
+    saved: SpiderConfig, asked: SpiderConfig, path: Path | None, model_class: type[Spider]
+):
+    """Raise CheckpointError if a config asks for other weights than a checkpoint's."""
+    changes = [
+        f"{one.name} is {getattr(saved, one.name)}, not {getattr(asked, one.name)}"
+        for one in fields(asked)
+        if one.name != "n_loops" and getattr(saved, one.name) != getattr(asked, one.name)
+    ]
+    if not changes:
+        return
+    asked_shapes = shapes(replace(asked, n_loops=saved.n_loops), model_class)
+    if asked_shapes != shapes(saved, model_class):
+        more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
+        raise CheckpointError(
+            f"{path}: holds another model: {'; '.join(changes[:3])}{more}. Leave --model and --set "
+            f"out, or train a new model in another --ckpt_dir"
+        )
+
+
+def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters and buffers by name."""
+    with torch.device("meta"):
+        weights = model_class(config).state_dict()
+    return {name: tuple(value.shape) for name, value in weights.items()}
+
+
+def with_tables(flags: Flags, given: Set[str], has_tables: bool) -> Flags:
+    """Switch --engram_reset off for a model without Engram tables; UsageError if it is given."""
+    if has_tables:
+        return flags
+    if flags.engram_reset and "engram_reset" in given:
+        raise UsageError("--engram_reset: this model has no Engram tables")
+    return replace(flags, engram_reset=False)
+
+
+class Split(NamedTuple):
+    """How an optimizer step is split into micro-steps."""
+
+    micro_batch: int
+    grad_accum: int
+
+
+def splits_of(
+    flags: Flags, given: Set[str], ranks: int, origin: Origin = FROM_SCRATCH
+) -> list[Split]:
+    """Return the splits of a step that the flags allow, the preferred ones first.
+
+    With --global_batch these are all that give its bytes, the largest micro-batch first; memory
+    decides among them. An interrupted run prefers the split that it had."""
+    if flags.global_batch is None:
+        return [Split(flags.micro_batch, flags.grad_accum)]
+    row_bytes = flags.seq_len * ranks  # of a sequence on every rank
+    sequences, rest = divmod(flags.global_batch, row_bytes)
+    asked = {name: getattr(flags, name) for name in Split._fields if name in given}
+    splits = []
+    for micro_batch in range(min(sequences, MAX_MICRO_BATCH), 0, -1):
+        split = Split(micro_batch, sequences // micro_batch)
+        if sequences % micro_batch == 0 and asked.items() <= split._asdict().items():
+            splits.append(split)
+    if rest or not splits:
+        times = "".join(f" times --{name} {value}" for name, value in asked.items())
+        raise UsageError(
+            f"--global_batch: {flags.global_batch:,} bytes are not a multiple of {row_bytes:,} "
+            f"(--seq_len times ranks){times}"
+        )
+    if origin.resumes:
+        before = origin.flags.get("micro_batch")
+        splits.sort(key=lambda split: split.micro_batch != before)
+    return splits
+
+
+def with_split(flags: Flags, split: Split, ranks: int) -> Flags:
+    """Set the batch: a split of the step, and the bytes that follow from it."""
+    step_bytes = split.micro_batch * split.grad_accum * ranks * flags.seq_len
+    return replace(flags, **split._asdict(), global_batch=step_bytes)
+
+
+def with_horizon(flags: Flags, given: Set[str], recipe: str, model: Spider) -> Flags:
+    """Resolve --target_tokens, and the flags that the recipe derives from the horizon.
+
+    Raise UsageError for flags that need an evaluation if there is none."""
+    config = model.config
+    if flags.target_flops:
+        cost = estimate.flops_per_byte(
+            model, config.bytes_per_segment, flags.n_loops, flags.seq_len
+        )
+        flags = replace(flags, target_tokens=whole_bytes(flags.target_flops / cost))
+    elif flags.target_param_data_ratio:
+        parameters = sum(
+            model.get_parameter(name).numel()
+            for name, kind in kinds_of(model).items()
+            if kind.component != ENGRAM_TABLES
+        )
+        target = whole_bytes(flags.target_param_data_ratio * parameters)
+        flags = replace(flags, target_tokens=target)
+
+    assert flags.global_batch is not None  # with_split sets it
+    steps = flags.target_tokens / flags.global_batch
+    derived: dict[str, Any] = {
+        name: rule(config, steps)
+        for name, rule in RECIPES[recipe].rules.items()
+        if name not in given
+    }
+    flags = replace(flags, **derived)
+    if not flags.eval_every:
+        for name, used in (("keep_best", flags.keep_best), ("patience", flags.patience)):
+            if used:
+                raise UsageError(
+                    f"--{name} needs the validation loss, but --eval_every 0 disables evaluation"
+                )
+    return flags
 
 
 def whole_bytes(number: float) -> int:
@@ -551,272 +822,155 @@ def whole_bytes(number: float) -> int:
     return max(1, math.ceil(min(number, MOST_BYTES)))
 
 
-def settle(
-    args: SimpleNamespace,
-    world: World,
-    state: dict | None = None,
-    resumes: bool = False,
-    model_class: type[Spider] = Spider,
-    sources: Sequence[Source] = (),
-) -> Plan:
-    """Resolve parsed flags into the plan of a run.
+def with_machine(flags: Flags, config: SpiderConfig, world: World) -> tuple[Flags, list[str]]:
+    """Resolve precision, compilation, optimizer and expert backend, and the reasons to log.
 
-    state: of a checkpoint to begin with. resumes: continue that checkpoint's run, else use only its
-    weights. sources: the data, whose documents take memory. Raise UsageError for flags that
-    contradict one another or that this machine does not support, and CheckpointError for a
-    checkpoint of another model."""
-    device, given, state = world.device, args.given, state or {}
-    flags = {
-        name: value for name, value in vars(args).items() if name not in ("given", "inherited")
-    }
-
-    # Recipe: that of --model, else the checkpoint's, else the one that suits the device
-    saved_flags, recipe = state.get("flags", {}), args.model
-    if recipe == "auto":
-        recipe = state.get("recipe") or ("1b" if device.type == "cuda" else "tiny")
-    flags |= {name: value for name, value in RECIPES[recipe].items() if name not in given}
-    if resumes and args.minutes:  # --minutes chose these when the run started
-        check_minutes(args, saved_flags)
-        chosen = {"target_tokens", "eval_tokens"} & saved_flags.keys() - given
-        flags |= {name: saved_flags[name] for name in chosen}
-
-    # Model
-    config = apply_settings(
-        replace(SpiderConfig.preset(recipe), n_loops=flags["n_loops"]), args.set
-    )
-    if state:
-        config = config_of_checkpoint(
-            state["cfg"], config if args.model != "auto" else None, args.set, model_class
-        )
-        if "n_loops" not in given:
-            flags["n_loops"] = state.get("n_loops", config.n_loops)
-    with torch.device("meta"):
-        model = model_class(config)
-    if not any(isinstance(module, EngramTable) for module in model.modules()):
-        if flags["engram_reset"] and "engram_reset" in given:
-            raise UsageError("--engram_reset: this model has no Engram tables")
-        flags["engram_reset"] = False
-
-    # Batch: all splits of a step into micro-steps that are possible, best first; memory decides
-    # below
-    splits = [{name: flags[name] for name in ("micro_batch", "grad_accum")}]
-    row_bytes = flags["seq_len"] * world.ranks  # of a sequence on every rank
-    if args.global_batch is not None:
-        sequences, asked = (
-            args.global_batch // row_bytes,
-            {n: v for n, v in splits[0].items() if n in given},
-        )
-        splits = [
-            dict(micro_batch=n, grad_accum=sequences // n)
-            for n in range(min(sequences, MAX_MICRO_BATCH), 0, -1)
-            if sequences % n == 0
-        ]
-        splits = [split for split in splits if asked.items() <= split.items()]
-        if not splits or args.global_batch % row_bytes:
-            raise UsageError(
-                f"--global_batch: {args.global_batch:,} bytes are not a multiple of {row_bytes:,} "
-                f"(--seq_len times ranks){''.join(f' times --{n} {v}' for n, v in asked.items())}"
-            )
-        if resumes:  # an interrupted run keeps its split
-            splits.sort(key=lambda split: split["micro_batch"] != saved_flags.get("micro_batch"))
-    flags["global_batch"] = math.prod(splits[0].values()) * row_bytes
-
-    # Horizon, and the flags that follow from it
-    if args.target_flops:
-        cost = estimate.flops_per_byte(
-            model, config.bytes_per_segment, flags["n_loops"], flags["seq_len"]
-        )
-        flags["target_tokens"] = whole_bytes(args.target_flops / cost)
-    elif args.target_param_data_ratio:
-        parameters = sum(
-            model.get_parameter(name).numel()
-            for name, kind in kinds_of(model).items()
-            if kind.component != ENGRAM_TABLES
-        )
-        flags["target_tokens"] = whole_bytes(args.target_param_data_ratio * parameters)
-    steps = flags["target_tokens"] / flags["global_batch"]
-    flags |= {name: rule(config, steps) for name, rule in flags.items() if callable(rule)}
-    for name in ("keep_best", "patience"):
-        if flags[name] and not flags["eval_every"]:
-            raise UsageError(
-                f"--{name} needs the validation loss, but --eval_every 0 disables evaluation"
-            )
-
-    # Machine
-    compiles, why_compile = machine.resolve_compile(args.compile, device)
-    precision, why_precision = machine.resolve_precision(args.precision, device)
-    check_fp8_experts(args.fp8_experts, precision, device, config)
-    backend, why_backend = resolve_backend(
-        args.moe_backend,
-        device,
-        config,
-        torch.float32 if precision == "fp32" else torch.bfloat16,
-        compiles,
-    )
+    This is the one stage that asks the hardware."""
+    device = world.device
+    compiles, why_compile = machine.resolve_compile(flags.compile, device)
+    precision, why_precision = machine.resolve_precision(flags.precision, device)
+    check_fp8_experts(flags.fp8_experts, precision, device, config)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    backend, why_backend = resolve_backend(flags.moe_backend, device, config, dtype, compiles)
     why_attention = ""
-    if precision != "fp32" and not args.deterministic:
+    if precision != "fp32" and not flags.deterministic:
         why_attention = choose_flash_attention(
             device, config.n_heads, config.v_head_dim, config.byte_window
         )
     # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
-    if args.moe_backend == "auto" and not any(world.all(backend == name) for name in KERNELS):
+    if flags.moe_backend == "auto" and not any(world.all(backend == name) for name in KERNELS):
         backend = "grouped"
-    flags |= dict(
+    flags = replace(
+        flags,
         precision=precision,
         moe_backend=backend,
-        compile=args.compile if compiles else "off",
-        optimizer="muon" if args.optimizer == "auto" else args.optimizer,
+        compile=flags.compile if compiles else "off",
+        optimizer="muon" if flags.optimizer == "auto" else flags.optimizer,
     )
-    documents_per_byte = sum(source.weight * source.documents_per_byte() for source in sources)
-    plan = Plan(
-        flags,
-        recipe,
-        config,
-        model_class,
-        world.ranks,
-        sum(estimate.state_size(model, flags["optimizer"])),
-        documents_per_byte,
-    )
-    plans = [replace(plan, flags=flags | split) for split in splits]
-    i, recompute, memory = world.on_rank0(
-        lambda: estimate.choose_memory(
-            len(plans),
-            args.recompute,
-            lambda i, recompute: estimate.estimate_memory(model, plans[i], recompute, world),
-            machine.memory_of(device, world.local_ranks),
-        )
-    )
-    plan = replace(plan, flags=plans[i].flags | dict(recompute=recompute), memory=memory)
-    return replace(
-        plan,
-        remarks=describe_plan(
-            plan, args, model, world, (why_precision, why_compile, why_backend, why_attention)
-        ),
-    )
-
-
-def describe_plan(
-    plan: Plan, args: SimpleNamespace, model: Spider, world: World, why: Iterable[str]
-) -> tuple[str, ...]:
-    """Return the lines that say what was chosen: by `auto`, by the recipe, by the environment."""
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    hardware = f"{torch.get_num_threads()} threads"
-    if world.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(world.device)
-    layout = (
-        f", {world.ranks} ranks: {world.replicas} replicas of {world.shards} shards"
-        if world.ranks > 1
-        else ""
-    )
-    lines = [
-        f"model {plan.recipe}, {parameters:.1f}M parameters, {plan.n_loops} loops; "
-        f"{world.device}, {hardware}"
-        f"{layout}",
-        f"precision {plan.precision}, compile {plan.compile}, expert backend {plan.moe_backend}, "
-        f"optimizer "
-        f"{plan.optimizer}, recompute {plan.recompute}",
-        *filter(None, why),
-    ]
-    if args.global_batch is not None:
-        lines.append(
-            f"a step of {plan.step_bytes:,} bytes: --micro_batch {plan.micro_batch} --grad_accum "
-            f"{plan.grad_accum}"
-        )
-    if args.minutes:
-        lines.append(
-            f"--minutes chooses only at the start of a run, of which --target_tokens is "
-            f"{plan.target_tokens:,}; to train longer, replace it by --target_tokens"
-        )
-    recipe = [
-        pasteable(name, plan.flags[name])
-        for name in RECIPES[plan.recipe]
-        if name not in args.given and (name != "micro_batch" or args.global_batch is None)
-    ]
-    if recipe:
-        lines.append(f"recipe of {plan.recipe}: {' '.join(recipe)}")
-    if args.inherited:
-        lines.append(
-            f"environment or --config: "
-            f"{' '.join(pasteable(*item) for item in args.inherited.items())}"
-        )
-    return tuple(lines)
-
-
-def pasteable(name: str, value) -> str:
-    """Format a flag as on the command line."""
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    text = str(value)
-    return f"--{name}{'=' if text.startswith('-') else ' '}{shlex.quote(text)}"
-
-
-def check_minutes(args: SimpleNamespace, saved_flags: Mapping[str, object]):
-    """Raise UsageError if --minutes is another than that by which the run to resume was started."""
-    before = saved_flags.get("minutes")
-    if before != args.minutes:
-        origin = "without --minutes" if before is None else f"for --minutes {before:g}"
-        remedy = "leave it out" if before is None else "give that"
-        new = "add --reset_steps" if args.resume else "name a new --ckpt_dir"
-        raise UsageError(
-            f"--minutes {args.minutes:g}: this resumes a run of "
-            f"{saved_flags.get('target_tokens', 0):,} "
-            f"bytes that was started {origin}: {remedy} to continue it; or {new} to start another"
-        )
+    reasons = [why_precision, why_compile, why_backend, why_attention]
+    return flags, [line for line in reasons if line]
 
 
 def check_fp8_experts(asked: bool, precision: str, device: torch.device, config: SpiderConfig):
     """Raise UsageError if --fp8_experts is given but not supported."""
-    if asked and not config.has_experts:
+    if not asked:
+        return
+    if not config.has_experts:
         raise UsageError("--fp8_experts: this model has no routed experts")
-    if asked and precision != "fp8":
+    if precision != "fp8":
         raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")
-    if asked and device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
+    if device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
         raise UsageError(
-            "--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; leave out the "
-            "flag to run "
-            "the experts in bf16"
+            "--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; leave out the flag "
+            "to run the experts in bf16"
         )
 
 
-def apply_settings(config: SpiderConfig, text: str | None) -> SpiderConfig:
-    """Return a config with the changes of --set (NAME=VALUE,...); raise UsageError for a bad name
-    or value."""
-    try:
-        return config.changed(text or "")
-    except ValueError as fault:
-        raise UsageError(f"--set: {fault}") from None
+def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
+    """Choose the split and --recompute by the memory that a step is estimated to take."""
+    plans = [replace(plan, flags=with_split(plan.flags, split, world.ranks)) for split in splits]
+
+    def memory_of(i: int, recompute: str) -> dict[str, float]:
+        return estimate.estimate_memory(plan.model, plans[i], recompute, world)
+
+    i, recompute, memory = world.on_rank0(
+        lambda: estimate.choose_memory(
+            len(plans),
+            plan.flags.recompute,
+            memory_of,
+            machine.memory_of(world.device, world.local_ranks),
+        )
+    )
+    return replace(plans[i], flags=replace(plans[i].flags, recompute=recompute), memory=memory)
 
 
-def config_of_checkpoint(
-    saved_config: dict, asked: SpiderConfig | None, settings: str | None, model_class: type[Spider]
-) -> SpiderConfig:
-    """Return a checkpoint's config with --set applied. Raise CheckpointError, with the fields, if
-    that or the `asked` model (of --model) has weights of other names or shapes."""
-    saved = SpiderConfig.from_saved(saved_config)
-    config = apply_settings(replace(saved, vocab_size=tokenizer.VOCAB_SIZE), settings)
-    for other in (config, asked or config):  # what --set makes of it; what --model asks for
-        changes = [
-            f"{f.name} is {getattr(saved, f.name)}, not {getattr(other, f.name)}"
-            for f in fields(other)
-            if f.name != "n_loops" and getattr(saved, f.name) != getattr(other, f.name)
-        ]
-        if changes and shapes(replace(other, n_loops=saved.n_loops), model_class) != shapes(
-            saved, model_class
-        ):
-            more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
-            raise CheckpointError(
-                f"holds another model: {'; '.join(changes[:3])}{more}. Leave --model "
-                f"and --set out, or train a new model in another --ckpt_dir"
-            )
-    return config
+def with_minutes(
+    plan: Plan, command: CommandLine, sources: Sequence[Source], rate: float
+) -> tuple[Plan, CommandLine]:
+    """Choose the horizon so that the run takes --minutes at `rate` bytes/s.
+
+    What was chosen counts as given from then on."""
+    assert command.flags.minutes is not None
+    chosen = fit_into(command.flags.minutes, plan, rate, sources, command.given)
+    command = command._replace(given=command.given | chosen.keys())
+    flags = replace(plan.flags, **chosen)
+    flags = with_horizon(flags, command.given, plan.recipe, plan.model)
+    return replace(plan, flags=flags), command
 
 
-def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple]:
-    """Return the shapes of a model's parameters and buffers by name."""
-    with torch.device("meta"):
-        return {
-            name: tuple(value.shape) for name, value in model_class(config).state_dict().items()
-        }
+def fit_into(
+    minutes: float, plan: Plan, rate: float, sources: Sequence[Source], given: Set[str]
+) -> dict[str, Any]:
+    """Return target_tokens and eval_tokens for a run of `minutes` at `rate` bytes/s.
+
+    Evaluation costs a third of training per byte. It gets at most a quarter of the time, unless
+    --eval_tokens is given."""
+    flags = plan.flags
+    total = 60 * minutes * rate
+    evaluations = 10.0
+    by_rule = "eval_every" not in given and "eval_every" in RECIPES[plan.recipe].rules
+    if flags.eval_every and not by_rule:
+        evaluations = max(1, total / (flags.eval_every * plan.step_bytes))  # one at the end
+    held_out = sum(len(source.val) for source in sources)
+    eval_tokens = flags.eval_tokens
+    if "eval_tokens" not in given:
+        eval_tokens = max(1, min(eval_tokens, held_out, int(0.75 * total / evaluations)))
+    target = total
+    if flags.eval_every:
+        target = total - evaluations * min(eval_tokens, held_out) / 3
+    target_tokens = max(plan.step_bytes, int(min(target, MOST_BYTES)))
+    return dict(target_tokens=target_tokens, eval_tokens=eval_tokens)
+
+
+def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
+    """Return the lines of the log that say what was chosen: by `auto`, by the recipe, by the
+    environment."""
+    flags = plan.flags
+    given = command.given
+    parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
+    hardware = f"{torch.get_num_threads()} threads"
+    if world.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(world.device)
+    layout = ""
+    if world.ranks > 1:
+        layout = f", {world.ranks} ranks: {world.replicas} replicas of {world.shards} shards"
+    lines = [
+        f"model {plan.recipe}, {parameters:.1f}M parameters, {flags.n_loops} loops; "
+        f"{world.device}, {hardware}{layout}",
+        f"precision {flags.precision}, compile {flags.compile}, expert backend "
+        f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
+        *plan.reasons,
+    ]
+    if "global_batch" in given:
+        lines.append(
+            f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
+            f"{flags.grad_accum}"
+        )
+    if flags.minutes:
+        lines.append(
+            f"--minutes chooses only at the start of a run, of which --target_tokens is "
+            f"{flags.target_tokens:,}; to train longer, replace it by --target_tokens"
+        )
+    recipe = RECIPES[plan.recipe]
+    by_recipe = (recipe.values.keys() | recipe.rules.keys()) - given
+    if "global_batch" in given:
+        by_recipe.discard("micro_batch")
+    if by_recipe:
+        chosen = [pasteable(name, getattr(flags, name)) for name in SPECS if name in by_recipe]
+        lines.append(f"recipe of {plan.recipe}: {' '.join(chosen)}")
+    if command.inherited:
+        inherited = [pasteable(name, value) for name, value in command.inherited.items()]
+        lines.append(f"environment or --config: {' '.join(inherited)}")
+    return lines
+
+
+def pasteable(name: str, value: object) -> str:
+    """Format a flag as on the command line."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    text = str(value)
+    separator = "=" if text.startswith("-") else " "
+    return f"--{name}{separator}{shlex.quote(text)}"
 
 
 MAX_EPOCHS = 20  # of a horizon without a warning
@@ -825,31 +979,32 @@ MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
 
 def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
     """Return warnings for a horizon in steps that does not suit the data or --max_steps."""
-    warnings, epochs = [], (plan.target_tokens * loader.share / loader.targets).max()
-    if epochs > MAX_EPOCHS and not plan.mock_data:
+    flags = plan.flags
+    warnings = []
+    epochs = (flags.target_tokens * loader.share / loader.targets).max()
+    if epochs > MAX_EPOCHS and not flags.mock_data:
         warnings.append(
-            f"--target_tokens {plan.target_tokens:,} is {epochs:,.0f} epochs, in which the model "
-            f"memorizes "
-            f"the data: use at most {int(plan.target_tokens * MAX_EPOCHS / epochs):,}, or more data"
+            f"--target_tokens {flags.target_tokens:,} is {epochs:,.0f} epochs, in which the model "
+            f"memorizes the data: use at most {int(flags.target_tokens * MAX_EPOCHS / epochs):,}, "
+            f"or more data"
         )
-    factor = lr_factor(plan.max_steps - 1, horizon, plan)
-    if 0 < plan.max_steps < horizon and factor > 2 * plan.min_lr_fraction and not plan.mock_data:
+    if flags.max_steps > horizon:
+        least = flags.lr * flags.min_lr_fraction
         warnings.append(
-            f"--max_steps {plan.max_steps:,} ends the run at {factor:.0%} of the peak learning "
-            f"rate, which "
-            f"decays over {horizon:,} steps: use --target_tokens "
-            f"{plan.max_steps * plan.step_bytes} for a "
-            f"better loss"
+            f"--max_steps {flags.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
+            f"steps "
+            f"after it run at the minimum learning rate, {least:.2e}; raise --target_tokens for a "
+            f"schedule over all of them"
         )
-    if plan.max_steps > horizon:
-        least = plan.lr * plan.min_lr_fraction
-        warnings.append(
-            f"--max_steps {plan.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
-            f"steps after "
-            f"it run at the minimum learning rate, {least:.2e}; raise --target_tokens for a "
-            f"schedule over "
-            f"all of them"
-        )
+    elif flags.max_steps and flags.max_steps < horizon and not flags.mock_data:
+        factor = lr_factor(flags.max_steps - 1, horizon, flags)
+        if factor > 2 * flags.min_lr_fraction:
+            warnings.append(
+                f"--max_steps {flags.max_steps:,} ends the run at {factor:.0%} of the peak "
+                f"learning "
+                f"rate, which decays over {horizon:,} steps: use --target_tokens "
+                f"{flags.max_steps * plan.step_bytes} for a better loss"
+            )
     return warnings
 
 
@@ -857,15 +1012,18 @@ def rise_warnings(
     plan: Plan, loader: Loader, progress: RunProgress, horizon: int, in_place: bool
 ) -> list[str]:
     """Return a warning if a run resumes at a much higher learning rate than it had, as where its
-    horizon was raised after the rate had fallen. in_place: it resumes in its own directory."""
+    horizon was raised after the rate had fallen.
+
+    in_place: the run resumes in its own directory."""
+    flags = plan.flags
     last = (progress.metrics or {}).get("lr")
     # of the last step, by the present schedule
-    rate = plan.lr * lr_factor(max(0, progress.step - 1), horizon, plan)
+    rate = flags.lr * lr_factor(max(0, progress.step - 1), horizon, flags)
     if not last or rate < MUCH_HIGHER * last:
         return []
     line = f"the learning rate rises from {last:.2e} to {rate:.2e}"
-    first = progress.bytes_seen // plan.seq_len
-    if loader.epoch(first) > progress.epoch and clears_tables(plan, loader, first):
+    first = progress.bytes_seen // flags.seq_len
+    if loader.epoch(first) > progress.epoch and clears_tables(flags, loader, first):
         line += ", and the Engram tables are cleared (--engram_reset)"
     line += (
         f": the loss rises at first, and falls below that of the run so far only towards step "
@@ -874,312 +1032,303 @@ def rise_warnings(
     if in_place:
         line += (
             f". Meanwhile --keep_last deletes the present checkpoints: to keep them, resume in a "
-            f"new --ckpt_dir "
-            f"by --resume {quoted(plan.ckpt_dir)}"
+            f"new --ckpt_dir by --resume {quoted(flags.ckpt_dir)}"
         )
     return [line]
 
 
 # --------------------------------------------------------------------------------------------------
-# Pure functions of the step
+# The schedule: all that varies by step
 
 HALTING_WARMUP = 1 / 8  # of the horizon, so that every loop learns (docs/results/mechanisms.md)
 DROPOUT_EPOCHS = 10  # until dropout reaches --dropout: text is memorized gradually
 
 
-def lr_factor(step: int, horizon: int, plan: Plan) -> float:
+class StepSettings(NamedTuple):
+    """What varies by step."""
+
+    n_loops: int
+    lr_factor: float = 1.0  # of the peak learning rate
+    dropout: float = 0.0
+    halting_warmup: float = 1.0  # factor on halting probabilities
+    clears_tables: bool = False  # clear the Engram tables after the step
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The settings of each step, a function of a run's progress."""
+
+    flags: Flags
+    loader: Loader
+    horizon: int  # steps done plus steps left at the current batch size
+
+    def at(self, progress: RunProgress) -> StepSettings:
+        """Return the settings of the next step."""
+        step = progress.step
+        first = progress.bytes_seen // self.flags.seq_len
+        begins_epoch = self.loader.epoch(first) > progress.epoch
+        return StepSettings(
+            n_loops=loops_of_step(self.flags, step),
+            lr_factor=lr_factor(step, self.horizon, self.flags),
+            dropout=dropout_at(self.flags, self.loader, first),
+            halting_warmup=min(1.0, (step + 1) / (HALTING_WARMUP * self.horizon)),
+            clears_tables=begins_epoch and clears_tables(self.flags, self.loader, first),
+        )
+
+
+def lr_factor(step: int, horizon: int, flags: Flags) -> float:
     """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then
     --schedule."""
-    if step < plan.warmup_steps:
-        return (step + 1) / (plan.warmup_steps + 1)
-    done = min(1.0, (step - plan.warmup_steps) / max(1, horizon - plan.warmup_steps))
-    if plan.schedule == "cosine":
+    warmup = flags.warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, horizon - warmup))
+    if flags.schedule == "cosine":
         shape = 0.5 * (1 + math.cos(math.pi * done))
+    elif flags.wsd_decay_fraction:
+        shape = min(1.0, (1 - done) / flags.wsd_decay_fraction)
     else:
-        shape = min(1.0, (1 - done) / plan.wsd_decay_fraction) if plan.wsd_decay_fraction else 1.0
-    return plan.min_lr_fraction + (1 - plan.min_lr_fraction) * shape
+        shape = 1.0
+    return flags.min_lr_fraction + (1 - flags.min_lr_fraction) * shape
 
 
-def clears_tables(plan: Plan, loader: Loader, first: int) -> bool:
-    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`. Not
-    if less than half of it will be read: nearly empty tables at the end of a run cost more than
-    memorized rows."""
-    left = (plan.target_tokens - first * plan.seq_len) * loader.share / loader.targets
-    return plan.engram_reset and float(loader.share @ left) >= 0.5
+def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
+    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`.
+
+    Not if less than half of the epoch will be read: nearly empty tables at the end of a run cost
+    more than memorized rows."""
+    bytes_left = flags.target_tokens - first * flags.seq_len
+    epochs_left = bytes_left * loader.share / loader.targets
+    return flags.engram_reset and float(loader.share @ epochs_left) >= 0.5
 
 
-def dropout_at(plan: Plan, loader: Loader, first: int) -> float:
+def dropout_at(flags: Flags, loader: Loader, first: int) -> float:
     """Return the dropout of a step that begins at sequence `first`: 0 in the first epoch, growing
-    to --dropout after DROPOUT_EPOCHS; for a mixture the mean over its sources."""
-    return plan.dropout * float(loader.share @ (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1))
+    to --dropout after DROPOUT_EPOCHS. For a mixture it is the mean over its sources."""
+    grown = (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1)
+    return flags.dropout * float(loader.share @ grown)
 
 
-def loops_of_step(plan: Plan, step: int) -> int:
-    """Return --n_loops, or with --random_loops a Poisson draw of that mean, at least 1; the same on
-    every rank."""
-    if not plan.random_loops:
-        return plan.n_loops
-    generator = np.random.default_rng(step_seed(plan.seed, step, "loops"))
-    return max(1, int(generator.poisson(plan.n_loops)))
+def loops_of_step(flags: Flags, step: int) -> int:
+    """Return --n_loops, or with --random_loops a Poisson draw of that mean, at least 1.
+
+    The draw is the same on every rank."""
+    if not flags.random_loops:
+        return flags.n_loops
+    generator = np.random.default_rng(step_seed(flags.seed, step, "loops"))
+    return max(1, int(generator.poisson(flags.n_loops)))
 
 
 # --------------------------------------------------------------------------------------------------
 # The model: initialization, FP8, compilation
 
 
-def build_model(plan: Plan, world: World) -> Spider:
-    """Build the model of a plan, ready to train: initialize it from --seed, apply FP8, backend and
-    compilation, shard it over the ranks. Raise TooLarge where a step surely needs more memory than
-    there is."""
+def build_model(model: Spider, plan: Plan, world: World) -> Spider:
+    """Make a model on the meta device ready to train: initialize it from --seed, apply FP8, backend
+    and compilation, shard it over the ranks. Return it.
+
+    Raise TooLarge where a step surely needs more memory than there is."""
+    flags = plan.flags
     estimate.check_memory(plan.memory, world)
-    with torch.device("meta"):
-        model = plan.model_class(plan.config)
-    torch.manual_seed(plan.seed)
+    torch.manual_seed(flags.seed)
     model.to_empty(device=world.device)
     model.init_weights()
-    emulated = plan.precision == "fp8" and not machine.multiplies_bf16(world.device)
-    model.compute_dtype = torch.float32 if plan.precision == "fp32" or emulated else torch.bfloat16
-    model.recompute = plan.recompute
-    model.set_backend(plan.moe_backend)
-    if plan.precision == "fp8":
-        logger.info(describe_fp8(model, plan.fp8_experts))
-        convert_to_fp8(model, world.device, plan.fp8_experts, plan.step_bytes // plan.ranks)
-    if plan.compile != "off" and (obstacle := model.compile_layers()):
+    emulated = flags.precision == "fp8" and not machine.multiplies_bf16(world.device)
+    in_fp32 = flags.precision == "fp32" or emulated
+    model.compute_dtype = torch.float32 if in_fp32 else torch.bfloat16
+    model.recompute = flags.recompute
+    model.set_backend(flags.moe_backend)
+    if flags.precision == "fp8":
+        logger.info(describe_fp8(model, flags.fp8_experts))
+        convert_to_fp8(model, world.device, flags.fp8_experts, plan.step_bytes // plan.ranks)
+    if flags.compile != "off" and (obstacle := model.compile_layers()):
         logger.warning(f"compiled only the byte layers, not the core's: {obstacle}")
     model.train()
-    shard_model(model, world, plan.grad_accum)
+    shard_model(model, world, flags.grad_accum)
     return model
 
 
 def warm_up(model: Spider, plan: Plan, device: torch.device):
     """Compile kernels by two passes on dummy bytes; weights, random state, buffers and data
-    position stay unchanged. If torch.compile fails on the layers, run them uncompiled under
-    --compile auto, else raise UsageError."""
-    ids = torch.arange(plan.micro_batch * plan.seq_len, device=device) % 251
-    ids = ids.view(plan.micro_batch, plan.seq_len)
+    position stay unchanged.
+
+    If torch.compile fails on the layers, run them uncompiled under --compile auto, else raise
+    UsageError."""
+    flags = plan.flags
+    ids = torch.arange(flags.micro_batch * flags.seq_len, device=device) % 251
+    ids = ids.view(flags.micro_batch, flags.seq_len)
     try:
         with model.cast_weights_once():
             for noise_seed in range(2):
-                model(ids, ids, n_loops=plan.n_loops, noise_seed=noise_seed).loss.backward()
+                model(ids, ids, n_loops=flags.n_loops, noise_seed=noise_seed).loss.backward()
     except Exception as fault:  # whatever Dynamo, Inductor and Triton provoke
         if not model.compiled or machine.is_out_of_memory(fault):
             raise
         line = machine.describe_compile_error(fault, device)
-        if plan.compile == "on" or plan.ranks > 1:
+        if flags.compile == "on" or plan.ranks > 1:
             raise UsageError(f"--compile: {line}; or use --compile off") from fault
         logger.warning(f"{line}: the layers run uncompiled")
         model.uncompile_layers()
     model.zero_grad(set_to_none=True)
 
 
+def optimizers_of(flags: Flags, model: Spider) -> Optimizers:
+    """Build the optimizers of a model from the flags."""
+    return Optimizers(
+        model,
+        flags.optimizer,
+        flags.lr,
+        flags.engram_lr,
+        flags.weight_decay,
+        flags.beta1,
+        flags.beta2,
+        flags.momentum,
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # One optimizer step
 
 
-@dataclass
-class Run:
-    """The state of a run: what a step reads and changes."""
+class StepSums(NamedTuple):
+    """What the micro-steps of a step add up to, on this rank."""
 
-    plan: Plan
-    model: Spider
-    optimizers: Optimizers
-    loader: Loader
-    feed: Feed
-    progress: RunProgress
-    world: World
-    stop: StopSignals
-    # step at which the schedule ends: those done so far, and the rest at today's batch size; so not
-    # plan.horizon where that has changed
-    horizon: int
-    costs: dict = field(default_factory=dict)  # FLOPs per byte, by bytes per segment and loops
+    terms: dict[str, Tensor]  # loss (nats), total_loss, segments, mean_loops, other loss terms
+    tokens_per_expert: Tensor  # [L, E]
+    boundary_counts: Tensor  # see Spider.update_boundaries
+    n_bytes: int
 
 
-def train_step(run: Run) -> StepEvents:
-    """Run one optimizer step and record its metrics in `run.progress`; return what the log says of
-    it."""
-    plan, model, progress, world, start = (
-        run.plan,
-        run.model,
-        run.progress,
-        run.world,
-        time.perf_counter(),
-    )
-    first = progress.bytes_seen // plan.seq_len
-    epoch = run.loader.epoch(first)
-    batches = run.feed.take()
-    loops = loops_of_step(plan, progress.step)
-    model.halting_warmup = min(1.0, (progress.step + 1) / (HALTING_WARMUP * run.horizon))
-    model.dropout = dropout_at(plan, run.loader, first)
-    factor = lr_factor(progress.step, run.horizon, plan)
-    run.optimizers.set_lr(plan.lr, factor)
-    targets = None
-    if world.ranks > 1:  # those of all ranks, not read on the host
-        targets = torch.full(
-            (), sum(batch.targets for batch in batches), dtype=torch.float64, device=world.device
-        )
-        world.sum(targets)
-    sums, counts = accumulate(model, batches, loops, targets)
-    clears = epoch > progress.epoch and clears_tables(plan, run.loader, first)
-    numbers = update(
-        model, run.optimizers, sums, counts, batches, plan.grad_clip, clears, run.stop.votes()
-    )
-    run.stop.agree(numbers.pop("votes"))
+class StepResult(NamedTuple):
+    """The numbers of a step, over all ranks."""
 
-    rate = plan.step_bytes / (time.perf_counter() - start)
-    key = round(max(1.0, numbers["bytes_per_segment"]), 1), loops
-    if key not in run.costs:
-        run.costs[key] = estimate.flops_per_byte(model, *key, plan.seq_len)
-    mfu = rate * run.costs[key] / (machine.product_rate(world.device) * world.ranks)
-    numbers |= dict(
-        lr=plan.lr * factor,
-        tok_per_sec=rate,
-        bf16_mfu=mfu,
-        memory=machine.peak_memory(world.device),
-        time=time.time(),
-    )
-    return progress.record(numbers, (first + plan.sequences) * plan.seq_len, epoch, clears)
+    metrics: dict[str, Any]
+    votes: list[float]  # for each signal, the ranks that were asked to stop
 
 
 def accumulate(
-    model: Spider, batches: list[Batch], n_loops: int, targets: Tensor | None = None
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Run forward and backward over a step's micro-steps; change nothing but gradients. `targets`:
-    those of all ranks.
+    model: Spider, batches: list[Batch], now: StepSettings, targets: Tensor | None = None
+) -> StepSums:
+    """Run forward and backward over a step's micro-steps; change nothing but gradients.
 
-    Return sums over the micro-steps by name: loss (nats), total_loss, segments, mean_loops and the
-    loss's other terms; and tokens_per_expert and boundary_counts. Waits for the device once per
-    micro-step, for the number of segments.
-    """
+    targets: those of all ranks, float64, by default this rank's. Waits for the device once per
+    micro-step, for the number of segments."""
     sharding = sharding_of(model)
-    sums, counts, passes = {}, [0, 0], len(batches) * sharding.ranks
-    targets = (
-        max(1, sum(batch.targets for batch in batches)) if targets is None else targets.clamp_min(1)
-    )
+    passes = len(batches) * sharding.ranks
+    all_targets: Tensor | int
+    if targets is None:
+        all_targets = max(1, sum(batch.targets for batch in batches))
+    else:
+        all_targets = targets.clamp_min(1)
+    sums: dict[str, Tensor] = {}
+    tokens_per_expert: Tensor | int = 0
+    boundary_counts: Tensor | int = 0
     # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so
     # that all bytes weigh equally, however many are PAD. The others (balance, ponder, boundaries,
     # ...) are means over all passes.
     with model.cast_weights_once():
         for batch in batches:
             out: SpiderOutput = model(
-                batch.ids, batch.labels, n_loops, batch.noise_seed, batch.cu_seqlens, batch.longest
+                batch.ids,
+                batch.labels,
+                now.n_loops,
+                batch.noise_seed,
+                batch.cu_seqlens,
+                batch.longest,
+                dropout=now.dropout,
+                halting_warmup=now.halting_warmup,
             )
-            weight = batch.targets / targets
+            weight = batch.targets / all_targets
             if isinstance(weight, Tensor):
                 weight = weight.to(out.loss.dtype)
             loss = out.by_byte * weight + (out.loss - out.by_byte) / passes
             sharding.backward(model, loss, last=batch is batches[-1])
-            numbers = dict(
+
+            terms = dict(
                 loss=out.nats_per_byte.detach() * weight,
                 total_loss=loss.detach(),
                 segments=out.segments,
                 mean_loops=out.mean_loops / passes,
             )
-            numbers |= {
-                name: term * weight if name in out.BYTE_TERMS else term / passes
-                for name, term in out.loss_terms.items()
-            }
-            sums = {name: number + sums.get(name, 0) for name, number in numbers.items()}
-            counts = [
-                a + b
-                for a, b in zip(counts, (out.tokens_per_expert, out.boundary_counts), strict=True)
-            ]
-    return sums, counts
+            for name, term in out.loss_terms.items():
+                terms[name] = term * weight if name in out.BYTE_TERMS else term / passes
+            for name, term in terms.items():
+                sums[name] = term + sums.get(name, 0)
+            tokens_per_expert = tokens_per_expert + out.tokens_per_expert
+            boundary_counts = boundary_counts + out.boundary_counts
+    assert isinstance(tokens_per_expert, Tensor) and isinstance(boundary_counts, Tensor)
+    n_bytes = sum(batch.n_bytes for batch in batches)
+    return StepSums(sums, tokens_per_expert, boundary_counts, n_bytes)
 
 
 def update(
     model: Spider,
     optimizers: Optimizers,
-    sums: dict[str, Tensor],
-    counts: list[Tensor],
-    batches: list[Batch],
+    sums: StepSums,
+    now: StepSettings,
     grad_clip: float = 1.0,
-    clear_tables: bool = False,
     votes: Sequence[float] = (),
-) -> dict:
-    """Update the weights from accumulated gradients and return the step's metrics; `votes`, summed
-    over ranks, are among them.
+) -> StepResult:
+    """Update the weights from accumulated gradients; return the step's numbers.
 
     Waits for the device once, for all numbers, before it changes a weight. If loss or gradient is
-    not finite, no weight changes and `skipped` is true.
-    """
-    tokens, boundary_counts = counts  # [L, E], and what update_boundaries takes
+    not finite, no weight changes and `skipped` is true."""
+    tokens = sums.tokens_per_expert
     # Numbers that the host knows are filled in on the device, since a copy from the host would
     # wait.
     known = torch.stack(
-        [
-            tokens.new_full((), number, dtype=torch.float64)
-            for number in (sum(batch.n_bytes for batch in batches), *votes)
-        ]
+        [tokens.new_full((), number, dtype=torch.float64) for number in (sums.n_bytes, *votes)]
     )
     # One all-reduce for all numbers of the step
-    flat = torch.cat(
-        (
-            torch.stack(list(sums.values())).double(),
-            known,
-            tokens.flatten().double(),
-            boundary_counts.double(),
-        )
-    )
-    total_norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, flat)
-    of_sums, known, of_tokens, boundary_counts = flat.split(
-        (len(sums), len(known), tokens.numel(), boundary_counts.numel())
-    )
-    tokens = of_tokens.float().view_as(tokens)
-    balance = tokens.amax(1) / tokens.mean(1).clamp_min(1) if tokens.numel() else tokens.new_ones(1)
+    terms = torch.stack(list(sums.terms.values())).double()
+    parts = (terms, known, tokens.flatten().double(), sums.boundary_counts.double())
+    total_norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, torch.cat(parts))
+    terms, known, tokens_sum, boundary_counts = flat.split([len(part) for part in parts])
+    tokens = tokens_sum.float().view_as(tokens)
+    balance = tokens.new_ones(1)
+    if tokens.numel():
+        balance = tokens.amax(1) / tokens.mean(1).clamp_min(1)
+
     # One wait for the device for those that the host must know
-    norm, balance, *numbers = torch.cat(
-        (torch.stack((total_norm, balance.mean())), of_sums.float(), known)
-    ).tolist()
-    n_bytes, *votes = numbers[len(sums) :]
-    sums = dict(zip(sums, numbers[: len(sums)], strict=True))
-    skipped = not (math.isfinite(sums["total_loss"]) and math.isfinite(norm))
+    norms = torch.stack((total_norm, balance.mean()))
+    norm, expert_balance, *numbers = torch.cat((norms, terms.float(), known)).tolist()
+    named = dict(zip(sums.terms, numbers[: len(terms)], strict=True))
+    n_bytes, *votes = numbers[len(terms) :]
+    skipped = not (math.isfinite(named["total_loss"]) and math.isfinite(norm))
     if not skipped:
         if 0 < grad_clip < norm:
             nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip, total_norm)
         optimizers.step()
         model.update_expert_bias(tokens)
-        model.update_boundaries(boundary_counts.float(), sums["loss"])
-        if clear_tables:
+        model.update_boundaries(boundary_counts.float(), named["loss"])
+        if now.clears_tables:
             optimizers.reset_tables()
     optimizers.zero_grad()
-    loss, total_loss, segments, loops = (
-        sums.pop(name) for name in ("loss", "total_loss", "segments", "mean_loops")
-    )
-    return dict(
-        loss=loss,
-        total_loss=total_loss,
+
+    segments = named.pop("segments")
+    metrics = dict(
+        loss=named.pop("loss"),
+        total_loss=named.pop("total_loss"),
         grad_norm=norm,
         bytes_per_segment=n_bytes / max(1, segments),
-        mean_loops=loops,
-        expert_balance=balance,
+        mean_loops=named.pop("mean_loops"),
+        expert_balance=expert_balance,
         skipped=skipped,
-        votes=votes,
-        **sums,
+        **named,
     )
+    return StepResult(metrics, votes)
 
 
 def step_alone(
     model: Spider,
     optimizers: Optimizers,
     batches: list[Batch],
-    n_loops: int,
+    now: StepSettings,
     grad_clip: float = 1.0,
-) -> dict:
+) -> dict[str, Any]:
     """Run an optimizer step of a model outside of a run; return its metrics."""
-    return update(model, optimizers, *accumulate(model, batches, n_loops), batches, grad_clip)
-
-
-def optimizers_of(plan: Plan, model: Spider) -> Optimizers:
-    return Optimizers(
-        model,
-        plan.optimizer,
-        plan.lr,
-        plan.engram_lr,
-        plan.weight_decay,
-        plan.beta1,
-        plan.beta2,
-        plan.momentum,
-    )
+    sums = accumulate(model, batches, now)
+    return update(model, optimizers, sums, now, grad_clip).metrics
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1232,26 +1381,24 @@ def evaluate(
 
 
 def log_sample(
-    model: Spider, step: int, plan: Plan, validation: Mapping[str, tuple[Tensor, Tensor]]
+    model: Spider, step: int, flags: Flags, validation: Mapping[str, tuple[Tensor, Tensor]]
 ):
     """Log 200 generated bytes; the generator's seed is a function of (--seed, step).
 
     They continue --sample_prompt, else the first bytes of the `validation` rows, else a line break:
     BOS alone is a bad prompt, because a text file is one document and has it only once."""
     prompt = [ord("\n")]
-    if plan.sample_prompt:
-        prompt = [tokenizer.BOS_ID, *os.fsencode(plan.sample_prompt)]
+    if flags.sample_prompt:
+        prompt = [tokenizer.BOS_ID, *os.fsencode(flags.sample_prompt)]
     elif validation:
         ids, _ = next(iter(validation.values()))
         prompt = ids[0, :SAMPLE_START].tolist()
-    generator = torch.Generator(model.embed_tokens.device).manual_seed(
-        step_seed(plan.seed, step, "sample")
-    )
+    generator = torch.Generator(model.embed_tokens.device)
+    generator.manual_seed(step_seed(flags.seed, step, "sample"))
     model.eval()
     try:
-        text = tokenizer.decode(
-            list(model.generate(prompt, 200, generator=generator, n_loops=plan.n_loops))
-        )
+        generated = model.generate(prompt, 200, generator=generator, n_loops=flags.n_loops)
+        text = tokenizer.decode(list(generated))
         logger.info(f"step {step} continues {tokenizer.decode(prompt)!r}: {text!r}")
     except FloatingPointError as fault:
         logger.warning(f"step {step}: no sample: {fault}")
@@ -1267,67 +1414,53 @@ MIN_SECONDS_TIMED = 2.0  # seconds of steps that a dry run times, at least one s
 def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
     """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for
     this."""
+    flags = plan.flags
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
-    loader = Loader(sources, plan.seq_len, plan.seed)
-    model = build_model(plan, world)
-    if plan.compile != "off":
+    loader = Loader(sources, flags.seq_len, flags.seed)
+    model = build_model(copy.deepcopy(plan.model), plan, world)
+    if flags.compile != "off":
         warm_up(model, plan, world.device)
-    optimizers, times = optimizers_of(plan, model), []
+    optimizers = optimizers_of(flags, model)
+    times: list[float] = []
     while len(times) < 2 or sum(times[1:]) < MIN_SECONDS_TIMED:  # the first step is a warm-up
-        step, start = plan.horizon // 2 + len(times), time.perf_counter()
+        step = plan.horizon // 2 + len(times)
+        start = time.perf_counter()
         first = step * plan.sequences
-        batches = [batch.to(world.device) for batch in loader.batches(step, first, plan)]
-        model.dropout = dropout_at(plan, loader, first)
-        optimizers.set_lr(plan.lr, lr_factor(step, plan.horizon, plan))
-        step_alone(model, optimizers, batches, plan.n_loops, plan.grad_clip)
+        batches = [batch.to(world.device) for batch in loader.batches(step, first, plan.layout)]
+        now = StepSettings(flags.n_loops, dropout=dropout_at(flags, loader, first))
+        optimizers.set_lr(flags.lr, lr_factor(step, plan.horizon, flags))
+        step_alone(model, optimizers, batches, now, flags.grad_clip)
         times.append(time.perf_counter() - start)
     return plan.step_bytes / float(np.median(times[1:]))
 
 
-def fit_into(
-    minutes: float, plan: Plan, rate: float, sources: Sequence[Source], given: Set[str]
-) -> dict[str, int]:
-    """Return target_tokens and eval_tokens for a run of `minutes` at `rate` bytes/s. Evaluation
-    costs a third of training per byte, and gets at most a quarter of the time, unless --eval_tokens
-    is among the flags that are `given`.
-    """
-    total, evaluations = 60 * minutes * rate, 10.0
-    by_rule = "eval_every" not in given and callable(RECIPES[plan.recipe].get("eval_every"))
-    if plan.eval_every and not by_rule:
-        evaluations = max(1, total / (plan.eval_every * plan.step_bytes))  # one at the end
-    eval_tokens = plan.eval_tokens
-    held_out = sum(len(source.val) for source in sources)
-    if "eval_tokens" not in given:
-        eval_tokens = max(1, min(eval_tokens, held_out, int(0.75 * total / evaluations)))
-    target = total - evaluations * min(eval_tokens, held_out) / 3 if plan.eval_every else total
-    return dict(
-        target_tokens=max(plan.step_bytes, int(min(target, MOST_BYTES))), eval_tokens=eval_tokens
-    )
-
-
-def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
+def print_dry_run(
+    plan: Plan, remarks: Sequence[str], sources: Sequence[Source], world: World
+) -> int:
     """Print what a run is and costs, the verdict last; return exit status 1 if memory or disk do
     not suffice."""
-    with torch.device("meta"):
-        model = plan.model_class(plan.config)
-    estimate.print_tables(plan, model)
-    if plan.precision == "fp8":
-        print(describe_fp8(model, plan.fp8_experts))
+    flags = plan.flags
+    estimate.print_tables(plan, plan.model)
+    if flags.precision == "fp8":
+        print(describe_fp8(plan.model, flags.fp8_experts))
     for source in sources:
         say(f"data: {source}")
-    for line in plan.remarks:
+    for line in remarks:
         say(line)
-    for line in horizon_warnings(plan, Loader(sources, plan.seq_len, plan.seed), plan.horizon):
+    loader = Loader(sources, flags.seq_len, flags.seed)
+    for line in horizon_warnings(plan, loader, plan.horizon):
         say(f"warning: {line}")
     lacking = estimate.print_memory_and_disk(
         plan, machine.memory_of(world.device, world.local_ranks)
     )
 
-    peak = machine.product_rate(world.device) * world.ranks * (2 if plan.precision == "fp8" else 1)
+    peak = machine.product_rate(world.device) * world.ranks
+    if flags.precision == "fp8":
+        peak *= 2
     bound = peak / estimate.flops_per_byte(
-        model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len
+        plan.model, plan.config.bytes_per_segment, flags.n_loops, flags.seq_len
     )
-    steps = plan.max_steps or plan.horizon
+    steps = flags.max_steps or plan.horizon
     n_bytes = steps * plan.step_bytes
     obstacle = estimate.obstacle_to_timing(plan, world, bound)
     if obstacle is None:
@@ -1339,146 +1472,326 @@ def print_dry_run(plan: Plan, sources: Sequence[Source], world: World) -> int:
             f"{bound:,.0f} bytes/s (no step was timed: {obstacle})"
         )
     say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
-    say(
-        f"verdict: NOT ENOUGH {' and '.join(lacking)}"
-        if lacking
-        else "verdict: enough memory and disk"
-    )
-    return 1 if lacking else 0
+    if lacking:
+        say(f"verdict: NOT ENOUGH {' and '.join(lacking)}")
+        return 1
+    say("verdict: enough memory and disk")
+    return 0
 
 
 # --------------------------------------------------------------------------------------------------
 # The run
 
-# Flags whose change is logged when a run resumes, beside the config, the loops and the mixture
-# (`targets`, `shares`).
-LOGGED_IF_CHANGED = (
-    "seed",
-    "data_dir",
-    "mock_data",
-    "seq_len",
-    "micro_batch",
-    "global_batch",
-    "lr",
-    "schedule",
-    "warmup_steps",
-    "target_tokens",
-    "random_loops",
-    "engram_reset",
-    "engram_lr",
-    "weight_decay",
-    "dropout",
-    "beta1",
-    "beta2",
-    "momentum",
-    "grad_clip",
-    "min_lr_fraction",
-    "wsd_decay_fraction",
-    "eval_tokens",
-    "optimizer",
-)
-# without --log_every: about so many lines, and one at least every so often
-LOG_LINES, LOG_SECONDS = 100, 60.0
-# these decide which bytes are evaluated
-EVALUATED = {"mock_data", "seq_len", "eval_tokens", "targets", "shares"}
-# and these which sequences a step reads
-ORDER = {"mock_data", "seq_len", "seed", "targets", "shares"}
+# --minutes chose a horizon, which is compared itself.
+COMPARED = [name for name in RECORDED if name != "minutes"]
+MIXTURE = {"targets", "shares"}  # of the sources, see Loader.mixture
+READS = {name for name, spec in SPECS.items() if spec.reads} | MIXTURE
+EVALUATES = {name for name, spec in SPECS.items() if spec.evaluates} | MIXTURE
 
 
 def restore(
-    state: dict, resumes: bool, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
+    origin: Origin, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
 ) -> RunProgress:
-    """Load a checkpoint into model and optimizers, or only its weights; log what has changed since;
-    return the run's progress."""
+    """Load a checkpoint into model and optimizers, or only its weights; return the run's progress.
+
+    Log the settings that have changed since."""
+    state = origin.state
+    if state is None:
+        return RunProgress()
     load_model(model, state["model_state_dict"])
-    if not resumes:
+    if not origin.resumes:
         return RunProgress()
     optimizers.load_state_dict(state["optimizer_state_dict"])
-    progress = RunProgress(
-        **{f.name: state[f.name] for f in fields(RunProgress) if f.name in state}
-    )
-    # What an older checkpoint lacks counts as unchanged, since `before` begins with `now`.
-    now = asdict(plan.config) | {name: plan.flags[name] for name in LOGGED_IF_CHANGED}
-    now |= dict(n_loops=plan.n_loops, **loader.mixture())
-    before = (
-        now
-        | asdict(SpiderConfig.from_saved(state["cfg"]))
-        | state.get("flags", {})
-        | {name: state[name] for name in ("n_loops", *loader.mixture()) if name in state}
-    )
-    changed = [name for name in now if before[name] != now[name]]
+    known = {one.name for one in fields(RunProgress)}
+    progress = RunProgress(**{name: value for name, value in state.items() if name in known})
+
+    changed = changes_since(state, plan, loader.mixture())
     if changed:
-        logger.warning(
-            "settings differ from the run so far: "
-            + "; ".join(f"{name} was {before[name]}, is {now[name]}" for name in changed)
-        )
-    if {*changed} - {"data_dir"}:  # the same data may have moved
-        if not ORDER.isdisjoint(changed):
+        logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
+    if changed.keys() - {"data_dir"}:  # the same data may have moved
+        if READS & changed.keys():
             logger.warning(
                 "they change which text a step reads: until each source begins its next epoch, "
-                "some of its "
-                "text is read again, and some is skipped"
+                "some of its text is read again, and some is skipped"
             )
-        progress.forget_losses(evaluations=not EVALUATED.isdisjoint(changed))
+        progress.forget_losses(evaluations=bool(EVALUATES & changed.keys()))
         # With more data the position may be in an earlier epoch; tables are cleared when an epoch
         # exceeds this one.
-        progress.epoch = min(progress.epoch, loader.epoch(progress.bytes_seen // plan.seq_len))
+        epoch = loader.epoch(progress.bytes_seen // plan.flags.seq_len)
+        progress.epoch = min(progress.epoch, epoch)
     return progress
 
 
-def run_state(
-    plan: Plan, model: Spider, optimizers: Optimizers, progress: RunProgress, loader: Loader
-) -> dict:
-    """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the
-    keys."""
-    return dict(
-        model_state_dict=model_state(model),
-        optimizer_state_dict=optimizers.state_dict(),
-        cfg=asdict(model.config),
-        recipe=plan.recipe,
-        **loader.mixture(),
-        flags={name: plan.flags[name] for name in (*LOGGED_IF_CHANGED, "minutes")},
-        **asdict(progress),
+def changes_since(state: dict, plan: Plan, mixture: dict[str, Any]) -> dict[str, str]:
+    """Compare a plan with the checkpoint that it resumes from: describe each change by name.
+
+    What an older checkpoint lacks counts as unchanged."""
+    now = asdict(plan.config) | {name: getattr(plan.flags, name) for name in COMPARED}
+    now |= dict(n_loops=plan.flags.n_loops, **mixture)
+    before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
+    before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
+    return {
+        name: f"{name} was {before[name]}, is {value}"
+        for name, value in now.items()
+        if before.get(name, value) != value
+    }
+
+
+@dataclass
+class Run:
+    """A run in progress: what a step reads and changes, and what is due after it."""
+
+    plan: Plan
+    model: Spider
+    optimizers: Optimizers
+    loader: Loader
+    feed: Feed
+    schedule: Schedule
+    progress: RunProgress
+    world: World
+    stop: StopSignals
+    validation: Mapping[str, tuple[Tensor, Tensor]]  # held-out rows by source
+    writer: CheckpointWriter
+    last_step: int
+    metrics_file: Metrics | None = None  # on rank 0
+    tracker: Tracker | None = None
+    # FLOPs per byte, by bytes per segment and loops
+    costs: dict[tuple[float, int], float] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> Flags:
+        return self.plan.flags
+
+    def is_last(self) -> bool:
+        """Return whether the last step is done."""
+        return self.progress.step >= self.last_step
+
+    def is_due(self, every: int) -> bool:
+        """Return whether something that happens every so many steps, and at the end, is due now.
+
+        Nothing is before the run's first step, and once it is asked to stop."""
+        if not every or self.progress.metrics is None or self.stop.agreed:
+            return False
+        return self.is_last() or self.progress.step % every == 0
+
+    def due_evaluation(self) -> bool:
+        """Return whether to evaluate; not if the checkpoint has this step's evaluation."""
+        return self.is_due(self.flags.eval_every) and self.progress.val_loss is None
+
+    def due_save(self, ends: bool) -> bool:
+        """Return whether to save, for a run that ends now or not; step 0 is never saved."""
+        progress = self.progress
+        if progress.step <= max(0, self.writer.step):
+            return False
+        if ends:
+            return True
+        regular = progress.step % self.flags.ckpt_every == 0
+        best = self.flags.keep_best and progress.is_best
+        return (regular or best) and not progress.skipped
+
+    def out_of_patience(self) -> bool:
+        """Return whether --patience ends the run."""
+        return 0 < self.flags.patience <= self.progress.unimproved
+
+    def ends(self) -> bool:
+        """Return whether the run ends after this step."""
+        return self.is_last() or self.stop.agreed is not None or self.out_of_patience()
+
+    def evaluate(self):
+        """Evaluate, and record the result with the step's metrics."""
+        flags = self.flags
+        progress = self.progress
+        rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
+        numbers = evaluate(self.model, self.validation, rows, flags.n_loops, self.world)
+        progress.record_evaluation(numbers, counts=progress.step % flags.eval_every == 0)
+        self.writer.mark_unsaved(progress.step)  # a resumed checkpoint lacks the evaluation
+
+    def sample(self):
+        """Log a sample."""
+        whole = gather_model(self.model)
+        if whole is not None:
+            log_sample(whole, self.progress.step, self.flags, self.validation)
+
+    def evaluate_and_sample(self):
+        """Evaluate and sample, if it is due."""
+        if self.due_evaluation():
+            self.evaluate()
+        if self.is_due(self.flags.sample_every):
+            self.sample()
+
+    def record_metrics(self, first_step: int):
+        """Write the step's line of metrics.jsonl; wandb gets those from `first_step` on."""
+        metrics = self.progress.metrics
+        if metrics and self.metrics_file:
+            self.metrics_file.write(metrics)
+        if metrics and self.tracker and self.progress.step >= first_step:
+            self.tracker.log(metrics, step=self.progress.step)
+
+    def save(self):
+        """Save a checkpoint; metrics.jsonl is complete up to it."""
+        sync = self.metrics_file.sync if self.metrics_file else None
+        self.writer.save(self.state(), sync)
+
+    def state(self) -> dict[str, Any]:
+        """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the
+        keys."""
+        return dict(
+            model_state_dict=model_state(self.model),
+            optimizer_state_dict=self.optimizers.state_dict(),
+            cfg=asdict(self.model.config),
+            recipe=self.plan.recipe,
+            **self.loader.mixture(),
+            flags={name: getattr(self.flags, name) for name in RECORDED},
+            **asdict(self.progress),
+        )
+
+    def check_divergence(self):
+        """Raise Diverged after --max_skipped steps in a row that were not finite."""
+        skipped = self.progress.skipped
+        if skipped >= self.flags.max_skipped:
+            raise Diverged(
+                f"the last {skipped} steps had no finite loss or gradient, and changed no weight: "
+                f"resume with a lower --lr or more --warmup_steps"
+            )
+
+
+def train_step(run: Run) -> StepEvents:
+    """Run one optimizer step, and record its metrics in `run.progress`; return what the log says of
+    it."""
+    start = time.perf_counter()
+    plan = run.plan
+    flags = plan.flags
+    progress = run.progress
+    first = progress.bytes_seen // flags.seq_len
+    epoch = run.loader.epoch(first)
+    now = run.schedule.at(progress)
+    run.optimizers.set_lr(flags.lr, now.lr_factor)
+
+    batches = run.feed.take()
+    sums = accumulate(run.model, batches, now, targets_of_all(batches, run.world))
+    result = update(run.model, run.optimizers, sums, now, flags.grad_clip, run.stop.votes())
+    run.stop.agree(result.votes)
+
+    metrics = result.metrics
+    rate = plan.step_bytes / (time.perf_counter() - start)
+    cost = cost_of(run, metrics["bytes_per_segment"], now.n_loops)
+    peak = machine.product_rate(run.world.device) * run.world.ranks
+    metrics |= dict(
+        lr=flags.lr * now.lr_factor,
+        tok_per_sec=rate,
+        bf16_mfu=rate * cost / peak,
+        memory=machine.peak_memory(run.world.device),
+        time=time.time(),
     )
+    bytes_seen = (first + plan.sequences) * flags.seq_len
+    return progress.record(metrics, bytes_seen, epoch, now.clears_tables)
 
 
-def columns_of(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
-    """Return the columns of a step's line in the log: a format of its metrics, and its meaning."""
+def targets_of_all(batches: Sequence[Batch], world: World) -> Tensor | None:
+    """Sum the targets of a step over ranks, on the device, since the host need not know; None on
+    one rank."""
+    if world.ranks == 1:
+        return None
+    targets = sum(batch.targets for batch in batches)
+    return world.sum(torch.full((), targets, dtype=torch.float64, device=world.device))
+
+
+def cost_of(run: Run, bytes_per_segment: float, n_loops: int) -> float:
+    """Return the FLOPs per byte of a step, for the MFU."""
+    length = round(max(1.0, bytes_per_segment), 1)
+    key = length, n_loops
+    if key not in run.costs:
+        run.costs[key] = estimate.flops_per_byte(run.model, length, n_loops, run.flags.seq_len)
+    return run.costs[key]
+
+
+# --------------------------------------------------------------------------------------------------
+# The log
+
+LOG_LINES = 100  # without --log_every: about so many lines of steps in a run
+LOG_SECONDS = 60.0  # ... and at least one every so often
+
+
+class Column(NamedTuple):
+    """A column of a step's line in the log."""
+
+    cell: str  # a format of the step's metrics
+    meaning: str
+
+
+def columns_of(plan: Plan, device: torch.device) -> list[Column]:
+    """Return the columns that suit a model and a device."""
+    config = plan.config
     columns = [
-        ("loss {loss:.4f}", "loss (cross-entropy in nats per byte)"),
-        ("bpb {bpb:.4f}", "bpb (the same in bits per byte)"),
-        ("lr {lr:.2e}", "lr (learning rate)"),
-        ("norm {grad_norm:.3f}", "norm (of the gradient, before clipping)"),
-        ("{tok_per_sec:,.0f} bytes/s", "bytes/s (of this step)"),
+        Column("loss {loss:.4f}", "loss (cross-entropy in nats per byte)"),
+        Column("bpb {bpb:.4f}", "bpb (the same in bits per byte)"),
+        Column("lr {lr:.2e}", "lr (learning rate)"),
+        Column("norm {grad_norm:.3f}", "norm (of the gradient, before clipping)"),
+        Column("{tok_per_sec:,.0f} bytes/s", "bytes/s (of this step)"),
     ]
     if device.type == "cuda":
-        columns.append(
-            ("MFU {bf16_mfu:.1%}", "MFU (model FLOPs relative to the measured bf16 peak)")
-        )
-    if plan.config.n_recurrent_layers:
-        columns.append(("{bytes_per_segment:.2f} bytes/segment", "bytes/segment (mean length)"))
-        if plan.random_loops or (plan.n_loops > 1 and plan.config.act):
-            columns.append(("{mean_loops:.2f} loops", "loops (until a segment halts, mean)"))
-    if plan.config.has_experts:
-        columns.append(
-            ("balance {expert_balance:.2f}", "balance (load of the busiest expert, 1 is even)")
-        )
-    return [
-        *columns,
-        ("{memory:.2f} GB", "GB (peak memory so far)"),
-        ("ETA {eta}", "ETA (time left)"),
-    ]
+        meaning = "MFU (model FLOPs relative to the measured bf16 peak)"
+        columns.append(Column("MFU {bf16_mfu:.1%}", meaning))
+    if config.n_recurrent_layers:
+        meaning = "bytes/segment (mean length)"
+        columns.append(Column("{bytes_per_segment:.2f} bytes/segment", meaning))
+        if plan.flags.random_loops or (plan.flags.n_loops > 1 and config.act):
+            meaning = "loops (until a segment halts, mean)"
+            columns.append(Column("{mean_loops:.2f} loops", meaning))
+    if config.has_experts:
+        meaning = "balance (load of the busiest expert, 1 is even)"
+        columns.append(Column("balance {expert_balance:.2f}", meaning))
+    columns.append(Column("{memory:.2f} GB", "GB (peak memory so far)"))
+    columns.append(Column("ETA {eta}", "ETA (time left)"))
+    return columns
 
 
-def progress_line(
-    columns: list[tuple[str, str]], metrics: dict, last_step: int, remaining: float
-) -> str:
-    """Format a step's metrics for the log; `remaining` in seconds."""
-    values = metrics | dict(
-        bpb=metrics["loss"] / math.log(2), eta=estimate.describe_duration(remaining)
-    )
-    cells = [cell.format(**values) for cell, _ in columns]
-    return " | ".join((f"step {metrics['step']}/{last_step}", *cells))
+class StepLog:
+    """Log steps: a line every --log_every steps, or about LOG_LINES of them, and what is
+    unusual."""
+
+    def __init__(self, plan: Plan, device: torch.device, progress: RunProgress, last_step: int):
+        self.plan = plan
+        self.progress = progress
+        self.columns = columns_of(plan, device)
+        self.first_step = progress.step + 1
+        self.last_step = last_step
+        self.every = plan.flags.log_every or math.ceil(last_step / LOG_LINES)
+        self.began = time.perf_counter()
+        self.logged = self.began  # when the last line was
+        self.paused = 0.0  # seconds of evaluations and samples
+        if progress.step < last_step:
+            meanings = ", ".join(column.meaning for column in self.columns)
+            logger.info(f"columns of a step: {meanings}")
+
+    def log(self, events: StepEvents):
+        """Log the last step, if a line is due, and its events."""
+        step = self.progress.step
+        now = time.perf_counter()
+        overdue = self.plan.flags.log_every is None and now - self.logged > LOG_SECONDS
+        at_an_end = step in (self.first_step, self.last_step)
+        if overdue or at_an_end or step % self.every == 0:
+            self.logged = now
+            pace = (now - self.began - self.paused) / (step - self.first_step + 1)
+            logger.info(self.line((self.last_step - step) * pace))
+        if events.begins_epoch:
+            logger.info(epoch_line(self.progress, events.cleared))
+        if self.progress.skipped or events.spike:
+            logger.warning(odd_step_line(self.progress, self.plan))
+
+    def line(self, seconds_left: float) -> str:
+        """Format the last step's metrics."""
+        metrics = self.progress.metrics
+        assert metrics is not None
+        values = metrics | dict(
+            bpb=metrics["loss"] / math.log(2), eta=estimate.describe_duration(seconds_left)
+        )
+        cells = [column.cell.format(**values) for column in self.columns]
+        return " | ".join((f"step {metrics['step']}/{self.last_step}", *cells))
+
+    def seconds(self) -> float:
+        """Return the duration of the run so far."""
+        return time.perf_counter() - self.began
 
 
 def epoch_line(progress: RunProgress, cleared: bool) -> str:
@@ -1493,197 +1806,234 @@ def epoch_line(progress: RunProgress, cleared: bool) -> str:
 
 def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     """Describe a skipped step or a loss spike, with the command that prints its batch."""
+    flags = plan.flags
     what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
-    where = "--mock_data" if plan.mock_data else quoted(plan.data_dir)
-    first = progress.bytes_seen // plan.seq_len - plan.sequences
+    where = "--mock_data" if flags.mock_data else quoted(flags.data_dir)
+    first = progress.bytes_seen // flags.seq_len - plan.sequences
     return (
         f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len "
-        f"{plan.seq_len} --seed "
-        f"{plan.seed} --first {first} --count {plan.sequences}"
+        f"{flags.seq_len} --seed {flags.seed} --first {first} --count {plan.sequences}"
     )
+
+
+def outlook(run: Run) -> str:
+    """Return what a user can do after a run that has ended by itself."""
+    flags = run.flags
+    progress = run.progress
+    if run.out_of_patience():
+        return (
+            f"ended by --patience {flags.patience}: the last {progress.unimproved} evaluations did "
+            f"not lower the validation loss; to continue, raise it, or set it to 0"
+        )
+    if progress.step < run.schedule.horizon:
+        return "to continue, raise --max_steps"
+    ends_it = [
+        f"--{name}"
+        for name in ("minutes", "target_flops", "target_param_data_ratio", "max_steps")
+        if getattr(flags, name)
+    ]
+    same = "the same flags"
+    if ends_it:
+        same += f" without {' and '.join(ends_it)}"
+    return (
+        f"to train longer: {same}, but --resume {quoted(flags.ckpt_dir)}, a new --ckpt_dir and a "
+        f"larger --target_tokens; the rate rises again, and with it the loss at first"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# main
+
+
+class Opened(NamedTuple):
+    """What a run begins with."""
+
+    plan: Plan
+    remarks: list[str]  # of the plan, for the log
+    sources: list[Source]
+    origin: Origin
 
 
 def open_run(
-    args: SimpleNamespace, world: World, closing: ExitStack, model_class: type[Spider]
-) -> tuple[Plan, list[Source], tuple]:
-    """Configure this process, join the other ranks, find data and checkpoint, and settle the plan.
-    Return the plan, the data, and the checkpoint: its path, its state, and whether the run resumes
-    from it (see checkpoint.load_origin)."""
+    command: CommandLine, world: World, closing: ExitStack, model_class: type[Spider] = Spider
+) -> Opened:
+    """Configure this process, join the other ranks, find data and checkpoint, and settle the
+    plan."""
+    flags = command.flags
     machine.start_log("INFO" if world.is_rank0 else "ERROR")
-    device = machine.resolve_device(args.device)
+    device = machine.resolve_device(flags.device)
     if device.type == "cpu":
         machine.keep_freed_memory()
-    if args.deterministic:
+    if flags.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    world.join(device, args.shards, args.rank_timeout)
-    sources, directory = (
-        [mock_source(args.seed)] if args.mock_data else open_data(args.data_dir),
-        Path(args.ckpt_dir),
-    )
+        # type: ignore[attr-defined] # torch's setter is set on the module
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    world.join(device, flags.shards, flags.rank_timeout)
+    sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
+    directory = Path(flags.ckpt_dir)
 
-    def open_directory():
-        if not args.dry_run:
+    def open_directory() -> Origin:
+        if not flags.dry_run:
             directory.mkdir(parents=True, exist_ok=True)
             closing.enter_context(common.locked(directory))
-        return load_origin(directory, args.resume, args.reset_steps, model_class)
+        return load_origin(directory, flags.resume, flags.reset_steps)
 
-    path, state, resumes = origin = world.on_rank0(open_directory)
-    try:
-        plan = settle(args, world, state, resumes, model_class, sources)
-    except CheckpointError as fault:
-        raise CheckpointError(f"{path}: {fault}") from None
-    if args.minutes and not resumes:
-        # the speed of this plan gives its horizon, which changes the plan
+    origin = world.on_rank0(open_directory)
+    plan = settle(command, world, origin, model_class, sources)
+    if flags.minutes and not origin.resumes:
         if world.ranks > 1:
             raise UsageError("--minutes times steps on one process: use --target_tokens")
         rate = time_steps(plan, world, sources)
-        chosen = fit_into(args.minutes, plan, rate, sources, args.given)
-        args = SimpleNamespace(**vars(args) | chosen | dict(given=args.given | chosen.keys()))
-        plan = settle(args, world, state, resumes, model_class, sources)
-    return plan, sources, origin
+        plan, command = with_minutes(plan, command, sources, rate)
+    return Opened(plan, describe_plan(plan, command, world), sources, origin)
+
+
+def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStack) -> Run:
+    """Build model and optimizers, restore the checkpoint, and open what a run writes."""
+    plan = opened.plan
+    origin = opened.origin
+    flags = plan.flags
+    directory = Path(flags.ckpt_dir)
+    loader = Loader(opened.sources, flags.seq_len, flags.seed)
+    validation = {}
+    if flags.eval_every:
+        validation = validation_sets(opened.sources, flags.seq_len, flags.eval_tokens)
+    model = build_model(plan.model, plan, world)
+    optimizers = optimizers_of(flags, model)
+    if origin.state is not None:
+        what = "resuming from" if origin.resumes else "weights of"
+        logger.info(f"{what} {origin.path} (step {origin.state['step']})")
+    progress = restore(origin, plan, model, optimizers, loader)
+    progress.n_loops = flags.n_loops
+    if progress.exploded:
+        logger.warning(
+            f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
+            f"by --resume, and a new --ckpt_dir"
+        )
+
+    bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
+    horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)
+    in_place = origin.resumes and origin.path is not None and origin.path.parent == directory
+    saved = []
+    if world.is_rank0:
+        # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
+        saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
+    writer = CheckpointWriter(directory, saved, flags.keep_last, flags.keep_best, world)
+    if in_place:
+        writer.step = progress.step
+    run = Run(
+        plan,
+        model,
+        optimizers,
+        loader,
+        Feed(
+            loader,
+            plan.layout,
+            world.rank,
+            world.device,
+            progress.step,
+            progress.bytes_seen // flags.seq_len,
+        ),
+        Schedule(flags, loader, horizon),
+        progress,
+        world,
+        stop,
+        validation,
+        writer,
+        last_step=flags.max_steps or horizon,
+    )
+    if world.is_rank0:
+        open_logs(run, closing, in_place)
+    closing.callback(writer.thread.shutdown)
+    describe_start(run, in_place)
+    if not run.is_last() and (flags.precision == "fp8" or flags.compile != "off"):
+        warm_up(model, plan, world.device)
+    # The optimizer's state stores the rate: restore the last step's.
+    optimizers.set_lr(flags.lr, lr_factor(max(0, progress.step - 1), horizon, flags))
+    return run
+
+
+def open_logs(run: Run, closing: ExitStack, in_place: bool):
+    """Open metrics.jsonl, wandb, and the curves that are drawn at the end."""
+    flags = run.flags
+    progress = run.progress
+    stop = run.stop
+    directory = Path(flags.ckpt_dir)
+    first_line = progress.step if progress.metrics else progress.step + 1
+    run.metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
+    run.tracker = start_wandb(flags.run, asdict(flags), progress, closing, in_place)
+    closing.callback(lambda: write_curves(directory, stop.agreed or stop.asked))
+
+
+def describe_start(run: Run, in_place: bool):
+    """Log where a run begins and what a step costs, and warn of a horizon that does not suit."""
+    plan = run.plan
+    flags = plan.flags
+    progress = run.progress
+    length = plan.config.bytes_per_segment
+    cost = estimate.flops_per_byte(run.model, length, flags.n_loops, flags.seq_len)
+    logger.info(
+        f"step {progress.step:,} of {run.last_step:,}, each of {plan.step_bytes:,} bytes; "
+        f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
+        f"{flags.ckpt_dir}"
+    )
+    if not run.is_last():
+        horizon = run.schedule.horizon
+        for line in horizon_warnings(plan, run.loader, horizon):
+            logger.warning(line)
+        for line in rise_warnings(plan, run.loader, progress, horizon, in_place):
+            logger.warning(line)
 
 
 def main(
-    args: SimpleNamespace,
+    command: CommandLine,
     world: World,
     stop: StopSignals,
     closing: ExitStack,
     model_class: type[Spider] = Spider,
 ) -> int:
-    """Train, from the flags to the last checkpoint, and return the exit status. `closing` closes
-    all resources."""
-    plan, sources, (path, state, resumes) = open_run(args, world, closing, model_class)
-    directory = Path(plan.ckpt_dir)
-    if plan.dry_run:
-        return print_dry_run(plan, sources, world) if world.is_rank0 else 0
-    for line in (
-        *plan.remarks,
-        *map(str, sources),
-        estimate.describe_memory(plan.memory, machine.memory_of(world.device, world.local_ranks)),
-    ):
+    """Train, from the flags to the last checkpoint, and return the exit status.
+
+    `closing` closes all resources."""
+    # ----------------------------------------------------------------------------------------------
+    # What was chosen
+    opened = open_run(command, world, closing, model_class)
+    plan = opened.plan
+    if plan.flags.dry_run:
+        if not world.is_rank0:
+            return 0
+        return print_dry_run(plan, opened.remarks, opened.sources, world)
+    memory = machine.memory_of(world.device, world.local_ranks)
+    for line in (*opened.remarks, *map(str, opened.sources)):
         logger.info(line)
+    logger.info(estimate.describe_memory(plan.memory, memory))
 
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
-    loader = Loader(sources, plan.seq_len, plan.seed)
-    validation = validation_sets(sources, plan.seq_len, plan.eval_tokens) if plan.eval_every else {}
-    eval_rows = max(plan.micro_batch, EVAL_BYTES // plan.seq_len)
-    model = build_model(plan, world)
-    optimizers, progress = optimizers_of(plan, model), RunProgress()
-    if state is not None:
-        logger.info(f"{'resuming from' if resumes else 'weights of'} {path} (step {state['step']})")
-        progress = restore(state, resumes, plan, model, optimizers, loader)
-    progress.n_loops, state = plan.n_loops, None
-    if progress.exploded:
-        logger.warning(
-            f"{path}: the loss had exploded by then; to go back, name an earlier checkpoint by "
-            f"--resume, "
-            f"and a new --ckpt_dir"
-        )
-
-    # ----------------------------------------------------------------------------------------------
-    # Loop state
-    horizon = progress.step + math.ceil(
-        max(0, plan.target_tokens - progress.bytes_seen) / plan.step_bytes
-    )
-    last_step, first_step = plan.max_steps or horizon, progress.step + 1
-    log_every = plan.log_every or math.ceil(last_step / LOG_LINES)
-    in_place = resumes and path.parent == directory
-    metrics_file = tracker = profiler = None
-    if world.is_rank0:
-        first_line = progress.step if progress.metrics else progress.step + 1
-        metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
-        tracker = start_wandb(plan.run, plan.flags, progress, closing, in_place)
-        profiler = start_profiler(directory, closing) if plan.profile else None
-        closing.callback(lambda: write_curves(directory, stop.agreed or stop.asked))
-    # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
-    saved = (
-        [one for one in find_checkpoints(directory) if one.step <= progress.step]
-        if world.is_rank0
-        else []
-    )
-    writer = CheckpointWriter(directory, saved, plan.keep_last, plan.keep_best, world)
-    closing.callback(writer.thread.shutdown)
-    if in_place:
-        writer.step = progress.step
-    cost = estimate.flops_per_byte(model, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len)
-    logger.info(
-        f"step {progress.step:,} of {last_step:,}, each of {plan.step_bytes:,} bytes; "
-        f"{cost / 1e9:.2g} GFLOP "
-        f"per byte at {plan.config.bytes_per_segment:.2g} bytes per segment; checkpoints in "
-        f"{directory}"
-    )
-    if progress.step < last_step:
-        for line in (
-            *horizon_warnings(plan, loader, horizon),
-            *rise_warnings(plan, loader, progress, horizon, in_place),
-        ):
-            logger.warning(line)
-        if plan.precision == "fp8" or plan.compile != "off":
-            warm_up(model, plan, world.device)
-    feed = Feed(
-        loader, plan, world.rank, world.device, progress.step, progress.bytes_seen // plan.seq_len
-    )
-    run = Run(plan, model, optimizers, loader, feed, progress, world, stop, horizon)
-    # As after the last step, so that a checkpoint saved before the next one has the same bits.
-    optimizers.set_lr(plan.lr, lr_factor(max(0, progress.step - 1), horizon, plan))
-    columns = columns_of(plan, world.device)
-    if progress.step < last_step:
-        logger.info(f"columns of a step: {', '.join(meaning for _, meaning in columns)}")
-    began = logged = time.perf_counter()
-    paused = 0.0
+    run = start_run(opened, world, stop, closing)
+    del opened  # the checkpoint's state
+    progress = run.progress
+    log = StepLog(plan, world.device, progress, run.last_step)
+    profiler = None
+    if plan.flags.profile and world.is_rank0:
+        profiler = start_profiler(Path(plan.flags.ckpt_dir), closing)
     stop.raises = False
 
     # ----------------------------------------------------------------------------------------------
     # The loop: what is due after a step, then the next one
     while True:
-        metrics, last = progress.metrics, progress.step >= last_step
-
-        # Once in a while: evaluate, unless the checkpoint has this step's evaluation, and sample
-        may_pause = metrics is not None and not stop.agreed
-        evaluates = may_pause and plan.eval_every and (last or progress.step % plan.eval_every == 0)
-        samples = (
-            may_pause and plan.sample_every and (last or progress.step % plan.sample_every == 0)
-        )
+        # Once in a while: evaluate and sample
         pause = time.perf_counter()
-        try:
-            stop.raises = world.ranks == 1  # several finish an evaluation together
-            if evaluates and progress.val_loss is None:
-                metrics |= evaluate(model, validation, eval_rows, plan.n_loops, world)
-                progress.record_evaluation(
-                    metrics["val_loss"], counts=progress.step % plan.eval_every == 0
-                )
-                # a resumed checkpoint of this step lacks the evaluation
-                writer.step = progress.step - 1
-            if samples and (whole := gather_model(model)) is not None:
-                log_sample(whole, progress.step, plan, validation)
-            stop.raises = False
-        except Stopped:
-            stop.raises = False
-        paused += time.perf_counter() - pause
-        if metrics and metrics_file:
-            metrics_file.write(metrics)
-        if tracker and progress.step >= first_step:
-            tracker.log(metrics, step=progress.step)
+        stop.may_interrupt(run.evaluate_and_sample)
+        log.paused += time.perf_counter() - pause
+        run.record_metrics(log.first_step)
 
         # Once in a while: save
-        out_of_patience = 0 < plan.patience <= progress.unimproved
-        ends = last or stop.agreed or out_of_patience
-        due = progress.step % plan.ckpt_every == 0 or (plan.keep_best and progress.is_best)
-        unsaved = progress.step > max(0, writer.step)  # step 0 is never saved
-        if unsaved and (ends or (due and not progress.skipped)):
-            writer.save(
-                run_state(plan, model, optimizers, progress, loader),
-                metrics_file and metrics_file.sync,
-            )
-        if progress.skipped >= plan.max_skipped:
-            raise Diverged(
-                f"the last {progress.skipped} steps had no finite loss or gradient, and changed "
-                f"no weight: "
-                f"resume with a lower --lr or more --warmup_steps"
-            )
+        ends = run.ends()  # asked once: a signal may arrive at any time
+        if run.due_save(ends):
+            run.save()
+        run.check_divergence()
         if ends:
             break
 
@@ -1692,27 +2042,14 @@ def main(
         # ------------------------------------------------------------------------------------------
 
         # Once in a while: a line of the log
-        now = time.perf_counter()
-        overdue = plan.log_every is None and now - logged > LOG_SECONDS
-        if overdue or progress.step % log_every == 0 or progress.step in (first_step, last_step):
-            logged = now
-            pace = (now - began - paused) / (progress.step - first_step + 1)
-            logger.info(
-                progress_line(
-                    columns, progress.metrics, last_step, (last_step - progress.step) * pace
-                )
-            )
-        # Once in a while: an epoch begins; a step is skipped, or its loss is a spike
-        if events.begins_epoch:
-            logger.info(epoch_line(progress, events.cleared))
-        if progress.skipped or events.spike:
-            logger.warning(odd_step_line(progress, plan))
+        log.log(events)
         if profiler:
             profiler.step()
 
     # ----------------------------------------------------------------------------------------------
     # The end
-    if not writer.holds(progress.step):
+    directory = plan.flags.ckpt_dir
+    if not run.writer.holds(progress.step):
         raise CheckpointError(
             f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older "
             f"checkpoints "
@@ -1720,49 +2057,25 @@ def main(
         )
     if stop.agreed:
         raise Stopped(
-            f"stopped after step {progress.step}, which is saved in {directory}; the same "
-            f"command resumes"
+            f"stopped after step {progress.step}, which is saved in {directory}; the same command "
+            f"resumes"
         )
-    if out_of_patience:
-        more = (
-            f"ended by --patience {plan.patience}: the last {progress.unimproved} evaluations "
-            f"did not lower the "
-            f"validation loss; to continue, raise it, or set it to 0"
-        )
-    elif progress.step < horizon:
-        more = "to continue, raise --max_steps"
-    else:
-        ends_it = [
-            f"--{name}"
-            for name in ("minutes", "target_flops", "target_param_data_ratio", "max_steps")
-            if plan.flags[name]
-        ]
-        flags = f"the same flags without {' and '.join(ends_it)}" if ends_it else "the same flags"
-        more = (
-            f"to train longer: {flags}, but --resume {quoted(directory)}, a new --ckpt_dir and a "
-            f"larger "
-            f"--target_tokens; the rate rises again, and with it the loss at first"
-        )
-    best = (
-        f"best validation loss {progress.best_loss:.4f}, "
-        if math.isfinite(progress.best_loss)
-        else ""
-    )
+    best = ""
+    if math.isfinite(progress.best_loss):
+        best = f"best validation loss {progress.best_loss:.4f}, "
     logger.info(
-        f"done: step {progress.step}, {progress.bytes_seen:,} bytes, "
-        f"{best}{time.perf_counter() - began:.0f} s"
+        f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{log.seconds():.0f} s"
     )
     if plan.model_class is Spider:  # sample.py loads no other
         logger.info(f"next: python sample.py {quoted(directory)}")
-    logger.info(more)
+    logger.info(outlook(run))
     return 0
 
 
 # --------------------------------------------------------------------------------------------------
 # The command line
 
-
-# which all ranks of a host have, and its first one prints
+# Errors that all ranks of a host have, and its first one prints
 SHARED_ERRORS = UsageError, CheckpointError, Diverged
 
 
@@ -1780,31 +2093,35 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
     with StopSignals(world.ranks, world.by_torchrun) as stop:
 
         def work() -> int:
-            args = parse_args(argv)
-            advice = (
-                f"lower --micro_batch (now {args.micro_batch}) and raise --grad_accum as much, "
-                f"or lower --seq_len"
-            )
-            try:
-                with machine.memory_advice(advice), ExitStack() as closing:
-                    status = main(args, world, stop, closing, model_class)
-            except Diverged:  # on all ranks, after the same step
-                world.leave()
-                raise
-            world.leave()
-            return status
+            return train(parse_args(argv), world, stop, model_class)
 
         try:
-            return common.run_program(
-                work, "train.py", silent=SHARED_ERRORS if world.local_rank else ()
-            )
+            silent = SHARED_ERRORS if world.local_rank else ()
+            return common.run_program(work, "train.py", silent=silent)
         except Stopped as where:
             number = stop.agreed or stop.asked
+            assert number is not None  # a signal raised Stopped
             if stop.agreed:  # by all ranks; before the first step others may be in a collective
                 world.leave()
             if world.is_rank0:
                 common.print_error("train.py", f"{number.name}: {where}")
             return 128 + number
+
+
+def train(command: CommandLine, world: World, stop: StopSignals, model_class: type[Spider]) -> int:
+    """Run main, close its resources, and leave the other ranks."""
+    advice = (
+        f"lower --micro_batch (now {command.flags.micro_batch}) and raise --grad_accum as much, "
+        f"or lower --seq_len"
+    )
+    try:
+        with machine.memory_advice(advice), ExitStack() as closing:
+            status = main(command, world, stop, closing, model_class)
+    except Diverged:  # on all ranks, after the same step
+        world.leave()
+        raise
+    world.leave()
+    return status
 
 
 if __name__ == "__main__":

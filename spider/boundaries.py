@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spider.config import SpiderConfig
-from spider.layers import WideLinear, splitmix, uniform
-from spider.packing import Packing, last_boundary
+from spider.layers import WideLinear
+from spider.noise import splitmix, uniform
+from spider.packing import Packing
+from spider.segments import last_boundary
 from tokenizer import EOS_ID, PAD_ID
 
 

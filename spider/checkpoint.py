@@ -68,7 +68,7 @@ def check_sums(path: Path):
 
 
 @contextmanager
-def reading(path: Path):
+def reading(path: Path | None):
     """Turn any error inside into a CheckpointError that names the file. A damaged or foreign file
     may cause errors of any kind."""
     try:
@@ -254,9 +254,11 @@ def check_state(path: Path, state: object, required: set[str]):
         raise CheckpointError(f"{path}: {fault}") from None
 
 
-def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
-    """Raise CheckpointError unless weights have the names and shapes of a model with the state's
-    config; floating-point weights may have any of the WEIGHT_DTYPES."""
+def check_weights(path: Path | None, state: dict, model: nn.Module):
+    """Raise CheckpointError unless a state's weights have the names and shapes of a model's.
+
+    Floating-point weights may have any of the WEIGHT_DTYPES. The model may be on the meta
+    device."""
 
     def kinds(weights: dict) -> dict:
         return {
@@ -266,8 +268,7 @@ def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
         }
 
     with reading(path):
-        with torch.device("meta"):
-            expected = kinds(model_class(SpiderConfig.from_saved(state["cfg"])).state_dict())
+        expected = kinds(model.state_dict())
         found = kinds(state["model_state_dict"])
         odd = sorted(
             str(name)
@@ -277,7 +278,7 @@ def check_weights(path: Path, state: dict, model_class: type[nn.Module]):
     if odd:
         more = ", ..." if len(odd) > 3 else ""
         raise CheckpointError(
-            f"{path}: weights do not match {model_class.__name__} with its cfg: "
+            f"{path}: weights do not match {type(model).__name__} with its cfg: "
             f"{', '.join(odd[:3])}{more}: load it with the program that trained it"
         )
 
@@ -456,11 +457,24 @@ def load_named(resume: Path) -> tuple[Path, dict]:
     return found
 
 
-def load_origin(
-    directory: Path, resume: str | None, reset_steps: bool, model_class: type[nn.Module]
-) -> tuple[Path | None, dict | None, bool]:
-    """Load the checkpoint that a run begins with; return its path, its state, and whether the run
-    resumes from it, or only takes its weights: (None, None, False) for a run from scratch.
+class Origin(NamedTuple):
+    """The checkpoint that a run begins with."""
+
+    path: Path | None = None  # None: a run from scratch
+    state: dict | None = None
+    resumes: bool = False  # continue the checkpoint's run; else only take its weights
+
+    @property
+    def flags(self) -> dict:
+        """The flags that the checkpoint recorded."""
+        return (self.state or {}).get("flags", {})
+
+
+FROM_SCRATCH = Origin()
+
+
+def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origin:
+    """Load the checkpoint that a run begins with.
 
     If the directory holds checkpoints, its run resumes from the newest good one: `resume` and
     `reset_steps` say where an empty directory begins, so that repeating a command, as torchrun and
@@ -473,22 +487,19 @@ def load_origin(
         if checkpoint_paths(directory) and not own:
             raise CheckpointError(
                 f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good "
-                f"one, "
-                f"or use another directory"
+                f"one, or use another directory"
             )
         if reset_steps and resume is None:
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
         if resume is None:
-            return None, None, False
+            return FROM_SCRATCH
         path, state = load_named(Path(resume))
-        check_weights(path, state, model_class)
         if not reset_steps and "optimizer_state_dict" not in state:
             raise CheckpointError(
                 f"--resume: {path} has no optimizer state: add --reset_steps to start a new run "
-                f"from "
-                f"its weights"
+                f"from its weights"
             )
-        return path, state, not reset_steps
+        return Origin(path, state, resumes=not reset_steps)
     path, state = found
     if reset_steps and (own or resume is None):
         raise CheckpointError(
@@ -498,16 +509,14 @@ def load_origin(
     if own and named not in (path.resolve(), directory.resolve()):
         raise CheckpointError(
             f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
-            f"back, "
-            f"name a new --ckpt_dir"
+            f"back, name a new --ckpt_dir"
         )
     if resume is not None and not own:
         logger.info(
             f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
             f"is not read"
         )
-    check_weights(path, state, model_class)
-    return path, state, True
+    return Origin(path, state, resumes=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -574,18 +583,26 @@ class CheckpointWriter:
         if world.is_rank0:
             common.delete_unfinished(directory, "spider-step*.pt", "metrics.jsonl", "curves.png")
 
-    def save(self, state: dict, sync_metrics: Callable):
-        """Wait for the previous write, copy a state, and start to write it. Every rank calls it."""
+    def save(self, state: dict, sync_metrics: Callable[[], object] | None):
+        """Wait for the previous write, copy a state, and start to write it. Every rank calls it.
+
+        sync_metrics: completes metrics.jsonl on disk before the checkpoint gets its name; only
+        rank 0 has it."""
         began = time.perf_counter()
         self.writing.result()
         self.copy = copy_to_host(state, self.copy, self.world.is_rank0)
         self.step = state["step"]
         if not self.world.is_rank0:
             return
+        assert sync_metrics is not None
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # until the copies are complete
         in_loop = time.perf_counter() - began
         self.writing = self.thread.submit(self._write, self.copy, sync_metrics, in_loop)
+
+    def mark_unsaved(self, step: int):
+        """Have the state of a step saved again, because it has changed."""
+        self.step = step - 1
 
     def holds(self, step: int) -> bool:
         """Wait for the current write; return whether the state of a step is saved. Every rank calls
@@ -593,7 +610,7 @@ class CheckpointWriter:
         self.writing.result()
         return self.world.on_rank0(lambda: self.step == step and not self.failed)
 
-    def _write(self, state: dict, sync_metrics: Callable, in_loop: float):
+    def _write(self, state: dict, sync_metrics: Callable[[], object], in_loop: float):
         """Write a state to its file, and log the outcome. in_loop: seconds that the save took in
         the loop."""
         began = time.perf_counter()

@@ -6,7 +6,6 @@ other people's names has its control characters escaped.
 
 import argparse
 import errno
-import hashlib
 import math
 import os
 import platform
@@ -15,11 +14,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
@@ -133,7 +133,7 @@ class ProgressBar:
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keep line breaks of the description, and show defaults."""
 
-    def _get_help_string(self, action: argparse.Action) -> str:
+    def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default in (None, False, argparse.SUPPRESS)
         return action.help if hidden else f"{action.help} (default: {action.default})"
 
@@ -172,13 +172,78 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{source}: {fault}") from None
 
 
-def read_toml(parser: Parser, path: str) -> dict:
+@dataclass(frozen=True)
+class FlagSpec:
+    """What a flag is besides its name, type and default."""
+
+    help: str
+    heading: str  # of --help, from this flag on; "": that of the flag before
+    environment: bool  # a variable of the same name, in capitals, sets it
+    recorded: bool  # checkpoints have its value
+    reads: bool  # it decides which sequences a step reads
+    evaluates: bool  # it decides which bytes an evaluation reads
+    negatable: bool  # a switch that is on or off by default: --NAME and --no-NAME
+    alias: tuple[str, object, str] | None  # another flag that sets a value: name, value, help
+    options: Mapping[str, Any]  # of argparse: type, choices, metavar, nargs, const
+
+
+def flag(
+    default: object,
+    help: str,
+    *,
+    heading: str = "",
+    environment: bool = False,
+    recorded: bool = False,
+    reads: bool = False,
+    evaluates: bool = False,
+    negatable: bool = False,
+    alias: tuple[str, object, str] | None = None,
+    **options: Any,
+) -> Any:
+    """Declare a flag as a field of a frozen dataclass; see FlagSpec."""
+    spec = FlagSpec(
+        help, heading, environment, recorded, reads, evaluates, negatable, alias, options
+    )
+    return field(default=default, metadata={"flag": spec})
+
+
+def flag_specs(table: type) -> dict[str, FlagSpec]:
+    """Return the flags that a dataclass declares, by name."""
+    return {one.name: one.metadata["flag"] for one in fields(table)}
+
+
+def add_flags(parser: argparse.ArgumentParser, table: type):
+    """Add the flags that a dataclass declares to a parser, grouped by heading."""
+    group: argparse._ActionsContainer = parser
+    for one in fields(table):
+        spec: FlagSpec = one.metadata["flag"]
+        if spec.heading:
+            group = parser.add_argument_group(spec.heading)
+        options = dict(spec.options)
+        if spec.negatable:
+            options["action"] = argparse.BooleanOptionalAction
+        elif isinstance(one.default, bool):
+            options["action"] = "store_true"
+        group.add_argument(f"--{one.name}", default=one.default, help=spec.help, **options)
+        if spec.alias is not None:
+            name, value, help = spec.alias
+            group.add_argument(
+                f"--{name}",
+                dest=one.name,
+                action="store_const",
+                const=value,
+                default=argparse.SUPPRESS,
+                help=help,
+            )
+
+
+def read_toml(parser: Parser, path: str) -> dict[str, Any]:
     """Read the values of a parser's flags from a TOML file; sections are ignored, but group flags
     for the reader."""
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
+        import tomli as tomllib  # type: ignore[no-redef]
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as fault:
@@ -189,7 +254,7 @@ def read_toml(parser: Parser, path: str) -> dict:
     actions = {
         action.option_strings[0]: action for action in parser._actions if action.dest != "config"
     }
-    values = {}
+    values: dict[str, Any] = {}
     assigned = set()  # flags by their names in the result
     entries = list(content.items())
     for name, value in entries:  # grows in the loop
@@ -320,12 +385,6 @@ def print_error(prog: str, line: str):
     """Print a line on stderr, over a progress bar."""
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     print(f"{clear}{prog}: {one_line(line)}", file=sys.stderr)
-
-
-def step_seed(seed: int, step: int, purpose: str) -> int:
-    """Derive a seed below 2^62 for one purpose in one step."""
-    digest = hashlib.blake2b(f"{purpose}:{seed}:{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 # --------------------------------------------------------------------------------------------------

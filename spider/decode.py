@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from spider.attention import Cache
 from spider.memory import SegmentEngram
-from spider.packing import Cache, CorePass, Packing, document_starts, last_byte_of, sum_segments
+from spider.packing import Packing, document_starts
+from spider.segments import last_byte_of, sum_segments
 from tokenizer import EOS_ID, PAD_ID
 
 PIECE = 256  # bytes a row that one pass of decoding takes, which bounds its memory
@@ -323,9 +325,7 @@ def _run_core(
     latents = Cache(state.segment_latents, packing, state.segments)
     convolved = Cache(state.convolved, packing, state.segments, taps[-1] + 1).look_back(taps)
     share = z.new_full((len(z),), 1 / len(z), dtype=model.wide_dtype)
-    z, _ = model.core(
-        z, CorePass(packing, last_bytes, share, state.n_loops, latents=latents, convolved=convolved)
-    )
+    z = model.decode_core(z, packing, last_bytes, share, state.n_loops, latents, convolved)
     state.segment_latents, state.convolved = latents.held, convolved.held
     state.segments = state.segments + lengths
     return z

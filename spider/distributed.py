@@ -264,7 +264,7 @@ class Unsharded:
         `last`: whether this is the last micro-step."""
         loss.backward()
 
-    def all_reduce_step(self, params: list[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def all_reduce_step(self, params: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Sum a step's numbers (float64) over ranks; return the norm of the gradients of `params`,
         and the sums."""
         grads = [p.grad for p in params if p.grad is not None]
@@ -310,7 +310,7 @@ class Sharded(Unsharded):
         fsdp_model.set_reshard_after_backward(last)
         (loss * self.ranks).backward()  # FSDP takes the mean over ranks
 
-    def all_reduce_step(self, params: list[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def all_reduce_step(self, params: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Also put the gradients of this rank's rows into `grad` of `params`."""
         for param in self.params:
             grad = param.dtensor.grad

@@ -194,23 +194,27 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
 
     Without a variable-length attention kernel (on a CPU, and in fp32) documents are padded to at
     most twice their rows. The padding depends on the data; its upper bound is a separate entry."""
-    c, n_loops = plan.config, plan.n_loops
-    size = 4 if plan.precision == "fp32" else 2
+    c, n_loops = plan.config, plan.flags.n_loops
+    size = 4 if plan.flags.precision == "fp32" else 2
     tables = {name: m for name, m in model.named_modules() if isinstance(m, EngramTable)}
     total = sum(p.numel() for p in model.parameters())
     dense = total - sum(m.weight.numel() for m in tables.values())
-    _, state, sums = state_size(model, plan.optimizer)
-    rows = plan.micro_batch * plan.seq_len
-    kept = activations(c, n_loops, rows, plan.seq_len, size, recompute, plan.dropout > 0)
+    _, state, sums = state_size(model, plan.flags.optimizer)
+    rows = plan.flags.micro_batch * plan.flags.seq_len
+    kept = activations(
+        c, n_loops, rows, plan.flags.seq_len, size, recompute, plan.flags.dropout > 0
+    )
     casts = dense * size if size < 4 else 0
-    if plan.precision == "fp8":  # one byte per converted weight; gate and up go to fp32 and back
+    if (
+        plan.flags.precision == "fp8"
+    ):  # one byte per converted weight; gate and up go to fp32 and back
         casts -= sum(m.weight.numel() for name, m in model.named_modules() if takes_fp8(m, name))
         kept += rows * 12 * c.intermediate_size
     flash = 0.0  # whose other memory is among the activations
     if size == 2 and world.device.type == "cuda":
         # FlashAttention 2 sums the gradient of q in fp32, 128 rows more for each document (dq_accum
         # in flash_api.cpp)
-        documents = plan.micro_batch + rows * plan.documents_per_byte
+        documents = plan.flags.micro_batch + rows * plan.documents_per_byte
         flash = 4 * (rows + 128 * documents) * c.n_heads * round_up(c.v_head_dim, 32)
     filled = 0.0
     if size == 4 or world.device.type == "cpu":
@@ -223,7 +227,9 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
         ):
             # Of a row, `width` bytes: scores that products of bf16 keep, and copies of each head's
             # numbers. A window stores every block twice, and recomputation adds their gradients.
-            scores = 0 if size == 4 else 2 * c.n_heads * min(window or 2048, plan.seq_len / width)
+            scores = (
+                0 if size == 4 else 2 * c.n_heads * min(window or 2048, plan.flags.seq_len / width)
+            )
             copies = (12 if window else 5) * c.n_heads * c.v_head_dim
             filled += passes * rows / width * (copies + scores) * size
     gathered = 0.0
@@ -232,12 +238,12 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
         lookups = (
             table.prime.numel() * rows / (c.bytes_per_segment if name.startswith("core") else 1)
         )
-        rows_held = min(plan.grad_accum * lookups, 1.5 * len(table.weight) + lookups)
+        rows_held = min(plan.flags.grad_accum * lookups, 1.5 * len(table.weight) + lookups)
         gathered += rows_held * (4 * table.weight.shape[1] + 12)
     # with one micro-step, gradients replace activations; with several, they exist before
-    gradients = 4 * dense if plan.grad_accum > 1 else max(0.0, 4 * dense - kept)
+    gradients = 4 * dense if plan.flags.grad_accum > 1 else max(0.0, 4 * dense - kept)
     # ids and labels, int64, of this step and the next one (data.Feed)
-    batches = 2 * 2 * 8 * rows * plan.grad_accum
+    batches = 2 * 2 * 8 * rows * plan.flags.grad_accum
     memory = {
         "parameters": 4 * total,
         "gradients": gradients,
@@ -250,13 +256,13 @@ def estimate_memory(model: nn.Module, plan, recompute: str, world: World) -> dic
         FLASH_BACKWARD: flash,
     }
     if world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
-        whole, shards = plan.grad_accum > 1 or world.shards == 1, world.shards
+        whole, shards = plan.flags.grad_accum > 1 or world.shards == 1, world.shards
         of_core = sum(p.numel() for name, p in model.named_parameters() if name.startswith("core."))
         memory |= {
             "parameters": 4 * (total - dense) + 4 * dense / shards,
             "optimizer": state / shards + sums,
             "gradients of tables": 4 * (total - dense),
-            "gradients": 4 * dense / (1 if plan.grad_accum > 1 else shards),
+            "gradients": 4 * dense / (1 if plan.flags.grad_accum > 1 else shards),
             "gathered weights": 4 * (dense if whole else of_core),
         }
     if world.device.type == "cpu":
@@ -335,7 +341,7 @@ def obstacle_to_timing(plan, world: World, bound: float) -> str | None:
     allow."""
     if world.ranks > 1:
         return "there are several ranks"
-    if plan.compile != "off":
+    if plan.flags.compile != "off":
         return "compiling the layers takes minutes"
     if sum(plan.memory.values()) > free_memory(world.device):
         return "there is too little memory"
@@ -361,7 +367,7 @@ def describe_duration(seconds: float) -> str:
 def print_memory_and_disk(plan, available: float) -> list[str]:
     """Print the estimates of memory and disk; return which of the two do not suffice. available:
     bytes of memory."""
-    directory, keep = Path(plan.ckpt_dir), plan.keep_last + plan.keep_best
+    directory, keep = Path(plan.flags.ckpt_dir), plan.flags.keep_last + plan.flags.keep_best
     existing = next(
         path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir()
     )
@@ -392,7 +398,7 @@ def print_tables(plan, model: nn.Module):
         print(f"  {component:34}{count:14,}{count / total:8.1%}{used:18,.0f}")
     print(f"  {'total':34}{total:14,}{1:8.0%}{active:18,.0f}")
     costs = {
-        length: flops_per_byte(model, length, plan.n_loops, plan.seq_len)
+        length: flops_per_byte(model, length, plan.flags.n_loops, plan.flags.seq_len)
         for length in (1, plan.config.bytes_per_segment, 8)
     }
     print(
@@ -402,7 +408,7 @@ def print_tables(plan, model: nn.Module):
             for length, cost in costs.items()
         )
     )
-    for title, values in (("configuration", vars(plan.config)), ("flags", plan.flags)):
+    for title, values in (("configuration", vars(plan.config)), ("flags", vars(plan.flags))):
         print(title)
         for name, value in values.items():
             print(f"  {name} = {value!r}")

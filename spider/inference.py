@@ -66,7 +66,9 @@ def read_checkpoint(name: str, model_class: type[nn.Module]) -> tuple[Path, dict
             raise UsageError(f"{name}: there is no usable checkpoint: name another, or train first")
         logger.info(f"{found[0]}: the newest checkpoint in {name}, step {found[1]['step']}")
         mention_best(path, found[1])
-    check_weights(*found, model_class)
+    with torch.device("meta"):
+        model = model_class(SpiderConfig.from_saved(found[1]["cfg"]))
+    check_weights(*found, model)
     return found
 
 

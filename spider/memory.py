@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from spider.attention import ActiveRows, Cache
 from spider.config import WORD_BYTES, SpiderConfig, primes_below
 from spider.layers import Linear, inverse_rms, rms_norm, wide
-from spider.packing import ActiveRows, Cache, mark_rows_dynamic, round_up
+from spider.packing import mark_rows_dynamic, round_up
 from tokenizer import PAD_ID
 
 # --------------------------------------------------------------------------------------------------

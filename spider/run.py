@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from loguru import logger
 
@@ -44,11 +44,10 @@ class RunProgress:
     best_loss: float = math.inf  # lowest validation loss, nats per byte
     val_loss: float | None = None  # validation loss after the last step, if it was evaluated
     unimproved: int = 0  # last evaluations in a row that did not lower best_loss
-    metrics: dict | None = None  # of the last step: its line of metrics.jsonl
-    recent: list = field(default_factory=list)  # the last RECENT losses
+    metrics: dict[str, Any] | None = None  # of the last step: its line of metrics.jsonl
+    recent: list[float] = field(default_factory=list)  # the last RECENT losses
     lowest_peak: float = math.inf  # the smallest max(recent) so far
-    # whether the last 4 losses exceed 1.5 * lowest_peak, or the last one that of guessing by more
-    # than 1
+    # the last 4 losses exceed 1.5 * lowest_peak, or the last loss is above ln(vocab_size) + 1
     exploded: bool = False
     skipped: int = 0  # last steps in a row that were not finite
     wandb: dict | None = None  # name and id of the wandb run
@@ -57,8 +56,9 @@ class RunProgress:
     def record(
         self, numbers: dict, bytes_seen: int, epoch: int, cleared: bool = False
     ) -> StepEvents:
-        """Record a completed step; return what the log says of it. cleared: the Engram tables,
-        after the step."""
+        """Record a completed step; return what the log says of it.
+
+        cleared: the Engram tables were cleared after the step."""
         self.step += 1
         self.bytes_seen = bytes_seen
         self.val_loss = None
@@ -74,8 +74,13 @@ class RunProgress:
             self.forget_recent()
         return StepEvents(spike, begins, cleared)
 
-    def record_evaluation(self, loss: float, counts: bool):
-        """Record a validation loss; `counts` for --patience: one of the regular evaluations."""
+    def record_evaluation(self, numbers: Mapping[str, float], counts: bool):
+        """Record an evaluation of the last step, with the step's metrics.
+
+        numbers: its metrics, `val_loss` among them. counts: it is one of the regular evaluations,
+        by which --patience counts."""
+        self.metrics = {**(self.metrics or {}), **numbers}
+        loss = numbers["val_loss"]
         self.val_loss = loss if math.isfinite(loss) else None
         if counts:
             self.unimproved = 0 if loss < self.best_loss else self.unimproved + 1
@@ -101,13 +106,15 @@ class RunProgress:
             self.best_loss, self.val_loss = math.inf, None
 
     def watch(self, loss: float) -> bool:
-        """Note a finite loss; return whether it is a spike. It is judged by the largest of the
-        recent losses, not by their mean, since documents may differ much from one another."""
+        """Note a finite loss; return whether it is a spike.
+
+        It is judged by the largest of the recent losses, not by their mean, since documents may
+        differ much from one another."""
         spike = len(self.recent) >= SPIKE_AFTER and loss > 1.2 * max(self.recent)
         self.recent = [*self.recent, loss][-RECENT:]
-        self.exploded = min(self.recent[-4:]) > 1.5 * self.lowest_peak or loss > 1 + math.log(
-            VOCAB_SIZE
-        )
+        stays_high = min(self.recent[-4:]) > 1.5 * self.lowest_peak
+        worse_than_guessing = loss > 1 + math.log(VOCAB_SIZE)
+        self.exploded = stays_high or worse_than_guessing
         if len(self.recent) >= SPIKE_AFTER:
             self.lowest_peak = min(self.lowest_peak, max(self.recent))
         return spike
@@ -125,19 +132,20 @@ def read_lines(path: Path) -> Iterator[dict]:
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                line = json.loads(line)
+                numbers = json.loads(line)
             except (ValueError, RecursionError):  # cut short by a kill, or not ours
                 continue
-            if (
-                isinstance(line, dict)
-                and type(line.get("step")) is int
-                and 0 <= line["step"] < 1 << 62
-            ):
-                yield {
-                    name: value
-                    for name, value in line.items()
-                    if value is None or isinstance(value, (int, float)) and abs(value) < 1e300
-                }
+            if not isinstance(numbers, dict):
+                continue
+            step = numbers.get("step")
+            if type(step) is int and 0 <= step < 1 << 62:
+                yield {name: value for name, value in numbers.items() if is_metric(value)}
+
+
+def is_metric(value: object) -> bool:
+    """Return whether a value of a line is one that a run writes: a number, or None for one that was
+    not finite."""
+    return value is None or (isinstance(value, (int, float)) and abs(value) < 1e300)
 
 
 class Metrics:
@@ -149,15 +157,18 @@ class Metrics:
         before = [numbers for numbers in read_lines(path) if numbers["step"] < step]
         with common.durable(path) as file:
             file.writelines(json.dumps(numbers) + "\n" for numbers in before)
-        self.path, self.pending, self.complete, self.lock = path, b"", True, threading.Lock()
+        self.path = path
+        self.pending = b""  # lines that are not written yet
+        self.complete = True  # whether the last write succeeded
+        self.lock = threading.Lock()  # the thread that saves checkpoints writes, too
         self.file = open(path, "ab", 0)
 
     def write(self, numbers: Mapping):
         """Write the line of a step; non-finite numbers become null."""
-        finite = {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in numbers.items()
-        }
+        finite = dict(numbers)
+        for name, value in numbers.items():
+            if value is not None and not math.isfinite(value):
+                finite[name] = None
         with self.lock:
             self.pending += json.dumps(finite).encode() + b"\n"
         try:
@@ -177,7 +188,8 @@ class Metrics:
     def _write_pending(self):
         with self.lock:
             while self.pending:
-                self.pending = self.pending[self.file.write(self.pending) :]
+                written = self.file.write(self.pending)
+                self.pending = self.pending[written:]
 
     def sync(self):
         """Sync all lines to disk, or raise OSError; a checkpoint is renamed only after this."""
@@ -197,11 +209,11 @@ class StopSignals:
     """Handle the signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal)
     and SIGUSR1 (which Slurm users send before the time limit).
 
-    The first one sets `asked`, so that the run stops after the step and saves. The same one again,
-    of QUITS, ends the process at once; but within the REPEATED seconds a rank ignores it, as
-    torchrun's copy of a signal that was sent to both. Another one does not: systemd and Slurm send
-    two kinds in a row. Where `raises` is set, as before the loop begins, the first one raises
-    Stopped. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
+    The first signal sets `asked`: the run stops after the step, and saves. If `raises` is set, as
+    before the loop begins, it raises Stopped. The same signal again, if it is one of QUITS, ends
+    the process at once. Within REPEATED seconds a rank ignores it: it may be torchrun's copy of a
+    signal that was sent to both. A second signal of another kind changes nothing, since systemd and
+    Slurm send two kinds in a row. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
 
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and
     they `agree`."""
@@ -228,13 +240,26 @@ class StopSignals:
             signal.signal(number, handler)
 
     def votes(self) -> list[float]:
+        """Return this rank's vote for each of STOPS: 1 for the signal that it received, else 0."""
         return [float(self.asked == number) for number in STOPS]
 
     def agree(self, votes: list[float]):
         """Stop for the signal that any rank received; votes: the sums over ranks."""
-        self.agreed = next(
-            (number for number, count in zip(STOPS, votes, strict=True) if count), self.agreed
-        )
+        received = [number for number, count in zip(STOPS, votes, strict=True) if count]
+        if received:
+            self.agreed = received[0]
+
+    def may_interrupt(self, work: Callable[[], None]):
+        """Do some work, which a signal ends at once; not with several ranks, which finish it
+        together.
+
+        This is no context manager: a signal could arrive between its body and its exit."""
+        try:
+            self.raises = self.ranks == 1
+            work()
+            self.raises = False
+        except Stopped:
+            self.raises = False
 
     def _ask(self, number: int, _):
         if number in self.received:

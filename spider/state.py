@@ -15,7 +15,7 @@ each parameter, by its number.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 
 from spider.common import CheckpointError
 from spider.distributed import Sharded, ShardedParameter, Unsharded, World, sharding_of
+
+Model = TypeVar("Model", bound=nn.Module)
 
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
@@ -204,7 +206,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def gather_model(model: nn.Module) -> nn.Module | None:
+def gather_model(model: Model) -> Model | None:
     """Return a whole model on rank 0, for sampling, and None on the other ranks. A model that is
     not sharded is returned itself."""
     sharding = sharding_of(model)

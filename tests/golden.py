@@ -264,7 +264,7 @@ def recipes() -> dict[str, dict]:
     found = {}
     for name, argv in RECIPES.items():
         plan = conftest.settled(*argv, "--recompute", "nothing")
-        flags = {flag: plan.flags[flag] for flag in TRAINED}
+        flags = {flag: getattr(plan.flags, flag) for flag in TRAINED}
         found[name] = dict(flags=flags, config=asdict(plan.config))
     return found
 

@@ -31,8 +31,8 @@ IN_GROUP = "STILL IN ITS GROUP"  # a line in the log, of which NCCL would make s
 
 
 def at_step(step, before=None, after=None):
-    """In a step of this process, call `before` with the model, and change the sums of the losses by
-    `after`."""
+    """In a step of this process, call `before` with the model, and change the sums of the loss's
+    terms by `after`."""
     accumulate = train.accumulate
     steps = itertools.count()
 
@@ -40,16 +40,16 @@ def at_step(step, before=None, after=None):
         is_due = next(steps) == step
         if is_due and before:
             before(model)
-        sums, counts = accumulate(model, *rest)
+        sums = accumulate(model, *rest)
         if is_due and after:
-            sums = after(sums)
-        return sums, counts
+            sums = sums._replace(terms=after(sums.terms))
+        return sums
 
     train.accumulate = faulty
 
 
 def nan(step):
-    at_step(step, after=lambda sums: {name: number * float("nan") for name, number in sums.items()})
+    at_step(step, after=lambda terms: {name: term * float("nan") for name, term in terms.items()})
 
 
 def out_of_memory(step):

@@ -12,9 +12,10 @@ from conftest import awake, documents, gradients, small_config, text
 from data import Batch
 from spider import boundaries
 from spider.boundaries import BINS, SurprisePredictor
-from spider.layers import byte_noise
+from spider.noise import byte_noise
 from spider.optim import Optimizers
-from spider.packing import Packing, last_boundary
+from spider.packing import Packing
+from spider.segments import last_boundary
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 

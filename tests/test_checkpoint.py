@@ -394,6 +394,7 @@ def test_optimizer_tensor_of_unreliable_shape_or_other_kind_is_refused(trained_b
 @QUIET
 @pytest.mark.parametrize("name", ("lm_head.weight", "engram_input.table.multiplier"))
 def test_weight_of_unreliable_shape_or_other_kind_is_refused_by_name(trained, name):
+    model = Spider(SpiderConfig.from_saved(trained["cfg"]))
     weights = trained["model_state_dict"]
     whole = weights[name]
     for change in HOSTILE.values():
@@ -405,11 +406,11 @@ def test_weight_of_unreliable_shape_or_other_kind_is_refused_by_name(trained, na
         if weights[name] is whole:  # `long` of a multiplier, which is int64
             continue
         with pytest.raises(CheckpointError, match=name):
-            check_weights(Path("a.pt"), trained, Spider)
+            check_weights(Path("a.pt"), trained, model)
     if whole.dtype == torch.float32:
         for dtype in (torch.float64, torch.float16, torch.bfloat16):
             weights[name] = whole.to(dtype)
-            check_weights(Path("a.pt"), trained, Spider)
+            check_weights(Path("a.pt"), trained, model)
 
 
 def test_tensor_with_stride_0_in_a_file_is_refused_by_name(tmp_path, trained):

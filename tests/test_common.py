@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, contents
-from spider import common
+from spider import common, noise
 from spider.common import (
     DataError,
     Diverged,
@@ -267,7 +267,7 @@ def test_the_allocator_extends_segments_but_not_on_wsl_where_drivers_refuse_that
 
 def test_step_seeds_differ_by_seed_step_and_purpose():
     seeds = {
-        common.step_seed(seed, step, purpose)
+        noise.step_seed(seed, step, purpose)
         for seed in range(3)
         for step in range(9)
         for purpose in "ab"

@@ -8,19 +8,17 @@ import torch.nn.functional as F
 import spider_model
 from conftest import awake, small_config, text
 from spider import memory
+from spider.attention import attend_padded
 from spider.layers import (
     Linear,
     WideLinear,
     WideProduct,
-    attend_padded,
     bf16_terms,
-    byte_noise,
     cast_weights_once,
-    dropped,
     rms_norm,
-    uniform,
     weight_of,
 )
+from spider.noise import byte_noise, dropped, uniform
 from spider.packing import Packing
 
 CPU = torch.device("cpu")

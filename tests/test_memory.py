@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import awake, documents, small_config, text
+from spider.attention import ALL_ROWS
 from spider.memory import EngramTable, Matches, MatchMemory, OutputEngram, shifted_bytes, word_ends
-from spider.packing import ALL_ROWS, Packing, document_cu_seqlens
+from spider.packing import Packing, document_cu_seqlens
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 

@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import small_config, text
-from spider.packing import (
-    Cache,
-    Packing,
-    document_cu_seqlens,
-    longest_bound,
-    pad_documents,
-    pool_segments,
-    row_step,
-    segment_offsets,
-    unpool_segments,
-)
+from spider.attention import Cache
+from spider.packing import Packing, document_cu_seqlens, longest_bound, pad_documents, row_step
+from spider.segments import pool_segments, segment_offsets, unpool_segments
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 

@@ -7,9 +7,9 @@ from torch import nn
 from conftest import small_config
 from spider import estimate
 from spider.config import PRESETS, SpiderConfig
-from spider.layers import Block, Linear
+from spider.layers import Linear
 from spider.optim import KINDS, kinds_of
-from spider_model import Spider
+from spider_model import Block, Spider
 
 
 def on_meta(config: SpiderConfig) -> Spider:

@@ -3,7 +3,6 @@ and strides, but no memory. After `stand_in` torch reports a GPU; inside `FakeTe
 tensor is fake; after `generating` Inductor makes the code that it makes for the card. A test has a
 process of its own (conftest.py), so nothing is undone."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -115,9 +114,9 @@ def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
         model.to_empty = model.float = always(model)  # fake parameters cannot be replaced
         return model
 
-    model = train.build_model(replace(plan, model_class=absent), WORLD)
-    optimizers = train.optimizers_of(plan, model)
-    optimizers.set_lr(plan.lr, 1.0)
+    model = train.build_model(absent(plan.config), plan, WORLD)
+    optimizers = train.optimizers_of(plan.flags, model)
+    optimizers.set_lr(plan.flags.lr, 1.0)
     if compiled:
         assert model.compile_layers(fullgraph=True) is None
     return model, optimizers
@@ -126,26 +125,32 @@ def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
 def batch_of(plan: Plan, documents: int, longest: int | None = None) -> Batch:
     """Make the batch of a micro-step. longest: bound of its documents' lengths, by default that of
     the sequences."""
-    ids = torch.empty(plan.micro_batch, plan.seq_len, dtype=torch.int64, device=DEVICE)
+    ids = torch.empty(plan.flags.micro_batch, plan.flags.seq_len, dtype=torch.int64, device=DEVICE)
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device=DEVICE)
     return Batch(
         ids,
         torch.empty_like(ids),
         1 << 20,
         cu_seqlens,
-        longest or plan.seq_len,
+        longest or plan.flags.seq_len,
         ids.numel(),
         ids.numel(),
     )
 
 
 def step(
-    plan: Plan, model: nn.Module, optimizers: Optimizers, documents: int, longest: int | None = None
+    plan: Plan,
+    model: nn.Module,
+    optimizers: Optimizers,
+    documents: int,
+    longest: int | None = None,
+    dropout: float = 0.0,
 ):
     """Run an optimizer step with this number of documents in each micro-step, see batch_of."""
-    batches = [batch_of(plan, documents, longest)] * plan.grad_accum
+    batches = [batch_of(plan, documents, longest)] * plan.flags.grad_accum
+    now = train.StepSettings(plan.flags.n_loops, dropout=dropout)
     # the norm is read as 1
-    train.step_alone(model, optimizers, batches, plan.n_loops, grad_clip=0.5)
+    train.step_alone(model, optimizers, batches, now, grad_clip=0.5)
 
 
 class Graph:

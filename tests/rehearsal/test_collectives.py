@@ -164,10 +164,11 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
         for rank in range(ranks):
             with joined(rank, ranks, shards) as (gpu.WORLD, calls):
                 model, optimizers = gpu.build(plan)
-                batches = [gpu.batch_of(plan, documents=20) for _ in range(plan.grad_accum)]
+                batches = [gpu.batch_of(plan, documents=20) for _ in range(plan.flags.grad_accum)]
                 watch.waits.clear()
-                train.step_alone(model, optimizers, batches, plan.n_loops)
-                assert len(watch.waits) == plan.grad_accum + 1, watch.waits
+                now = train.StepSettings(plan.flags.n_loops)
+                train.step_alone(model, optimizers, batches, now)
+                assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
                 whole = dict(model=model_state(model), optimizers=optimizers.state_dict())
                 copied = copy_to_host(whole, None, gpu.WORLD.is_rank0)
                 saved = saved or copied
@@ -175,7 +176,7 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
                 load_model(model, seen["model"])
                 broadcast_optimizers(model.sharding, optimizers.by_name, seen["optimizers"])
                 train.evaluate(
-                    model, {"": (batches[0].ids, batches[0].ids)}, 3, plan.n_loops, gpu.WORLD
+                    model, {"": (batches[0].ids, batches[0].ids)}, 3, plan.flags.n_loops, gpu.WORLD
                 )
             calls_by_rank.append(calls)
     assert not watch.refused, pformat(watch.refused, width=200)

@@ -36,11 +36,11 @@ def test_memory_is_within_a_tenth_of_the_estimate(flags):
     )
     with (
         FakeTensorMode(),
-        Watch(int(plan.micro_batch * plan.seq_len / plan.config.bytes_per_segment)),
+        Watch(int(plan.flags.micro_batch * plan.flags.seq_len / plan.config.bytes_per_segment)),
     ):
         spider, optimizers = gpu.build(plan)
-        gpu.step(plan, spider, optimizers, documents=plan.micro_batch)
-        memory = estimate.estimate_memory(spider, plan, plan.recompute, gpu.WORLD)
+        gpu.step(plan, spider, optimizers, documents=plan.flags.micro_batch)
+        memory = estimate.estimate_memory(spider, plan, plan.flags.recompute, gpu.WORLD)
         del memory[estimate.FLASH_BACKWARD]  # taken inside the kernel
         expected = sum(memory.values())
         tracker = MemTracker()
@@ -53,7 +53,7 @@ def test_memory_is_within_a_tenth_of_the_estimate(flags):
 
         Unsharded.backward = backward
         with tracker:
-            gpu.step(plan, spider, optimizers, documents=plan.micro_batch)
+            gpu.step(plan, spider, optimizers, documents=plan.flags.micro_batch)
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cuda", 0)]["Total"]
     print(f"peak {peak / 1e9:.2f} GB, estimate {expected / 1e9:.2f} GB, {expected / peak - 1:+.1%}")
     assert expected == pytest.approx(peak, rel=0.1)
@@ -168,9 +168,13 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
     plan = gpu.settle(model, *flags.split())
     with FakeTensorMode(), Costs(int(plan.step_bytes / plan.config.bytes_per_segment)) as costs:
         spider, _ = gpu.build(plan)
-        train.accumulate(spider, [gpu.batch_of(plan, documents=plan.micro_batch)], plan.n_loops)
+        train.accumulate(
+            spider,
+            [gpu.batch_of(plan, documents=plan.flags.micro_batch)],
+            train.StepSettings(plan.flags.n_loops),
+        )
     cost = estimate.flops_per_byte(
-        spider, plan.config.bytes_per_segment, plan.n_loops, plan.seq_len
+        spider, plan.config.bytes_per_segment, plan.flags.n_loops, plan.flags.seq_len
     )
     counted, expected = costs.parts["products"][1], plan.step_bytes * cost
     print(
@@ -199,19 +203,20 @@ def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
         "1b", "--set=", "--n_loops=6", "--recompute=nothing", "--micro_batch=112", *flags.split()
     )
     graphs = gpu.generating()
-    with FakeTensorMode(), Costs(int(plan.micro_batch * plan.seq_len / 5.3)) as costs:
+    with FakeTensorMode(), Costs(int(plan.flags.micro_batch * plan.flags.seq_len / 5.3)) as costs:
         spider, optimizers = gpu.build(plan, compiled)
-        gpu.step(plan, spider, optimizers, plan.micro_batch)
+        gpu.step(plan, spider, optimizers, plan.flags.micro_batch)
         for graph in graphs:
             graph.runs = 0
         costs.parts.clear()
         costs.part, batches = (
             "outside of graphs",
-            [gpu.batch_of(plan, plan.micro_batch)] * plan.grad_accum,
+            [gpu.batch_of(plan, plan.flags.micro_batch)] * plan.flags.grad_accum,
         )
-        sums = train.accumulate(spider, batches, plan.n_loops)
+        now = train.StepSettings(plan.flags.n_loops)
+        sums = train.accumulate(spider, batches, now)
         costs.part = "update"
-        train.update(spider, optimizers, *sums, batches, plan.grad_clip)
+        train.update(spider, optimizers, sums, now, plan.flags.grad_clip)
     for graph in graphs:
         for moved in graph.moved:
             costs.add("Triton in graphs", 0, moved, times=graph.runs)

@@ -155,17 +155,16 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
     documents, segments, longest = SIZES[batch][0]
     with FakeTensorMode(), Watch(segments) as watch:
         spider, optimizers = gpu.build(plan)
-        spider.dropout = 0.1
         watch.waits.clear()  # of the initialization
-        gpu.step(plan, spider, optimizers, documents, longest)
-        assert len(watch.waits) == plan.grad_accum + 1, watch.waits
+        gpu.step(plan, spider, optimizers, documents, longest, dropout=0.1)
+        assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
         # of both products of each visit of a core layer
-        weight_grads = 2 * 2 * plan.n_loops * plan.grad_accum
+        weight_grads = 2 * 2 * plan.flags.n_loops * plan.flags.grad_accum
         assert watch.count["grouped_weight_grad"] == (weight_grads if backend == "auto" else 0)
         ids, watch.number = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE), 4
         train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
         watch.truth = True  # logits are finite, and all rows have ended after one byte
-        train.log_sample(spider, 1, plan, {"": (ids, ids)})
+        train.log_sample(spider, 1, plan.flags, {"": (ids, ids)})
         assert watch.count["multinomial"] == 1
         spider.eval()
         with torch.no_grad(), spider.cast_weights_once():
@@ -199,7 +198,7 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
             watch.waits.clear()
             gpu.step(plan, spider, optimizers, documents, longest)
             made.append(len(graphs))
-            assert len(watch.waits) == plan.grad_accum + 1, watch.waits
+            assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
     assert not watch.refused, pformat(watch.refused, width=200)
     assert made[0] > 0 and made == made[:1] * len(SIZES[batch])
     assert not torch._dynamo.utils.counters["graph_break"]

@@ -1,0 +1,256 @@
+"""The flags of train.py: names, precedence of their sources, bad values."""
+
+import math
+import random
+import shlex
+from contextlib import suppress
+
+import pytest
+
+import data
+import train
+from conftest import run_flags, settled
+from spider.common import UsageError
+from spider.config import PRESETS
+from spider.run import RunProgress
+from train import SPECS, Flags, parse_args
+
+CHOICES = {
+    name: spec.options["choices"] for name, spec in SPECS.items() if "choices" in spec.options
+}
+PARSERS = {name: spec.options["type"] for name, spec in SPECS.items() if "type" in spec.options}
+
+
+def parsed(*argv, **environ) -> train.CommandLine:
+    return parse_args([*map(str, argv)], environ)
+
+
+# --------------------------------------------------------------------------------------------------
+# Names and precedence
+
+
+def test_flags_of_the_original_keep_their_names_and_defaults():
+    defaults = dict(
+        seq_len=2048,
+        micro_batch=64,
+        grad_accum=1,
+        n_loops=6,
+        lr=3e-4,
+        precision="auto",
+        compile="auto",
+        resume=None,
+        reset_steps=False,
+        ckpt_dir="checkpoints",
+        data_dir="data",
+        mock_data=False,
+        max_steps=0,
+        target_tokens=10_000_000_000,
+        ckpt_every=50,
+    )
+    flags = parsed().flags
+    assert {name: getattr(flags, name) for name in defaults} == defaults
+
+
+def test_variables_of_the_original_set_their_flags():
+    names = "seq_len micro_batch grad_accum n_loops lr data_dir target_tokens ckpt_every"
+    assert {*train.ENVIRONMENT} == {*names.split()}
+
+
+@pytest.mark.parametrize(
+    "line",
+    (
+        "--seq_len 256 --micro_batch 112 --grad_accum 4 --precision fp8 --n_loops 6",
+        "--resume checkpoints/spider-step2650.pt",
+        "--resume checkpoints/spider-step2650.pt --reset_steps",
+        "--compile --precision fp8",
+        "--mock_data --max_steps 20 --seq_len 128 --micro_batch 2",
+    ),
+)
+def test_commands_of_the_original_are_taken(line):
+    words = line.split()
+    assert parsed(*words).given == {word[2:] for word in words if word.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    "word, flag, value",
+    (
+        ("--compile", "compile", "on"),
+        ("--no_gradient_checkpointing", "recompute", "nothing"),
+        ("--no-engram_reset", "engram_reset", False),
+        ("--target_tokens=10e9", "target_tokens", 10**10),
+    ),
+)
+def test_a_short_form_sets_its_flag(word, flag, value):
+    command = parsed(word)
+    assert getattr(command.flags, flag) == value and command.given == {flag}
+
+
+def test_every_choice_of_a_flag_is_taken():
+    assert {*CHOICES["model"]} == {"auto", *PRESETS}
+    for name, choices in CHOICES.items():
+        for choice in choices:
+            assert getattr(parsed(f"--{name}", choice).flags, name) == choice
+
+
+def test_a_flag_beats_the_environment_that_the_file_that_the_default(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("lr = 0.5\nmicro_batch = 3\n[optimizer]\nmin_lr_fraction = 0.3\n")
+    environ = dict(SEQ_LEN="64", LR="9", MICRO_BATCH="5", N_LOOPS="")
+    command = parsed("--config", file, "--lr", 0.1, **environ)
+    flags = command.flags
+    assert (flags.lr, flags.seq_len, flags.micro_batch, flags.min_lr_fraction) == (0.1, 64, 5, 0.3)
+    assert flags.n_loops == Flags.n_loops  # an empty variable is not set
+    assert command.inherited == dict(seq_len=64, micro_batch=5, min_lr_fraction=0.3)
+
+
+def test_an_alternative_drops_those_of_less_precedence(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("target_tokens = 5\nglobal_batch = 64\nmock_data = true\n")
+    command = parsed("--config", file, "--minutes", 7, "--grad_accum", 2, "--data_dir", "d")
+    assert command.given == {"config", "minutes", "grad_accum", "data_dir"}
+    assert not command.flags.mock_data
+    command = parsed("--target_flops", 1, TARGET_TOKENS="5", LR="1", SEQ_LEN="7")
+    assert command.given == {"target_flops", "lr", "seq_len"}
+    with pytest.raises(UsageError, match="--target_flops: --target_tokens already sets"):
+        parsed("--target_flops", 1, "--target_tokens", 5)
+
+
+@pytest.mark.parametrize(
+    "argv, directory",
+    (
+        ("", "checkpoints"),
+        ("--mock_data", "checkpoints/mock"),
+        ("--resume a/run.pt --reset_steps", "checkpoints/from-run"),
+        ("--resume a/run.pt", "checkpoints"),
+        ("--mock_data --ckpt_dir mine", "mine"),
+    ),
+)
+def test_runs_of_other_origins_have_directories_of_their_own(argv, directory):
+    assert parsed(*argv.split()).flags.ckpt_dir == directory
+
+
+# --------------------------------------------------------------------------------------------------
+# Commands in the log can be pasted
+
+DIRECTORIES = pytest.mark.parametrize(
+    "name", ("my dir; touch X", "x$(touch P)", "-x", "--lr", "a'b")
+)
+
+
+@DIRECTORIES
+def test_a_flag_in_the_log_is_parsed_to_the_same_value(name):
+    assert parsed(*shlex.split(train.pasteable("data_dir", name))).flags.data_dir == name
+
+
+@DIRECTORIES
+def test_the_command_of_an_odd_step_shows_its_batch(name):
+    plan = settled("--model", "tiny", f"--data_dir={name}", "--seq_len", "32", "--micro_batch", "4")
+    line = train.odd_step_line(RunProgress(step=3, bytes_seen=3 * 4 * 32), plan)
+    argv = shlex.split(line.partition("its batch: python ")[2])
+    args = data.parse_args(argv[1:])
+    assert argv[0] == "data.py" and args.directory in (name, f"./{name}")
+    assert (args.seq_len, args.first, args.count) == (32, 8, 4)
+
+
+# --------------------------------------------------------------------------------------------------
+# Bad values
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    (
+        ("lrr = 1", "unknown flag lrr"),
+        ("[x]\nlrr = 1", "unknown flag lrr"),
+        ("lr = 2000", "--lr"),
+        ("lr = [1]", "--lr"),
+        ("lr = true", "--lr"),
+        ("compile = false", "--compile"),
+        ("steps", ""),
+        (b"\xff", ""),
+        ("lr = 1\nlr = 1", ""),
+        ('mock_data = "yes"', "--mock_data"),
+        ('config = "a"', "unknown flag config"),
+        (None, "No such file"),
+        ("help = true", "unknown flag help"),
+        ("no-engram_reset = true", "unknown flag no-engram_reset"),
+        ("lr = 1\n[x]\nlr = 2", "lr is set twice"),
+        ("[x]\nmock_data = true\n[y]\nmock_data = false", "set twice"),
+        ('recompute = "all"\n[x]\nno_gradient_checkpointing = true', "set twice"),
+        ("a = " + "[" * 100_000, ""),
+        (b"lr = 1\x00", ""),
+        ('data_dir = "a\\u0000b"', "--data_dir: 'a\\x00b' is not a path"),
+    ),
+)
+def test_a_bad_config_file_is_one_line_with_its_name(tmp_path, text, fault):
+    file = tmp_path / "a.toml"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UsageError) as raised:
+        parsed("--config", file)
+    line = str(raised.value)
+    assert line.startswith(f"--config: {file}: ") and "\n" not in line and fault in line
+
+
+JUNK = ["", " ", "-", "-1", "nan", "inf", "-inf", "1e400", "0x10", "2.5", "9" * 5000, "\u00b2"]
+JUNK += ["\u0663", "a\nb", "\x1b[2J", "\udcff", "None", "true", "1,2", "1.7e308", "4e18", "--"]
+JUNK += ["=", "--lr", "5", "0.5"]
+
+
+def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
+    rng = random.Random(7)
+    taken = bad = 0
+    for name in SPECS.keys() - {"config"}:
+        for value in (*JUNK, repr(rng.uniform(-9, 9)), *CHOICES.get(name, ())):
+            sources = [([f"--{name}={value}"], {}, f"--{name}")]
+            if name in train.ENVIRONMENT and value:
+                sources.append(([], {name.upper(): value}, name.upper()))
+            for argv, environ, source in sources:
+                try:
+                    flags = parse_args(argv, environ).flags
+                except UsageError as fault:
+                    bad += 1
+                    assert source in str(fault), (argv, environ, str(fault))
+                    continue
+                taken += 1
+                number = getattr(flags, name)
+                assert not isinstance(number, float) or math.isfinite(number), (argv, environ)
+    assert taken > 100 and bad > 600
+
+
+@pytest.mark.parametrize(
+    "word",
+    "seq_len=1 seq_len=4e18 micro_batch=0 lr=0 lr=nan lr=1e39 precision=fp16 model=2b keep_last=1 "
+    "min_lr_fraction=1.5 beta1=1 seed=-1 n_loops=4097 minutes=0 minutes=1e10 schedule= "
+    "engram_reset=yes data_dir= ckpt_dir= resume= config=".split(),
+)
+def test_values_out_of_range_are_refused(word):
+    name = word.partition("=")[0]
+    with pytest.raises(UsageError, match=f"--{name}"):
+        parsed(f"--{word}")
+
+
+EXTREMES = "1e300 1e18 4611686018427387903 1000 1 1e-46 5e-324 -0.0 0".split()
+# or a large run
+LONG = {"seq_len", "micro_batch", "grad_accum", "global_batch", "max_steps", "n_loops", "minutes"}
+PATHS = {"data_dir", "ckpt_dir", "resume", "config"}
+QUICK = {"lr", "weight_decay"}
+
+
+@pytest.mark.parametrize("optimizer", ("muon", "adamw"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in PARSERS.keys() - LONG - PATHS
+    ],
+)
+def test_the_extremes_of_a_number_give_a_run_or_one_line(tmp_path, shards, capsys, name, optimizer):
+    taken = []
+    for text in EXTREMES:
+        with suppress(Exception):
+            taken.append((PARSERS[name](text), text))
+    for _, text in (min(taken), max(taken)):
+        flags = ("--optimizer", optimizer, f"--{name}={text}")
+        status = train.command_line(run_flags(shards, tmp_path / text, *flags, steps=3))
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert status == 0 or (status == 2 and f"train.py: error: --{name}" in last), (text, last)

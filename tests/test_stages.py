@@ -1,0 +1,395 @@
+"""The stages from flags to the plan of a run: tables of values in and out."""
+
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import train
+from conftest import final_state, refused, run_flags, settled, world_of
+from data import Loader, mock_source
+from spider import estimate, machine
+from spider.checkpoint import FROM_SCRATCH, Origin
+from spider.common import CheckpointError, UsageError
+from spider.config import PRESETS, SpiderConfig
+from spider_model import Spider
+from tile_moe import KERNELS
+from train import RECIPES, CommandLine, Flags, Split, parse_args
+
+TINY = SpiderConfig.preset("tiny")
+CPU = torch.device("cpu")
+
+
+def origin(resumes=True, config=TINY, **state) -> Origin:
+    """A checkpoint without weights."""
+    return Origin("run/spider-step5.pt", dict(cfg=asdict(config)) | state, resumes)
+
+
+def command(text: str) -> CommandLine:
+    return parse_args(text.split(), {})
+
+
+def meta_model(config: SpiderConfig = TINY) -> Spider:
+    with torch.device("meta"):
+        return Spider(config)
+
+
+# --------------------------------------------------------------------------------------------------
+# Recipe and model
+
+
+@pytest.mark.parametrize(
+    "model, checkpoint, device, recipe",
+    (
+        ("auto", FROM_SCRATCH, "cpu", "tiny"),
+        ("auto", FROM_SCRATCH, "cuda", "1b"),
+        ("auto", origin(recipe="small"), "cuda", "small"),
+        ("auto", origin(), "cpu", "tiny"),
+        ("base", origin(recipe="small"), "cpu", "base"),
+    ),
+)
+def test_the_recipe_is_that_of_the_flag_the_checkpoint_or_the_device(
+    model, checkpoint, device, recipe
+):
+    assert train.recipe_of(model, checkpoint, torch.device(device)) == recipe
+
+
+def test_recipes_have_values_that_their_flags_take():
+    assert RECIPES.keys() == PRESETS.keys()
+    for recipe in RECIPES.values():
+        for name, value in recipe.values.items():
+            word = f"--{name}" if value is True else f"--{name}={value}"
+            assert getattr(command(word).flags, name) == value
+        assert recipe.rules.keys() <= train.SPECS.keys()
+
+
+@pytest.mark.parametrize(
+    "argv, checkpoint, expected",
+    (
+        ("", FROM_SCRATCH, dict(n_loops=1, seq_len=4096, dropout=0.5, seed=0)),
+        ("--seq_len 64", FROM_SCRATCH, dict(n_loops=1, seq_len=64)),
+        # the checkpoint's loops, and no other flag
+        ("", origin(n_loops=3, flags=dict(seed=9, lr=0.5)), dict(n_loops=3, seed=0, lr=Flags.lr)),
+        ("", origin(), dict(n_loops=TINY.n_loops)),
+        ("--n_loops 2", origin(n_loops=3), dict(n_loops=2)),
+    ),
+)
+def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
+    flags = train.with_recipe(command(argv), "tiny", checkpoint)
+    assert {name: getattr(flags, name) for name in expected} == expected
+
+
+TIMED = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096)
+
+
+@pytest.mark.parametrize(
+    "argv, resumes, target_tokens, eval_tokens",
+    (
+        ("--minutes 5", True, 640_000, 4096),
+        ("--minutes 5 --eval_tokens 128", True, 640_000, 128),
+        ("--minutes 5", False, 12_000_000, 262_144),
+        ("", True, 12_000_000, 262_144),
+    ),
+)
+def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens, eval_tokens):
+    flags = train.with_recipe(command(argv), "tiny", origin(resumes, flags=TIMED))
+    assert (flags.target_tokens, flags.eval_tokens) == (target_tokens, eval_tokens)
+
+
+@pytest.mark.parametrize(
+    "recorded, resume, remedy",
+    (
+        ({}, None, "started without --minutes: leave it out"),
+        (dict(minutes=0.03), None, "started for --minutes 0.03: give that"),
+        (dict(minutes=0.03), "run", "add --reset_steps to start another"),
+    ),
+)
+def test_other_minutes_than_those_of_the_run_are_refused(recorded, resume, remedy):
+    """They chose its horizon: another run would continue it unasked."""
+    with pytest.raises(UsageError, match=remedy):
+        train.check_minutes(replace(Flags(), minutes=0.05, resume=resume), recorded)
+
+
+def test_the_model_is_the_checkpoints_with_settings_that_keep_its_weights():
+    saved = replace(TINY, n_recurrent_layers=3)
+    flags = replace(Flags(), set="z_loss_weight=0.5")
+    config = train.model_config(flags, "tiny", origin(config=saved))
+    assert config == replace(saved, z_loss_weight=0.5)
+
+
+@pytest.mark.parametrize(
+    "flags", (replace(Flags(), model="small"), replace(Flags(), set="hidden_size=64"))
+)
+def test_another_model_than_the_checkpoints_is_refused_with_its_fields(flags):
+    with pytest.raises(CheckpointError, match="spider-step5.pt: holds another model: hidden_size"):
+        train.model_config(flags, "small", origin())
+
+
+@pytest.mark.parametrize(
+    "setting, complaint",
+    (
+        ("nonsense=1", "not a field"),
+        ("n_loops=2", "not a field"),
+        ("hidden_size=big", "takes int"),
+        ("act=maybe", "true or false"),
+        ("engram_layers=1+x", "whole numbers"),
+        ("v_head_dim=7", "must equal"),
+    ),
+)
+def test_a_bad_setting_of_the_model_is_named(setting, complaint):
+    with pytest.raises(UsageError, match=f"^--set: .*{complaint}"):
+        train.apply_settings(TINY, setting)
+
+
+def test_the_original_is_one_word():
+    config = settled("--model", "original").config
+    assert config == SpiderConfig() and config.boundaries == "flexitokens" and config.act
+    assert (config.n_loops, config.n_routed_experts, config.engram_layers) == (6, 32, (1, 4))
+
+
+@pytest.mark.parametrize("has_tables, given, resets", ((True, {"engram_reset"}, True),))
+def test_tables_are_cleared_where_there_are_some(has_tables, given, resets):
+    flags = replace(Flags(), engram_reset=True)
+    assert train.with_tables(flags, given, has_tables).engram_reset == resets
+    assert not train.with_tables(flags, set(), has_tables=False).engram_reset
+    with pytest.raises(UsageError, match="no Engram tables"):
+        train.with_tables(flags, {"engram_reset"}, has_tables=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batch
+
+
+@pytest.mark.parametrize(
+    "ranks, argv, first",
+    (
+        (2, "--global_batch 4096 --micro_batch 4", (4, 16)),
+        (1, "--global_batch 4096 --micro_batch 4", (4, 32)),
+        (3, "--grad_accum 5", (64, 5)),
+        (2, "--global_batch 4096 --micro_batch 4 --grad_accum 16", (4, 16)),
+        (2, "--global_batch 4096 --grad_accum 16", (4, 16)),
+        (2, "--global_batch 4096", (64, 1)),
+    ),
+)
+def test_a_step_is_split_into_micro_steps_over_ranks(ranks, argv, first):
+    flags, given, _ = command(f"--seq_len 32 {argv}")
+    splits = train.splits_of(flags, given, ranks)
+    assert splits[0] == first
+    step_bytes = first[0] * first[1] * ranks * 32
+    for split in splits:
+        assert train.with_split(flags, split, ranks).global_batch == step_bytes
+    assert [split.micro_batch for split in splits] == sorted(
+        (split.micro_batch for split in splits), reverse=True
+    )
+
+
+@pytest.mark.parametrize(
+    "ranks, argv, complaint",
+    (
+        (3, "--global_batch 4096", "4,096 bytes are not a multiple of 96 "),
+        (2, "--global_batch 4096 --micro_batch 4 --grad_accum 4", "4 times --grad_accum 4"),
+        (1, "--global_batch 4096 --micro_batch 3", "times --micro_batch 3"),
+    ),
+)
+def test_a_step_that_cannot_be_split_is_refused(ranks, argv, complaint):
+    flags, given, _ = command(f"--seq_len 32 {argv}")
+    with pytest.raises(UsageError, match=complaint):
+        train.splits_of(flags, given, ranks)
+
+
+def test_a_resumed_run_prefers_its_split():
+    flags, given, _ = command("--seq_len 32 --global_batch 4096")
+    splits = train.splits_of(flags, given, 1, origin(flags=dict(micro_batch=16)))
+    assert splits[:2] == [Split(16, 8), Split(128, 1)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Horizon
+
+
+def of_horizon(argv: str, recipe="tiny", config=TINY, batch=4096) -> Flags:
+    flags, given, _ = command(argv)
+    flags = replace(flags, seq_len=64, n_loops=1, global_batch=batch)
+    return train.with_horizon(flags, given, recipe, meta_model(config))
+
+
+def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter():
+    model = meta_model()
+    tables = ("table.weight", "followed")
+    dense = sum(p.numel() for key, p in model.named_parameters() if not key.endswith(tables))
+    cost = estimate.flops_per_byte(model, TINY.bytes_per_segment, 1, 64)
+    for argv, expected in (
+        ("--target_tokens 77", 77),
+        ("--target_param_data_ratio 2.5", math.ceil(2.5 * dense)),
+        ("--target_flops 1e-320", 1),
+        ("--target_flops 1e9", math.ceil(1e9 / cost)),
+        ("--target_flops 1.7e308", (1 << 62) - 1),
+        ("--target_param_data_ratio 1.7e308", (1 << 62) - 1),
+    ):
+        assert of_horizon(argv).target_tokens == expected
+
+
+def test_the_rate_of_a_small_recipe_falls_with_steps_and_width():
+    """0.116 / steps^0.4, times sqrt(128 / width), at most 0.02."""
+    few = "--target_tokens 4096000"  # a thousand steps
+    lr = of_horizon(few).lr
+    assert lr == pytest.approx(0.116 / 1000**0.4, rel=0.001)
+    assert of_horizon(f"{few} --lr 0.5").lr == 0.5
+    assert of_horizon("--target_tokens 32768000").lr == pytest.approx(lr / 8**0.4, rel=0.002)
+    assert of_horizon(few, batch=8 * 4096).lr == pytest.approx(8**0.4 * lr, rel=0.002)
+    assert of_horizon("--target_tokens 4096").lr == 0.02
+    wide = replace(TINY, hidden_size=512)
+    assert of_horizon(few, config=wide).lr == pytest.approx(lr / 2, rel=0.002)
+    assert of_horizon(few, "1b").lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    "steps, warmup_steps, eval_every", ((1, 0, 1), (91, 3, 10), (250, 10, 25), (2930, 40, 293))
+)
+def test_a_small_recipe_warms_up_briefly_and_evaluates_ten_times(steps, warmup_steps, eval_every):
+    flags = of_horizon(f"--target_tokens {4096 * steps}")
+    assert (flags.warmup_steps, flags.eval_every) == (warmup_steps, eval_every)
+    assert of_horizon(f"--target_tokens {4096 * steps} --warmup_steps 7").warmup_steps == 7
+
+
+@pytest.mark.parametrize("flag", ("--keep_best", "--patience 2"))
+def test_what_needs_an_evaluation_is_refused_without(flag):
+    with pytest.raises(UsageError, match=f"{flag.split()[0]} needs the validation loss"):
+        of_horizon(f"--eval_every 0 {flag}")
+
+
+def test_a_run_fits_its_evaluations_into_its_minutes():
+    """At 1,000 bytes/s. An evaluated byte takes a third of a trained one, all of them at most a
+    quarter of the time."""
+    held_out = len(mock_source(0).val)
+
+    def fitted(minutes: float, argv: str) -> tuple[int, int]:
+        words = f"--model tiny --seq_len 100 --minutes {minutes} {argv}".split()
+        given = parse_args(words, {}).given
+        plan = settled(*words)
+        found = train.fit_into(minutes, plan, 1000.0, [mock_source(0)], given)
+        return found["target_tokens"], found["eval_tokens"]
+
+    # ten evaluations of a recipe
+    assert fitted(1, "") == (45_000, 4500)
+    assert fitted(10, "--eval_tokens 1000") == (600_000 - 10 * 1000 // 3 - 1, 1000)
+    # given, it stays, of what there is
+    assert fitted(10, "--eval_tokens 1e6") == (int(600_000 - 10 * held_out / 3), 1_000_000)
+    # 600,000 / 5,000 evaluations; one at the end; none
+    often = "--eval_tokens 1000 --eval_every 50"
+    assert fitted(10, often) == (600_000 - 120 * 1000 // 3, 1000)
+    seldom = "--eval_tokens 1000 --eval_every 50000"
+    assert fitted(10, seldom) == (600_000 - 1000 // 3 - 1, 1000)
+    assert fitted(1, "--eval_every 0")[0] == 60_000
+
+
+def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(tmp_path, shards, capsys):
+    argv = run_flags(shards, tmp_path / "run", *"--minutes 0.003 --eval_every 0".split(), steps=1)
+    assert train.command_line(argv) == 0
+    horizon = final_state(tmp_path / "run")["flags"]["target_tokens"]
+    assert type(horizon) is int and horizon > 0
+    assert train.command_line([*argv, "--max_steps", "2"]) == 0
+    state = final_state(tmp_path / "run")
+    assert (state["step"], state["flags"]["target_tokens"]) == (2, horizon)
+    assert "settings differ" not in capsys.readouterr().err
+    assert "give that" in refused([*argv, "--minutes", "0.05"], capsys)
+
+
+# --------------------------------------------------------------------------------------------------
+# Machine
+
+
+@pytest.mark.parametrize(
+    "asked, here, elsewhere, kept",
+    (
+        ("auto", "triton", "triton", "triton"),
+        ("auto", "tile", "tile", "tile"),
+        ("auto", "triton", "tile", "grouped"),
+        ("auto", "tile", "grouped", "grouped"),
+        ("auto", "grouped", "triton", "grouped"),
+        ("triton", "triton", "tile", "triton"),
+    ),
+)
+def test_auto_keeps_a_kernel_only_where_all_ranks_chose_it(
+    monkeypatch, asked, here, elsewhere, kept
+):
+    """Unlike GPUs may choose differently; every rank asks the others about each kernel in turn."""
+    world, kernels = world_of(), iter(KERNELS)
+    world.all = lambda agrees: elsewhere == next(kernels) and agrees
+    monkeypatch.setattr(train, "resolve_backend", lambda *_: (here, ""))
+    flags, _ = train.with_machine(replace(Flags(), moe_backend=asked), TINY, world)
+    assert flags.moe_backend == kept
+
+
+def test_the_expert_backend_is_chosen_for_the_dtype_of_the_products(monkeypatch):
+    dtypes = []
+
+    def resolve(asked, device, config, dtype, compiles):
+        dtypes.append(dtype)
+        return "grouped", ""
+
+    monkeypatch.setattr(train, "resolve_backend", resolve)
+    for precision in ("fp32", "bf16", "fp8"):
+        train.with_machine(replace(Flags(), precision=precision), TINY, world_of())
+    assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+def test_auto_is_resolved_for_a_cpu():
+    flags, _ = train.with_machine(Flags(), TINY, world_of())
+    assert (flags.compile, flags.optimizer, flags.moe_backend) == ("off", "muon", "grouped")
+    assert flags.precision == ("bf16" if machine.multiplies_bf16(CPU) else "fp32")
+
+
+@pytest.mark.parametrize(
+    "config, precision, complaint",
+    (
+        (replace(TINY, n_routed_experts=0), "fp8", "no routed experts"),
+        (TINY, "bf16", "needs --precision fp8; the precision is bf16"),
+    ),
+)
+def test_fp8_experts_need_experts_and_fp8(config, precision, complaint):
+    train.check_fp8_experts(False, precision, CPU, config)
+    train.check_fp8_experts(True, "fp8", CPU, TINY)
+    with pytest.raises(UsageError, match=complaint):
+        train.check_fp8_experts(True, precision, CPU, config)
+
+
+def test_minutes_are_refused_on_several_ranks(tmp_path, monkeypatch):
+    world = world_of()
+    world.ranks = 2
+    world.join = lambda *_: None
+    world.on_rank0 = lambda work: work()
+    world.all = lambda agrees: agrees
+    argv = f"--mock_data --dry_run --model tiny --minutes 1 --ckpt_dir {tmp_path}"
+    with pytest.raises(UsageError, match="--minutes times steps on one process"):
+        train.open_run(command(argv), world, None, Spider)
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings
+
+
+@pytest.mark.parametrize(
+    "argv, warned",
+    (
+        ("--target_tokens 3e7", ["is 30 epochs"]),  # of a megabyte
+        # 0.1 + 0.45 * (1 + cos(0.4 * pi))
+        ("--target_tokens 640 --max_steps 5", ["ends the run at 69% of the peak"]),
+        ("--target_tokens 640 --max_steps 10", []),
+        ("--target_tokens 64 --max_steps 3", ["of 1 steps: the steps after it run at the minimum"]),
+    ),
+)
+def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
+    base = "--model 1b --seq_len 32 --micro_batch 2 --warmup_steps 0 --data_dir none"
+    plan = settled(*base.split(), *argv.split())
+    lines = train.horizon_warnings(plan, Loader([mock_source(0)], 32, 0), plan.horizon)
+    for line, words in zip(lines, warned, strict=True):
+        assert words in line
+
+
+@pytest.mark.parametrize("dry", ((), ("--dry_run",)))
+def test_warnings_of_the_horizon_are_printed(tmp_path, shards, capsys, dry):
+    flags = "--target_tokens 20000 --eval_every 0".split()
+    assert train.command_line(run_flags(shards, tmp_path / "run", *flags, *dry, steps=2)) == 0
+    assert "is 31 epochs" in "".join(capsys.readouterr())
