@@ -68,7 +68,7 @@ def check_sums(path: Path):
 
 
 @contextmanager
-def reading(path: Path):
+def reading(path: Path | None):
     """Turn any error inside into a CheckpointError that names the file. A damaged or foreign file
     may cause errors of any kind."""
     try:
@@ -487,8 +487,7 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
         if checkpoint_paths(directory) and not own:
             raise CheckpointError(
                 f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good "
-                f"one, "
-                f"or use another directory"
+                f"one, or use another directory"
             )
         if reset_steps and resume is None:
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
@@ -498,8 +497,7 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
         if not reset_steps and "optimizer_state_dict" not in state:
             raise CheckpointError(
                 f"--resume: {path} has no optimizer state: add --reset_steps to start a new run "
-                f"from "
-                f"its weights"
+                f"from its weights"
             )
         return Origin(path, state, resumes=not reset_steps)
     path, state = found
@@ -511,8 +509,7 @@ def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origi
     if own and named not in (path.resolve(), directory.resolve()):
         raise CheckpointError(
             f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
-            f"back, "
-            f"name a new --ckpt_dir"
+            f"back, name a new --ckpt_dir"
         )
     if resume is not None and not own:
         logger.info(
@@ -611,7 +608,7 @@ class CheckpointWriter:
         self.writing.result()
         return self.world.on_rank0(lambda: self.step == step and not self.failed)
 
-    def _write(self, state: dict, sync_metrics: Callable, in_loop: float):
+    def _write(self, state: dict, sync_metrics: Callable[[], object], in_loop: float):
         """Write a state to its file, and log the outcome. in_loop: seconds that the save took in
         the loop."""
         began = time.perf_counter()

@@ -31,8 +31,8 @@ IN_GROUP = "STILL IN ITS GROUP"  # a line in the log, of which NCCL would make s
 
 
 def at_step(step, before=None, after=None):
-    """In a step of this process, call `before` with the model, and change the sums of the losses by
-    `after`."""
+    """In a step of this process, call `before` with the model, and change the sums of the loss's
+    terms by `after`."""
     accumulate = train.accumulate
     steps = itertools.count()
 
@@ -49,7 +49,7 @@ def at_step(step, before=None, after=None):
 
 
 def nan(step):
-    at_step(step, after=lambda sums: {name: number * float("nan") for name, number in sums.items()})
+    at_step(step, after=lambda terms: {name: term * float("nan") for name, term in terms.items()})
 
 
 def out_of_memory(step):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import train
 from conftest import awake, small_config, text
 from data import Batch
 from jobs import run_ranks
@@ -17,7 +16,7 @@ from spider.memory import EngramTable
 from spider.muon_ranks import MatrixAssignment
 from spider.optim import Muon, Optimizers, RowwiseAdagrad, kinds_of, orthogonalize
 from spider.state import load_optimizer
-from train import StepSettings, step_alone
+from train import StepSettings, accumulate, step_alone
 
 
 def batch_of(rows: int) -> list[Batch]:
@@ -107,18 +106,18 @@ def test_muon_keeps_idle_experts_and_adapters_of_unused_loops(backend, dtype):
                 found[name, i] = (p[i].detach().clone(), momentum[i].clone())
         return found
 
-    step_alone(model, optimizers, batch_of(4), StepSettings(3))
+    step_alone(model, optimizers, batch_of(4), StepSettings(n_loops=3))
     before = matrices()
     assert all(momentum.any() for _, momentum in before.values())
     moe.expert_bias[1] = -100
     for _ in range(2):
-        step_alone(model, optimizers, batch_of(4), StepSettings(2))
+        step_alone(model, optimizers, batch_of(4), StepSettings(n_loops=2))
     after = matrices()
     for key, (weight, momentum) in before.items():
         assert torch.equal(weight, after[key][0]) == (key in idle), key
         assert torch.equal(momentum, after[key][1]) == (key in idle), key
     moe.expert_bias[1] = 0
-    step_alone(model, optimizers, batch_of(4), StepSettings(3))
+    step_alone(model, optimizers, batch_of(4), StepSettings(n_loops=3))
     for key, (weight, _) in matrices().items():
         assert not torch.equal(weight, after[key][0]), key
 
@@ -191,10 +190,11 @@ def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
     model = awake(small_config())
     tables = [module for module in model.modules() if isinstance(module, EngramTable)]
     keys = model.state_dict().keys()
+    settings = StepSettings(n_loops=2)
     optimizers = Optimizers(model, "adamw")
 
     def gather():
-        train.accumulate(model, batch_of(2), StepSettings(2))
+        accumulate(model, batch_of(2), settings)
         assert all(table.gathered() and table.weight.grad is None for table in tables)
         assert model.state_dict().keys() == keys
         assert not optimizers.by_name["engram"].state
@@ -204,7 +204,7 @@ def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
         forget()
         assert not any(table.gathered() for table in tables)
     model.prelude[0].ffn.down_proj.weight.data[0, 0] = math.nan
-    assert step_alone(model, optimizers, batch_of(2), StepSettings(2))["skipped"]
+    assert step_alone(model, optimizers, batch_of(2), settings)["skipped"]
     assert not any(table.gathered() or table.weight.isnan().any() for table in tables)
     gather()
     model.to("meta").to_empty(device="cpu").init_weights()
@@ -247,7 +247,7 @@ def test_tables_learn_alone_where_all_else_is_frozen():
     for weight in tables:
         weight.requires_grad_(True)
     before = [weight.clone() for weight in tables]
-    metrics = step_alone(model, Optimizers(model), batch_of(2), StepSettings(2))
+    metrics = step_alone(model, Optimizers(model), batch_of(2), StepSettings(n_loops=2))
     assert metrics["grad_norm"] == 0
     assert not any(map(torch.equal, before, tables))
 
