@@ -1,8 +1,8 @@
 """FP8 by torchao (tensorwise): which Linears it converts, and their scales.
 
 A product of FP8 numbers has a scale for each of its two tensors. torchao's dynamic scale is made
-from the tensor's largest number, which is known only when all of the tensor is: then the cast is a
-kernel of its own. Two kinds of scales are known beforehand here, so that a compiled layer casts in
+from the tensor's largest number. That is known only when the whole tensor is, so that the cast is a
+kernel of its own. Two kinds of scales are known beforehand here. A compiled layer casts these in
 the kernel that computes the numbers:
 
     inputs behind rms_norm   at most sqrt(D) in size, with which they cannot exceed e4m3's range
@@ -16,6 +16,8 @@ core.out_proj, have dynamic scales. docs/results/performance.md has the loss wit
 
 import math
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +37,23 @@ NEVER_FP8 = (
     "halt_predictor",
     "router",
 )
-# Times the bytes of a step. Gradients times those bytes have root mean squares from 5e-7 (in the
-# core, while its output projection is still near 0) to 10, largest values from 1e-5 to 50 (of
-# core.out_proj, in the first steps; later 1). e5m2 then holds 6e-8 to 224. Where bytes without a
-# target are many, gradients are larger by bytes / targets.
+# Gradients of outputs are multiplied by this and by the bytes of a step. Times those bytes, their
+# root mean squares are from 5e-7 (in the core, while its output projection is still near 0) to 10,
+# and their largest values from 1e-5 to 50 (of core.out_proj in the first steps; later 1). e5m2 then
+# holds 6e-8 to 224. Where bytes without a target are many, gradients are larger by bytes / targets.
 GRAD_SCALE = 256
+
+
+def named_never_fp8(name: str) -> bool:
+    return any(word in name for word in NEVER_FP8)
 
 
 def takes_fp8(module: nn.Module, name: str) -> bool:
     """Return whether --precision fp8 converts the module of this name."""
-    return isinstance(module, nn.Linear) and not any(word in name for word in NEVER_FP8)
+    return isinstance(module, nn.Linear) and not named_never_fp8(name)
 
 
-def input_scale(linear: Linear) -> float | None:
+def input_scale(linear: nn.Linear) -> float | None:
     """Return the scale of a Linear's inputs, if it is known beforehand: the largest power of two
     with which numbers of at most sqrt(in_features) stay within e4m3's range."""
     if not getattr(linear, "normed_input", False):
@@ -57,8 +63,8 @@ def input_scale(linear: Linear) -> float | None:
 
 
 def grad_scale(step_bytes: int) -> float:
-    """Return the scale of the gradients of outputs, of a loss that is a mean over step_bytes: a
-    power of two."""
+    """Return the scale of the gradients of outputs, a power of two, for a loss that is a mean over
+    step_bytes."""
     return 2.0 ** round(math.log2(GRAD_SCALE * step_bytes))
 
 
@@ -66,13 +72,52 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
     """Replace the model's Linears by torchao's Float8Linear (tensorwise), in place; parameters stay
     the same objects.
 
-    Weights are cast once per optimizer step (Spider.cast_weights_once); evaluation does not use
-    FP8. torchao's axiswise recipe does not work with activation checkpointing. `experts`: convert
-    the stacked expert weights too, with scales by row and column. step_bytes: bytes of an optimizer
-    step on this rank, over which the loss is a mean.
+    Weights are cast once per optimizer step (Spider.cast_weights_once). Evaluation does not use
+    FP8. torchao's axiswise recipe does not work with activation checkpointing.
+
+    experts: convert the stacked expert weights too, with scales by row and column. step_bytes:
+    bytes of an optimizer step on this rank, over which the loss is a mean.
     """
     with quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
+
+    input_scales: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and takes_fp8(module, name):
+            scale = input_scale(module)
+            if scale is not None:
+                input_scales[name] = scale
+    grad_scale_value = grad_scale(step_bytes)
+    # One tensor for each value, so that a compiled graph has one input for it
+    tensors = {
+        value: torch.full((), value, dtype=torch.float32, device=device)
+        for value in {*input_scales.values(), grad_scale_value}
+    }
+
+    config = replace(
+        Float8LinearConfig.from_recipe_name("tensorwise"),
+        pad_inner_dim=True,
+        emulate=device.type == "cpu",
+    )
+    convert_to_float8_training(model, config=config, module_filter_fn=takes_fp8)
+    fp8_linear = fp8_linear_class()
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            module.__class__ = fp8_linear
+            module.build_mm_configs()
+            # attributes, not buffers, which would leave fp32 with the model
+            module.scale_of_input = tensors[input_scales[name]] if name in input_scales else None
+            module.scale_of_grad = tensors[grad_scale_value]
+        elif hasattr(module, "fp8"):  # MoE
+            module.fp8 = experts
+
+
+@cache
+def fp8_linear_class() -> type[nn.Module]:
+    """Return the class of converted Linears. It is made here, since torchao is imported only where
+    FP8 is used."""
+    with quiet():
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import (
@@ -101,28 +146,31 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
 
     class FP8Linear(Float8Linear):
         """Float8Linear whose weight may be cast beforehand, and some of whose scales are known
-        beforehand."""
+        beforehand. Evaluation computes like Linear."""
 
-        cast = None
+        cast = None  # see layers.Linear
         scale_of_input: Tensor | None  # fp32, no dimensions; None: dynamic
         scale_of_grad: Tensor
 
         def build_mm_configs(self):
-            """Build torchao's settings of the three products for row counts that are multiples of
-            16, and for others. Not in forward: Dynamo of torch 2.11 cannot construct named tuples
-            inside a graph."""
-            self.mm_config_aligned, self.mm_config_ragged = self.mm_config(16), self.mm_config(1)
+            """Build torchao's settings of the three products, for row counts that are multiples of
+            16 and for others. Not in forward: Dynamo of torch 2.11 cannot construct them inside a
+            graph."""
+            self.mm_config_aligned = self.mm_config(rows=16)
+            self.mm_config_ragged = self.mm_config(rows=1)
 
         def mm_config(self, rows: int):
             """Pad only inner dimensions that are not multiples of 16: torchao copies a tensor even
             if the padding is empty."""
-            # of forward, the input's and the weight's gradient
-            inner = self.in_features, self.out_features, rows
+
+            def padded(product, inner_dim: int):
+                return product._replace(pad_inner_dim=inner_dim % 16 > 0)
+
+            output, grad_input, grad_weight = self.linear_mm_config
             return type(self.linear_mm_config)(
-                *(
-                    product._replace(pad_inner_dim=size % 16 > 0)
-                    for product, size in zip(self.linear_mm_config, inner, strict=True)
-                )
+                padded(output, self.in_features),
+                padded(grad_input, self.out_features),
+                padded(grad_weight, rows),
             )
 
         def cast_weight(self, dtype: torch.dtype):
@@ -149,46 +197,21 @@ def convert_to_fp8(model: nn.Module, device: torch.device, experts: bool, step_b
             y = CastGradient.apply(y, self.scale_of_grad, mm_config)
             return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    # One tensor for each scale, so that a compiled graph has one input for it
-    scales = {None: None}
-    of_inputs = {}
-    of_grads = grad_scale(step_bytes)
-    for name, module in model.named_modules():
-        if takes_fp8(module, name):
-            of_inputs[name] = input_scale(module)
-    for value in {*of_inputs.values(), of_grads} - {None}:
-        scales[value] = torch.full((), value, dtype=torch.float32, device=device)
-
-    config = replace(
-        Float8LinearConfig.from_recipe_name("tensorwise"),
-        pad_inner_dim=True,
-        emulate=device.type == "cpu",
-    )
-    convert_to_float8_training(model, config=config, module_filter_fn=takes_fp8)
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Linear):
-            module.__class__ = FP8Linear
-            module.build_mm_configs()
-            module.scale_of_input = scales[of_inputs[name]]  # no buffers: they stay fp32
-            module.scale_of_grad = scales[of_grads]
-        elif hasattr(module, "fp8"):  # MoE
-            module.fp8 = experts
+    return FP8Linear
 
 
 def describe_fp8(model: nn.Module, experts: bool) -> str:
     """Describe in one line which Linears FP8 converts. Call it before the conversion."""
-    linears = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    ]
-    kept = sorted({word for name, module in linears for word in NEVER_FP8 if word in name})
-    count = sum(takes_fp8(module, name) for name, module in linears)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kept = [name for name in linears if named_never_fp8(name)]
+    words = sorted({word for name in kept for word in NEVER_FP8 if word in name})
     line = (
-        f"FP8 converts {count} of {len(linears)} Linears; kept in high precision: {', '.join(kept)}"
+        f"FP8 converts {len(linears) - len(kept)} of {len(linears)} Linears; kept in high "
+        f"precision: {', '.join(words)}"
     )
-    if model.config.has_experts:
-        line += (
-            "; routed experts in FP8 with row and column scales"
-            if experts
-            else ("; routed experts in bf16, since their products are small (see --fp8_experts)")
-        )
-    return line
+    config: Any = model.config
+    if not config.has_experts:
+        return line
+    if experts:
+        return f"{line}; routed experts in FP8 with row and column scales"
+    return f"{line}; routed experts in bf16, since their products are small (see --fp8_experts)"

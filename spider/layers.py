@@ -1,11 +1,14 @@
 """Layers over rows: Linears that cast their weights, RMSNorm, SwiGLU.
 
-Parameters are fp32 (or another dtype, if converted); products run in `Spider.compute_dtype`, the
-dtype of activations. Sums over rows, routing and losses are at least fp32. Shapes: M rows, D hidden
-size, H heads.
+Parameters are fp32 (or another dtype, if converted). Products run in `Spider.compute_dtype`, the
+dtype of activations. Sums over rows, routing and losses are at least fp32.
+
+Shapes, also at the end of names: M rows, D inputs of a product, F its outputs.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,87 +21,92 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """nn.Linear that casts its weight to the input's dtype; initialized only by
-    Spider.init_weights."""
+    """nn.Linear that casts its weight to the input's dtype.
+
+    Only Spider.init_weights initializes it."""
 
     cast: Tensor | None = None  # the cast weight, inside cast_weights_once
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, normed_input: bool = False
     ):
-        """normed_input: whether rms_norm makes the inputs, so that they are at most
-        sqrt(in_features) in size."""
+        """normed_input: rms_norm makes the inputs, so they are at most sqrt(in_features) in size,
+        which FP8 uses."""
         super().__init__(in_features, out_features, bias=bias)
         self.normed_input = normed_input
 
     def reset_parameters(self):
-        pass
+        """Draw nothing; nn.Linear's constructor calls this."""
 
     def cast_weight(self, dtype: torch.dtype):
+        """Keep the weight in a dtype, see cast_weights_once."""
         if dtype != self.weight.dtype:
             self.cast = self.weight.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(
-            x, weight_of(self, x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        )
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, weight_of(self, x.dtype), bias)
 
 
 class WideLinear(Linear):
     """Linear that computes in fp32 (or wider) for any input dtype: router, boundary and halting
-    predictors. Nothing here allows TF32, nor does torch by default. `cast` has the terms of the
-    weight, see WideProduct."""
+    predictors, whose near-ties a narrower dtype would decide otherwise.
+
+    Nothing here allows TF32, nor does torch by default. On a GPU, bf16 inputs take WideProduct;
+    `cast` then has the terms of the weight."""
 
     def cast_weight(self, dtype: torch.dtype):
+        """Keep the terms of the weight, see WideProduct."""
         if self.weight.is_cuda and dtype == torch.bfloat16 and self.weight.dtype == torch.float32:
             self.cast = bf16_terms(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         weight = wide(self.weight)
         if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
-            y = WideProduct.apply(
-                x, weight, bf16_terms(weight.detach()) if self.cast is None else self.cast
-            )
+            terms = bf16_terms(weight.detach()) if self.cast is None else self.cast
+            y = WideProduct.apply(x, weight, terms)
             return y if self.bias is None else y + self.bias
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        return F.linear(
-            x.to(dtype), weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-        )
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), weight.to(dtype), bias)
 
 
 class WideProduct(torch.autograd.Function):
-    """Multiply bf16 x [M, D] by an fp32 weight [N, D] to fp32 [M, N], as exactly as fp32 does, but
+    """Multiply bf16 x [M, D] by an fp32 weight [F, D] to fp32 [M, F]: as exactly as fp32 does, but
     on the tensor cores of bf16, which are more than ten times as fast.
 
-    An fp32 number is the sum of three in bf16, of 8 bits each, and products of two bf16 numbers are
-    exact in fp32, which also sums them. So this is one product with three times the columns. terms
-    [3 * N, D]: those of the weight, which itself only receives the gradient."""
+    An fp32 number is the sum of three terms in bf16, of 8 bits each. Products of two bf16 numbers
+    are exact in fp32, which also sums them. So this is one product with three times the columns.
+
+    weight_terms [3 * F, D]: bf16_terms of the weight. The weight itself only receives the
+    gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, terms):
-        ctx.save_for_backward(x, terms)
-        return mm_to_fp32(x, terms.mT).unflatten(1, (3, -1)).sum(1)
+    def forward(ctx, x_MD, weight_FD, weight_terms):
+        ctx.save_for_backward(x_MD, weight_terms)
+        return mm_to_fp32(x_MD, weight_terms.mT).unflatten(1, (3, -1)).sum(1)
 
     @staticmethod
-    def backward(ctx, grad):
-        x, terms = ctx.saved_tensors
-        of_grad = bf16_terms(grad, dim=1)  # [M, 3 * N]
-        grad_x = grad_weight = None
+    def backward(ctx, grad_MF):
+        x_MD, weight_terms = ctx.saved_tensors
+        grad_terms = bf16_terms(grad_MF, dim=1)  # [M, 3 * F]
+        grad_x_MD = None
+        grad_weight_FD = None
         if ctx.needs_input_grad[0]:
-            # rounded to bf16, for which two terms of each suffice, and three products
-            first, second, _ = of_grad.chunk(3, dim=1)
-            of_weight = terms.chunk(3)
-            grad_x = torch.cat((first, first, second), dim=1) @ torch.cat(
-                (of_weight[0], of_weight[1], of_weight[0])
-            )
+            # The result is rounded to bf16, so the two largest terms of each suffice, in the three
+            # products that are not below that rounding.
+            grad_1, grad_2, _ = grad_terms.chunk(3, dim=1)
+            weight_1, weight_2, _ = weight_terms.chunk(3)
+            weights = torch.cat((weight_1, weight_2, weight_1))
+            grad_x_MD = torch.cat((grad_1, grad_1, grad_2), dim=1) @ weights
         if ctx.needs_input_grad[1]:
-            grad_weight = mm_to_fp32(of_grad.mT, x).unflatten(0, (3, -1)).sum(0)
-        return grad_x, grad_weight, None
+            grad_weight_FD = mm_to_fp32(grad_terms.mT, x_MD).unflatten(0, (3, -1)).sum(0)
+        return grad_x_MD, grad_weight_FD, None
 
 
 def bf16_terms(x: Tensor, dim: int = 0) -> Tensor:
-    """Split fp32 numbers into three in bf16, side by side along a dimension, whose sum they are up
-    to the smallest exponents."""
+    """Split fp32 numbers into three terms in bf16, side by side along a dimension. Their sum is the
+    number, except for the smallest exponents."""
     first = x.to(torch.bfloat16)
     rest = x - first
     second = rest.to(torch.bfloat16)
@@ -107,21 +115,21 @@ def bf16_terms(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices in bf16, with the sums as the fp32 result."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    """Multiply bf16 matrices to fp32, without rounding the sums to bf16."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def weight_of(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """Return a Linear's weight in a dtype, using its cast if there is one. That of a wrapped
-    Linear, as peft makes them, is its product with a unit matrix."""
+    """Return a Linear's weight in a dtype, using its cast if there is one."""
     if not hasattr(linear, "cast"):
-        return (
-            linear(torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device))
-            .to(dtype)
-            .mT
-        )
-    if linear.cast is not None and linear.cast.dtype == dtype:
-        return linear.cast
+        # wrapped, as peft does it: the weight is the product with a unit matrix
+        unit = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
+        return linear(unit).to(dtype).mT
+    cast: Any = linear.cast
+    if cast is not None and cast.dtype == dtype:
+        return cast
     return linear.weight.to(dtype)
 
 
@@ -131,14 +139,15 @@ def wide(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def cast_weights_once(model: nn.Module):
-    """Cast weights to `compute_dtype` once for all passes inside. Every module with a
-    `cast_weight(dtype)` method keeps its cast in `cast`. Use it around all passes of an optimizer
-    step: weights must not change inside."""
-    modules = [module for module in model.modules() if hasattr(module, "cast_weight")]
+def cast_weights_once(model: nn.Module) -> Iterator[None]:
+    """Cast weights to `compute_dtype` once for all passes inside.
+
+    Every module with a method `cast_weight(dtype)` keeps its cast in `cast`. Use it around all
+    passes of an optimizer step: weights must not change inside."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "cast_weight")]
     try:
+        # under FSDP, each group casts in its forward, after it has gathered the weights
         if model.casts_early:
-            # FSDP casts in the forward of each group, after it has gathered the weights
             for module in modules:
                 module.cast_weight(model.compute_dtype)
         yield
@@ -155,19 +164,18 @@ def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) over the last dimension."""
     if x.is_cuda:
         return F.rms_norm(x, x.shape[-1:], eps=eps)
-    return (
-        _RMSNormCPU.apply(x, eps)
-        if torch.is_grad_enabled()
-        else (x * inverse_rms(x, eps)).to(x.dtype)
-    )
+    if torch.is_grad_enabled():
+        return _RMSNormCPU.apply(x, eps)
+    return (x * inverse_rms(x, eps)).to(x.dtype)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """Return 1 / sqrt(mean(x^2) + eps), [..., 1], at least in fp32."""
     dtype = x.dtype if x.dtype.itemsize > 2 else torch.float32
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    # eps as a tensor on the device: CUDA's addcmul refuses one on the host
-    return torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+    eps_on_device = length.new_full((), eps)  # CUDA's addcmul refuses one on the host
+    mean_square = torch.addcmul(eps_on_device, length, length, value=1 / x.shape[-1])  # + eps
+    return mean_square.rsqrt_()
 
 
 class _RMSNormCPU(torch.autograd.Function):
@@ -183,7 +191,8 @@ class _RMSNormCPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         y, scale = ctx.saved_tensors
-        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1) * scale, None
+        along = (grad * y).mean(-1, keepdim=True)  # the part along y, which changes only the length
+        return torch.addcmul(grad, y, along, value=-1) * scale, None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -191,7 +200,7 @@ class _RMSNormCPU(torch.autograd.Function):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward, [rows, D] -> [rows, D]."""
+    """Gated feed-forward (Shazeer, arXiv 2002.05202), [rows, hidden_size] -> the same."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()

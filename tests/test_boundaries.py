@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import train
 from conftest import awake, documents, gradients, small_config, text
@@ -20,14 +21,25 @@ from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
-def boundaries_of(model: Spider, ids: torch.Tensor, **options) -> torch.Tensor:
+def boundaries_of(model: Spider, ids: Tensor, **options) -> Tensor:
     """Return the boundaries b of a pass, in the shape of ids."""
-    found, original = [], model.boundaries
-    model.boundaries = lambda *given: found.append(original(*given)) or found[-1]
+    collected = []
+    decide = model.boundaries
+    model.boundaries = lambda *given: collected.append(decide(*given)) or collected[-1]
     with torch.no_grad():
         model(ids, **options)
     del model.boundaries
-    return found[0].view(ids.shape)
+    return collected[0].view(ids.shape)
+
+
+def packing_of(length: int) -> Packing:
+    """Return the packing of one document."""
+    cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+    return Packing.build(cu_seqlens, length, length, small_config(), torch.float32)
+
+
+# --------------------------------------------------------------------------------------------------
+# Words and FlexiTokens
 
 
 def test_no_word_ends_at_the_first_byte_of_a_document():
@@ -37,17 +49,13 @@ def test_no_word_ends_at_the_first_byte_of_a_document():
 
 
 def test_a_byte_is_cut_as_often_as_its_probability_and_segments_are_even():
-    cu_seqlens, p = (
-        torch.tensor([0, 64], dtype=torch.int32),
-        torch.rand(64, generator=torch.Generator().manual_seed(0)),
-    )
-    packing = Packing.build(cu_seqlens, 64, 64, small_config(), torch.float32)
-    cuts = torch.stack(
-        [
-            boundaries.flexitokens_boundaries(p, packing, torch.float32, noise, None)
-            for noise in byte_noise(0, 3000, 64, p.device)
-        ]
-    )
+    p = torch.rand(64, generator=torch.Generator().manual_seed(0))
+    packing = packing_of(64)
+    cuts = [
+        boundaries.flexitokens_boundaries(p, packing, torch.float32, noise, None)
+        for noise in byte_noise(0, 3000, 64, p.device)
+    ]
+    cuts = torch.stack(cuts)
     assert (cuts.mean(0) - p).abs().max() < 0.04
     assert (cuts.sum(1) - p.sum()).abs().max() <= 1  # independent draws would differ by several
 
@@ -55,17 +63,23 @@ def test_a_byte_is_cut_as_often_as_its_probability_and_segments_are_even():
 def test_eos_ends_a_segment_and_pad_never_does():
     model = awake(small_config())
     ids = torch.cat((documents(9, 7), torch.full((1, 4), PAD_ID)), dim=1)
-    with torch.no_grad():
-        model.boundary_predictor[2].bias.fill_(-100)
-        assert boundaries_of(model, ids).flatten().nonzero().flatten().tolist() == [8, 15]
-        model.boundary_predictor[2].bias.fill_(100)
-        assert boundaries_of(model, ids).flatten().tolist() == [1] * 16 + [0] * 4
+    bias = model.boundary_predictor[2].bias
+    bias.data.fill_(-100)
+    assert boundaries_of(model, ids).flatten().nonzero().flatten().tolist() == [8, 15]
+    bias.data.fill_(100)
+    assert boundaries_of(model, ids).flatten().tolist() == [1] * 16 + [0] * 4
 
 
 def test_evaluation_cuts_as_often_as_training_within_a_tenth():
-    model, ids = awake(small_config()), text(32, 64, seed=4)
+    model = awake(small_config())
+    ids = text(32, 64, seed=4)
     trained = boundaries_of(model, ids, noise_seed=5).sum()
-    assert abs(boundaries_of(model.eval(), ids).sum() / trained - 1) < 0.1
+    evaluated = boundaries_of(model.eval(), ids).sum()
+    assert abs(evaluated / trained - 1) < 0.1
+
+
+# --------------------------------------------------------------------------------------------------
+# Learned boundaries: deciding
 
 
 def predictor_of(rate: float = 0.19, steps: int = 0) -> SurprisePredictor:
@@ -81,17 +95,40 @@ def test_a_score_weighs_a_gain_three_times_as_much_as_surprise_once_both_are_tru
     predictor.entropy[65] = 0.7
     predicted = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.4, -0.2]])
     score = predictor.score(predicted, torch.full((4,), 65), torch.zeros(4, dtype=torch.int64))
-    expected = 0.7 + trust * torch.tensor([0, 1, 3, -0.2]) + 0.075 * 64 * boundaries.BIN
-    torch.testing.assert_close(score, expected)
+    tie = 0.075 * 64 * boundaries.BIN
+    torch.testing.assert_close(score, 0.7 + trust * torch.tensor([0, 1, 3, -0.2]) + tie)
 
 
 def test_strays_are_the_same_random_bytes_for_a_seed_and_only_in_training():
-    predictor, ids = predictor_of(), torch.full((20000,), 65)
+    predictor = predictor_of()
     predictor.threshold.fill_(100.0)
+    ids = torch.full((20000,), 65)
     noise = byte_noise(0, 1, 20000, ids.device)[0]
     strays = predictor.boundaries(torch.zeros(20000, 2), ids, ids, noise).nonzero().flatten()
-    assert 40 < len(strays) < 80 and strays[:5].tolist() == [222, 467, 468, 1078, 1492]
+    assert 40 < len(strays) < 80
+    assert strays[:5].tolist() == [222, 467, 468, 1078, 1492]
     assert not predictor.boundaries(torch.zeros(20000, 2), ids, ids, None).any()
+
+
+@pytest.mark.parametrize("rate", (0.0513, 0.19, 0.413))
+@pytest.mark.parametrize("spread", (0.0, 1e-5, 0.5))
+def test_the_threshold_leaves_the_configured_rate_even_if_all_bytes_are_alike(rate, spread):
+    predictor = predictor_of(rate)
+    generator = torch.Generator().manual_seed(0)
+    position = torch.arange(16400)
+    for _ in range(80):
+        ids = torch.randint(97, 110 if spread else 98, (16400,), generator=generator).clamp_max(105)
+        predicted = spread * torch.randn(16400, 2, generator=generator)
+        ends = predictor.boundaries(predicted, ids, position, None)
+        assert ends.float().mean() == pytest.approx(rate, rel=0.2), int(predictor.steps)
+        predictor.update(predictor._count(predicted, ids, position), 2.0)
+    if not spread:
+        gaps = ends.nonzero().diff(dim=0).float()
+        assert gaps.std() < 0.3 * gaps.mean()  # of random ones they would be alike
+
+
+# --------------------------------------------------------------------------------------------------
+# Learned boundaries: the step's update
 
 
 @pytest.mark.parametrize(
@@ -102,33 +139,65 @@ def test_scores_of_earlier_steps_fade_by_a_tenth_once_the_predictor_is_trusted(
 ):
     """`steps` before the update. Until the next step trusts the predictor, counts of bytes give the
     scores."""
-    predictor, counts = predictor_of(steps=steps), torch.zeros(N_BINS + 272**2)
-    predictor.histogram[7], counts[[5, N_BINS + 272 * 65 + 66]] = 100.0, torch.tensor([20.0, 10.0])
+    predictor = predictor_of(steps=steps)
+    predictor.histogram[7] = 100.0
+    counts = torch.zeros(N_BINS + 272**2)
+    counts[5] = 20.0
+    counts[N_BINS + 272 * 65 + 66] = 10.0
     predictor.update(counts, 2.0)
     expected = torch.zeros(N_BINS)
-    expected[5], expected[7] = 20, kept * 100
-    if not trusted:
-        expected = torch.zeros(N_BINS)
-        # the entropy of 65 is the mean; a tie has 64 bins
+    if trusted:
+        expected[5] = 20
+        expected[7] = kept * 100
+    else:  # the entropy of 65 is the mean; a tie has 64 bins
         expected[N_BINS // 2 : N_BINS // 2 + 64] = 20 / 64
     torch.testing.assert_close(predictor.histogram, expected)
     assert predictor.steps == steps + 1 and predictor.mean_loss == 2
 
 
-@pytest.mark.parametrize("rate", (0.0513, 0.19, 0.413))
-@pytest.mark.parametrize("spread", (0.0, 1e-5, 0.5))
-def test_the_threshold_leaves_the_configured_rate_even_if_all_bytes_are_alike(rate, spread):
-    predictor, generator = predictor_of(rate), torch.Generator().manual_seed(0)
-    for _ in range(80):
-        ids = torch.randint(97, 110 if spread else 98, (16400,), generator=generator).clamp_max(105)
-        predicted = spread * torch.randn(16400, 2, generator=generator)
-        ends = predictor.boundaries(predicted, ids, torch.arange(16400), None)
-        assert ends.float().mean() == pytest.approx(rate, rel=0.2), int(predictor.steps)
-        predictor.update(predictor._count(predicted, ids, torch.arange(16400)), 2.0)
-    if not spread:
-        gaps = ends.nonzero().diff(dim=0).float()
-        assert gaps.std() < 0.3 * gaps.mean()  # of random ones they would be alike
+def test_pairs_lie_within_documents_and_entropies_are_those_of_the_next_byte():
+    model = learner()
+    predictor = model.boundary_predictor
+    predictor.init_weights()
+    ids = torch.tensor([[BOS_ID, *b"abacab", EOS_ID, BOS_ID, *b"ba", EOS_ID, PAD_ID]])
+    counts = model(ids, ids, noise_seed=0).boundary_counts
+    assert counts[:N_BINS].sum() == 10  # scores of all bytes but EOS and PAD
+    model.update_boundaries(counts, 2.5)
+    a, b, c = b"abc"
+    pairs = {}
+    for first, second in predictor.pairs.nonzero().tolist():
+        pairs[first, second] = int(predictor.pairs[first, second])
+    assert pairs == {
+        (BOS_ID, a): 1,
+        (BOS_ID, b): 1,
+        (a, b): 2,
+        (a, c): 1,
+        (a, EOS_ID): 1,
+        (b, a): 2,
+        (b, EOS_ID): 1,
+        (c, a): 1,
+    }
+    of_a = math.log(4) - math.log(2) / 2
+    of_b = math.log(3) - 2 * math.log(2) / 3
+    of_bos = math.log(2)
+    mean = (4 * of_a + 3 * of_b + 2 * of_bos) / 10
+    expected = torch.tensor([of_a, of_b, 0, of_bos]) - mean
+    torch.testing.assert_close(predictor.entropy[[a, b, c, BOS_ID]].float(), expected)
 
+
+@pytest.mark.parametrize("row", ([PAD_ID] * 8, [EOS_ID] * 8, [BOS_ID] * 8), ids=str)
+def test_a_step_without_a_pair_of_bytes_leaves_all_buffers_finite(row):
+    model = learner()
+    model.boundary_predictor.init_weights()
+    for ids in (torch.tensor([row]), text(1, 32)):
+        out = model(ids, ids.masked_fill(ids == PAD_ID, -100), noise_seed=0)
+        model.update_boundaries(out.boundary_counts, out.nats_per_byte.item())
+        assert out.loss.isfinite()
+        assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+# --------------------------------------------------------------------------------------------------
+# Learned boundaries: what the regression learns of a pass
 
 PREDICTOR = "boundary_predictor."
 BY_BYTE = dict(
@@ -151,28 +220,32 @@ def test_the_gain_is_the_change_of_the_loss_if_bytes_receive_the_segment_before_
     core_loss_weight, monkeypatch
 ):
     """Compare with finite differences. Boundaries at bytes without a label do not count."""
-    model, ids = learner(core_loss_weight=core_loss_weight), documents(31, 17, 12)
-    labels, predicted = text(1, 60, seed=3), []
+    model = learner(core_loss_weight=core_loss_weight)
+    ids = documents(31, 17, 12)
+    labels = text(1, 60, seed=3)
     labels[0, 20:24] = -100
     ends = boundaries_of(model, ids, noise_seed=0).flatten().nonzero().flatten().tolist()
-    model.predict_boundaries = lambda x: (
-        predicted.append(Spider.predict_boundaries(model, x)) or predicted[-1]
-    )
+    labelled = [end for end in ends if labels[0, end] != -100]
+    assert 8 < len(labelled) < len(ends)
+
+    predicted = []
+    predict = model.predict_boundaries
+    model.predict_boundaries = lambda x: predicted.append(predict(x)) or predicted[-1]
     out = model(ids, labels, noise_seed=0)
     predicted[0].retain_grad()
     (5 * out.loss).backward()  # also under another weight of the loss
-    found = predicted[0].grad[:, 1]
-    labelled = [end for end in ends if labels[0, end] != -100]
-    assert 8 < len(labelled) < len(ends) and found.nonzero().flatten().tolist() == labelled
-    factor = 2 * boundaries.LOSS_WEIGHT * 5 / 56
-    gains = (predicted[0][:, 1] - found * model.config.boundary_rate / factor).detach()
+    grad = predicted[0].grad[:, 1]
+    assert grad.nonzero().flatten().tolist() == labelled
+    slope_of_error = 2 * boundaries.LOSS_WEIGHT * 5 / 56 / model.config.boundary_rate
+    gains = (predicted[0][:, 1] - grad / slope_of_error).detach()
 
-    def loss(end, step, unpool=Spider.unpool):
+    def loss(end: int, step: float, unpool=Spider.unpool) -> Tensor:
         """Compute the loss with the bytes after a boundary moved by `step` away from the segment
         before."""
 
         def moved(self, z, null, b, *given, back=0):
-            whole, earlier = (unpool(self, z, null, b, *given, back=back) for back in (0, 1))
+            whole = unpool(self, z, null, b, *given, back=back)
+            earlier = unpool(self, z, null, b, *given, back=1)
             return whole + step * (last_boundary(b) == end)[:, None] * (whole - earlier)
 
         with monkeypatch.context() as patch, torch.no_grad():
@@ -188,16 +261,13 @@ def test_the_gain_is_the_change_of_the_loss_if_bytes_receive_the_segment_before_
 @pytest.mark.parametrize("nats, target", ((2.0, 2.0), (50.0, 3.0), (-50.0, -3.0)))
 def test_a_gain_beyond_three_nats_counts_as_three(nats, target):
     """Bytes 1 and 2 receive their segment instead of zero; a nat weighs half of the loss."""
-    predictor, cu = predictor_of(0.25), torch.tensor([0, 3], dtype=torch.int32)
     predicted = torch.tensor([[0.0, 0.3]] * 3, requires_grad=True)
-    unpooled = torch.tensor([[0.0], [1.0], [1.0]])
-    packing = Packing.build(cu, 3, 3, small_config(), torch.float32)
-    out, observed = predictor.observe(
+    out, observed = predictor_of(0.25).observe(
         predicted,
         torch.full((3,), 65),
         torch.tensor([0.0, 1.0, 0.0]),
-        packing,
-        unpooled,
+        packing_of(3),
+        torch.tensor([[0.0], [1.0], [1.0]]),
         torch.zeros(3, 1),
     )
     observed.nat_weight = torch.tensor(0.5)
@@ -211,93 +281,53 @@ def test_surprise_is_fitted_to_losses_up_to_twelve_nats():
     predictor = predictor_of()
     predictor.entropy[65] = 0.5
     predictor.mean_loss.fill_(2.0)
-    observed = boundaries.Observed(
-        torch.tensor([[0.25, 9.0]] * 3), torch.full((3,), 65), torch.zeros(0)
-    )
-    loss = predictor.surprise_loss(
-        observed,
-        torch.tensor(0.0),
-        torch.tensor([4.0, 50.0, 4.0]),
-        torch.tensor([True, True, False]),
-    )
+    predicted = torch.tensor([[0.25, 9.0]] * 3)
+    observed = boundaries.Observed(predicted, torch.full((3,), 65), torch.zeros(0))
+    losses = torch.tensor([4.0, 50.0, 4.0])
+    has_label = torch.tensor([True, True, False])
+    loss = predictor.surprise_loss(observed, torch.tensor(0.0), losses, has_label)
     torch.testing.assert_close(loss, torch.tensor(boundaries.LOSS_WEIGHT * (1.25**2 + 9.25**2)))
 
 
 def test_the_predictor_changes_no_value_and_no_other_gradient(monkeypatch):
-    ids, results = documents(20, 25, 3), []
-    for observes in (True, False):
+    ids = documents(20, 25, 3)
+
+    def logits_and_gradients():
         model = learner()
-        if not observes:
-            monkeypatch.setattr(
-                SurprisePredictor,
-                "observe",
-                lambda self, predicted, ids, b, packing, unpooled, earlier: (unpooled, None),
-            )
         out = model(ids, ids.roll(-1), noise_seed=0)
         out.loss.backward()
-        results.append((out.logits, gradients(model)))
-    (logits, grads), (other, without) = results
-    assert torch.equal(logits, other)
+        return out.logits, gradients(model)
+
+    logits, grads = logits_and_gradients()
+    monkeypatch.setattr(
+        SurprisePredictor,
+        "observe",
+        lambda self, predicted, ids, b, packing, unpooled, earlier: (unpooled, None),
+    )
+    unobserved_logits, unobserved = logits_and_gradients()
+    assert torch.equal(logits, unobserved_logits)
     for name, grad in grads.items():
         if name.startswith(PREDICTOR):
-            assert grad.abs().sum() > 0 and without[name] is None, name
+            assert grad.abs().sum() > 0 and unobserved[name] is None, name
         elif grad is not None:
-            torch.testing.assert_close(grad, without[name], rtol=1e-10, atol=1e-14, msg=name)
+            torch.testing.assert_close(grad, unobserved[name], rtol=1e-10, atol=1e-14, msg=name)
 
 
 def test_a_loss_other_than_the_models_leaves_the_gain_without_a_gradient():
-    model, ids = learner(), text(2, 24)
-    F.cross_entropy(model(ids, noise_seed=0).logits.flatten(0, 1), ids.flatten()).backward()
-    assert not any(
-        grad is not None and grad.any()
-        for name, grad in gradients(model).items()
-        if name.startswith(PREDICTOR)
-    )
-
-
-def test_pairs_lie_within_documents_and_entropies_are_those_of_the_next_byte():
-    model, (a, b, c) = learner(), b"abc"
-    model.boundary_predictor.init_weights()
-    ids = torch.tensor([[BOS_ID, *b"abacab", EOS_ID, BOS_ID, *b"ba", EOS_ID, PAD_ID]])
-    counted, predictor = model(ids, ids, noise_seed=0).boundary_counts, model.boundary_predictor
-    assert counted[:N_BINS].sum() == 10  # scores of all bytes but EOS and PAD
-    model.update_boundaries(counted, 2.5)
-    counts = {
-        (first, then): int(predictor.pairs[first, then])
-        for first, then in predictor.pairs.nonzero().tolist()
-    }
-    assert counts == {
-        (BOS_ID, a): 1,
-        (a, b): 2,
-        (a, c): 1,
-        (b, a): 2,
-        (c, a): 1,
-        (b, EOS_ID): 1,
-        (a, EOS_ID): 1,
-        (BOS_ID, b): 1,
-    }
-    of_a, of_b, two = math.log(4) - math.log(2) / 2, math.log(3) - 2 * math.log(2) / 3, math.log(2)
-    expected = torch.tensor([of_a, of_b, 0, two]) - (4 * of_a + 3 * of_b + 2 * two) / 10
-    torch.testing.assert_close(predictor.entropy[[a, b, c, BOS_ID]].float(), expected)
-
-
-@pytest.mark.parametrize("row", ([PAD_ID] * 8, [EOS_ID] * 8, [BOS_ID] * 8), ids=str)
-def test_a_step_without_a_pair_of_bytes_leaves_all_buffers_finite(row):
     model = learner()
-    model.boundary_predictor.init_weights()
-    for ids in (torch.tensor([row]), text(1, 32)):
-        out = model(ids, ids.masked_fill(ids == PAD_ID, -100), noise_seed=0)
-        model.update_boundaries(out.boundary_counts, out.nats_per_byte.item())
-        assert out.loss.isfinite() and all(x.isfinite().all() for x in model.buffers())
+    ids = text(2, 24)
+    F.cross_entropy(model(ids, noise_seed=0).logits.flatten(0, 1), ids.flatten()).backward()
+    for name, grad in gradients(model).items():
+        if name.startswith(PREDICTOR):
+            assert grad is None or not grad.any(), name
 
 
 def test_all_other_weights_start_as_with_words():
-    def initial(rule):
-        torch.manual_seed(3)
-        return Spider(small_config(boundaries=rule)).state_dict()
-
-    learned = initial("learned")
-    assert all(torch.equal(p, learned[name]) for name, p in initial("words").items())
+    torch.manual_seed(3)
+    words = Spider(small_config(boundaries="words")).state_dict()
+    torch.manual_seed(3)
+    learned = Spider(small_config(boundaries="learned")).state_dict()
+    assert all(torch.equal(tensor, learned[name]) for name, tensor in words.items())
 
 
 def test_learned_boundaries_find_the_bytes_before_a_surprise(monkeypatch):
@@ -306,11 +336,14 @@ def test_learned_boundaries_find_the_bytes_before_a_surprise(monkeypatch):
     monkeypatch.setattr(boundaries, "TRUST_BEGINS", 5)
     monkeypatch.setattr(boundaries, "TRUST_COMPLETE", 10)
     model = Spider(small_config(boundaries="learned", boundary_rate=0.25)).train()
-    optimizers, generator = Optimizers(model, lr=0.02), torch.Generator().manual_seed(0)
+    optimizers = Optimizers(model, lr=0.02)
+    generator = torch.Generator().manual_seed(0)
     for step in range(60):
         ids = torch.randint(97, 113, (8, 65), generator=generator)
-        ids[:, 1::4], ids[:, 2::4], ids[:, 3::4] = 49, 50, 49
+        ids[:, 1::4] = ord("1")
+        ids[:, 2::4] = ord("2")
+        ids[:, 3::4] = ord("1")
         batches = [Batch.of(ids[:, :-1], ids[:, 1:], step)]
-        train.step_alone(model, optimizers, batches, train.StepSettings(2))
+        train.step_alone(model, optimizers, batches, train.StepSettings(n_loops=2))
     share = boundaries_of(model.eval(), ids[:, :-1]).view(8, 16, 4).mean((0, 1))
     assert share[3] > 0.9 and share[:3].max() < 0.1, share

@@ -6,6 +6,7 @@ Statistics are over REPEATS initializations.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -63,13 +64,13 @@ MODELS = {
 def drawn(model: str) -> dict[str, Tensor]:
     """Return all parameters and buffers of REPEATS initializations by name, [REPEATS, ...]."""
     spider = Spider(MODELS[model])
-    found = {}
+    values = defaultdict(list)
     torch.manual_seed(0)
     for _ in range(REPEATS):
         spider.init_weights()
         for name, tensor in (*spider.named_parameters(), *spider.named_buffers()):
-            found.setdefault(name, []).append(tensor.detach().clone())
-    return {name: torch.stack(tensors) for name, tensors in found.items()}
+            values[name].append(tensor.detach().clone())
+    return {name: torch.stack(tensors) for name, tensors in values.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -115,9 +116,8 @@ def multiplier_of(order: int) -> Callable[[Tensor], None]:
 
 def numbers(*expected: int) -> Callable[[Tensor], None]:
     def check(values: Tensor):
-        assert values[0].flatten().tolist() == [*expected] and torch.equal(
-            values, values[:1].expand_as(values)
-        )
+        assert values[0].flatten().tolist() == list(expected)
+        assert torch.equal(values, values[:1].expand_as(values))
 
     return check
 
@@ -185,16 +185,18 @@ ROWS_OF = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_parameter_and_buffer_starts_as_its_row_of_the_table_says(model):
+    table = ROWS_OF[model]
     used = set()
     for name, values in drawn(model).items():
-        rows = [pattern for pattern in ROWS_OF[model] if re.fullmatch(pattern, name)]
+        rows = [pattern for pattern in table if re.fullmatch(pattern, name)]
         assert len(rows) == 1, f"{name} has {len(rows)} rows"
         used.add(rows[0])
+        check = table[rows[0]]
         try:
-            ROWS_OF[model][rows[0]](values)
+            check(values)
         except AssertionError as fault:
             raise AssertionError(f"{name}: {fault}") from fault
-    assert used == ROWS_OF[model].keys()
+    assert used == table.keys()
 
 
 def test_the_injection_starts_with_a_of_0_905_and_b_of_1():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from spider.layers import (
     Linear,
@@ -15,19 +16,33 @@ from spider.layers import (
 )
 
 
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.detach().double() - exact.detach()).norm() / exact.detach().norm())
+
+
+# --------------------------------------------------------------------------------------------------
+# Linears
+
+
 def filled(layer: torch.nn.Linear) -> torch.nn.Linear:
-    torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
-    layer.casts_early, layer.compute_dtype = True, torch.bfloat16
+    """Fill a layer's weight, and give it what cast_weights_once reads of a model."""
+    torch.nn.init.normal_(layer.weight, generator=generator())
+    layer.casts_early = True
+    layer.compute_dtype = torch.bfloat16
     return layer
 
 
 def test_a_linear_computes_in_its_inputs_dtype_with_a_weight_that_is_cast_once():
-    linear, x = filled(Linear(64, 8)), torch.randn(50, 64)
+    linear = filled(Linear(64, 8))
+    x = torch.randn(50, 64)
     exact = F.linear(x, linear.weight)
     with cast_weights_once(linear):
-        assert (
-            weight_of(linear, torch.bfloat16) is linear.cast and linear.cast.dtype == torch.bfloat16
-        )
+        assert linear.cast.dtype == torch.bfloat16
+        assert weight_of(linear, torch.bfloat16) is linear.cast
         assert torch.equal(linear(x), exact)  # not by the cast weight
         for dtype in (torch.bfloat16, torch.float64):
             assert torch.equal(linear(x.to(dtype)), F.linear(x.to(dtype), linear.weight.to(dtype)))
@@ -38,54 +53,55 @@ def test_a_linear_computes_in_its_inputs_dtype_with_a_weight_that_is_cast_once()
 
 def test_a_wide_linear_computes_bf16_rows_in_fp32():
     """A weight in bf16 would be off by 1e-3."""
-    wide, x = filled(WideLinear(64, 8)), torch.randn(50, 64).bfloat16().requires_grad_()
+    linear = filled(WideLinear(64, 8))
+    x = torch.randn(50, 64).bfloat16().requires_grad_()
     upstream = torch.randn(50, 8)
-    with cast_weights_once(wide):
-        ours, theirs = wide(x), x.double() @ wide.weight.double().T
-    grads = (torch.autograd.grad(y, (wide.weight, x), upstream.to(y.dtype)) for y in (ours, theirs))
-    for a, b, tolerance in ((ours, theirs, 1e-6), *zip(*grads, (1e-6, 5e-3), strict=True)):
-        assert (a.double() - b.double()).norm() < tolerance * b.double().norm()
+    with cast_weights_once(linear):
+        y = linear(x)
+    exact = x.double() @ linear.weight.double().T
+    grad_weight, grad_x = torch.autograd.grad(y, (linear.weight, x), upstream)
+    exact_grads = torch.autograd.grad(exact, (linear.weight, x), upstream.double())
+    assert relative_error(y, exact) < 1e-6
+    assert relative_error(grad_weight, exact_grads[0].double()) < 1e-6
+    assert relative_error(grad_x, exact_grads[1].double()) < 5e-3  # of x's dtype
+
+
+@pytest.mark.parametrize("columns", (1, 32))
+def test_a_wide_product_of_bf16_and_fp32_is_as_exact_as_fp32_and_so_are_its_gradients(columns):
+    """Numbers of all sizes. Beside float64, a single product in bf16 is off a thousand times as
+    far."""
+    numbers = generator()
+
+    def draw(*shape: int) -> Tensor:
+        size = torch.randn(shape, generator=numbers)
+        return size * torch.randn(shape, generator=numbers).exp()
+
+    x = draw(60, 256).bfloat16()
+    weight = draw(columns, 256)
+    upstream = draw(60, columns)
+
+    def product_and_gradients(product, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+        inputs = [t.clone() if dtype is None else t.to(dtype) for t in (x, weight)]
+        inputs = [t.detach().requires_grad_() for t in inputs]
+        y = product(*inputs)
+        return y.detach(), *torch.autograd.grad(y, inputs, upstream.to(y.dtype))
+
+    def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+        return WideProduct.apply(x, weight, bf16_terms(weight.detach()))
+
+    results = product_and_gradients(wide_product, None)
+    exact = product_and_gradients(F.linear, torch.float64)
+    in_bf16 = product_and_gradients(F.linear, torch.bfloat16)
+    assert [t.dtype for t in results] == [torch.float32, torch.bfloat16, torch.float32]
+    for i in (0, 2):  # the product, and the gradient of the weight
+        error = relative_error(results[i], exact[i])
+        assert error < 3e-7 and relative_error(in_bf16[i], exact[i]) > 500 * error
+    error = relative_error(results[1], exact[1])
+    nearest = relative_error(exact[1].bfloat16(), exact[1])  # of numbers in bf16
+    assert error < 2e-3 and error < 1.01 * nearest
+    assert relative_error(in_bf16[1], exact[1]) > error
 
 
 def test_the_norms_hand_written_backward_pass_is_the_derivative():
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, 1e-3), x)
-
-
-@pytest.mark.parametrize("columns", (1, 32))
-def test_a_wide_product_of_bf16_and_fp32_is_as_exact_as_fp32_and_so_are_its_gradients(columns):
-    """Numbers of all sizes; beside float64, a single product in bf16 is off a thousand times as
-    far."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight, grad = (
-        torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
-        for shape in ((60, 256), (columns, 256), (60, columns))
-    )
-    x, results = x.bfloat16(), []
-
-    def wide_product(x, weight):
-        return WideProduct.apply(x, weight, bf16_terms(weight.detach()))
-
-    for product, cast in (
-        (wide_product, torch.Tensor.clone),
-        (F.linear, torch.Tensor.double),
-        (F.linear, torch.Tensor.bfloat16),
-    ):
-        inputs = [cast(t).requires_grad_() for t in (x, weight)]
-        y = product(*inputs)
-        results.append((y.detach(), *torch.autograd.grad(y, inputs, cast(grad))))
-    (y, grad_x, grad_weight), exact, rounded = results
-    assert (y.dtype, grad_x.dtype, grad_weight.dtype) == (
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-    )
-    for ours, true, bf16, most in zip(
-        (y, grad_x, grad_weight), exact, rounded, (3e-7, 2e-3, 3e-7), strict=True
-    ):
-        off = float((ours.double() - true).norm() / true.norm())
-        assert off < most and float((bf16.double() - true).norm() / true.norm()) > (
-            500 * off if most < 1e-6 else off
-        )
-    nearest = (exact[1].bfloat16().double() - exact[1]).norm()
-    assert (grad_x.double() - exact[1]).norm() < 1.01 * nearest  # of numbers in bf16

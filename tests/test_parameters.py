@@ -13,6 +13,7 @@ from spider_model import Block, Spider
 
 
 def on_meta(config: SpiderConfig) -> Spider:
+    """Build a model without values, of any size."""
     with torch.device("meta"):
         return Spider(config)
 
@@ -42,33 +43,36 @@ def test_1b_and_original_have_996m_parameters_in_the_shares_of_the_design(preset
     model = on_meta(SpiderConfig.preset(preset))
     table = estimate.parameter_table(model)
     total = sum(count for count, _ in table.values())
+    engram = sum(count for name, (count, _) in table.items() if name.startswith("Engram"))
     assert total == sum(p.numel() for p in model.parameters())
     assert abs(total / 996e6 - 1) < 0.005
-    assert (
-        0.17
-        < sum(count for name, (count, _) in table.items() if name.startswith("Engram")) / total
-        < 0.19
-    )
+    assert 0.17 < engram / total < 0.19
     assert abs(estimate.flops_per_byte(model, 10 / 3, 6, 256) / 2.0e9 - 1) < 0.1
     assert abs(estimate.flops_per_byte(model, 1, 6, 256) / 4.8e9 - 1) < 0.15
 
 
 def test_base_has_about_the_compute_of_1b():
-    costs = [
-        estimate.flops_per_byte(on_meta(config), config.bytes_per_segment, config.n_loops, 2048)
-        for config in map(SpiderConfig.preset, ("1b", "base"))
-    ]
-    assert abs(costs[1] / costs[0] - 1) < 0.15
+    def cost(preset: str) -> float:
+        config = SpiderConfig.preset(preset)
+        model = on_meta(config)
+        return estimate.flops_per_byte(model, config.bytes_per_segment, config.n_loops, 2048)
+
+    assert abs(cost("base") / cost("1b") - 1) < 0.15
 
 
-def everything(model: Spider) -> dict:
+def tensors_of(model: Spider) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def from_scratch(config: SpiderConfig) -> Spider:
+    torch.manual_seed(1)
+    return Spider(config)
 
 
 def from_meta(config: SpiderConfig) -> Spider:
     """Build a model as train.py does, in memory with other values."""
     model = on_meta(config).to_empty(device="cpu")
-    for tensor in everything(model).values():
+    for tensor in tensors_of(model).values():
         tensor.data.fill_(77)
     torch.manual_seed(1)
     model.init_weights()
@@ -80,7 +84,8 @@ class Convolved(Block):
 
     def __init__(self, config, attention_class):
         super().__init__(config, attention_class)
-        self.conv, self.norm = nn.Conv1d(config.hidden_size, 8, 4), nn.BatchNorm1d(8)
+        self.conv = nn.Conv1d(config.hidden_size, 8, 4)
+        self.norm = nn.BatchNorm1d(8)
         self.scales = nn.ParameterList([nn.Parameter(torch.empty(3))])
 
     def reset_parameters(self):
@@ -96,22 +101,21 @@ def test_initialization_on_the_meta_device_gives_the_values_of_a_direct_one(
 ):
     """Modules that a subclass adds initialize themselves, and change no value of the model's
     own."""
-    torch.manual_seed(1)
-    plain = everything(Spider(config := small_config(**changes)))
+    config = small_config(**changes)
+    own = tensors_of(from_scratch(config))
     monkeypatch.setattr(Spider, "block_class", block_class)
-    torch.manual_seed(1)
-    direct, later = everything(Spider(config)), everything(from_meta(config))
-    assert direct.keys() == later.keys() >= plain.keys()
+    direct = tensors_of(from_scratch(config))
+    later = tensors_of(from_meta(config))
+    assert direct.keys() == later.keys() >= own.keys()
     for name, tensor in direct.items():
-        assert torch.equal(tensor, later[name]) and (
-            name not in plain or torch.equal(tensor, plain[name])
-        ), name
+        assert torch.equal(tensor, later[name]), name
+        assert name not in own or torch.equal(tensor, own[name]), name
     if block_class is Convolved:
-        assert 0 < direct["prelude.0.conv.weight"].abs().max() <= 128**-0.5
-        assert not torch.equal(direct["prelude.0.conv.weight"], direct["coda.0.conv.weight"])
-        assert (direct["prelude.0.scales.0"] == 2).all() and (
-            direct["coda.0.norm.running_var"] == 1
-        ).all()
+        weight = direct["prelude.0.conv.weight"]
+        assert 0 < weight.abs().max() <= 128**-0.5
+        assert not torch.equal(weight, direct["coda.0.conv.weight"])
+        assert (direct["prelude.0.scales.0"] == 2).all()
+        assert (direct["coda.0.norm.running_var"] == 1).all()
 
 
 class Gained(Linear):
@@ -134,12 +138,11 @@ def test_a_tensor_that_nothing_initializes_is_an_error_with_its_name(monkeypatch
     """However the model is built: values of a constructor are lost on the meta device."""
 
     class Forgetful(Block):
-        def __init__(self, *given):
-            super().__init__(*given)
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
             FORGOTTEN[name](self)
 
     monkeypatch.setattr(Spider, "block_class", Forgetful)
-    with pytest.raises(
-        RuntimeError, match=f"uninitialized: prelude.0.{name}.*coda.0.{name}.*reset_parameters"
-    ):
+    line = f"uninitialized: prelude.0.{name}.*coda.0.{name}.*reset_parameters"
+    with pytest.raises(RuntimeError, match=line):
         build(small_config())

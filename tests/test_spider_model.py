@@ -4,65 +4,96 @@ bad inputs."""
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from conftest import ROOT, awake, documents, gradients, small_config, text
 from spider.config import RECOMPUTE
 from spider.layers import rms_norm
 from spider.optim import RowwiseAdagrad
+from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID, PAD_ID
 from variants import VARIANTS
 
 EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 
 
+def assert_close(actual: Tensor, expected: Tensor, atol: float = 2e-5):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+@torch.no_grad()
+def logits_of(model: Spider, ids: Tensor) -> Tensor:
+    return model(ids, noise_seed=0).logits
+
+
+# --------------------------------------------------------------------------------------------------
+# Causality and documents
+
+
 @EVERY_VARIANT
 @pytest.mark.parametrize("training", (True, False))
-def test_a_byte_changes_no_logit_before_it_and_no_other_document(changes, training):
-    model, row = (
-        awake(small_config(**changes)).train(training),
-        documents(23, 41, seed=len(changes)),
-    )
+def test_a_changed_byte_changes_no_logit_before_it_and_none_of_another_document(changes, training):
+    model = awake(small_config(**changes)).train(training)
+    ids = documents(23, 41, seed=len(changes))
+    logits = logits_of(model, ids)[0]
     for t in (3, 15, 21, 24, 40, 62):
-        other, same = row.clone(), torch.ones(64, dtype=torch.bool)
-        other[0, t] = 32 + (row[0, t] - 31) % 90
-        same[t : 23 if t < 23 else 64] = False
-        with torch.no_grad():
-            a, b = (model(ids, noise_seed=0).logits[0] for ids in (row, other))
-        torch.testing.assert_close(a[same], b[same], rtol=0, atol=2e-5)
-        assert (a[t] - b[t]).abs().max() > 1e-4
+        changed = ids.clone()
+        changed[0, t] = 32 + (ids[0, t] - 31) % 90
+        end_of_document = 23 if t < 23 else 64
+        same = torch.ones(64, dtype=torch.bool)
+        same[t:end_of_document] = False
+        others = logits_of(model, changed)[0]
+        assert_close(logits[same], others[same])
+        assert (logits[t] - others[t]).abs().max() > 1e-4
 
 
 @EVERY_VARIANT
-def test_documents_and_rows_give_the_logits_together_that_they_give_apart(changes):
-    model, row, rows = (
-        awake(small_config(**changes)).eval(),
-        documents(21, 43, seed=5),
-        text(4, 32, seed=6),
-    )
-    with torch.no_grad():
-        apart = torch.cat([model(part).logits[0] for part in (row[:, :21], row[:, 21:])])
-        torch.testing.assert_close(model(row).logits[0], apart, rtol=0, atol=2e-5)
-        order = [2, 0, 3, 1]
-        torch.testing.assert_close(
-            model(rows[order]).logits, model(rows).logits[order], rtol=0, atol=2e-5
-        )
+def test_documents_and_rows_have_the_logits_together_that_they_have_apart(changes):
+    model = awake(small_config(**changes)).eval()
+    ids = documents(21, 43, seed=5)
+    apart = [logits_of(model, part)[0] for part in (ids[:, :21], ids[:, 21:])]
+    assert_close(logits_of(model, ids)[0], torch.cat(apart))
+    rows = text(4, 32, seed=6)
+    order = [2, 0, 3, 1]
+    assert_close(logits_of(model, rows[order]), logits_of(model, rows)[order])
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_rows_of_sentinels_have_finite_gradients_and_pad_has_no_segment(training):
+    model = awake(small_config()).train(training)
+    mixed = [BOS_ID, 65, EOS_ID, EOS_ID, 66, BOS_ID, 67, BOS_ID, BOS_ID, EOS_ID, PAD_ID, PAD_ID]
+    ids = torch.tensor([[PAD_ID] * 12, [EOS_ID] * 12, [BOS_ID] * 12, mixed])
+    out = model(ids, ids, noise_seed=0)
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert out.segments >= 12 + 3  # each EOS ends one
+    assert model(ids[:1], noise_seed=0).segments == 0
+    assert all(grad is None or grad.isfinite().all() for grad in gradients(model).values())
+    alone = [logits_of(model.eval(), row[None]) for row in ids]
+    assert_close(logits_of(model, ids), torch.cat(alone))
+
+
+# --------------------------------------------------------------------------------------------------
+# Losses and gradients
 
 
 @EVERY_VARIANT
 def test_recomputation_changes_no_gradient_and_counts_no_token_twice(changes):
-    ids, results = text(4, 48, seed=8), []
+    ids = text(4, 48, seed=8)
+    outs = {}
+    grads = {}
     for recompute in RECOMPUTE:
         model = awake(small_config(**changes))
         model.recompute = recompute
-        out = model(ids, ids, noise_seed=0, dropout=0.3)
-        out.loss.backward()
-        results.append((out, gradients(model)))
-    (a, plain), *others = results
-    for b, recomputed in others:
-        assert torch.equal(a.tokens_per_expert, b.tokens_per_expert) and a.loss == b.loss
-        for name, grad in plain.items():
+        outs[recompute] = model(ids, ids, noise_seed=0, dropout=0.3)
+        outs[recompute].loss.backward()
+        grads[recompute] = gradients(model)
+    for recompute in RECOMPUTE[1:]:
+        assert torch.equal(outs["nothing"].tokens_per_expert, outs[recompute].tokens_per_expert)
+        assert outs["nothing"].loss == outs[recompute].loss
+        for name, grad in grads["nothing"].items():
             if grad is not None:
-                torch.testing.assert_close(grad, recomputed[name], rtol=0, atol=1e-7, msg=name)
+                assert_close(grad, grads[recompute][name], atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -80,84 +111,65 @@ def test_every_parameter_receives_a_gradient_on_real_text(changes):
 
 def test_labels_of_minus_100_do_not_count():
     model = awake(small_config()).eval()
-    ids, labels = text(2, 32), text(2, 32, seed=1)
+    ids = text(2, 32)
+    labels = text(2, 32, seed=1)
     half = labels.clone()
     half[:, 16:] = -100
-    with torch.no_grad():
-        expected = F.cross_entropy(
-            model(ids).logits[:, :16].reshape(-1, 272), labels[:, :16].reshape(-1)
-        )
-        torch.testing.assert_close(model(ids, half).nats_per_byte, expected)
-        assert model(ids, torch.full_like(labels, -100)).nats_per_byte == 0
+    first_half = F.cross_entropy(
+        logits_of(model, ids)[:, :16].reshape(-1, 272), labels[:, :16].reshape(-1)
+    )
+    torch.testing.assert_close(model(ids, half).nats_per_byte.detach(), first_half)
+    assert model(ids, torch.full_like(labels, -100)).nats_per_byte == 0
 
 
 def test_the_cores_own_prediction_is_a_term_of_the_loss_in_training():
     ids = text(2, 40)
-    plain, scored = (awake(small_config(core_loss_weight=weight)) for weight in (0.0, 0.5))
-    received, unpool = [], scored.unpool
-    scored.unpool = lambda *given: received.append(unpool(*given)) or received[-1]
-    without, out = (model(ids, ids, noise_seed=0) for model in (plain, scored))
-    assert without.loss_terms["core_loss"] == 0 and out.nats_per_byte == without.nats_per_byte
-    of_core = scored.lm_head(rms_norm(received[0]))
-    torch.testing.assert_close(
-        out.loss_terms["core_loss"], 0.5 * F.cross_entropy(of_core, ids.flatten()).detach()
-    )
-    torch.testing.assert_close(out.loss, without.loss + out.loss_terms["core_loss"])
-    assert (
-        awake(small_config(core_loss_weight=0.5, n_recurrent_layers=0))(ids, ids).loss_terms[
-            "core_loss"
-        ]
-        == 0
-    )
+    plain = awake(small_config(core_loss_weight=0.0))
+    scored = awake(small_config(core_loss_weight=0.5))
+    unpooled = []
+    unpool = scored.unpool
+    scored.unpool = lambda *given: unpooled.append(unpool(*given)) or unpooled[-1]
+    without = plain(ids, ids, noise_seed=0)
+    out = scored(ids, ids, noise_seed=0)
+    core_logits = scored.lm_head(rms_norm(unpooled[0]))
+    core_loss = 0.5 * F.cross_entropy(core_logits, ids.flatten()).detach()
+    assert without.loss_terms["core_loss"] == 0
+    assert out.nats_per_byte == without.nats_per_byte
+    torch.testing.assert_close(out.loss_terms["core_loss"], core_loss)
+    torch.testing.assert_close(out.loss, without.loss + core_loss)
     assert scored.eval()(ids, ids).loss_terms["core_loss"] == 0
 
 
-def test_a_model_without_core_has_neither_segments_nor_loops():
-    model, ids = awake(small_config(n_recurrent_layers=0)), text(2, 32)
+def test_a_model_without_core_has_neither_segments_nor_loops_nor_their_losses():
+    model = awake(small_config(n_recurrent_layers=0, core_loss_weight=0.5))
+    ids = text(2, 32)
     out = model(ids, ids, noise_seed=0)
-    assert out.segments == 0 and out.mean_loops == 0 and out.loss == out.nats_per_byte
-    assert not any(
-        name.startswith(("core", "null", "boundary")) for name, _ in model.named_parameters()
-    )
-
-
-@pytest.mark.parametrize("training", (True, False))
-def test_rows_of_sentinels_give_finite_gradients_and_no_segment_to_pad(training):
-    model = awake(small_config()).train(training)
-    mixed = [BOS_ID, 65, EOS_ID, EOS_ID, 66, BOS_ID, 67, BOS_ID, BOS_ID, EOS_ID, PAD_ID, PAD_ID]
-    ids = torch.tensor([[PAD_ID] * 12, [EOS_ID] * 12, [BOS_ID] * 12, mixed])
-    out = model(ids, ids, noise_seed=0)
-    out.loss.backward()
-    assert (
-        out.loss.isfinite()
-        and out.segments >= 12 + 3
-        and model(ids[:1], noise_seed=0).segments == 0
-    )
-    assert all(grad is None or grad.isfinite().all() for grad in gradients(model).values())
-    with torch.no_grad():  # each row as it is alone
-        torch.testing.assert_close(
-            model.eval()(ids).logits,
-            torch.cat([model(row[None]).logits for row in ids]),
-            rtol=0,
-            atol=2e-5,
-        )
+    assert out.segments == 0 and out.mean_loops == 0
+    assert out.loss == out.nats_per_byte and out.loss_terms["core_loss"] == 0
+    names = [name for name, _ in model.named_parameters()]
+    assert not any(name.startswith(("core", "null", "boundary")) for name in names)
 
 
 def test_a_batch_without_any_segment_still_trains():
-    model, ids = awake(small_config(boundaries="words")), torch.full((2, 16), ord("x"))
+    model = awake(small_config(boundaries="words"))
+    ids = torch.full((2, 16), ord("x"))
     out = model(ids, ids)
     out.loss.backward()
-    assert out.segments == 0 and out.loss.isfinite() and model.null_segment.grad.abs().sum() > 0
+    assert out.segments == 0 and out.loss.isfinite()
+    assert model.null_segment.grad.abs().sum() > 0
 
 
 def test_a_batch_of_many_short_rows_trains():
     """Its core has more padding rows than a row has bytes."""
-    model, ids = awake(small_config()), text(96, 8)
+    model = awake(small_config())
+    ids = text(96, 8)
     model(ids, ids, noise_seed=0).loss.backward()
-    torch.testing.assert_close(
-        model.eval()(ids).logits[:3], model(ids[:3]).logits, rtol=0, atol=2e-5
-    )
+    model.eval()
+    assert_close(logits_of(model, ids)[:3], logits_of(model, ids[:3]))
 
+
+# --------------------------------------------------------------------------------------------------
+# Dtypes and bad inputs
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -165,44 +177,37 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 @pytest.mark.parametrize("parameters", DTYPES, ids=str)
 @pytest.mark.parametrize("products", DTYPES, ids=str)
 def test_parameters_and_products_may_have_any_dtype_while_sums_stay_exact(parameters, products):
-    """In bf16 a segment's bytes would be counted to 256 at most."""
-    model, ids = awake(small_config(boundaries="words")), torch.full((1, 600), ord("a"))
-    ids[0, 5], ids[0, 550:] = ord(" "), text(1, 50)
+    """In bf16 the bytes of a segment would be counted to 256 at most; here one has 544."""
+    model = awake(small_config(boundaries="words"))
+    ids = torch.full((1, 600), ord("a"))
+    ids[0, 5] = ord(" ")
+    ids[0, 550:] = text(1, 50)
     expected = model.eval()(ids, ids).loss
     model = model.to(parameters).train()
     assert model.compute_dtype == parameters
     model.compute_dtype = products
     out = model(ids, ids, noise_seed=0)
-    assert out.logits.dtype == torch.promote_types(
-        torch.promote_types(parameters, products), torch.float32
-    )
-    torch.testing.assert_close(
-        out.loss.float(),
-        expected,
-        rtol=0,
-        atol=2e-2 if torch.bfloat16 in (parameters, products) else 2e-3,
-    )
+    at_least_fp32 = torch.promote_types(torch.promote_types(parameters, products), torch.float32)
+    assert out.logits.dtype == at_least_fp32
+    in_bf16 = torch.bfloat16 in (parameters, products)
+    assert_close(out.loss.float(), expected, atol=2e-2 if in_bf16 else 2e-3)
     out.loss.backward()
     table = model.engram_input.table
     RowwiseAdagrad([table], lr=0.25).step()
-    assert all(g is None or g.isfinite().all() for g in gradients(model).values())
+    assert all(grad is None or grad.isfinite().all() for grad in gradients(model).values())
     assert table.weight.isfinite().all() and table.weight.dtype == parameters
-    with torch.no_grad():
-        full, state = model.eval()(ids).logits, model.decoding_state()
-        stepped = torch.cat(
-            [model.step(part, state) for part in ids.split([300, 299, 1], dim=1)], dim=1
-        )
-    torch.testing.assert_close(
-        stepped, full, rtol=0, atol=1e-1 if torch.finfo(products).bits == 16 else 1e-5
-    )
+    full = logits_of(model.eval(), ids)
+    state = model.decoding_state()
+    pieces = [model.step(piece, state) for piece in ids.split([300, 299, 1], dim=1)]
+    in_16_bits = torch.finfo(products).bits == 16
+    assert_close(torch.cat(pieces, dim=1), full, atol=1e-1 if in_16_bits else 1e-5)
 
 
 def test_bad_inputs_are_refused_with_the_shape_that_is_needed():
-    model, ids = awake(small_config()).eval(), text(2, 8)
+    model = awake(small_config()).eval()
+    ids = text(2, 8)
     for backend in ("nonsense", "auto", None):
-        with pytest.raises(
-            ValueError, match=f"{backend!r} is not one of loop, grouped, triton, tile"
-        ):
+        with pytest.raises(ValueError, match=f"{backend!r} is not one of loop, grouped, triton"):
             model.set_backend(backend)
     for bad in (ids[0], ids[None], ids.float(), ids.int(), ids[:, :0], ids[:0]):
         with pytest.raises(ValueError, match=r"^input_ids must be int64 \[B, T\], "):
