@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from spider.common import CheckpointError
 from spider.distributed import Sharded, ShardedParameter, Unsharded, World, sharding_of
 
-
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
 MOST_STEPS = 1 << 31  # of an optimizer: the kernel of 8-bit AdamW takes 32 bits
