@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -455,22 +455,6 @@ class Origin(NamedTuple):
     offset: str  # file and byte offset of its first id
 
 
-class BatchShape(Protocol):
-    """How the sequences of a step are divided; train.Plan is one. It does not choose them."""
-
-    @property
-    def micro_batch(self) -> int: ...  # sequences of a rank in a micro-step
-
-    @property
-    def grad_accum(self) -> int: ...  # micro-steps
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def sequences(self) -> int: ...  # of all ranks and micro-steps
-
-
 class StepLayout(NamedTuple):
     """How the sequences of an optimizer step are spread; it does not choose them."""
 
@@ -539,13 +523,13 @@ class Loader:
         these decide which sequences a step reads."""
         return dict(targets=self.targets.tolist(), shares=self.share.tolist())
 
-    def batches(self, step: int, first: int, shape: BatchShape, rank: int = 0) -> Iterator[Batch]:
+    def batches(self, step: int, first: int, layout: StepLayout, rank: int = 0) -> Iterator[Batch]:
         """Yield a rank's micro-batches of an optimizer step. first: number of sequences before the
         step."""
         step_noise = step_seed(self.seed, step, "noise")
-        for micro_step in range(shape.grad_accum):
-            begin = (micro_step * shape.ranks + rank) * shape.micro_batch
-            input_ids, labels = self.rows(first + begin + np.arange(shape.micro_batch))
+        for micro_step in range(layout.grad_accum):
+            begin = (micro_step * layout.ranks + rank) * layout.micro_batch
+            input_ids, labels = self.rows(first + begin + np.arange(layout.micro_batch))
             yield Batch.of(input_ids, labels, step_noise + begin)
 
     def rows(self, g: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -708,7 +692,7 @@ class Feed:
     def __init__(
         self,
         loader: Loader,
-        shape: BatchShape,
+        layout: StepLayout,
         rank: int,
         device: torch.device,
         step: int,
@@ -716,7 +700,7 @@ class Feed:
     ):
         """step: the next one; first: number of sequences before it."""
         self.loader = loader
-        self.shape = shape
+        self.layout = layout
         self.rank = rank
         self.device = device
         # No daemon thread: at the end of the process it would abort inside of torch.
@@ -726,7 +710,7 @@ class Feed:
     def take(self) -> list[Batch]:
         """Return the batches of the next step, and start to fetch those of the step after it."""
         batches = self.fetched.result()
-        self._start_fetching(self.step + 1, self.first + self.shape.sequences)
+        self._start_fetching(self.step + 1, self.first + self.layout.sequences)
         return batches
 
     def _start_fetching(self, step: int, first: int):
@@ -735,7 +719,7 @@ class Feed:
         self.fetched = self.thread.submit(self._fetch, step, first)
 
     def _fetch(self, step: int, first: int) -> list[Batch]:
-        batches = self.loader.batches(step, first, self.shape, self.rank)
+        batches = self.loader.batches(step, first, self.layout, self.rank)
         return [batch.to(self.device) for batch in batches]
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from data import (
     Loader,
     Shard,
     Source,
+    StepLayout,
     Stream,
     mock_source,
     open_data,
@@ -43,14 +43,6 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 @pytest.fixture
 def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def shape(micro_batch: int, grad_accum: int = 1, ranks: int = 1) -> SimpleNamespace:
-    """Return a data.BatchShape."""
-    sequences = micro_batch * grad_accum * ranks
-    return SimpleNamespace(
-        micro_batch=micro_batch, grad_accum=grad_accum, ranks=ranks, sequences=sequences
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -99,9 +91,9 @@ def test_global_batch_is_the_same_on_any_ranks_and_micro_steps(
 ):
     loader = Loader([source(range(200)), source(range(50, 250), name="t", weight=0.5)], 8, 5)
     ids, labels = loader.rows(np.arange(first, first + 16))
-    [whole] = loader.batches(7, first, shape(16))
+    [whole] = loader.batches(7, first, StepLayout(16, 1))
     for rank in range(ranks):
-        batches = list(loader.batches(7, first, shape(micro_batch, grad_accum, ranks), rank))
+        batches = list(loader.batches(7, first, StepLayout(micro_batch, grad_accum, ranks), rank))
         assert len(batches) == grad_accum
         for micro_step, batch in enumerate(batches):
             begin = (micro_step * ranks + rank) * micro_batch
@@ -158,7 +150,7 @@ def test_mixture_reads_each_source_to_its_end_before_it_repeats(mixture, draw, b
 
     first = draw.draw(st.integers(0, count - 1))  # another process continues anywhere
     again = Loader(sources, seq_len, seed, block)
-    [batch] = again.batches(0, first, shape(count - first))
+    [batch] = again.batches(0, first, StepLayout(count - first, 1))
     assert torch.equal(batch.ids, ids[first:])
     assert torch.equal(batch.labels, labels[first:])
 
@@ -220,8 +212,8 @@ def test_bound_of_documents_is_a_power_of_two_from_16_to_a_sequence(lengths, len
 
 
 def assert_is_step(batches: list[Batch], loader: Loader, step: int):
-    """Check that batches are those of a step of shape(2, 3)."""
-    expected = loader.batches(step, 6 * step, shape(2, 3))
+    """Check that batches are those of a step of StepLayout(2, 3)."""
+    expected = loader.batches(step, 6 * step, StepLayout(2, 3))
     for batch, other in zip(batches, expected, strict=True):
         assert torch.equal(batch.ids, other.ids)
         assert torch.equal(batch.labels, other.labels)
@@ -231,7 +223,7 @@ def assert_is_step(batches: list[Batch], loader: Loader, step: int):
 
 def test_feed_gives_step_after_step_and_fetches_the_next_one_ahead(monkeypatch):
     loader = Loader([source(range(200))], 8, 5)
-    feed = Feed(loader, shape(2, 3), 0, torch.device("cpu"), 4, 24)
+    feed = Feed(loader, StepLayout(2, 3), 0, torch.device("cpu"), 4, 24)
     for step in range(4, 8):
         assert_is_step(feed.take(), loader, step)
     feed.fetched.result()
@@ -265,7 +257,7 @@ def test_copies_to_a_gpu_may_end_after_later_steps_are_fetched(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
     loader = Loader([source(range(200))], 8, 5)
-    feed = Feed(loader, shape(2, 3), 0, device, 0, 0)
+    feed = Feed(loader, StepLayout(2, 3), 0, device, 0, 0)
     steps = [feed.take() for _ in range(3)]
     feed.fetched.result()
     for on_device, tensor in copies:
