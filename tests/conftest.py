@@ -372,7 +372,9 @@ def losses(monkeypatch):
     monkeypatch.setattr(
         RunProgress,
         "record_evaluation",
-        lambda progress, loss, counts: record(progress, by_step.get(progress.step, 2.2), counts),
+        lambda progress, numbers, counts: record(
+            progress, {**numbers, "val_loss": by_step.get(progress.step, 2.2)}, counts
+        ),
     )
 
 

@@ -188,7 +188,7 @@ def test_flags_that_need_the_validation_loss_are_refused_without_evaluation(erro
 
 def test_validation_loss_that_is_not_finite_is_not_the_best():
     progress = RunProgress(best_loss=2.0)
-    progress.record_evaluation(math.nan, counts=True)
+    progress.record_evaluation(dict(val_loss=math.nan), counts=True)
     assert (progress.val_loss, progress.best_loss, progress.unimproved) == (None, 2.0, 1)
     assert not progress.is_best
 
@@ -201,7 +201,7 @@ def test_only_regular_evaluations_count_for_patience():
         (2.0, False, 1),
         (1.9, True, 0),
     ):
-        progress.record_evaluation(loss, regular)
+        progress.record_evaluation(dict(val_loss=loss), regular)
         assert progress.unimproved == unimproved
 
 
