@@ -373,7 +373,7 @@ def losses(monkeypatch):
         RunProgress,
         "record_evaluation",
         lambda progress, numbers, counts: record(
-            progress, numbers | dict(val_loss=by_step.get(progress.step, 2.2)), counts
+            progress, {**numbers, "val_loss": by_step.get(progress.step, 2.2)}, counts
         ),
     )
 

@@ -241,7 +241,8 @@ QUICK = {"lr", "weight_decay"}
     "name",
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in PARSERS.keys() - LONG - PATHS
+        for name in PARSERS
+        if name not in LONG | PATHS
     ],
 )
 def test_the_extremes_of_a_number_give_a_run_or_one_line(tmp_path, shards, capsys, name, optimizer):
