@@ -250,7 +250,7 @@ def as_flags(names: set[str]) -> str:
     return " ".join(f"--{name}" for name in sorted(names))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the imports below, which take seconds
     check_flags_early(parse_args, "sample.py")
 
 import numpy as np
