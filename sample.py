@@ -41,6 +41,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from spider.common import (
     DataError,
@@ -249,7 +250,7 @@ def as_flags(names: set[str]) -> str:
     return " ".join(f"--{name}" for name in sorted(names))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the imports below, which take seconds
     check_flags_early(parse_args, "sample.py")
 
 import numpy as np
@@ -408,6 +409,14 @@ class Figure:
     adapt: bool
 
 
+class Loaded(NamedTuple):
+    """A checkpoint, and the model that was built of it."""
+
+    path: Path
+    saved: dict
+    model: Spider
+
+
 class Evaluation:
     """The settings of --eval, which are the same for all checkpoints and texts."""
 
@@ -431,67 +440,64 @@ class Evaluation:
                     if model is None or self.args.adapt:  # which has changed the weights
                         model = None  # freed before the next one is built
                         model = self.build(saved)
-                    yield self.figure(path, saved, model, file, text, n_loops)
+                    yield self.figure(Loaded(path, saved, model), file, text, n_loops)
 
     def build(self, saved: dict) -> Spider:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         return model_of(saved, self.device, dtype, self.model_class)
 
-    def figure(
-        self, path: Path, saved: dict, model: Spider, file: str, text: Text, n_loops: int
-    ) -> Figure:
+    def seq_len_of(self, saved: dict) -> int:
+        """Return the bytes per window: those of --seq_len, or those of training."""
+        return self.args.seq_len or saved.get("flags", {}).get("seq_len", 2048)
+
+    def batch_of(self, saved: dict) -> int:
+        """Return the windows per batch."""
+        return self.args.batch or max(1, EVAL_BYTES // self.seq_len_of(saved))
+
+    def figure(self, loaded: Loaded, file: str, text: Text, n_loops: int) -> Figure:
         """Score a text. Raise DataError if it has no byte to predict, and FloatingPointError if the
         loss is not finite."""
-        seq_len = self.args.seq_len or saved.get("flags", {}).get("seq_len", 2048)
-        batch = self.args.batch or max(1, EVAL_BYTES // seq_len)
         if isinstance(text, Stream):
-            score = self.score_file(saved, model, text, n_loops, seq_len, batch)
+            score = self.score_file(loaded, text, n_loops)
         else:
-            score = self.score_sources(saved, model, text, n_loops, seq_len, batch)
+            score = self.score_sources(loaded, text, n_loops)
         if not score.bytes:
             raise DataError(f"{file}: no byte to predict")
         if not math.isfinite(score.bits_per_byte):
             raise FloatingPointError(
-                f"{path}: the loss is not a finite number: its weights are ruined"
+                f"{loaded.path}: the loss is not a finite number: its weights are ruined"
             )
         return Figure(
-            checkpoint=str(path),
+            checkpoint=str(loaded.path),
             file=file,
             n_loops=n_loops,
             bytes=score.bytes,
             characters=score.characters,
             bits_per_byte=score.bits_per_byte,
             bits_per_character=score.bits_per_character,
-            seq_len=None if self.args.adapt else seq_len,
+            seq_len=None if self.args.adapt else self.seq_len_of(loaded.saved),
             precision=self.precision,
             adapt=self.args.adapt,
         )
 
-    def score_file(
-        self, saved: dict, model: Spider, text: Stream, n_loops: int, seq_len: int, batch: int
-    ) -> TextScore:
+    def score_file(self, loaded: Loaded, text: Stream, n_loops: int) -> TextScore:
         """Score the bytes of a text."""
+        _, saved, model = loaded
         if self.args.adapt:
             totals = Adaptation(model, saved, n_loops).score([text], special=False)
         else:
-            totals = score_windows(model, text, seq_len, batch, n_loops)
+            seq_len = self.seq_len_of(saved)
+            totals = score_windows(model, text, seq_len, self.batch_of(saved), n_loops)
         starts = range(1, len(text), PIECE)  # nothing predicts the first id
         pieces = (text.read(start, min(start + PIECE, len(text))) for start in starts)
         characters = count_characters(pieces, special=False)
         return TextScore(totals.targets, characters, totals.bits_per_byte)
 
-    def score_sources(
-        self,
-        saved: dict,
-        model: Spider,
-        sources: list[Source],
-        n_loops: int,
-        seq_len: int,
-        batch: int,
-    ) -> TextScore:
+    def score_sources(self, loaded: Loaded, sources: list[Source], n_loops: int) -> TextScore:
         """Score the validation rows of prepared sources, as the trainer evaluates them."""
+        _, saved, model = loaded
         eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
-        row_length = CHUNK if self.args.adapt else seq_len
+        row_length = CHUNK if self.args.adapt else self.seq_len_of(saved)
         sets = validation_sets(sources, row_length, eval_tokens)
         n_targets = {}
         characters = 0
@@ -508,7 +514,7 @@ class Evaluation:
             totals = Adaptation(model, saved, n_loops).score(streams, special=True)
             return TextScore(totals.targets, characters, totals.bits_per_byte)
         world = single_process(self.device)
-        val_bpb = evaluate(model, sets, batch, n_loops, world)["val_bpb"]
+        val_bpb = evaluate(model, sets, self.batch_of(saved), n_loops, world)["val_bpb"]
         return TextScore(sum(n_targets.values()), characters, val_bpb)
 
 

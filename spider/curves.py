@@ -208,7 +208,9 @@ def span(curves: list[list[Point]]) -> tuple[float, float]:
     low = values[0]
     high = values[-1 - len(values) // 25]
     # do not zoom into the rounding of a constant
-    room = max((high - low) * 0.06, abs(high) * 0.01) or 1.0
+    room = max((high - low) * 0.06, abs(high) * 0.01)
+    if room == 0:  # a curve of zeros
+        room = 1.0
     return low - room, high + room
 
 

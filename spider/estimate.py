@@ -3,15 +3,15 @@
 The memory estimate counts what each module saves for its backward pass. It agrees within 10% with a
 step on fake tensors (tests/rehearsal).
 
-`plan` is a train.Plan. `c` is its SpiderConfig. `size` is the bytes of a number in the dtype of
-activations, 2 or 4. `rows` are the bytes of a micro-step: the rows of the byte layers.
+`c` is the SpiderConfig of the model. `size` is the bytes of a number in the dtype of activations,
+2 or 4. `rows` are the bytes of a micro-step: the rows of the byte layers.
 """
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -24,6 +24,50 @@ from spider.machine import free_memory, memory_of, multiplies_bf16, process_memo
 from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
 from spider.packing import round_up, row_step
+
+
+class RunFlags(Protocol):
+    """The flags that an estimate reads, as train.Flags has them."""
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def compile(self) -> str: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def grad_accum(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def n_loops(self) -> int: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def ckpt_dir(self) -> str: ...
+    @property
+    def keep_last(self) -> int: ...
+    @property
+    def keep_best(self) -> int: ...
+
+
+class RunPlan(Protocol):
+    """What an estimate reads of a train.Plan, since train.py imports this module."""
+
+    @property
+    def flags(self) -> RunFlags: ...
+    @property
+    def config(self) -> SpiderConfig: ...
+    @property
+    def checkpoint_size(self) -> float: ...  # bytes
+    @property
+    def documents_per_byte(self) -> float: ...
+    @property
+    def step_bytes(self) -> int: ...
+    @property
+    def memory(self) -> Mapping[str, float]: ...  # estimated bytes of a rank, by purpose
 
 
 def config_of(model: nn.Module) -> SpiderConfig:
@@ -169,55 +213,74 @@ def byte_rate_kept(c: SpiderConfig, size: int) -> ByteRateKept:
     return ByteRateKept(size * rows_read + predictor + after_layers + 8 * int64, after_layers)
 
 
-def activations(
-    c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, dropout: bool
-) -> float:
+class MicroStep(NamedTuple):
+    """What the size of activations depends on, beside the model."""
+
+    n_loops: int
+    rows: int
+    seq_len: int
+    size: int
+    recompute: str  # one of RECOMPUTE
+    dropout: bool  # whether there are masks: two at byte rate and two at segment rate
+
+    @classmethod
+    def of(cls, plan: RunPlan, recompute: str) -> "MicroStep":
+        flags = plan.flags
+        return cls(
+            n_loops=flags.n_loops,
+            rows=flags.micro_batch * flags.seq_len,
+            seq_len=flags.seq_len,
+            size=4 if flags.precision == "fp32" else 2,
+            recompute=recompute,
+            dropout=flags.dropout > 0,
+        )
+
+
+def activations(c: SpiderConfig, step: MicroStep) -> float:
     """Count the bytes of activations at their peak.
 
     That is at the end of a forward pass, or in backward, while the first checkpointed layer is
-    recomputed. recompute: one of RECOMPUTE. dropout: whether there are masks, two at byte rate and
-    two at segment rate.
+    recomputed.
     """
-    total = _byte_activations(c, rows, size, recompute, dropout)
+    total = _byte_activations(c, step)
     if c.n_recurrent_layers:
-        total += _core_activations(c, n_loops, rows, seq_len, size, recompute, dropout)
+        total += _core_activations(c, step)
     return total
 
 
-def _byte_activations(
-    c: SpiderConfig, rows: int, size: int, recompute: str, dropout: bool
-) -> float:
+def _byte_activations(c: SpiderConfig, step: MicroStep) -> float:
     layers = c.n_prelude_layers + c.n_coda_layers
-    others = byte_rate_kept(c, size)
-    masks = 2 * c.hidden_size if dropout else 0
-    total: float = rows * (others.total + masks)
-    block = rows * block_kept(c, size)
-    if recompute == "all" and layers:
-        inputs = rows * layers * size * c.hidden_size
+    others = byte_rate_kept(c, step.size)
+    masks = 2 * c.hidden_size if step.dropout else 0
+    total: float = step.rows * (others.total + masks)
+    block = step.rows * block_kept(c, step.size)
+    if step.recompute == "all" and layers:
+        inputs = step.rows * layers * step.size * c.hidden_size
         # one layer at a time is recomputed; by then, the modules after the layers are done
-        return total + (inputs + max(0, block - rows * others.after_layers))
+        return total + (inputs + max(0, block - step.rows * others.after_layers))
     return total + layers * block
 
 
-def _core_activations(
-    c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str, dropout: bool
-) -> float:
-    segments = round_up(max(1, math.ceil(rows / c.bytes_per_segment)), row_step(rows, seq_len))
+def _core_activations(c: SpiderConfig, step: MicroStep) -> float:
+    size = step.size
+    segments = round_up(
+        max(1, math.ceil(step.rows / c.bytes_per_segment)), row_step(step.rows, step.seq_len)
+    )
     engrams = len(c.engram_layers)
     memory = len(c.engram_orders) * c.engram_heads * c.engram_dim
     latent = c.kv_lora_rank + c.qk_rope_head_dim
     visits = [visit_kept(c, size, i in c.engram_layers) for i in range(c.n_recurrent_layers)]
-    if recompute == "nothing":
-        kept = n_loops * sum(visits)
+    if step.recompute == "nothing":
+        kept = step.n_loops * sum(visits)
     else:
         # of each visit: input, latents, choice of experts, convolved memory
         visit = size * (c.hidden_size + latent) + 8 * c.n_experts_per_tok
-        kept = n_loops * (c.n_recurrent_layers * visit + engrams * size * c.hidden_size)
+        kept = step.n_loops * (c.n_recurrent_layers * visit + engrams * size * c.hidden_size)
         if not c.n_prelude_layers + c.n_coda_layers:
             kept += max(visits)  # else the byte layers need more, later
-    kept += n_loops * c.hidden_size * 4 * size  # read-out, adapter and halting of each loop
+    kept += step.n_loops * c.hidden_size * 4 * size  # read-out, adapter and halting of each loop
     kept += engrams * size * (memory + 3 * c.hidden_size)
-    masks = 2 if dropout else 0
+    masks = 2 if step.dropout else 0
     kept += c.hidden_size * ((3 + c.segment_offsets) * size + 4 + masks)
     return segments * kept
 
@@ -263,70 +326,56 @@ FLASH_BACKWARD = "attention's backward pass"
 ONEDNN_CACHE = 1e9
 
 
-def estimate_memory(model: nn.Module, plan: Any, recompute: str, world: World) -> dict[str, float]:
+def estimate_memory(
+    model: nn.Module, plan: RunPlan, recompute: str, world: World
+) -> dict[str, float]:
     """Estimate the peak bytes of a rank by purpose, in a step with `recompute` checkpointed.
 
     On a CPU this includes the rest of the process.
     """
     c = plan.config
+    flags = plan.flags
+    step = MicroStep.of(plan, recompute)
     on_cpu = world.device.type == "cpu"
-    size = 4 if plan.flags.precision == "fp32" else 2
-    rows = plan.flags.micro_batch * plan.flags.seq_len
     tables = tables_of(model)
     total = sum(p.numel() for p in model.parameters())
     dense = total - sum(table.weight.numel() for table in tables.values())
-    state = state_size(model, plan.flags.optimizer)
-    kept = activations(
-        c, plan.flags.n_loops, rows, plan.flags.seq_len, size, recompute, plan.flags.dropout > 0
-    )
+    state = state_size(model, flags.optimizer)
+
+    kept = activations(c, step)
     casts = 0
-    if plan.flags.precision != "fp32":
-        casts = dense * size
-    if (
-        plan.flags.precision == "fp8"
-    ):  # one byte per converted weight; gate and up go to fp32 and back
-        casts -= converted_numbers(model)
-        kept += rows * 12 * c.intermediate_size
-    flash = 0.0
-    if size == 2 and not on_cpu:
-        flash = flash_backward(plan, rows)
-    padding = 0.0
-    if size == 4 or on_cpu:  # there is no variable-length kernel
-        padding = padding_bound(c, plan.flags.n_loops, rows, plan.flags.seq_len, size, recompute)
+    if flags.precision != "fp32":
+        casts = dense * step.size
+    if flags.precision == "fp8":
+        casts -= converted_numbers(model)  # a converted weight takes one byte
+        kept += step.rows * 12 * c.intermediate_size  # gate and up go to fp32 and back
+
     # with one micro-step, gradients replace activations; with several, they exist before
-    accumulates = plan.flags.grad_accum > 1
     gradients: float = 4 * dense
-    if not accumulates:
+    if flags.grad_accum == 1:
         gradients = max(0.0, gradients - kept)
+
+    flash = 0.0
+    if step.size == 2 and not on_cpu:
+        flash = flash_backward(plan, step.rows)
+    padding = 0.0
+    if step.size == 4 or on_cpu:  # there is no variable-length kernel
+        padding = padding_bound(c, step)
+
     memory = {
         "parameters": 4 * total,
         "gradients": gradients,
-        "gradients of tables": table_gradients(tables, plan, rows),
+        "gradients of tables": table_gradients(tables, plan, step.rows),
         "optimizer": state.dense_state + state.table_state,
         "cast weights": casts,
         "activations": kept,
         # ids and labels, int64, of this step and the next one (data.Feed)
-        BATCHES: 2 * 2 * 8 * rows * plan.flags.grad_accum,
+        BATCHES: 2 * 2 * 8 * step.rows * flags.grad_accum,
         PADDING: padding,
         FLASH_BACKWARD: flash,
     }
-    if world.ranks > 1:  # see shard_model; tables and their summed gradients are not sharded
-        shards = world.shards
-        gathered = dense
-        gradients = 4 * dense
-        if not accumulates:
-            gradients /= shards
-        if shards > 1 and not accumulates:  # a group at a time, of which the core is the largest
-            gathered = sum(
-                p.numel() for name, p in model.named_parameters() if name.startswith("core.")
-            )
-        memory |= {
-            "parameters": 4 * (total - dense) + 4 * dense / shards,
-            "optimizer": state.dense_state / shards + state.table_state,
-            "gradients of tables": 4 * (total - dense),
-            "gradients": gradients,
-            "gathered weights": 4 * gathered,
-        }
+    if world.ranks > 1:
+        memory |= memory_of_shards(model, state, dense, flags.grad_accum, world.shards)
     if on_cpu:
         memory |= {
             "process at start": process_memory("VmRSS"),
@@ -334,6 +383,31 @@ def estimate_memory(model: nn.Module, plan: Any, recompute: str, world: World) -
             "oneDNN kernels (at most)": ONEDNN_CACHE if multiplies_bf16(world.device) else 0.0,
         }
     return memory
+
+
+def memory_of_shards(
+    model: nn.Module, state: StateSize, dense: int, grad_accum: int, shards: int
+) -> dict[str, float]:
+    """Estimate the bytes by purpose that differ on one of several ranks, see shard_model.
+
+    Tables and their summed gradients are not sharded. dense: the number of all other parameters.
+    """
+    of_tables = state.parameters - 4 * dense  # bytes
+    gradients: float = 4 * dense
+    if grad_accum == 1:
+        gradients /= shards
+    gathered = dense
+    if shards > 1 and grad_accum == 1:  # a group at a time, of which the core is the largest
+        gathered = sum(
+            p.numel() for name, p in model.named_parameters() if name.startswith("core.")
+        )
+    return {
+        "parameters": of_tables + 4 * dense / shards,
+        "optimizer": state.dense_state / shards + state.table_state,
+        "gradients of tables": of_tables,
+        "gradients": gradients,
+        "gathered weights": 4 * gathered,
+    }
 
 
 def converted_numbers(model: nn.Module) -> int:
@@ -345,7 +419,7 @@ def converted_numbers(model: nn.Module) -> int:
     )
 
 
-def flash_backward(plan: Any, rows: int) -> float:
+def flash_backward(plan: RunPlan, rows: int) -> float:
     """Count the bytes that FlashAttention 2 takes in backward, beyond the activations.
 
     It sums the gradient of q in fp32, with 128 rows more for each document (dq_accum in
@@ -356,31 +430,29 @@ def flash_backward(plan: Any, rows: int) -> float:
     return 4 * (rows + 128 * documents) * c.n_heads * round_up(c.v_head_dim, 32)
 
 
-def padding_bound(
-    c: SpiderConfig, n_loops: int, rows: int, seq_len: int, size: int, recompute: str
-) -> float:
+def padding_bound(c: SpiderConfig, step: MicroStep) -> float:
     """Bound the bytes that the padding of documents takes, which depend on the data.
 
     Without a variable-length attention kernel (on a CPU, and in fp32) documents are padded to at
     most twice their rows.
     """
     # layers whose padded tensors exist at once
-    byte_passes = 2 if recompute == "all" else c.n_prelude_layers + c.n_coda_layers
-    core_passes = c.n_recurrent_layers * n_loops if recompute == "nothing" else 2
+    byte_passes = 2 if step.recompute == "all" else c.n_prelude_layers + c.n_coda_layers
+    core_passes = c.n_recurrent_layers * step.n_loops if step.recompute == "nothing" else 2
     # A window stores every block twice, and recomputation adds their gradients: 12 copies of each
     # head's numbers, else 5. Products in bf16 keep their scores, too.
     numbers = c.n_heads * c.v_head_dim
     by_bytes: float = (12 if c.byte_window else 5) * numbers
     by_core: float = 5 * numbers
-    if size == 2:
-        by_bytes += 2 * c.n_heads * min(2 * c.byte_window or 2048, seq_len)
-        by_core += 2 * c.n_heads * min(2048, seq_len / c.bytes_per_segment)
-    of_bytes = byte_passes * rows * by_bytes * size
-    of_core = core_passes * rows / c.bytes_per_segment * by_core * size
+    if step.size == 2:
+        by_bytes += 2 * c.n_heads * min(2 * c.byte_window or 2048, step.seq_len)
+        by_core += 2 * c.n_heads * min(2048, step.seq_len / c.bytes_per_segment)
+    of_bytes = byte_passes * step.rows * by_bytes * step.size
+    of_core = core_passes * step.rows / c.bytes_per_segment * by_core * step.size
     return of_bytes + of_core
 
 
-def table_gradients(tables: dict[str, EngramTable], plan: Any, rows: int) -> float:
+def table_gradients(tables: dict[str, EngramTable], plan: RunPlan, rows: int) -> float:
     """Count the bytes of the gradients of Engram tables, see EngramTable.gather.
 
     Each lookup has a row, its gradient and the gradient's square.
@@ -429,7 +501,7 @@ def choose_memory(
     return MemoryChoice(split, recompute, memory)
 
 
-def describe_memory(memory: dict[str, float], available: float) -> str:
+def describe_memory(memory: Mapping[str, float], available: float) -> str:
     """Describe the memory of a run by purpose, and whether it fits into `available` bytes."""
     needed = sum(memory.values())
     verdict = "NOT ENOUGH" if needed > available else "enough"
@@ -440,7 +512,7 @@ def describe_memory(memory: dict[str, float], available: float) -> str:
     )
 
 
-def check_memory(memory: dict[str, float], world: World):
+def check_memory(memory: Mapping[str, float], world: World):
     """Raise TooLarge if a local rank surely needs more memory than there is.
 
     On a GPU that is certain only of its batches. On a CPU the kernel would kill the run without a
@@ -474,7 +546,7 @@ def check_memory(memory: dict[str, float], world: World):
 TOO_LONG = 30.0  # seconds: a step that takes longer even at the peak rate is not timed
 
 
-def obstacle_to_timing(plan: Any, world: World, bound: float) -> str | None:
+def obstacle_to_timing(plan: RunPlan, world: World, bound: float) -> str | None:
     """Return why the dry run times no step, or None. bound: bytes/s that matrix products alone
     allow."""
     if world.ranks > 1:
@@ -504,7 +576,7 @@ def describe_duration(seconds: float) -> str:
     return f"{count:,.{digits}f} {unit}"
 
 
-def print_memory_and_disk(plan: Any, available: float) -> list[str]:
+def print_memory_and_disk(plan: RunPlan, available: float) -> list[str]:
     """Print the estimates of memory and disk; return which of the two do not suffice.
 
     available: bytes of memory.
@@ -529,7 +601,7 @@ def print_memory_and_disk(plan: Any, available: float) -> list[str]:
     return lacking
 
 
-def print_tables(plan: Any, model: nn.Module):
+def print_tables(plan: RunPlan, model: nn.Module):
     """Print parameters by component, FLOPs per byte, configuration and flags.
 
     The model may be on the meta device.

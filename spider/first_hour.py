@@ -168,7 +168,7 @@ class Trial:
         Raise Failed if a loss or gradient was not finite.
         """
         self.python("train.py", *flags, "--ckpt_dir", self.directory / name)
-        lines = read_lines(self.directory / name / "metrics.jsonl")
+        lines = read_jsonl(self.directory / name / "metrics.jsonl")
         for line in lines:
             if line["skipped"] or not math.isfinite(line["loss"]):
                 raise Failed(f"loss or gradient is not finite in step {line['step']}")
@@ -202,7 +202,7 @@ class Trial:
         return pids
 
 
-def read_lines(path: Path) -> list[dict]:
+def read_jsonl(path: Path) -> list[dict]:
     """Return the objects of a .jsonl file, without a last line that is not complete; none if there
     is no file."""
     if not path.exists():
@@ -315,7 +315,7 @@ def train_briefly(trial: Trial, *flags: str):
         "bytes/s": last["tok_per_sec"],
         "allocated, GB": last["memory"],
     }
-    eager = read_lines(trial.directory.parent / "eager" / "run" / "metrics.jsonl")
+    eager = read_jsonl(trial.directory.parent / "eager" / "run" / "metrics.jsonl")
     if trial.directory.name == "eager" or len(eager) != len(lines):
         return
     difference = max(
@@ -536,10 +536,10 @@ def kill_a_rank(trial: Trial):
     if trial.wait(job) == 0:
         raise Failed("torchrun ended with status 0 after one of its ranks had been killed")
     trial.figures["seconds until the other rank had ended"] = time.monotonic() - killed
-    before = read_lines(run / "metrics.jsonl")[-1]["step"]
+    before = read_jsonl(run / "metrics.jsonl")[-1]["step"]
     last = before + 3
     _, output = trial.run(*command, f"--max_steps={last}")
-    lines = read_lines(run / "metrics.jsonl")
+    lines = read_jsonl(run / "metrics.jsonl")
     steps = [line["step"] for line in lines]
     if "resuming from" not in output or steps != list(range(1, last + 1)):
         raise Failed(f"the same command did not resume and train to step {last}")
@@ -863,7 +863,7 @@ class Hour:
         here = (self.machine.name, self.machine.versions)
         return {
             record["item"]: record
-            for record in read_lines(results)
+            for record in read_jsonl(results)
             if (record["machine"], record["versions"]) == here
         }
 

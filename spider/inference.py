@@ -322,10 +322,11 @@ def converse(sampler: Sampler, state: DecodingState):
             starts_line = not answer.row.stopped and unread != [ord("\n")]
 
 
+@dataclass
 class Interrupt:
-    """A request by Ctrl-C."""
+    """Whether Ctrl-C was pressed."""
 
-    requested = False
+    requested: bool = False
 
 
 class Answer:

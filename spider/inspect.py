@@ -86,7 +86,7 @@ class Record:
     def __init__(self, model: Spider):
         self.model = model
         self.hooks = ExitStack()  # closed, it restores the model
-        self.now = Pass(slice(0), True)
+        self.now = Pass(recorded=slice(0), is_last=True)
         # by id: whether it ends a segment
         self.ends: list[bool] = []
         # by finished segment
@@ -105,7 +105,7 @@ class Record:
 
         A pass that is not the last one is recorded up to the last end of a segment: afterwards
         `now.recorded` is the slice of its ids."""
-        self.now = Pass(slice(context, length), is_last)
+        self.now = Pass(recorded=slice(context, length), is_last=is_last)
 
     def __enter__(self) -> "Record":
         with ExitStack() as hooks:

@@ -85,9 +85,7 @@ def figures(tmp_path):
 # Talking
 
 
-def test_a_directory_stands_for_its_newest_intact_checkpoint(
-    trained, tmp_path, monkeypatch, capsys
-):
+def test_a_directory_stands_for_its_newest_intact_checkpoint(trained, tmp_path, capsys):
     for step in (1, 2, 3):
         shutil.copy(trained / f"spider-step{step}.pt", tmp_path)
     os.truncate(tmp_path / "spider-step3.pt", 9000)
@@ -98,13 +96,6 @@ def test_a_directory_stands_for_its_newest_intact_checkpoint(
     assert torch.equal(
         model.lm_head.weight, torch.load(second)["model_state_dict"]["lm_head.weight"]
     )
-
-
-def test_the_default_directory_is_checkpoints(trained, tmp_path, monkeypatch, capsys):
-    (tmp_path / "checkpoints").mkdir()
-    shutil.copy(trained / "spider-step1.pt", tmp_path / "checkpoints")
-    monkeypatch.chdir(tmp_path)
-    assert "checkpoints/spider-step1.pt" in logged(capsys, "--prompt", "", "--bytes", "1")
 
 
 def test_a_loaded_model_logs_the_backend_that_auto_chooses(trained, monkeypatch, capsys):

@@ -29,7 +29,8 @@ from train import Plan
 
 DEVICE = torch.device("cuda")
 WORLD = World({})
-WORLD.device, WORLD.all = DEVICE, bool
+WORLD.device = DEVICE
+WORLD.all = bool
 PROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 188}  # A100, RTX 4090, H100, B200, RTX 6000
 # Presets with their own widths, one layer of each kind, and loops.
 LAYERS = "n_prelude_layers=1,n_coda_layers=1,n_recurrent_layers=2,engram_layers=1"
@@ -77,10 +78,8 @@ def stand_in(architecture: int = 90):
     )
     for name, answer in answers.items():
         setattr(torch.cuda, name, always(answer))
-    CudaInterface.get_device_properties, CudaInterface.is_bf16_supported = (
-        always(properties),
-        always(True),
-    )
+    CudaInterface.get_device_properties = always(properties)
+    CudaInterface.is_bf16_supported = always(True)
     triton.runtime.driver.set_active(
         SimpleNamespace(get_current_target=always(GPUTarget("cuda", architecture, 32)))
     )
@@ -92,17 +91,11 @@ def stand_in(architecture: int = 90):
 def settle(model: str, *flags: str) -> Plan:
     """Settle the plan of a step of a model of MODELS, which train.py's flags may change."""
     layers, n_loops = MODELS[model]
-    small = [
-        f"--model={model}",
-        f"--set={layers}",
-        f"--n_loops={n_loops}",
-        "--seq_len=256",
-        "--micro_batch=16",
-        "--compile=off",
-        "--recompute=core",
-        "--moe_backend=grouped",
-    ]
-    return train.settle(train.parse_args([*small, *flags], environ={}), WORLD)
+    small = (
+        f"--model={model} --set={layers} --n_loops={n_loops} --seq_len=256 --micro_batch=16 "
+        f"--compile=off --recompute=core --moe_backend=grouped"
+    )
+    return train.settle(train.parse_args([*small.split(), *flags], environ={}), WORLD)
 
 
 def build(plan: Plan, compiled: bool = False) -> tuple[Spider, Optimizers]:
@@ -159,11 +152,9 @@ class Graph:
     running = False  # whether one of them is
 
     def __init__(self, lowering):
-        self.source, self.module, self.backward = (
-            lowering.codegen()[0].value,
-            lowering.orig_gm,
-            lowering.is_backward,
-        )
+        self.source = lowering.codegen()[0].value
+        self.module = lowering.orig_gm
+        self.backward = lowering.is_backward
         self.inputs = [*self.module.graph.find_nodes(op="placeholder")]
         self.outputs = [*self.module.graph.output_node().args[0]]
         self.__file__ = self.key = ""  # Inductor logs them
@@ -176,7 +167,8 @@ class Graph:
         self.runs = 0
 
     def call(self, args):
-        self.runs, Graph.running = self.runs + 1, True
+        self.runs += 1
+        Graph.running = True
         with fx.traceback.preserve_node_meta():  # refusals.place reads it
             results = fx.Interpreter(self.module).run(*args)
         Graph.running = False
@@ -187,13 +179,16 @@ class OnHost(TorchDispatchMode):
     """Make on the host what is made on a device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        return func(*args, **kwargs | (dict(device="cpu") if "device" in kwargs else {}))
+        options = dict(kwargs or {})
+        if "device" in options:
+            options["device"] = "cpu"
+        return func(*args, **options)
 
 
 def generating() -> list[Graph]:
     """Let Inductor make code for the card; return the list of all graphs from now on."""
-    graphs, folder = [], joint_graph.UniformValueConstantFolder
+    graphs = []
+    folder = joint_graph.UniformValueConstantFolder
     fold = folder._deduce_value
 
     def keep(lowering):
@@ -204,13 +199,12 @@ def generating() -> list[Graph]:
         with OnHost():  # constants that Inductor folds are real tensors
             return fold(self, node)
 
-    GraphLowering.compile_to_module, folder._deduce_value = keep, fold_on_host
+    GraphLowering.compile_to_module = keep
+    folder._deduce_value = fold_on_host
     joint_graph.lazy_init = always(None)  # patterns of real tensors
     triton_helpers.set_driver_to_gpu = always(None)
     compile_fx.get_input_idxs_to_check = always([])  # their addresses
-    (
-        config.compile_threads,
-        config.use_static_cuda_launcher,
-        torch.compiler.config.force_disable_caches,
-    ) = 1, False, True
+    config.compile_threads = 1
+    config.use_static_cuda_launcher = False
+    torch.compiler.config.force_disable_caches = True
     return graphs

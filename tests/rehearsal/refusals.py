@@ -312,18 +312,14 @@ def is_composite(func) -> bool:
 
 
 def is_view(func) -> bool:
-    return any(
-        result.alias_info is not None and not result.alias_info.is_write
-        for result in func._schema.returns
-    )
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def refusals_of(func, operation: str, args, kwargs) -> list[str]:
     """Return why the kernel of an operation would refuse these arguments."""
-    named = (
-        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        | kwargs
-    )
+    names = [argument.name for argument in func._schema.arguments]
+    named = dict(zip(names, args, strict=False)) | kwargs
     operands = tensors(named)
     on_host = [t for t in operands if not t.is_cuda]
     made_on = torch.device(named.get("device") or "cpu")
@@ -361,9 +357,9 @@ def fills_by_mask(operation: str, args) -> bool:
 def place() -> str:
     """Return the innermost line of Spider that runs, or from which the graph's operation was
     made."""
-    stack = torch.fx.traceback.get_current_meta().get("stack_trace") or "".join(
-        traceback.format_stack()
-    )
+    stack = torch.fx.traceback.get_current_meta().get("stack_trace")
+    if not stack:
+        stack = "".join(traceback.format_stack())
     lines = [
         line.strip() for line in stack.splitlines() if f'"{ROOT}' in line and "/tests/" not in line
     ]
@@ -376,8 +372,12 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, number: int = 0):
         super().__init__()
-        self.number, self.truth, self.read = number, False, None
-        self.refused, self.waits, self.count = {}, [], Counter()
+        self.number = number
+        self.truth = False
+        self.read = None  # the storage that the host read last
+        self.refused = {}
+        self.waits = []
+        self.count = Counter()
 
     @classmethod
     def is_infra_mode(cls):  # else Dynamo compiles nothing
@@ -386,7 +386,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # an FP8 tensor of torchao: its inner operations come here again
-        kwargs, operation = kwargs or {}, func._schema.name.split("::")[1].removesuffix("_")
+        kwargs = kwargs or {}
+        operation = func._schema.name.split("::")[1].removesuffix("_")
         if is_composite(func):
             # below autograd, which decomposes others: torchao's, and in inference mode
             with self:
@@ -398,9 +399,8 @@ class Watch(TorchDispatchMode):
             )
             self.refused.setdefault((operation, place(), reason), operands)
         if operation in READS:
-            out = {torch.bool: self.truth, int32: self.number, int64: self.number}.get(
-                args[0].dtype, 1.0
-            )
+            numbers = {torch.bool: self.truth, int32: self.number, int64: self.number}
+            out = numbers.get(args[0].dtype, 1.0)
         elif operation == "nonzero":
             out = args[0].new_empty((self.number, args[0].dim()), dtype=int64)
         else:

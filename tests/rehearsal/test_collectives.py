@@ -58,11 +58,10 @@ def stand_in():
     """Make torch report GPUs, and start a fake process group instead of NCCL's."""
     gpu.stand_in()
     torch.cuda.Stream = torch.cuda.Event = AbsentStream
-    torch.cuda.current_stream, torch.cuda.stream = (
-        gpu.always(AbsentStream()),
-        gpu.always(nullcontext()),
-    )
-    start_group, make_mesh = dist.init_process_group, dist.init_device_mesh
+    torch.cuda.current_stream = gpu.always(AbsentStream())
+    torch.cuda.stream = gpu.always(nullcontext())
+    start_group = dist.init_process_group
+    make_mesh = dist.init_device_mesh
 
     def start_fake_group(backend, store, device_id, **settings):
         assert backend == "nccl"
@@ -72,7 +71,8 @@ def stand_in():
         with _disable_current_modes():
             return make_mesh(*args, **settings)
 
-    dist.init_process_group, dist.init_device_mesh = start_fake_group, make_real_mesh
+    dist.init_process_group = start_fake_group
+    dist.init_device_mesh = make_real_mesh
     dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), None, None)])
     World._require_own_gpu = gpu.always(None)  # it reads the others' from the store
 
@@ -83,7 +83,8 @@ def joined(rank: int, ranks: int, shards: int) -> Iterator[tuple[World, list[Col
     environ = dict(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)
     )
-    world, calls = World(environ), []
+    world = World(environ)
+    calls = []
     with CollectiveRecorder(calls.append):
         world.join(gpu.DEVICE, shards, 60.0)
         yield world, calls
@@ -125,9 +126,8 @@ def receive_on_host(patch):
 def test_a_tensor_of_the_host_is_found_in_an_agreement_a_broadcast_and_a_gathering():
     stand_in()
     calls = call_small_collectives()
-    assert {one.name for one in calls} == {"allreduce", "broadcast", "recv"} and not faults_of(
-        calls
-    )
+    assert {one.name for one in calls} == {"allreduce", "broadcast", "recv"}
+    assert not faults_of(calls)
     for plant, name in (
         (agree_on_host, "allreduce"),
         (broadcast_on_host, "broadcast"),
@@ -153,10 +153,10 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
     stand_in()
     words = (
         f"--model=tiny --seq_len=256 --micro_batch=4 --grad_accum=2 --compile=off "
-        f"--moe_backend=grouped "
-        f"--shards={shards} {flags}"
+        f"--moe_backend=grouped --shards={shards} {flags}"
     ).split()
-    calls_by_rank, saved = [], None
+    calls_by_rank = []
+    saved = None  # by the first rank
     with FakeTensorMode(), WatchFake(700) as watch:
         with joined(0, ranks, shards) as (gpu.WORLD, calls):
             plan = train.settle(train.parse_args(words, environ={}), gpu.WORLD)

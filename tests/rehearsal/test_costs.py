@@ -93,7 +93,9 @@ CARDS = {
     "A100": (250e12, 17e12, 1.7e12),
     "RTX 4090": (150e12, 60e12, 0.9e12),
 }
-FP8, ATTENTION = 1.84, 0.38  # rates relative to those of products in bf16
+# rates relative to those of products in bf16
+FP8 = 1.84
+ATTENTION = 0.38
 SHORTEST = 2e-6  # seconds
 NO_KERNEL = {
     *"empty empty_like new_empty empty_strided new_empty_strided _unsafe_view "
@@ -110,49 +112,41 @@ class Costs(Watch):
     def __init__(self, number: int):
         super().__init__(number)
         self.formulas = FlopCounterMode(display=False, custom_mapping=FORMULAS).flop_registry
-        self.part, self.parts = "", defaultdict(lambda: [0] * (3 + len(CARDS)))
+        self.part = ""
+        # by part: kernels, FLOPs, bytes, and the least seconds on each card
+        self.parts = defaultdict(lambda: [0] * (3 + len(CARDS)))
 
     def add(
         self, part: str, flops: int, moved: int, rate: float = 1, times: int = 1, fp32: bool = False
     ):
-        cost = (
-            1,
-            flops,
-            moved,
-            *(
-                max(flops / (in_fp32 if fp32 else rate * in_bf16), moved / memory, SHORTEST)
-                for in_bf16, in_fp32, memory in CARDS.values()
-            ),
-        )
+        cost = [1, flops, moved]
+        for in_bf16, in_fp32, memory in CARDS.values():
+            products = in_fp32 if fp32 else rate * in_bf16
+            cost.append(max(flops / products, moved / memory, SHORTEST))
         self.parts[part] = [
             total + times * number for total, number in zip(self.parts[part], cost, strict=True)
         ]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, name = (
-            super().__torch_dispatch__(func, types, args, kwargs),
-            func._schema.name.split("::")[1],
-        )
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name.split("::")[1]
         formula = self.formulas.get(func._overloadpacket)
-        if (
-            out is NotImplemented
-            or func.namespace == "prim"
-            or is_composite(func)
-            or is_view(func)
-            or (
-                name in NO_KERNEL
-                or gpu.Graph.running
-                and formula is None
-                and "embedding_bag" not in name
-            )
-        ):
+        if out is NotImplemented or func.namespace == "prim" or name in NO_KERNEL:
             return out
-        operands, results = tensors((args, kwargs)), tensors(out)
+        if is_composite(func) or is_view(func):
+            return out
+        if gpu.Graph.running and formula is None and "embedding_bag" not in name:
+            return out  # part of a Triton kernel, whose bytes the graph knows
+        operands = tensors((args, kwargs))
+        results = tensors(out)
         if name in SOME_ROWS:
-            operands, results = operands[1:], operands[-1:] if name[-1] == "_" else results * 2
+            results = operands[-1:] if name[-1] == "_" else results * 2
+            operands = operands[1:]
         moved = sum(t.numel() * t.element_size() for t in operands + (results or tensors(args[0])))
         if formula:
-            rate = ATTENTION if "attn" in name else FP8 if operands[0].itemsize == 1 else 1
+            rate = FP8 if operands[0].itemsize == 1 else 1
+            if "attn" in name:
+                rate = ATTENTION
             fp32 = operands[0].itemsize == 4
             part = "products in fp32" if fp32 else "products"
             self.add(part, formula(*args, **kwargs or {}, out_val=out), moved, rate, fp32=fp32)
@@ -176,7 +170,8 @@ def test_flops_are_within_a_tenth_of_the_estimate(model):
     cost = estimate.flops_per_byte(
         spider, plan.config.bytes_per_segment, plan.flags.n_loops, plan.flags.seq_len
     )
-    counted, expected = costs.parts["products"][1], plan.step_bytes * cost
+    counted = costs.parts["products"][1]
+    expected = plan.step_bytes * cost
     print(
         f"{model}: {counted / 1e12:.2f} TFLOP, estimate {expected / 1e12:.2f}, "
         f"{expected / counted - 1:+.1%}"
@@ -209,10 +204,8 @@ def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
         for graph in graphs:
             graph.runs = 0
         costs.parts.clear()
-        costs.part, batches = (
-            "outside of graphs",
-            [gpu.batch_of(plan, plan.flags.micro_batch)] * plan.flags.grad_accum,
-        )
+        costs.part = "outside of graphs"
+        batches = [gpu.batch_of(plan, plan.flags.micro_batch)] * plan.flags.grad_accum
         now = train.StepSettings(plan.flags.n_loops)
         sums = train.accumulate(spider, batches, now)
         costs.part = "update"

@@ -23,7 +23,9 @@ from spider.decode import draw
 from train import Plan
 
 pytestmark = pytest.mark.rehearsal
-BATCH, RAGGED = "16x256", "3x200"  # sequences x bytes; 3 * 200 rows are no multiple of 16
+# sequences x bytes
+BATCH = "16x256"
+RAGGED = "3x200"  # 600 rows, no multiple of 16
 # Models on an H100; on sm_120 `auto` multiplies experts by spider/grouped_triton.py
 STEPS = [
     *(
@@ -106,16 +108,12 @@ def test_the_watch_sees_where_the_host_waits_for_the_gpu():
 
 
 def test_the_libraries_of_the_torch_in_use_have_the_messages_of_the_table():
-    libraries = [
-        mmap.mmap(
-            os.open(Path(torch.__file__).parent / "lib" / name, os.O_RDONLY), 0, prot=mmap.PROT_READ
-        )
-        for name in ("libtorch_cuda.so", "libtorch_cpu.so")
-    ]
-    messages = {row.says for row in REFUSALS} - {*UNCHECKED}
-    assert not [
-        says for says in messages if all(library.find(says.encode()) < 0 for library in libraries)
-    ]
+    missing = {row.says for row in REFUSALS} - {*UNCHECKED}
+    for name in ("libtorch_cuda.so", "libtorch_cpu.so"):
+        file = os.open(Path(torch.__file__).parent / "lib" / name, os.O_RDONLY)
+        library = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+        missing = {says for says in missing if library.find(says.encode()) < 0}
+    assert not missing
 
 
 def settle(model: str, precision: str, architecture: int, backend: str, batch: str) -> Plan:
@@ -161,7 +159,8 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
         # of both products of each visit of a core layer
         weight_grads = 2 * 2 * plan.flags.n_loops * plan.flags.grad_accum
         assert watch.count["grouped_weight_grad"] == (weight_grads if backend == "auto" else 0)
-        ids, watch.number = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE), 4
+        ids = torch.empty(3, 64, dtype=torch.int64, device=gpu.DEVICE)
+        watch.number = 4
         train.evaluate(spider, {"": (ids, ids)}, 3, 2, gpu.WORLD)
         watch.truth = True  # logits are finite, and all rows have ended after one byte
         train.log_sample(spider, 1, plan.flags, {"": (ids, ids)})
@@ -177,7 +176,8 @@ def test_no_kernel_refuses_a_step_an_evaluation_a_sample_decoding_or_an_export(
                 draw(logits, 0.8, 50, 0.9, None)
         from spider import modeling_spider as adapter  # imports transformers
 
-        adapter.Spider, watch.truth = gpu.always(spider), False
+        adapter.Spider = gpu.always(spider)
+        watch.truth = False
         export = adapter.SpiderForCausalLM(
             adapter.SpiderHFConfig(vars(spider.config), dtype=torch.bfloat16)
         ).eval()
@@ -191,7 +191,8 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
     model, precision, architecture, backend, batch
 ):
     plan = settle(model, precision, architecture, backend, batch)
-    graphs, made = gpu.generating(), []
+    graphs = gpu.generating()
+    made = []  # number of graphs after each step
     with FakeTensorMode(), Watch() as watch:
         spider, optimizers = gpu.build(plan, compiled=True)
         for documents, watch.number, longest in SIZES[batch]:
@@ -211,12 +212,15 @@ def test_a_compiled_step_has_the_graphs_of_the_first_whatever_its_segments_and_d
 @pytest.mark.parametrize("precision, architecture", CUBINS)
 def test_every_generated_kernel_compiles_to_a_cubin_in_each_configuration(precision, architecture):
     gpu.stand_in(architecture)
-    plan, graphs, made = gpu.settle("1b", f"--precision={precision}"), gpu.generating(), []
+    plan = gpu.settle("1b", f"--precision={precision}")
+    graphs = gpu.generating()
     with FakeTensorMode(), Watch(800):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=16)
-    for source, name in {
-        source: name for graph in graphs for name, source in KERNEL.findall(graph.source)
-    }.items():
+    names = {}  # of kernels, by their source: many graphs have the same
+    for graph in graphs:
+        names |= {source: name for name, source in KERNEL.findall(graph.source)}
+    made = []  # the configurations of each kernel
+    for source, name in names.items():
         kernel = getattr(PyCodeCache.load(source), name)
         kernel.precompile(warm_cache_only=True)
         made.append([result.kernel for result in kernel.compile_results])

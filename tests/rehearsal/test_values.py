@@ -70,7 +70,8 @@ def varlen_attn(q, k, v, cu_seqlens, *_):
 
 
 def varlen_attn_backward(grad, q, k, v, out, log_sum, cu_seqlens, *_):
-    p, grad = attention_of(q, k, cu_seqlens), grad.float()
+    p = attention_of(q, k, cu_seqlens)
+    grad = grad.float()
     of_p = torch.einsum("qhd,khd->hqk", grad, v.float())
     of_score = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     grads = (
@@ -112,7 +113,9 @@ class Own(OnHost):
 
     def __init__(self, order: Tensor | None = None, wide: bool = False):
         super().__init__()
-        self.order, self.wide, self.scores = order, wide, None
+        self.order = order
+        self.wide = wide
+        self.scores = None
 
     def run(self, graph: Graph, args: list, nudge: float = 0.0) -> list:
         """Run a graph on copies of inputs, with numbers moved by about this share of them."""
@@ -156,10 +159,11 @@ class Kernel:
 
     def run(self, *args, stream=None):
         names = self.function.arg_names
-        given = dict(zip((name for name in names if not name.endswith("BLOCK")), args, strict=True))
-        blocks = dict(
-            XBLOCK=64 if {"YBLOCK", "R0_BLOCK"} & {*names} else 1024, YBLOCK=64, R0_BLOCK=256
-        )
+        parameters = [name for name in names if not name.endswith("BLOCK")]
+        given = dict(zip(parameters, args, strict=True))
+        blocks = dict(XBLOCK=1024, YBLOCK=64, R0_BLOCK=256)
+        if {"YBLOCK", "R0_BLOCK"} & {*names}:
+            blocks["XBLOCK"] = 64
         if "R0_BLOCK" not in names and "r0_numel" in names:  # persistent reduction
             blocks["XBLOCK"] = 8
         grid = [-(-given.get(axis + "numel", 1) // blocks[axis.upper() + "BLOCK"]) for axis in "xy"]
@@ -188,22 +192,22 @@ def inputs_of(graph: Graph, known: dict) -> list:
         for value in values.values()
         if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.dim() == 2
     )
-    return [
-        known[name]
-        if name in known
-        else draw(value, rows)
-        if isinstance(value, Tensor)
-        else int(value)
-        for name, value in values.items()
-    ]
+    inputs = []
+    for name, value in values.items():
+        if name in known:
+            inputs.append(known[name])
+        elif isinstance(value, Tensor):
+            inputs.append(draw(value, rows))
+        else:
+            inputs.append(int(value))
+    return inputs
 
 
 def draw(like: Tensor, rows: int) -> Tensor:
     """Draw numbers of the kind that a tensor of this dtype and shape holds."""
-    dtype, (shape, stride) = (
-        like.dtype,
-        ([*map(int, numbers)] for numbers in (like.shape, like.stride())),
-    )
+    dtype = like.dtype
+    shape = [int(n) for n in like.shape]
+    stride = [int(n) for n in like.stride()]
     size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if dtype == torch.int32:  # cu_seqlens of a few documents
         flat = torch.linspace(0, rows, size).round()
@@ -235,24 +239,22 @@ def faults_of(graph: Graph, source: str, args: list) -> tuple[list[str], list]:
     """Run a graph's code; return what is wrong with its results, and the results. Rounding is what
     the graph's own operations are off at most in RUNS, all but the first on inputs moved by the
     size of bf16's rounding."""
-    results, faults = run_generated(source, args), []
-    order = next(
-        (
-            result
-            for node, result in zip(graph.outputs, results, strict=True)
-            if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", "")))
-        ),
-        None,
-    )
-    wide, own = Own(order, wide=True), Own(order, wide=False)
+    results = run_generated(source, args)
+    faults = []
+    order = None  # of the experts of each row, as the code chose it
+    for node, result in zip(graph.outputs, results, strict=True):
+        if re.match(r"\(sort\w*, 1\)", str(getattr(node, "args", ""))):
+            order = result
+            break
+    wide = Own(order, wide=True)
+    own = Own(order, wide=False)
     exact = wide.run(graph, args)
     rounding = [distance(own.run(graph, args), exact)]
     if order is not None:
         tie = 4 * (own.scores - wide.scores).abs().max()
         chosen = wide.scores.gather(1, order)
-        if (order.sort(1).values != torch.arange(EXPERTS)).any() or (
-            chosen.diff(dim=1) > tie
-        ).any():
+        all_once = (order.sort(1).values == torch.arange(EXPERTS)).all()
+        if not all_once or (chosen.diff(dim=1) > tie).any():
             faults.append("the experts are not in the order of their scores")
     rounding += [distance(own.run(graph, args, 2**-9), exact) for _ in range(RUNS - 1)]
     for i, (off, *others) in enumerate(zip(distance(results, exact), *rounding, strict=True)):
@@ -271,7 +273,9 @@ def test_generated_code_computes_what_its_graph_means_and_planted_faults_are_fou
         "--seq_len=32",
         "--micro_batch=2",
     )
-    graphs, known, found = gpu.generating(), {}, []
+    graphs = gpu.generating()
+    known = {}  # inputs and results of the last forward graph
+    found = []
     with FakeTensorMode(), Watch(24):
         gpu.step(plan, *gpu.build(plan, compiled=True), documents=3)
     torch.manual_seed(0)
