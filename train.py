@@ -1948,8 +1948,6 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
         open_logs(run, closing, in_place)
     closing.callback(writer.thread.shutdown)
     describe_start(run, in_place)
-    if not run.is_last() and (flags.precision == "fp8" or flags.compile != "off"):
-        warm_up(model, plan, world.device)
     # The optimizer's state stores the rate: restore the last step's.
     optimizers.set_lr(flags.lr, lr_factor(max(0, progress.step - 1), horizon, flags))
     return run
@@ -2013,7 +2011,9 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
     run = start_run(opened, world, stop, closing)
-    del opened  # the checkpoint's state
+    del opened  # the checkpoint's state, before passes take memory
+    if not run.is_last() and (plan.flags.precision == "fp8" or plan.flags.compile != "off"):
+        warm_up(run.model, plan, world.device)
     progress = run.progress
     log = StepLog(plan, world.device, progress, run.last_step)
     profiler = None

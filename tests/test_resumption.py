@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from conftest import (
 )
 from jobs import Job, sleeps, steps_done, unread, until
 from spider import boundaries
-from spider.checkpoint import find_checkpoints
+from spider.checkpoint import find_checkpoints, load_origin
 from spider.common import DataError
 
 
@@ -278,6 +279,22 @@ def test_signal_during_compilation_does_not_wait_for_its_end(tmp_path, start_job
     time.sleep(5)
     status, last_line = end_by(job)
     assert status == 128 + signal.SIGTERM and "before the first step" in last_line
+
+
+def test_checkpoint_has_left_memory_when_the_warm_up_begins(train_small, monkeypatch):
+    train_small(steps=2)
+    loaded = []
+    alive = []
+
+    def load_and_note(*args):
+        origin = load_origin(*args)
+        loaded.append(weakref.ref(origin.state["model_state_dict"]["lm_head.weight"]))
+        return origin
+
+    monkeypatch.setattr(train, "load_origin", load_and_note)
+    monkeypatch.setattr(train, "warm_up", lambda *_: alive.append(loaded[0]() is not None))
+    train_small("--precision fp8", steps=3)
+    assert alive == [False]
 
 
 LACK_OF_MEMORY = "--micro_batch (now 2)"  # in the advice
