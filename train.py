@@ -8,10 +8,11 @@ The same command again resumes from the newest checkpoint in --ckpt_dir. All ran
 function of (--seed, step), so an interrupted run ends like an uninterrupted one. `python train.py
 --help` lists the flags, with the defaults of `1b`; other models have recipes of their own (RECIPES
 in train.py), and the log shows what they set.
-
-From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
-the model -> one optimizer step -> evaluation -> the run -> main.
 """
+
+# From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
+# the model -> one optimizer step -> evaluation -> the run -> main. Not in the docstring, which is
+# part of --help.
 
 import copy
 import math
