@@ -14,7 +14,6 @@ in train.py), and the log shows what they set.
 # the model -> one optimizer step -> evaluation -> the run -> main. Not in the docstring, which is
 # part of --help.
 
-import copy
 import math
 import os
 import shlex
@@ -1415,7 +1414,9 @@ def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
     flags = plan.flags
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
     loader = Loader(sources, flags.seq_len, flags.seed)
-    model = build_model(copy.deepcopy(plan.model), plan, world)
+    with torch.device("meta"):  # a subclass may hold what cannot be copied from plan.model
+        model = plan.model_class(plan.config)
+    model = build_model(model, plan, world)
     if flags.compile != "off":
         warm_up(model, plan, world.device)
     optimizers = optimizers_of(flags, model)
