@@ -2052,6 +2052,8 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # The end
     directory = plan.flags.ckpt_dir
+    if progress.step == 0:  # a signal arrived in the loop, but before the first step
+        raise Stopped("stopped before the first step")
     if not run.writer.holds(progress.step):
         raise CheckpointError(
             f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older "

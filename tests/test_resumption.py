@@ -257,6 +257,20 @@ def test_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(
     assert not saved_steps(tmp_path / "run")
 
 
+def test_signal_in_the_loop_but_before_the_first_step_is_no_error(
+    tmp_path, shards, monkeypatch, capsys
+):
+    def stop(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train.Run, "evaluate_and_sample", stop)
+    argv = run_flags(shards, tmp_path / "run")
+    assert train.command_line(argv) == 128 + signal.SIGTERM
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line == "train.py: SIGTERM: stopped before the first step"
+    assert saved_steps(tmp_path / "run") == []
+
+
 def test_second_signal_ends_the_process_at_once(start_job):
     job = start_job(slow="accumulate")
     job.ranks[0].terminate()
