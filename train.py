@@ -1596,27 +1596,31 @@ class Run:
         """Return whether the run ends after this step."""
         return self.is_last() or self.stop.agreed is not None or self.out_of_patience()
 
-    def evaluate(self):
-        """Evaluate, and record the result with the step's metrics."""
-        flags = self.flags
+    def evaluate_and_sample(self):
+        """Evaluate and sample, if it is due. A signal interrupts both, but not the record of an
+        evaluation, which would have a part of it."""
         progress = self.progress
-        rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
-        numbers = evaluate(self.model, self.validation, rows, flags.n_loops, self.world)
-        progress.record_evaluation(numbers, counts=progress.step % flags.eval_every == 0)
-        self.writer.mark_unsaved(progress.step)  # a resumed checkpoint lacks the evaluation
+        numbers = self.stop.may_interrupt(self.evaluate)
+        if numbers is not None:
+            regular = progress.step % self.flags.eval_every == 0
+            progress.record_evaluation(numbers, counts=regular)
+            self.writer.mark_unsaved(progress.step)  # a resumed checkpoint lacks the evaluation
+        self.stop.may_interrupt(self.sample)
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Evaluate, if it is due."""
+        if not self.due_evaluation():
+            return None
+        rows = max(self.flags.micro_batch, EVAL_BYTES // self.flags.seq_len)
+        return evaluate(self.model, self.validation, rows, self.flags.n_loops, self.world)
 
     def sample(self):
-        """Log a sample."""
+        """Log a sample, if it is due."""
+        if not self.is_due(self.flags.sample_every):
+            return
         whole = gather_model(self.model)
         if whole is not None:
             log_sample(whole, self.progress.step, self.flags, self.validation)
-
-    def evaluate_and_sample(self):
-        """Evaluate and sample, if it is due."""
-        if self.due_evaluation():
-            self.evaluate()
-        if self.is_due(self.flags.sample_every):
-            self.sample()
 
     def record_metrics(self, first_step: int):
         """Write the step's line of metrics.jsonl; wandb gets those from `first_step` on."""
@@ -2028,7 +2032,7 @@ def main(
     while True:
         # Once in a while: evaluate and sample
         pause = time.perf_counter()
-        stop.may_interrupt(run.evaluate_and_sample)
+        run.evaluate_and_sample()
         log.paused += time.perf_counter() - pause
         run.record_metrics(log.first_step)
 

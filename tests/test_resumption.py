@@ -31,6 +31,7 @@ from jobs import Job, sleeps, steps_done, unread, until
 from spider import boundaries
 from spider.checkpoint import find_checkpoints, load_origin
 from spider.common import DataError
+from spider.run import RunProgress
 
 
 def saved_steps(directory) -> list[int]:
@@ -269,6 +270,21 @@ def test_signal_in_the_loop_but_before_the_first_step_is_no_error(
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert last_line == "train.py: SIGTERM: stopped before the first step"
     assert saved_steps(tmp_path / "run") == []
+
+
+def test_signal_does_not_interrupt_the_record_of_an_evaluation(tmp_path, shards, monkeypatch):
+    record = RunProgress.record_evaluation
+
+    def stop_and_record(progress, numbers, counts):
+        os.kill(os.getpid(), signal.SIGTERM)
+        record(progress, numbers, counts)
+
+    monkeypatch.setattr(RunProgress, "record_evaluation", stop_and_record)
+    argv = run_flags(shards, tmp_path / "run", "--eval_every 2")
+    assert train.command_line(argv) == 128 + signal.SIGTERM
+    state = final_state(tmp_path / "run")
+    assert state["step"] == 2
+    assert state["best_loss"] == state["val_loss"] == state["metrics"]["val_loss"]
 
 
 def test_second_signal_ends_the_process_at_once(start_job):
