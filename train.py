@@ -8,12 +8,12 @@ The same command again resumes from the newest checkpoint in --ckpt_dir. All ran
 function of (--seed, step), so an interrupted run ends like an uninterrupted one. `python train.py
 --help` lists the flags, with the defaults of `1b`; other models have recipes of their own (RECIPES
 in train.py), and the log shows what they set.
-
-From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
-the model -> one optimizer step -> evaluation -> the run -> main.
 """
 
-import copy
+# From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
+# the model -> one optimizer step -> evaluation -> the run -> main. Not in the docstring, which is
+# part of --help.
+
 import math
 import os
 import shlex
@@ -1414,7 +1414,9 @@ def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
     flags = plan.flags
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
     loader = Loader(sources, flags.seq_len, flags.seed)
-    model = build_model(copy.deepcopy(plan.model), plan, world)
+    with torch.device("meta"):  # a subclass may hold what cannot be copied from plan.model
+        model = plan.model_class(plan.config)
+    model = build_model(model, plan, world)
     if flags.compile != "off":
         warm_up(model, plan, world.device)
     optimizers = optimizers_of(flags, model)
@@ -1594,27 +1596,31 @@ class Run:
         """Return whether the run ends after this step."""
         return self.is_last() or self.stop.agreed is not None or self.out_of_patience()
 
-    def evaluate(self):
-        """Evaluate, and record the result with the step's metrics."""
-        flags = self.flags
+    def evaluate_and_sample(self):
+        """Evaluate and sample, if it is due. A signal interrupts both, but not the record of an
+        evaluation, which would have a part of it."""
         progress = self.progress
-        rows = max(flags.micro_batch, EVAL_BYTES // flags.seq_len)
-        numbers = evaluate(self.model, self.validation, rows, flags.n_loops, self.world)
-        progress.record_evaluation(numbers, counts=progress.step % flags.eval_every == 0)
-        self.writer.mark_unsaved(progress.step)  # a resumed checkpoint lacks the evaluation
+        numbers = self.stop.may_interrupt(self.evaluate)
+        if numbers is not None:
+            regular = progress.step % self.flags.eval_every == 0
+            progress.record_evaluation(numbers, counts=regular)
+            self.writer.mark_unsaved(progress.step)  # a resumed checkpoint lacks the evaluation
+        self.stop.may_interrupt(self.sample)
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Evaluate, if it is due."""
+        if not self.due_evaluation():
+            return None
+        rows = max(self.flags.micro_batch, EVAL_BYTES // self.flags.seq_len)
+        return evaluate(self.model, self.validation, rows, self.flags.n_loops, self.world)
 
     def sample(self):
-        """Log a sample."""
+        """Log a sample, if it is due."""
+        if not self.is_due(self.flags.sample_every):
+            return
         whole = gather_model(self.model)
         if whole is not None:
             log_sample(whole, self.progress.step, self.flags, self.validation)
-
-    def evaluate_and_sample(self):
-        """Evaluate and sample, if it is due."""
-        if self.due_evaluation():
-            self.evaluate()
-        if self.is_due(self.flags.sample_every):
-            self.sample()
 
     def record_metrics(self, first_step: int):
         """Write the step's line of metrics.jsonl; wandb gets those from `first_step` on."""
@@ -1948,8 +1954,6 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
         open_logs(run, closing, in_place)
     closing.callback(writer.thread.shutdown)
     describe_start(run, in_place)
-    if not run.is_last() and (flags.precision == "fp8" or flags.compile != "off"):
-        warm_up(model, plan, world.device)
     # The optimizer's state stores the rate: restore the last step's.
     optimizers.set_lr(flags.lr, lr_factor(max(0, progress.step - 1), horizon, flags))
     return run
@@ -2013,7 +2017,9 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
     run = start_run(opened, world, stop, closing)
-    del opened  # the checkpoint's state
+    del opened  # the checkpoint's state, before passes take memory
+    if not run.is_last() and (plan.flags.precision == "fp8" or plan.flags.compile != "off"):
+        warm_up(run.model, plan, world.device)
     progress = run.progress
     log = StepLog(plan, world.device, progress, run.last_step)
     profiler = None
@@ -2026,7 +2032,7 @@ def main(
     while True:
         # Once in a while: evaluate and sample
         pause = time.perf_counter()
-        stop.may_interrupt(run.evaluate_and_sample)
+        run.evaluate_and_sample()
         log.paused += time.perf_counter() - pause
         run.record_metrics(log.first_step)
 
@@ -2050,6 +2056,8 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # The end
     directory = plan.flags.ckpt_dir
+    if progress.step == 0:  # a signal arrived in the loop, but before the first step
+        raise Stopped("stopped before the first step")
     if not run.writer.holds(progress.step):
         raise CheckpointError(
             f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older "

@@ -211,7 +211,12 @@ class World:
 
     def distribute(self, batches: Iterable) -> Iterator[tuple[Any, int]]:
         """Distribute batches over ranks: yield (batch, 1), or (the first batch of all, 0) if this
-        rank has none left but must join the collectives."""
+        rank has none left but must join the collectives. One process reads them as it needs them:
+        all windows of a text to score may not fit into memory."""
+        if self.ranks == 1:
+            for batch in batches:
+                yield batch, 1
+            return
         all_batches = list(batches)
         for first in range(0, len(all_batches), self.ranks):
             own = first + self.rank

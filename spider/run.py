@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from loguru import logger
 
@@ -202,6 +202,7 @@ class Metrics:
 
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 QUITS = signal.SIGTERM, signal.SIGINT  # these end the process at once when they are repeated
+Result = TypeVar("Result")
 REPEATED = 5.0  # seconds within which torchrun repeats a signal to its ranks
 
 
@@ -249,17 +250,19 @@ class StopSignals:
         if received:
             self.agreed = received[0]
 
-    def may_interrupt(self, work: Callable[[], None]):
+    def may_interrupt(self, work: Callable[[], Result]) -> Result | None:
         """Do some work, which a signal ends at once; not with several ranks, which finish it
-        together.
+        together. Return its result, or None if a signal ended it.
 
         This is no context manager: a signal could arrive between its body and its exit."""
+        result = None
         try:
             self.raises = self.ranks == 1
-            work()
+            result = work()
             self.raises = False
         except Stopped:
             self.raises = False
+        return result
 
     def _ask(self, number: int, _):
         if number in self.received:

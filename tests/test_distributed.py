@@ -162,6 +162,19 @@ def test_one_process_has_no_process_group_and_agrees_with_itself():
     world.leave()
 
 
+def test_one_process_reads_each_batch_when_it_is_due():
+    read = []
+
+    def batches():
+        for number in range(3):
+            read.append(number)
+            yield number
+
+    distributed = World({}).distribute(batches())
+    assert next(distributed) == (0, 1)
+    assert read == [0]
+
+
 # --------------------------------------------------------------------------------------------------
 # The numbers of one rank
 

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ from conftest import (
 )
 from jobs import Job, sleeps, steps_done, unread, until
 from spider import boundaries
-from spider.checkpoint import find_checkpoints
+from spider.checkpoint import find_checkpoints, load_origin
 from spider.common import DataError
+from spider.run import RunProgress
 
 
 def saved_steps(directory) -> list[int]:
@@ -256,6 +258,35 @@ def test_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(
     assert not saved_steps(tmp_path / "run")
 
 
+def test_signal_in_the_loop_but_before_the_first_step_is_no_error(
+    tmp_path, shards, monkeypatch, capsys
+):
+    def stop(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train.Run, "evaluate_and_sample", stop)
+    argv = run_flags(shards, tmp_path / "run")
+    assert train.command_line(argv) == 128 + signal.SIGTERM
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line == "train.py: SIGTERM: stopped before the first step"
+    assert saved_steps(tmp_path / "run") == []
+
+
+def test_signal_does_not_interrupt_the_record_of_an_evaluation(tmp_path, shards, monkeypatch):
+    record = RunProgress.record_evaluation
+
+    def stop_and_record(progress, numbers, counts):
+        os.kill(os.getpid(), signal.SIGTERM)
+        record(progress, numbers, counts)
+
+    monkeypatch.setattr(RunProgress, "record_evaluation", stop_and_record)
+    argv = run_flags(shards, tmp_path / "run", "--eval_every 2")
+    assert train.command_line(argv) == 128 + signal.SIGTERM
+    state = final_state(tmp_path / "run")
+    assert state["step"] == 2
+    assert state["best_loss"] == state["val_loss"] == state["metrics"]["val_loss"]
+
+
 def test_second_signal_ends_the_process_at_once(start_job):
     job = start_job(slow="accumulate")
     job.ranks[0].terminate()
@@ -278,6 +309,22 @@ def test_signal_during_compilation_does_not_wait_for_its_end(tmp_path, start_job
     time.sleep(5)
     status, last_line = end_by(job)
     assert status == 128 + signal.SIGTERM and "before the first step" in last_line
+
+
+def test_checkpoint_has_left_memory_when_the_warm_up_begins(train_small, monkeypatch):
+    train_small(steps=2)
+    loaded = []
+    alive = []
+
+    def load_and_note(*args):
+        origin = load_origin(*args)
+        loaded.append(weakref.ref(origin.state["model_state_dict"]["lm_head.weight"]))
+        return origin
+
+    monkeypatch.setattr(train, "load_origin", load_and_note)
+    monkeypatch.setattr(train, "warm_up", lambda *_: alive.append(loaded[0]() is not None))
+    train_small("--precision fp8", steps=3)
+    assert alive == [False]
 
 
 LACK_OF_MEMORY = "--micro_batch (now 2)"  # in the advice

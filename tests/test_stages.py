@@ -1,13 +1,14 @@
 """The stages from flags to the plan of a run: tables of values in and out."""
 
 import math
+import threading
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 import train
-from conftest import final_state, refused, run_flags, settled, world_of
+from conftest import SMALL, final_state, refused, run_flags, settled, world_of
 from data import Loader, mock_source
 from spider import estimate, machine
 from spider.checkpoint import FROM_SCRATCH, Origin
@@ -15,7 +16,7 @@ from spider.common import CheckpointError, UsageError
 from spider.config import PRESETS, SpiderConfig
 from spider_model import Spider
 from tile_moe import KERNELS
-from train import RECIPES, CommandLine, Flags, Split, parse_args
+from train import RECIPES, CommandLine, Flags, Split, parse_args, time_steps
 
 TINY = SpiderConfig.preset("tiny")
 CPU = torch.device("cpu")
@@ -393,3 +394,15 @@ def test_warnings_of_the_horizon_are_printed(tmp_path, shards, capsys, dry):
     flags = "--target_tokens 20000 --eval_every 0".split()
     assert train.command_line(run_flags(shards, tmp_path / "run", *flags, *dry, steps=2)) == 0
     assert "is 31 epochs" in "".join(capsys.readouterr())
+
+
+def test_steps_of_a_subclass_that_cannot_be_copied_are_timed(monkeypatch):
+    class WithLock(Spider):
+        def __init__(self, config):
+            super().__init__(config)
+            self.lock = threading.Lock()
+
+    monkeypatch.setattr(train, "MIN_SECONDS_TIMED", 0)
+    flags = f"--device cpu --compile off --seq_len 32 --set {SMALL}"
+    plan = settled(*flags.split(), model_class=WithLock)
+    assert time_steps(plan, world_of(), [mock_source(0)]) > 0
