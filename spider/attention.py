@@ -4,12 +4,12 @@ Keys and values are projections of one narrow latent per row (DeepSeek-V2, arXiv
 
 Shapes, as suffixes of names:
     M  packed rows: bytes in prelude and coda, segments in the core
-    A  active rows, those of the M rows that a loop computes
+    n  active rows: those of the M rows that a loop computes
     D  hidden size
     H  heads
     Q  width of a head: qk_nope_head_dim + qk_rope_head_dim, which equals v_head_dim
     R  width of a head's rotated part: qk_rope_head_dim
-    C  width of the latent of keys and values: kv_lora_rank
+    C  kv_lora_rank, the part of a latent from which keys and values are made
     B  documents, in a padded batch or in a cache
     T  rows of each of these documents, padding included
     S  slots of the cache per document
@@ -42,33 +42,33 @@ class ActiveRows:
     neither, all rows are active.
     """
 
-    index: Tensor | None = None  # int64 [A], ascending
+    index: Tensor | None = None  # int64 [n], ascending
     mask: Tensor | None = None  # bool [M]
-    halted: Tensor | None = None  # bool [A]: computed once more, for later segments to read
+    halted: Tensor | None = None  # bool [n]: computed once more, for later segments to read
 
     def select(self, x: Tensor) -> Tensor:
-        """Select the active rows, [M, ...] -> [A, ...]."""
+        """Select the active rows, [M, ...] -> [n, ...]."""
         if self.index is None:
             return x
         return x.index_select(0, self.index)
 
-    def scatter(self, x_AD: Tensor, rows: int) -> Tensor:
-        """Scatter active rows [A, D] to all rows [M, D]; the others are zero. rows: M."""
+    def scatter(self, x_nD: Tensor, rows: int) -> Tensor:
+        """Scatter active rows [n, D] to all rows [M, D]; the others are zero. rows: M."""
         if self.index is None:
-            return x_AD
-        return x_AD.new_zeros(rows, x_AD.shape[1]).index_copy(0, self.index, x_AD)
+            return x_nD
+        return x_nD.new_zeros(rows, x_nD.shape[1]).index_copy(0, self.index, x_nD)
 
-    def merge(self, before_MD: Tensor | None, x_AD: Tensor) -> Tensor:
+    def merge(self, before_MD: Tensor | None, x_nD: Tensor) -> Tensor:
         """Replace the active rows of the loop before by x, return all rows [M, D].
 
         `before` is None in the first loop, in which all rows are active."""
         if before_MD is None:
-            return x_AD
+            return x_nD
         if self.index is not None:
-            return before_MD.index_copy(0, self.index, x_AD)
+            return before_MD.index_copy(0, self.index, x_nD)
         if self.mask is not None:
-            return torch.where(self.mask[:, None], x_AD, before_MD)
-        return x_AD
+            return torch.where(self.mask[:, None], x_nD, before_MD)
+        return x_nD
 
 
 ALL_ROWS = ActiveRows()
@@ -383,7 +383,7 @@ class MLA(nn.Module):
         latent: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend from the active rows x [A, D] -> [A, D]; also return the latents [M, C + R].
+        """Attend from the active rows x [n, D] -> [n, D]; also return the latents [M, C + R].
 
         latent [M, C + R]: those of the loop before, which inactive rows keep; None in the first
         loop. They are neither normed nor rotated. cache: in decoding, has the latents of earlier

@@ -8,7 +8,7 @@ Engram (arXiv 2601.07372) looks up learned rows: at segment rate before core lay
 Shapes, as suffixes of names:
     M  bytes
     N  segments
-    A  active segments, those of the N segments that a loop computes
+    n  active segments: those of the N segments that a loop computes; of a table: lookups
     D  hidden size
     W  last bytes of a byte or segment, the newest first
     X  contexts of the match memory
@@ -445,7 +445,7 @@ class SegmentEngram(nn.Module):
         before: Tensor | None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Add the memory to the states of active segments h [A, D]; also return what the
+        """Add the memory to the states of active segments h [n, D]; also return what the
         convolution reads of each segment.
 
         That is norm(u) [N, D] with a cache, and else its scales [N, 1]. before: the same of the
@@ -471,7 +471,7 @@ class SegmentEngram(nn.Module):
         return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
 
     def _convolve(self, scale_N1: Tensor, recalled: Recalled, active: ActiveRows) -> Tensor:
-        """Convolve norm(u) over all segments of the pass; return active ones, [A, D]."""
+        """Convolve norm(u) over all segments of the pass; return active ones, [n, D]."""
         tap_scale = scale_N1.flatten().index_select(0, recalled.tap_segment)
         tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
         # not bmm: a product per segment would not fuse with what follows
