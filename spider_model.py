@@ -1304,8 +1304,8 @@ class Spider(DecodingMixin, nn.Module):
         elif self.backend == "tile":
             obstacle = "torch.compile does not support TileKernels; use --moe_backend grouped"
         self.compiled = True
-        # Products of fp32 are those of router, halting and boundaries, whose near-ties TF32 would
-        # decide otherwise.
+        # torch advises TF32 for products of fp32. Here these are router, halting and boundaries,
+        # whose near-ties TF32 would decide otherwise.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         # torch warns of recomputed in-place operations; these only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -113,15 +113,13 @@ class Cache:
         newest = before if single else before + packing.cu_seqlens.diff() - 1  # [B], last position
         rows = int(newest.max()) + 1  # host synchronisation
         needed = min(rows, window + packing.longest - 1) if window else rows
+        slots = buffer.shape[3]
         if single and needed == window:
             # Exactly the window: each new row overwrites the one that it no longer sees.
-            least = most = wanted = needed
-        else:
-            least = needed
-            most = max(16, 4 * needed)
-            wanted = 2 * needed
-        if not least <= buffer.shape[3] <= most:
-            buffer = _with_slots(buffer, before, wanted)
+            if slots != needed:
+                buffer = _with_slots(buffer, before, needed)
+        elif not needed <= slots <= max(16, 4 * needed):
+            buffer = _with_slots(buffer, before, 2 * needed)
 
         slots = buffer.shape[3]
         self.buffer = buffer
@@ -239,7 +237,8 @@ class _Rotate(torch.autograd.Function):
 def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Rotate x by its rows' angles in place, or back (direction -1).
 
-    cos, sin [M, 1, R]: see Packing."""
+    Of each head the last R numbers rotate: their halves (a, b) become (a cos - b sin, b cos + a
+    sin). cos, sin [M, 1, R]: see Packing, where sin has the signs."""
     rope_MHR = x.view(len(x), heads, -1)[:, :, -cos.shape[2] :]
     swapped = rope_MHR.roll(cos.shape[2] // 2, -1)
     rope_MHR.mul_(cos).addcmul_(swapped, sin, value=direction)
@@ -293,15 +292,20 @@ def _attend_batch(qkv: Tensor, window: int) -> Tensor:
         q, k, v = qkv.unbind(3)
         return _attend_block(q, k, v, longest)
     padding = (0, 0, 0, 0, 0, 0, 0, -longest % window)  # F.pad begins with the last dimension
-    blocks = F.pad(qkv, padding).unflatten(1, (-1, window))  # [B, blocks, window, H, 3, Q]
+    padded = F.pad(qkv, padding)
+    blocks = padded.unflatten(1, (-1, window))  # [B, blocks, window, H, 3, Q]
+
     q, k, v = blocks[:, 0].unbind(3)
     first = _attend_block(q, k, v, window)
-    # All later blocks, each behind the one before it: [B * (blocks - 1), 2 * window, H, 3, Q].
-    pairs = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2).flatten(0, 1)
-    q, k, v = pairs.unbind(3)
+
+    # Each later block behind the one before it: [B * (blocks - 1), 2 * window, H, 3, Q].
+    pairs = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2)
+    q, k, v = pairs.flatten(0, 1).unbind(3)
     later = _attend_block(q[:, window:], k, v, window)
-    later = later.unflatten(0, (documents, -1)).flatten(1, 2)
-    return torch.cat((first, later), dim=1)[:, :longest]
+    later = later.unflatten(0, (documents, -1))  # [B, blocks - 1, window, H * Q]
+
+    out = torch.cat((first, later.flatten(1, 2)), dim=1)
+    return out[:, :longest]
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
