@@ -9,7 +9,7 @@ No backend drops a token; an expert may get none or all of them. Expert -1 means
 
 Shapes end the names of tensors, `topk_idx_NK`:
 
-    N  tokens                     D  hidden size
+    N  tokens, rows of the core   D  hidden size
     K  experts per token          F  width of an expert
     E  experts                    G  2 * F, gate and up side by side
     S  slots, N * K               V  visits: routings that are balanced together
