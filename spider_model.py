@@ -23,15 +23,16 @@ Sequences are not padded, memory grows with the number of bytes, and documents d
 other. Parameters are fp32 (or another dtype, if converted). Products run in `Spider.compute_dtype`.
 Sums over rows, logits and losses are at least fp32 (`wide_dtype`).
 
-Names of tensors end with their shape. `h_nD` is [n, D], a state of each active row:
+Names of tensors end with their shape. `h_nD` is [n, D], a state of each active row. These
+letters mean the same in `spider/`, whose modules add their own:
 
     B  sequences                             T  bytes of a sequence
-    M  packed bytes, B * T                   P  past bytes that a memory reads, the newest first
+    M  packed bytes, B * T                   W  last bytes at each byte, the newest first
     N  segments, in the core with padding    n  active rows: segments that are still in the core
     D  hidden_size                           V  vocab_size
     O  segment_offsets                       L  core layers
     E  routed experts                        K  experts per token
-    R  lora_rank                             C  width of an attention latent
+    C  kv_lora_rank                          R  qk_rope_head_dim
 """
 
 import logging
@@ -75,7 +76,7 @@ from spider.memory import (
 from spider.noise import byte_noise, dropped
 from spider.packing import Packing, document_cu_seqlens, mark_rows_dynamic, round_up, row_step
 from spider.segments import last_byte_of, pool_segments, segment_offsets, unpool_segments
-from tile_moe import MoE, Routing, balance, resolve_backend
+from tile_moe import Balance, MoE, Routing, balance, resolve_backend
 from tokenizer import EOS_ID, PAD_ID
 
 # Sites of dropout: each draws another mask from the same noise. Site 5 is boundaries.STRAY_SITE.
@@ -132,7 +133,7 @@ class Block(nn.Module):
 class LayerState(NamedTuple):
     """What later segments read of a core layer. Halted segments keep that of their last loop."""
 
-    latents: Tensor | None = None  # [N, C], of attention
+    latents: Tensor | None = None  # [N, C + R], of attention
     convolved: Tensor | None = None  # what Engram's convolution reads, see SegmentEngram.forward
 
 
@@ -352,7 +353,7 @@ class CorePass:
     """The inputs of a forward pass through the core, other than the pooled segments z [N, D]."""
 
     packing: Packing  # of the segments
-    last_bytes_PN: Tensor  # int64, the last bytes of each segment, see memory.shifted_bytes
+    last_bytes_WN: Tensor  # int64, the last bytes of each segment, see memory.shifted_bytes
     share_N: Tensor  # 1 / segments, 0 for padding rows
     n_loops: int
     recompute: bool = False  # activation checkpointing of every visit of a layer
@@ -385,20 +386,12 @@ class CoreStats(NamedTuple):  # FSDP looks for tensors with gradients in tuples,
     load_LE: Tensor  # fp32, tokens per expert relative to an even load, summed over loops
 
 
-class Visit(NamedTuple):
+class RoutedVisit(NamedTuple):
     """The routing of one visit of a layer with routed experts."""
 
     score_nE: Tensor
     topk_idx_nK: Tensor
     share_n: Tensor  # weight of each row in the means: 1 / segments, 0 for padding and halted rows
-
-
-class Balance(NamedTuple):
-    """The balance losses of a pass, sums over visits, and its load; see tile_moe.balance."""
-
-    aux_loss: Tensor
-    z_loss: Tensor
-    load_LE: Tensor
 
 
 class RecurrentCore(nn.Module):
@@ -456,7 +449,7 @@ class RecurrentCore(nn.Module):
         decay_D = self.decay()  # A, the same in every loop
         recalled = self._recall(z_ND, core_pass)
         states = [LayerState(None, None)] * len(self.layers)
-        visits: list[Visit] = []
+        visits: list[RoutedVisit] = []
         h_nD: Tensor | None = None
         for t in range(n_loops):
             loop = min(t, trained_loops - 1)  # further loops use the last one's parameters
@@ -476,7 +469,7 @@ class RecurrentCore(nn.Module):
                     core_pass.recompute,
                 )
                 if routing.score is not None and routing.topk_idx is not None:
-                    visits.append(Visit(routing.score, routing.topk_idx, halting.share_n))
+                    visits.append(RoutedVisit(routing.score, routing.topk_idx, halting.share_n))
             # h' = y + LoRA_t(y)
             h_nD = self.adapt(y_nD, loop)
             p_n = core_pass.halting_warmup * self.halt(h_nD)
@@ -495,7 +488,9 @@ class RecurrentCore(nn.Module):
     # The equations of a loop
 
     def decay(self) -> Tensor:
-        """Return A [D] = exp(-dt * exp(log_A)), always inside (0, 1) in fp32."""
+        """Return A [D] = exp(-softplus(dt) * exp(log_A)) (Parcae, arXiv 2604.12946).
+
+        The limits keep it inside (0, 1) in fp32, for any parameters."""
         rate = F.softplus(wide(self.dt)) * wide(self.log_A).clamp(-15, 15).exp()
         return torch.exp(-rate.clamp(1e-4, 15))
 
@@ -521,9 +516,9 @@ class RecurrentCore(nn.Module):
         and cannot undo A < 1."""
         if not self.config.lora_rank:
             return y_nD
-        down_DR = self.lora_down[loop].to(y_nD.dtype)
-        up_RD = self.lora_up[loop].to(y_nD.dtype)
-        return y_nD + rms_norm(y_nD) @ down_DR @ up_RD
+        down = self.lora_down[loop].to(y_nD.dtype)  # [D, lora_rank]
+        up = self.lora_up[loop].to(y_nD.dtype)  # [lora_rank, D]
+        return y_nD + rms_norm(y_nD) @ down @ up
 
     def halt(self, h_nD: Tensor) -> Tensor:
         """Return halting probabilities [n]; without ACT they are 0."""
@@ -556,7 +551,7 @@ class RecurrentCore(nn.Module):
                 recalled.append(None)
             else:
                 recalled.append(
-                    layer.engram.recall(core_pass.last_bytes_PN, position_N, z_ND.dtype)
+                    layer.engram.recall(core_pass.last_bytes_WN, position_N, z_ND.dtype)
                 )
         return recalled
 
@@ -574,11 +569,12 @@ class RecurrentCore(nn.Module):
         return output
 
     def _stats(
-        self, visits: list[Visit], halting: Halting, n_loops: int, decay_D: Tensor
+        self, visits: list[RoutedVisit], halting: Halting, n_loops: int, decay_D: Tensor
     ) -> CoreStats:
         """Divide the sums over visits by their number, and collect what training adds to the loss
         and logs."""
-        sums = self.balance(visits, halting.loops.new_zeros(()))
+        sums = self._balance_visits(visits, halting.loops.new_zeros(()))
+        load_LE = sums.load_VE.unflatten(0, (-1, len(self.layers))).sum(0)  # over loops
         visited = len(self.layers) * halting.loops.clamp_min(1e-9)  # 0 loops without segments
         ponder = halting.ponder
         if n_loops > 1:
@@ -590,33 +586,31 @@ class RecurrentCore(nn.Module):
             sums.z_loss / visited,
             ponder,
             halting.loops,
-            sums.load_LE.detach(),
+            load_LE.detach(),
         )
 
-    def balance(self, visits: list[Visit], zero: Tensor) -> Balance:
-        """Sum the balance losses and the load of visits; there are none without routed experts.
+    def _balance_visits(self, visits: list[RoutedVisit], zero: Tensor) -> Balance:
+        """Compute the balance losses of all visits, in order: the layers of a loop side by side.
 
-        Visits with equally many rows are computed together."""
-        layers = len(self.layers)
+        Visits with equally many rows are computed together. Without routed experts there are no
+        visits, no losses and no load."""
         if not visits:
-            return Balance(zero, zero, zero.new_zeros(layers, 0))
+            return Balance(zero, zero, zero.new_zeros(len(self.layers), 0))
         aux_loss = zero
         z_loss = zero
-        loads = []  # [visits, E] of each group
+        loads = []
         for _, group in groupby(visits, key=lambda visited: len(visited.score_nE)):
             scores, topk_idx, shares = zip(*group, strict=True)
-            group_aux_loss, group_z_loss, load = balance(
+            group_sums = balance(
                 torch.stack(scores),
                 torch.stack(topk_idx),
                 torch.stack(shares),
                 self.layers[0].moe.backend,
             )
-            aux_loss = aux_loss + group_aux_loss
-            z_loss = z_loss + group_z_loss
-            loads.append(load)
-        load_of_visits = torch.cat(loads)  # [loops * L, E], the layers of a loop side by side
-        load_LE = load_of_visits.unflatten(0, (-1, layers)).sum(0)
-        return Balance(aux_loss, z_loss, load_LE)
+            aux_loss = aux_loss + group_sums.aux_loss
+            z_loss = z_loss + group_sums.z_loss
+            loads.append(group_sums.load_VE)
+        return Balance(aux_loss, z_loss, torch.cat(loads))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -858,7 +852,7 @@ class PackedBytes(NamedTuple):
     input_ids: Tensor  # [B, T]
     ids_M: Tensor
     packing: Packing
-    shifted_PM: Tensor  # see memory.shifted_bytes
+    shifted_WM: Tensor  # see memory.shifted_bytes
     matches: Matches | None  # of the match memory
 
 
@@ -995,7 +989,7 @@ class Spider(DecodingMixin, nn.Module):
         if self.training and (dropout or self.boundary_predictor is not None):
             noise_M = byte_noise(noise_seed, sequences, length, input_ids.device).flatten()
 
-        x_MD = self.before_core(rows.ids_M, rows.packing, rows.shifted_PM, rows.matches)
+        x_MD = self.before_core(rows.ids_M, rows.packing, rows.shifted_WM, rows.matches)
         x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_BEFORE_CORE)
         if self.core is None:
             result = self._without_core()
@@ -1004,7 +998,7 @@ class Spider(DecodingMixin, nn.Module):
         if result.unpooled_MD is not None:
             x_MD = x_MD + result.unpooled_MD
         x_MD = dropped(x_MD, byte_dropout, noise_M, BYTES_AFTER_CORE)
-        logits_MV = self.after_core(x_MD, rows.packing, rows.shifted_PM, rows.matches)
+        logits_MV = self.after_core(x_MD, rows.packing, rows.shifted_WM, rows.matches)
 
         out = self._output(logits_MV.view(sequences, length, -1), result)
         if labels is not None:
@@ -1026,24 +1020,24 @@ class Spider(DecodingMixin, nn.Module):
         )
         if self.compiled:  # else each number of documents would need another graph, and each bound
             mark_rows_dynamic(cu_seqlens, packing.extent)
-        shifted_PM = shifted_bytes(ids_M, packing.position, c.longest_order)
+        shifted_WM = shifted_bytes(ids_M, packing.position, c.longest_order)
         matches = None
         if self.engram_match is not None:
-            matches = self.engram_match(ids_M, shifted_PM, packing.document)
-        return PackedBytes(input_ids, ids_M, packing, shifted_PM, matches)
+            matches = self.engram_match(ids_M, shifted_WM, packing.document)
+        return PackedBytes(input_ids, ids_M, packing, shifted_WM, matches)
 
     def before_core(
         self,
         ids_M: Tensor,
         packing: Packing,
-        shifted_PM: Tensor,
+        shifted_WM: Tensor,
         matches: Matches | None,
         cache: Cache | None = None,
     ) -> Tensor:
         """Apply embedding, byte memory and prelude: ids [M] -> [M, D]."""
         x_MD = F.embedding(ids_M, self.embed_tokens).to(self.compute_dtype)
         if self.engram_input is not None:
-            x_MD = x_MD + self.engram_input(x_MD, shifted_PM, matches)
+            x_MD = x_MD + self.engram_input(x_MD, shifted_WM, matches)
         for i, block in enumerate(self.prelude):
             x_MD = self._byte_layer(block, x_MD, packing, cache, i)
         return x_MD
@@ -1052,7 +1046,7 @@ class Spider(DecodingMixin, nn.Module):
         self,
         x_MD: Tensor,
         packing: Packing,
-        shifted_PM: Tensor,
+        shifted_WM: Tensor,
         matches: Matches | None,
         cache: Cache | None = None,
     ) -> Tensor:
@@ -1061,7 +1055,7 @@ class Spider(DecodingMixin, nn.Module):
             x_MD = self._byte_layer(block, x_MD, packing, cache, i)
         direct_MV = None
         if self.engram_output is not None:
-            memory_MD, direct_MV = self.engram_output(x_MD, shifted_PM, matches)
+            memory_MD, direct_MV = self.engram_output(x_MD, shifted_WM, matches)
             x_MD = x_MD + memory_MD
         logits_MV = self.lm_head(rms_norm(x_MD)).to(self.wide_dtype)
         if direct_MV is not None:
@@ -1088,7 +1082,7 @@ class Spider(DecodingMixin, nn.Module):
     ) -> CoreResult:
         """Pool bytes to segments, run the core on them, and unpool its output to bytes."""
         predicted = self.predict_boundaries(x_MD)
-        b_M = self.boundaries(predicted, rows.input_ids, rows.shifted_PM, rows.packing, noise_M)
+        b_M = self.boundaries(predicted, rows.input_ids, rows.shifted_WM, rows.packing, noise_M)
         band_loss = boundary_loss(b_M, rows.input_ids, self.config)
         z_ND, segment_cu_seqlens = pool_segments(x_MD, b_M, rows.packing.cu_seqlens)
         output, stats = self.run_core(
@@ -1155,7 +1149,7 @@ class Spider(DecodingMixin, nn.Module):
         self,
         predicted: Tensor | None,
         input_ids: Tensor,
-        shifted_PM: Tensor,
+        shifted_WM: Tensor,
         packing: Packing,
         noise_M: Tensor | None,
         summed: Tensor | None = None,
@@ -1166,7 +1160,7 @@ class Spider(DecodingMixin, nn.Module):
         see boundaries.flexitokens_boundaries."""
         ids_M = input_ids.reshape(-1)
         if predicted is None:
-            b_M = word_ends(shifted_PM[:2]).squeeze(0).to(self.wide_dtype)
+            b_M = word_ends(shifted_WM[:2]).squeeze(0).to(self.wide_dtype)
         elif isinstance(self.boundary_predictor, SurprisePredictor):
             ends_M = self.boundary_predictor.boundaries(predicted, ids_M, packing.position, noise_M)
             b_M = ends_M.to(self.wide_dtype)
@@ -1205,7 +1199,7 @@ class Spider(DecodingMixin, nn.Module):
         share = z_ND.new_full((segments,), 1 / max(1, segments), dtype=self.wide_dtype)
         core_pass = CorePass(
             packing,
-            last_bytes_PN=rows.shifted_PM.index_select(1, last_byte_N),
+            last_bytes_WN=rows.shifted_WM.index_select(1, last_byte_N),
             share_N=F.pad(share, (0, padding)),
             n_loops=n_loops,
             recompute=self.recompute != "nothing" and torch.is_grad_enabled(),
@@ -1220,7 +1214,7 @@ class Spider(DecodingMixin, nn.Module):
         self,
         z_ND: Tensor,
         packing: Packing,
-        last_bytes_PN: Tensor,
+        last_bytes_WN: Tensor,
         share_N: Tensor,
         n_loops: int,
         latents: Cache,
@@ -1230,7 +1224,7 @@ class Spider(DecodingMixin, nn.Module):
         caches; see CorePass."""
         assert self.core is not None
         core_pass = CorePass(
-            packing, last_bytes_PN, share_N, n_loops, latents=latents, convolved=convolved
+            packing, last_bytes_WN, share_N, n_loops, latents=latents, convolved=convolved
         )
         output, _ = self.core(z_ND, core_pass)
         return output
@@ -1310,8 +1304,8 @@ class Spider(DecodingMixin, nn.Module):
         elif self.backend == "tile":
             obstacle = "torch.compile does not support TileKernels; use --moe_backend grouped"
         self.compiled = True
-        # Products of fp32 are those of router, halting and boundaries, whose near-ties TF32 would
-        # decide otherwise.
+        # torch advises TF32 for products of fp32. Here these are router, halting and boundaries,
+        # whose near-ties TF32 would decide otherwise.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         # torch warns of recomputed in-place operations; these only modify fresh tensors.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ No backend drops a token; an expert may get none or all of them. Expert -1 means
 
 Shapes end the names of tensors, `topk_idx_NK`:
 
-    N  tokens                     D  hidden size
+    N  tokens, rows of the core   D  hidden size
     K  experts per token          F  width of an expert
     E  experts                    G  2 * F, gate and up side by side
     S  slots, N * K               V  visits: routings that are balanced together
@@ -537,15 +537,20 @@ def balance(score_VNE: Tensor, topk_idx_VNK: Tensor, share_VN: Tensor, backend: 
     share: each token's weight in the means, 0 for padding. P_e is the mean probability of expert e.
     f_e is its load, 1 if balanced.
     """
-    tokens = score_VNE.shape[1]
-    counted_VNK = topk_idx_VNK.masked_fill((share_VN == 0)[:, :, None], -1)
-    load_VE = _loads(counted_VNK, score_VNE.shape[2], backend)
+    _, tokens, experts = score_VNE.shape
+    is_padding_VN = share_VN == 0
+    counted_VNK = topk_idx_VNK.masked_fill(is_padding_VN[:, :, None], -1)
+    load_VE = _loads(counted_VNK, experts, backend)
     # _loads divides by all rows, padding included: rescale to the shares, which are equal or 0
-    load_VE = load_VE * (tokens * share_VN.amax(1))[:, None]
-    total_V = share_VN.sum(1)
-    mean_prob_VE = torch.bmm(share_VN[:, None], score_VNE.softmax(-1)).squeeze(1)
-    aux_loss = (load_VE / total_V.clamp_min(1e-9)[:, None] * mean_prob_VE).sum()
-    z_loss = share_VN.flatten() @ score_VNE.logsumexp(-1).square().flatten()
+    scale_V = tokens * share_VN.amax(1)
+    load_VE = load_VE * scale_V[:, None]
+
+    total_V = share_VN.sum(1).clamp_min(1e-9)
+    prob_VNE = score_VNE.softmax(-1)
+    mean_prob_VE = torch.bmm(share_VN[:, None], prob_VNE).squeeze(1)
+    aux_loss = (load_VE / total_V[:, None] * mean_prob_VE).sum()
+    squared_VN = score_VNE.logsumexp(-1).square()
+    z_loss = share_VN.flatten() @ squared_VN.flatten()
     return Balance(aux_loss, z_loss, load_VE)
 
 

@@ -4,12 +4,12 @@ Keys and values are projections of one narrow latent per row (DeepSeek-V2, arXiv
 
 Shapes, as suffixes of names:
     M  packed rows: bytes in prelude and coda, segments in the core
-    A  active rows, those of the M rows that a loop computes
+    n  active rows: those of the M rows that a loop computes
     D  hidden size
     H  heads
     Q  width of a head: qk_nope_head_dim + qk_rope_head_dim, which equals v_head_dim
     R  width of a head's rotated part: qk_rope_head_dim
-    C  width of the latent of keys and values: kv_lora_rank
+    C  kv_lora_rank, the part of a latent from which keys and values are made
     B  documents, in a padded batch or in a cache
     T  rows of each of these documents, padding included
     S  slots of the cache per document
@@ -42,33 +42,33 @@ class ActiveRows:
     neither, all rows are active.
     """
 
-    index: Tensor | None = None  # int64 [A], ascending
+    index: Tensor | None = None  # int64 [n], ascending
     mask: Tensor | None = None  # bool [M]
-    halted: Tensor | None = None  # bool [A]: computed once more, for later segments to read
+    halted: Tensor | None = None  # bool [n]: computed once more, for later segments to read
 
     def select(self, x: Tensor) -> Tensor:
-        """Select the active rows, [M, ...] -> [A, ...]."""
+        """Select the active rows, [M, ...] -> [n, ...]."""
         if self.index is None:
             return x
         return x.index_select(0, self.index)
 
-    def scatter(self, x_AD: Tensor, rows: int) -> Tensor:
-        """Scatter active rows [A, D] to all rows [M, D]; the others are zero. rows: M."""
+    def scatter(self, x_nD: Tensor, rows: int) -> Tensor:
+        """Scatter active rows [n, D] to all rows [M, D]; the others are zero. rows: M."""
         if self.index is None:
-            return x_AD
-        return x_AD.new_zeros(rows, x_AD.shape[1]).index_copy(0, self.index, x_AD)
+            return x_nD
+        return x_nD.new_zeros(rows, x_nD.shape[1]).index_copy(0, self.index, x_nD)
 
-    def merge(self, before_MD: Tensor | None, x_AD: Tensor) -> Tensor:
+    def merge(self, before_MD: Tensor | None, x_nD: Tensor) -> Tensor:
         """Replace the active rows of the loop before by x, return all rows [M, D].
 
         `before` is None in the first loop, in which all rows are active."""
         if before_MD is None:
-            return x_AD
+            return x_nD
         if self.index is not None:
-            return before_MD.index_copy(0, self.index, x_AD)
+            return before_MD.index_copy(0, self.index, x_nD)
         if self.mask is not None:
-            return torch.where(self.mask[:, None], x_AD, before_MD)
-        return x_AD
+            return torch.where(self.mask[:, None], x_nD, before_MD)
+        return x_nD
 
 
 ALL_ROWS = ActiveRows()
@@ -113,15 +113,13 @@ class Cache:
         newest = before if single else before + packing.cu_seqlens.diff() - 1  # [B], last position
         rows = int(newest.max()) + 1  # host synchronisation
         needed = min(rows, window + packing.longest - 1) if window else rows
+        slots = buffer.shape[3]
         if single and needed == window:
             # Exactly the window: each new row overwrites the one that it no longer sees.
-            least = most = wanted = needed
-        else:
-            least = needed
-            most = max(16, 4 * needed)
-            wanted = 2 * needed
-        if not least <= buffer.shape[3] <= most:
-            buffer = _with_slots(buffer, before, wanted)
+            if slots != needed:
+                buffer = _with_slots(buffer, before, needed)
+        elif not needed <= slots <= max(16, 4 * needed):
+            buffer = _with_slots(buffer, before, 2 * needed)
 
         slots = buffer.shape[3]
         self.buffer = buffer
@@ -239,7 +237,8 @@ class _Rotate(torch.autograd.Function):
 def _rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Rotate x by its rows' angles in place, or back (direction -1).
 
-    cos, sin [M, 1, R]: see Packing."""
+    Of each head the last R numbers rotate: their halves (a, b) become (a cos - b sin, b cos + a
+    sin). cos, sin [M, 1, R]: see Packing, where sin has the signs."""
     rope_MHR = x.view(len(x), heads, -1)[:, :, -cos.shape[2] :]
     swapped = rope_MHR.roll(cos.shape[2] // 2, -1)
     rope_MHR.mul_(cos).addcmul_(swapped, sin, value=direction)
@@ -293,15 +292,20 @@ def _attend_batch(qkv: Tensor, window: int) -> Tensor:
         q, k, v = qkv.unbind(3)
         return _attend_block(q, k, v, longest)
     padding = (0, 0, 0, 0, 0, 0, 0, -longest % window)  # F.pad begins with the last dimension
-    blocks = F.pad(qkv, padding).unflatten(1, (-1, window))  # [B, blocks, window, H, 3, Q]
+    padded = F.pad(qkv, padding)
+    blocks = padded.unflatten(1, (-1, window))  # [B, blocks, window, H, 3, Q]
+
     q, k, v = blocks[:, 0].unbind(3)
     first = _attend_block(q, k, v, window)
-    # All later blocks, each behind the one before it: [B * (blocks - 1), 2 * window, H, 3, Q].
-    pairs = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2).flatten(0, 1)
-    q, k, v = pairs.unbind(3)
+
+    # Each later block behind the one before it: [B * (blocks - 1), 2 * window, H, 3, Q].
+    pairs = torch.cat((blocks[:, :-1], blocks[:, 1:]), dim=2)
+    q, k, v = pairs.flatten(0, 1).unbind(3)
     later = _attend_block(q[:, window:], k, v, window)
-    later = later.unflatten(0, (documents, -1)).flatten(1, 2)
-    return torch.cat((first, later), dim=1)[:, :longest]
+    later = later.unflatten(0, (documents, -1))  # [B, blocks - 1, window, H * Q]
+
+    out = torch.cat((first, later.flatten(1, 2)), dim=1)
+    return out[:, :longest]
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -383,7 +387,7 @@ class MLA(nn.Module):
         latent: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend from the active rows x [A, D] -> [A, D]; also return the latents [M, C + R].
+        """Attend from the active rows x [n, D] -> [n, D]; also return the latents [M, C + R].
 
         latent [M, C + R]: those of the loop before, which inactive rows keep; None in the first
         loop. They are neither normed nor rotated. cache: in decoding, has the latents of earlier

@@ -98,7 +98,8 @@ TIE_BINS = 64  # bins over which `tie` spreads equal scores
 class Observed:
     """A pass in training, as far as the predictor learns from it.
 
-    The loss fills in the last two: `surprise_loss` the labels, its backward pass the weight."""
+    The loss fills in the last two: `surprise_loss` the labels, its backward pass the weight. The
+    backward pass reaches the loss's nats before the gain, which therefore finds the weight."""
 
     predicted: Tensor  # [M, 2], surprise and gain
     ids_M: Tensor
@@ -232,6 +233,8 @@ class SurprisePredictor(nn.Module):
         target_M = target_M.clamp(-MAX_GAIN, MAX_GAIN)
         error_M = observed.predicted[:, 1].detach() - target_M
         error_M = torch.where((b_M > 0) & observed.has_label_M, error_M, 0)
+        # `rate` of the bytes are boundaries: / rate makes this a mean over those, as surprise's is
+        # one over bytes.
         return 2 * LOSS_WEIGHT / self.rate * observed.nat_weight * error_M
 
     def surprise_loss(
@@ -259,15 +262,19 @@ class SurprisePredictor(nn.Module):
         """Count scores by bin, as the next step weighs them, and pairs of bytes: [N_BINS + V * V]
         fp32. EOS and PAD have no score; a pair lies within a document."""
         counts = torch.zeros(N_BINS + self.pairs.numel(), device=ids_M.device)
+
         score_M = self.score(predicted, ids_M, position_M, later=1)
         bin_M = ((score_M + MAX_SCORE) / BIN).long().clamp(0, N_BINS - 1)
         has_score_M = (ids_M != PAD_ID) & (ids_M != EOS_ID)
+        counts.index_add_(0, bin_M, has_score_M.float())
+
         first = ids_M[:-1]
         second = ids_M[1:]
-        is_pair = has_score_M[:-1] & (position_M[1:] > 0) & (second != PAD_ID)
-        pair = first * len(self.entropy) + second
-        counts.index_add_(0, bin_M, has_score_M.float())
-        return counts.index_add_(0, N_BINS + pair, is_pair.float())
+        in_one_document = position_M[1:] > 0
+        is_pair = has_score_M[:-1] & in_one_document & (second != PAD_ID)
+        pair = first * len(self.entropy) + second  # its index in `pairs`
+        counts.index_add_(0, N_BINS + pair, is_pair.float())
+        return counts
 
     # ----------------------------------------------------------------------------------------------
     # Learning from a step

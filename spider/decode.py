@@ -11,7 +11,8 @@ Shapes, as suffixes of names:
     N  segments that end in them
     D  hidden size
     O  segment offsets
-    C  width of a latent: kv_lora_rank + qk_rope_head_dim
+    C  kv_lora_rank, and
+    R  qk_rope_head_dim: a latent has C + R numbers
     W  last bytes, see memory.shifted_bytes
     X  contexts of the match memory
     S  slots, for bytes or segments of earlier steps; their number grows as they fill up
@@ -56,8 +57,8 @@ class DecodingState:
     history_ids: Tensor  # int64 [B, S], see MatchHistory
     history_keys: Tensor  # int64 [X, B, S]
     history_previous: Tensor  # int64 [X, B, S]
-    byte_latents: Tensor  # [prelude and coda layers, 1, B, S, C], normed and rotated
-    segment_latents: Tensor  # [core layers, n_loops, B, S, C], of each segment's last loop
+    byte_latents: Tensor  # [prelude and coda layers, 1, B, S, C + R], normed and rotated
+    segment_latents: Tensor  # [core layers, n_loops, B, S, C + R], of each segment's last loop
     convolved: Tensor  # [Engram layers of the core, n_loops, B, S, D], convolution inputs
 
     def copy(self, rows: list[int] | None = None) -> "DecodingState":

@@ -96,7 +96,9 @@ def find_wrong_attention(device: torch.device, heads: int, width: int, window: i
     upstream = draw(width)
     wide_v = draw(2 * width)  # of which v is a slice, as a layer's values are
 
-    def compute(attend: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype):
+    def compute(
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype
+    ) -> AttentionResults:
         inputs = [t.to(dtype).requires_grad_() for t in (q, k, wide_v)]
         value = attend(inputs[0], inputs[1], inputs[2][:, :, width:])
         grads = torch.autograd.grad(value, inputs, upstream.to(dtype))

@@ -8,7 +8,7 @@ Engram (arXiv 2601.07372) looks up learned rows: at segment rate before core lay
 Shapes, as suffixes of names:
     M  bytes
     N  segments
-    A  active segments, those of the N segments that a loop computes
+    n  active segments: those of the N segments that a loop computes; of a table: lookups
     D  hidden size
     W  last bytes of a byte or segment, the newest first
     X  contexts of the match memory
@@ -264,14 +264,19 @@ class MatchMemory(nn.Module):
         """Find the matches of all bytes, contexts of `orders` first.
 
         document int64 [M]: of each byte, ascending. W is at least the longest context."""
-        # Bytes with the same key become neighbours, in their order, since the sort is stable.
+        # The sort is stable, so bytes with the same key become neighbours in the order of the text.
+        # Then a byte's left neighbour ends the occurrence before, if key and document are the same.
         key_XM, byte_XM = self.keys(shifted_WM).sort(dim=1, stable=True)
-        sorted_document = document_M[byte_XM]
+        document_XM = document_M[byte_XM]
+        left = byte_XM[:, :-1]
+        right = byte_XM[:, 1:]
         same_key = key_XM[:, 1:] == key_XM[:, :-1]
-        same_document = sorted_document[:, 1:] == sorted_document[:, :-1]
-        before = torch.where(same_key & same_document, byte_XM[:, :-1], -1)
-        previous_XM = torch.full_like(byte_XM, -1).scatter_(1, byte_XM[:, 1:], before)
-        return self._follow(ids_M.expand_as(previous_XM), previous_XM, newest=previous_XM)
+        same_document = document_XM[:, 1:] == document_XM[:, :-1]
+        occurrence = torch.where(same_key & same_document, left, -1)
+        previous_XM = torch.full_like(byte_XM, -1)
+        previous_XM.scatter_(1, right, occurrence)
+        ids_XM = ids_M.expand_as(previous_XM)
+        return self._follow(ids_XM, previous_XM, newest=previous_XM)
 
     def keys(self, shifted_WM: Tensor) -> Tensor:
         """Hash the bytes of each context, [X, M]."""
@@ -429,13 +434,16 @@ class SegmentEngram(nn.Module):
     def in_one_graph(self, value_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted values of all taps, [N, taps, D], and the index of each tap's
         segment, [N * taps]."""
-        distance = torch.arange(self.kernel_size, device=value_ND.device) * len(self.table.orders)
+        device = value_ND.device
+        dilation = len(self.table.orders)
+        distance = torch.arange(self.kernel_size, device=device) * dilation  # see tap_distances
+        segment_N = torch.arange(len(value_ND), device=device)
+        segment_of_tap = (segment_N[:, None] - distance).clamp_min(0)  # [N, taps]
+        tap_segment = segment_of_tap.flatten()
+        value = value_ND.index_select(0, tap_segment).unflatten(0, segment_of_tap.shape)
         in_document = position_N[:, None] >= distance  # [N, taps]
-        segment_N = torch.arange(len(value_ND), device=value_ND.device)
-        tap_segment = (segment_N[:, None] - distance).clamp_min(0)  # [N, taps]
-        tap_value = value_ND.index_select(0, tap_segment.flatten()).unflatten(0, tap_segment.shape)
         weight = in_document[:, :, None] * self.conv_weight.to(value_ND.dtype)
-        return tap_value * weight, tap_segment.flatten()
+        return value * weight, tap_segment
 
     def forward(
         self,
@@ -445,17 +453,20 @@ class SegmentEngram(nn.Module):
         before: Tensor | None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Add the memory to the states of active segments h [A, D]; also return what the
-        convolution reads of each segment.
+        """Add the memory to the states of active segments h [n, D]; also return what the
+        convolution reads of each segment, `conv_input`.
 
-        That is norm(u) [N, D] with a cache, and else its scales [N, 1]. before: the same of the
-        loop before, which inactive segments keep; None in the first loop. cache: in decoding, has
-        norm(u) of earlier steps."""
+        In a full pass that is one number per segment, the scale that makes norm(u) of its value:
+        [N, 1]. With a cache it is norm(u) itself, [N, D], since a later step does not have the
+        values of earlier ones.
+
+        before: the conv_input of the loop before, which inactive segments keep; None in the first
+        loop. cache: in decoding, has norm(u) of earlier steps."""
         key = active.select(recalled.key)
         value = active.select(recalled.value)
         mean_square = active.select(recalled.mean_square)
         gate = self.gate(h, key)
-        # 1 / sqrt(mean of u^2 + eps), times the gate: norm(u) is value times this
+        # u is gate * value, so norm(u) is value times this: gate / sqrt(mean of u^2 + eps)
         scale = (gate * torch.rsqrt(gate * gate * mean_square + self.eps)).to(h.dtype)
         if cache is None:
             conv_input = active.merge(before, scale)
@@ -471,7 +482,7 @@ class SegmentEngram(nn.Module):
         return torch.sigmoid(similarity.sign() * similarity.abs().clamp_min(1e-6).sqrt())
 
     def _convolve(self, scale_N1: Tensor, recalled: Recalled, active: ActiveRows) -> Tensor:
-        """Convolve norm(u) over all segments of the pass; return active ones, [A, D]."""
+        """Convolve norm(u) over all segments of the pass; return active ones, [n, D]."""
         tap_scale = scale_N1.flatten().index_select(0, recalled.tap_segment)
         tap_scale = tap_scale.view(len(scale_N1), -1, 1)  # [N, taps, 1]
         # not bmm: a product per segment would not fuse with what follows

@@ -161,13 +161,18 @@ def pad_documents(lengths_B: Tensor, bound: int) -> tuple[list[Bucket], Tensor |
     if len(buckets) == 1 and buckets[0].documents * buckets[0].length == int(lengths_B.sum()):
         return buckets, None
 
-    # Documents shorter than the shortest of a bucket are in a later one, and empty ones in none.
-    bucket_B = (lengths_B[:, None] < lengths_B.new_tensor(shortest)).sum(1)
-    padded_lengths = lengths_B.new_tensor([bucket.length for bucket in buckets] + [0])
-    size_B = padded_lengths.index_select(0, bucket_B).long()
+    # A document is behind every bucket whose shortest document is longer than it. An empty one is
+    # behind all: it has a bucket of length 0.
+    is_behind = lengths_B[:, None] < lengths_B.new_tensor(shortest)  # [B, buckets]
+    bucket_B = is_behind.sum(1)
+    padded_lengths = lengths_B.new_tensor([*(bucket.length for bucket in buckets), 0])
+    size_B = padded_lengths.index_select(0, bucket_B).long()  # rows, padding included
+
+    # Bucket by bucket, in the order of the batch: a document starts where those before it end.
     order = bucket_B.argsort(stable=True)
+    start_in_order = F.pad(size_B[order].cumsum(0), (1, -1))
     start_B = torch.empty_like(size_B)
-    start_B[order] = F.pad(size_B[order].cumsum(0), (1, -1))
+    start_B[order] = start_in_order
     return buckets, start_B
 
 

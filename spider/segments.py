@@ -77,8 +77,9 @@ def sum_segments(
     sums = _SumRows.apply(h, w_M, row_M, rows)
     if open_segment is not None:
         first_row = row_M.index_select(0, cu_seqlens[:-1])  # of each document's first byte
-        sums = sums.index_add(0, first_row, open_segment[0])
-        weights = weights.index_add(0, first_row, open_segment[1])
+        open_sums, open_weights = open_segment
+        sums = sums.index_add(0, first_row, open_sums)
+        weights = weights.index_add(0, first_row, open_weights)
     return SegmentSums(sums, weights, segment_cu_seqlens.to(torch.int32))
 
 

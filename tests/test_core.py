@@ -41,8 +41,6 @@ def words_of_two(length: int) -> Tensor:
 def test_the_decay_stays_between_0_and_1_after_any_step(lr):
     model = awake(small_config())
     ids = text(4, 64)
-    initial = torch.full((32,), math.exp(-0.1))
-    torch.testing.assert_close(model.core.decay().detach(), initial, rtol=0, atol=1e-6)
     model(ids, ids, noise_seed=1).loss.backward()
     for p in (model.core.log_A, model.core.dt):
         p.grad.add_(torch.randn_like(p))

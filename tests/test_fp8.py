@@ -14,21 +14,19 @@ from train import StepSettings, step_alone
 
 
 def test_fp8_by_emulation_converts_the_right_linears_and_trains_like_bf16(tmp_path, shards):
-    names = {
-        name for name, module in awake(small_config()).named_modules() if takes_fp8(module, name)
-    }
-    assert "prelude.0.attention.q_a_proj" in names and "core.layers.0.moe.shared.down_proj" in names
+    modules = awake(small_config()).named_modules()
+    names = {name for name, module in modules if takes_fp8(module, name)}
+    assert {"prelude.0.attention.q_a_proj", "core.layers.0.moe.shared.down_proj"} <= names
     for word in ("engram", "lm_head", "router", "boundary_predictor", "halt_predictor"):
         assert not any(word in name for name in names)
-    flags = ("--moe_backend", "grouped", "--no_gradient_checkpointing", "--eval_every", "0")
-    bf16 = run(tmp_path, shards, *flags, "--precision", "bf16", steps=8, ckpt="bf16")
-    fp8 = run(tmp_path, shards, *flags, "--precision", "fp8", "--fp8_experts", steps=8, ckpt="fp8")
+    flags = "--moe_backend grouped --no_gradient_checkpointing --eval_every 0".split()
+    bf16 = run(tmp_path, shards, *flags, "--precision=bf16", steps=8, ckpt="bf16")
+    fp8 = run(tmp_path, shards, *flags, "--precision=fp8", "--fp8_experts", steps=8, ckpt="fp8")
     assert abs(metrics(fp8)[-1]["loss"] - metrics(bf16)[-1]["loss"]) < 0.15
-    assert (
-        final_state(fp8)["model_state_dict"].keys() == final_state(bf16)["model_state_dict"].keys()
-    )
-    # any other resumes it
-    run(tmp_path, shards, "--moe_backend", "loop", "--precision", "fp32", steps=9, ckpt="fp8")
+    bf16_tensors = final_state(bf16)["model_state_dict"]
+    assert final_state(fp8)["model_state_dict"].keys() == bf16_tensors.keys()
+    # any other precision resumes it
+    run(tmp_path, shards, "--moe_backend=loop", "--precision=fp32", steps=9, ckpt="fp8")
     assert final_state(fp8)["step"] == 9
 
 
@@ -41,10 +39,8 @@ def test_the_scale_of_normed_inputs_is_the_largest_power_of_two_that_keeps_them_
     row = torch.zeros(1, width)
     row[0, 3] = 5
     largest = float(rms_norm(row, eps=0).amax())
-    assert (
-        input_scale(Linear(width, 16, normed_input=True)) == scale
-        and largest * scale <= 448 < 2 * largest * scale
-    )
+    assert input_scale(Linear(width, 16, normed_input=True)) == scale
+    assert largest * scale <= 448 < 2 * largest * scale
     assert input_scale(Linear(width, 16)) is None
 
 
@@ -54,7 +50,8 @@ def test_the_scale_of_normed_inputs_is_the_largest_power_of_two_that_keeps_them_
 def test_the_scale_of_gradients_is_a_power_of_two_near_256_times_the_bytes_of_a_step(
     step_bytes, scale
 ):
-    assert grad_scale(step_bytes) == scale and 2**-0.5 <= scale / (256 * step_bytes) <= 2**0.5
+    assert grad_scale(step_bytes) == scale
+    assert 2**-0.5 <= scale / (256 * step_bytes) <= 2**0.5
 
 
 @pytest.mark.parametrize(
@@ -62,7 +59,8 @@ def test_the_scale_of_gradients_is_a_power_of_two_near_256_times_the_bytes_of_a_
 )
 def test_an_infinite_gradient_in_fp8_skips_the_step(name):
     """Saturation must not make it finite."""
-    model, ids = awake(small_config()), text(2, 64)
+    model = awake(small_config())
+    ids = text(2, 64)
     model.compute_dtype = torch.bfloat16
     convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=ids.numel())
 
@@ -71,19 +69,17 @@ def test_an_infinite_gradient_in_fp8_skips_the_step(name):
         grad[0, 0] = math.inf
         return grad
 
-    model.get_submodule(name).register_forward_hook(
-        lambda module, args, y: y.register_hook(overflow) and None
-    )
-    assert step_alone(model, Optimizers(model, "adamw"), batches_of(ids, ids), StepSettings(2))[
-        "skipped"
-    ]
+    def overflow_in_backward(module, args, y):
+        y.register_hook(overflow)
+
+    model.get_submodule(name).register_forward_hook(overflow_in_backward)
+    optimizers = Optimizers(model, "adamw")
+    assert step_alone(model, optimizers, batches_of(ids, ids), StepSettings(2))["skipped"]
 
 
 def test_a_biased_linear_in_fp8_adds_its_bias_in_training_as_in_evaluation():
-    model, x = (
-        awake(small_config()),
-        torch.randn(16, 32, generator=torch.Generator().manual_seed(0)),
-    )
+    model = awake(small_config())
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     model.extra = Linear(32, 32, bias=True)
     with torch.no_grad():
         model.extra.weight.zero_()
@@ -97,7 +93,8 @@ def test_a_row_in_fp8_does_not_depend_on_others_where_the_scale_is_known_beforeh
     one."""
     model = awake(small_config())
     convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=64)
-    attention, generator = model.prelude[0].attention, torch.Generator().manual_seed(0)
+    attention = model.prelude[0].attention
+    generator = torch.Generator().manual_seed(0)
     for linear, alone_is_the_same in ((attention.q_a_proj, True), (attention.o_proj, False)):
         x = torch.randn(2, linear.in_features, generator=generator)
         upstream = torch.randn(2, linear.out_features, generator=generator) / 64
@@ -114,9 +111,15 @@ def test_a_row_in_fp8_does_not_depend_on_others_where_the_scale_is_known_beforeh
 
 
 def test_evaluation_does_not_use_fp8():
-    model, ids = awake(small_config()), text(2, 64)
+    model = awake(small_config())
     model.compute_dtype = torch.bfloat16
-    plain = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
+    ids = text(2, 64)
+
+    def logits(training: bool) -> torch.Tensor:
+        return model.train(training)(ids, noise_seed=0).logits
+
+    trained = logits(training=True)
+    evaluated = logits(training=False)
     convert_to_fp8(model, torch.device("cpu"), experts=True, step_bytes=ids.numel())
-    converted = [model.train(mode)(ids, noise_seed=0).logits for mode in (True, False)]
-    assert not torch.equal(converted[0], plain[0]) and torch.equal(converted[1], plain[1])
+    assert not torch.equal(logits(training=True), trained)
+    assert torch.equal(logits(training=False), evaluated)
