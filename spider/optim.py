@@ -45,7 +45,7 @@ class Kind(NamedTuple):
     """A row of the table. Weights with at least two dimensions decay, but for those of
     `adagrad`."""
 
-    name: str  # regular expression, searched in the parameter's name
+    pattern: str  # regular expression, searched in the parameter's name
     component: str  # of the table that --dry_run prints
     optimizer: str
     read: Read
@@ -94,7 +94,7 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
     linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     kinds = {}
     for name, p in model.named_parameters():
-        kind = next(kind for kind in KINDS if re.search(kind.name, name))
+        kind = next(kind for kind in KINDS if re.search(kind.pattern, name))
         if kind.optimizer == "muon" and p not in linears and not STACKS.search(name):
             kind = kind._replace(optimizer="adamw")
         kinds[name] = kind

@@ -86,7 +86,9 @@ def test_a_kind_of_step_is_built_and_measured_once_also_where_two_sections_ask(m
     monkeypatch.setattr(train, "build_model", recorded)
     b = bench.Bench([*SMALL, *SMALL_1B])
     first = bench.measure_step(b, "--compile=off")
-    assert bench.measure_step(b, "--compile=off", f"--precision={b.plan().flags.precision}") == first
+    assert (
+        bench.measure_step(b, "--compile=off", f"--precision={b.plan().flags.precision}") == first
+    )
     assert len(models) == 1
     assert capsys.readouterr().out.count("### step of 2 x 64 bytes") == 1
 
