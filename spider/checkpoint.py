@@ -17,7 +17,7 @@ import math
 import re
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +68,7 @@ def check_sums(path: Path):
 
 
 @contextmanager
-def reading(path: Path | None):
+def reading(path: Path) -> Iterator[None]:
     """Turn any error inside into a CheckpointError that names the file. A damaged or foreign file
     may cause errors of any kind."""
     try:
@@ -411,9 +411,9 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     return sorted(by_step, key=by_step.__getitem__)
 
 
-def load_of_directory(path: Path, mapped: bool = False) -> dict | None:
-    """Load a checkpoint of a run's directory, see load_checkpoint; if it is damaged, or has the
-    name of another step, log a warning and return None."""
+def load_or_skip(path: Path, mapped: bool = False) -> dict | None:
+    """Load a checkpoint by its path in a run's directory, see load_checkpoint. If it is damaged, or
+    has the name of another step, log a warning and return None."""
     try:
         state = load_checkpoint(path, mapped)
         if path != checkpoint_path(path.parent, state["step"]):
@@ -426,20 +426,20 @@ def load_of_directory(path: Path, mapped: bool = False) -> dict | None:
 
 def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
     """List a directory's checkpoints, oldest first, without reading their tensors; see
-    load_of_directory."""
+    load_or_skip."""
     saved = []
     for path in checkpoint_paths(directory):
-        state = load_of_directory(path, mapped=True)
+        state = load_or_skip(path, mapped=True)
         if state is not None:
             saved.append(saved_checkpoint(path, state))
     return saved
 
 
 def load_newest(directory: Path) -> tuple[Path, dict] | None:
-    """Load the newest good checkpoint of a directory, see load_of_directory; return its path and
+    """Load the newest good checkpoint of a directory, see load_or_skip; return its path and
     state, or None."""
     for path in reversed(checkpoint_paths(directory)):
-        state = load_of_directory(path)
+        state = load_or_skip(path)
         if state is not None:
             return path, state
     return None
@@ -614,7 +614,7 @@ class CheckpointWriter:
         self.world = world
         self.saved_step = saved_step  # of the newest saved state; -1: none
         self.failed = False  # whether the newest write failed
-        self.copy: Any = None  # of the newest saved state, in host memory; the next one reuses it
+        self.host_copy: Any = None  # of the newest saved state; the next save reuses its memory
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[None] = self.thread.submit(lambda: None)
         if world.is_rank0:
@@ -626,14 +626,14 @@ class CheckpointWriter:
         sync_metrics: on rank 0, completes metrics.jsonl before the file is renamed."""
         began = time.perf_counter()
         self.writing.result()
-        self.copy = copy_to_host(state, self.copy, self.world.is_rank0)
+        self.host_copy = copy_to_host(state, self.host_copy, self.world.is_rank0)
         self.saved_step = state["step"]
         if not self.world.is_rank0:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # until the copies are complete
         in_loop = time.perf_counter() - began
-        self.writing = self.thread.submit(self._write, self.copy, sync_metrics, in_loop)
+        self.writing = self.thread.submit(self._write, self.host_copy, sync_metrics, in_loop)
 
     def mark_unsaved(self, step: int):
         """Have the state of a step saved again, because it has changed."""
@@ -645,7 +645,7 @@ class CheckpointWriter:
         self.writing.result()
         return self.world.on_rank0(lambda: self.saved_step == step and not self.failed)
 
-    def _write(self, state: dict, sync_metrics: Callable[[], object], in_loop: float):
+    def _write(self, state: dict, sync_metrics: Callable[[], None], in_loop: float):
         """Write a state to its file, and log the outcome. in_loop: seconds that the save took in
         the loop."""
         began = time.perf_counter()

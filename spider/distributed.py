@@ -342,7 +342,7 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 
 def shard_model(model: nn.Module, world: World, grad_accum: int):
-    """Shard a model that every rank holds whole, and set its `sharding`. One process changes
+    """Shard a model that every rank holds whole, and set its `sharding`. With one rank, do
     nothing."""
     if world.ranks == 1:
         return
