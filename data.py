@@ -300,8 +300,13 @@ def raise_file_limit():
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        soft = max(soft, min(hard, 1 << 16))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for most in (1 << 16, 10_240):  # macOS may refuse the first, but not the second
+            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            if limit <= soft:
+                return
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return
 
 
 def mock_source(seed: int) -> Source:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spider.common import WorldError
 from spider.config import OPTIMIZERS
-from spider.distributed import Sharded, ShardedParameter, sharding_of
+from spider.distributed import Sharded, ShardedParameter, Sharding, sharding_of
 from spider.machine import multiplies_bf16, quiet
 from spider.memory import EngramTable
 from spider.muon_ranks import MOST_TOGETHER, MatrixAssignment
@@ -163,11 +163,7 @@ class Optimizers:
         betas = (beta1, beta2)
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if optimizer == "muon":
-            assignment = None
-            if isinstance(self.sharding, Sharded):
-                by_local = {param.local: param for param in self.sharding.params}
-                sharded = [by_local[p] for p in matrices]
-                assignment = MatrixAssignment(self.sharding.world, sharded)
+            assignment = assignment_of(matrices, self.sharding)
             self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, assignment)
         else:
             groups[0]["params"] += matrices
@@ -215,6 +211,14 @@ class Optimizers:
 
 # --------------------------------------------------------------------------------------------------
 # Muon
+
+
+def assignment_of(matrices: Sequence[nn.Parameter], sharding: Sharding) -> MatrixAssignment | None:
+    """Assign matrices to the ranks that orthogonalize them; None for one process."""
+    if not isinstance(sharding, Sharded):
+        return None
+    by_local = {param.local: param for param in sharding.params}
+    return MatrixAssignment(sharding.world, [by_local[p] for p in matrices])
 
 
 class Muon(torch.optim.Optimizer):

@@ -25,6 +25,7 @@ from spider.common import DataError, ProgressBar, durable, locked, note, say, sy
 from spider.inputs import (
     BYTE_ORDER_MARK,
     COMPRESSIONS,
+    MIB,
     TABLES,
     hub_cells,
     is_compressed,
@@ -40,7 +41,6 @@ from spider.inputs import (
 from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 
-MIB = 1 << 20
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16
 

@@ -127,16 +127,20 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def set_rank(rank, ranks, port):
-    """Set torchrun's variables in this process."""
-    os.environ |= dict(
+def rank_variables(rank: int, ranks: int) -> dict[str, str]:
+    """Return torchrun's variables for a rank of this machine."""
+    return dict(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
     )
+
+
+def set_rank(rank: int, ranks: int, port: int):
+    """Set torchrun's variables in this process."""
+    os.environ |= rank_variables(rank, ranks)
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def work_in_group(rank, ranks, shards, port, work):
