@@ -302,8 +302,11 @@ def check_step(value: object, name: str):
 def check_fits(
     name: str, optimizer: Optimizer, state: dict, sharded: Sequence[ShardedParameter] = ()
 ):
-    """Raise CheckpointError unless the whole state of an optimizer, by its name in `Optimizers`,
-    has its parameters, and of each the values that the optimizer makes."""
+    """Raise CheckpointError unless an optimizer can load a state. The state must have the same
+    groups of parameters, and for each parameter the values that the optimizer makes.
+
+    name: of the optimizer in `Optimizers`. sharded: parameters of which the optimizer has rows; the
+    state has whole ones."""
     whole_shapes = {param.local: param.shape for param in sharded}
     params = dict(enumerate(parameters_of(optimizer)))
     try:

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample
-from bad_data import error_line, prepare, run_data, source, stream, write_shard
 from conftest import ROOT
 from data import (
     BLOCK,
@@ -36,6 +35,7 @@ from data import (
     raise_file_limit,
     validation_sets,
 )
+from preparing import error_line, prepare, run_data, source, stream, write_shard
 from spider import common
 from spider.packing import longest_bound
 from spider.shard_files import files_below
