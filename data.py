@@ -300,8 +300,13 @@ def raise_file_limit():
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        soft = max(soft, min(hard, 1 << 16))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for most in (1 << 16, 10_240):  # macOS may refuse the first, but not the second
+            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            if limit <= soft:
+                return
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return
 
 
 def mock_source(seed: int) -> Source:
@@ -447,8 +452,8 @@ class Spans(NamedTuple):
     stop: np.ndarray
 
 
-class Origin(NamedTuple):
-    """Where a sequence comes from."""
+class Location(NamedTuple):
+    """Where the text of a sequence is."""
 
     source: int  # its number
     epoch: int  # of this source
@@ -506,6 +511,8 @@ class Loader:
         self.windows = -(-self.targets // seq_len)
         self.counts = np.array(shares([source.weight for source in sources], block))
         self.share = self.counts / block  # of the sequences, exactly
+        # With seed and seq_len, these decide which sequences a step reads; by key of a checkpoint.
+        self.mixture = dict(targets=self.targets.tolist(), shares=self.share.tolist())
         for source, targets, count in zip(sources, self.targets, self.counts, strict=True):
             if targets < seq_len:
                 raise DataError(
@@ -517,11 +524,6 @@ class Loader:
                     f"{source.name}: weight {source.weight:g} is less than one sequence in "
                     f"{block:,}: raise it"
                 )
-
-    def mixture(self) -> dict[str, list]:
-        """Return the targets of each source, and its share of the sequences. With seed and seq_len,
-        these decide which sequences a step reads."""
-        return dict(targets=self.targets.tolist(), shares=self.share.tolist())
 
     def batches(self, step: int, first: int, layout: StepLayout, rank: int = 0) -> Iterator[Batch]:
         """Yield a rank's micro-batches of an optimizer step. first: number of sequences before the
@@ -538,11 +540,11 @@ class Loader:
         spans = self._cut_spans(self._pick_windows(self._pick_sources(g)))
         return self.stream.rows(spans.start, spans.stop, self.seq_len)
 
-    def origin(self, g: int) -> Origin:
-        """Return where sequence g comes from."""
+    def locate(self, g: int) -> Location:
+        """Return where the text of sequence g is."""
         windows = self._pick_windows(self._pick_sources(np.array([g])))
         start = int(self._cut_spans(windows).start[0])
-        return Origin(int(windows.source[0]), int(windows.epoch[0]), self.stream.where(start))
+        return Location(int(windows.source[0]), int(windows.epoch[0]), self.stream.where(start))
 
     def epochs(self, g: int) -> np.ndarray:
         """Count the passes over each source that are complete before sequence g; int64
@@ -770,9 +772,9 @@ def show(sources: Sequence[Source], seq_len: int, seed: int, first: int, count: 
     first id; the next one has the text."""
     loader = Loader(sources, seq_len, seed)
     for g in range(first, first + count):
-        origin = loader.origin(g)
-        name = sources[origin.source].name
-        print(one_line(f"{g}: epoch {origin.epoch}, {name}, {origin.offset}"))
+        location = loader.locate(g)
+        name = sources[location.source].name
+        print(one_line(f"{g}: epoch {location.epoch}, {name}, {location.offset}"))
         (input_ids,), (labels,) = loader.rows(np.array([g]))
         ids = [int(input_ids[0]), *labels.masked_fill(labels == IGNORED, PAD_ID).tolist()]
         print("    " + printable(ids))
@@ -864,8 +866,8 @@ def run_command(args: argparse.Namespace):
             field=args.field,
             val_fraction=args.val_fraction,
             endings=args.ext,
-            config=args.config,
-            split=args.split,
+            hub_config=args.config,
+            hub_split=args.split,
             strict=args.strict,
         )
         shard_ids = max(1, int(args.shard_mb * 1e6 / ID_BYTES))

@@ -369,7 +369,7 @@ def read_ids(name: str, field: str) -> np.ndarray:
             f"{name}: prepare it first, by python data.py prepare {quoted(name)} --val_fraction 0 "
             f"--out DIR, then --eval DIR/train-00000.bin"
         )
-    documents = Documents(field, val_fraction=0.0, endings=(), config=None, split="", strict=True)
+    documents = Documents(field, val_fraction=0.0, strict=True)
     parts: list[np.ndarray | list[int]] = []
     for _, pieces in documents.read(Input(name, kind), Path()):
         text = np.frombuffer(b"".join(pieces), np.uint8)

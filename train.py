@@ -1504,7 +1504,7 @@ def restore(
     known = {one.name for one in fields(RunProgress)}
     progress = RunProgress(**{name: value for name, value in state.items() if name in known})
 
-    changed = changes_since(state, plan, loader.mixture())
+    changed = changes_since(state, plan, loader.mixture)
     if changed:
         logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
     if changed.keys() - {"data_dir"}:  # the same data may have moved
@@ -1580,7 +1580,7 @@ class Run:
     def due_save(self, ends: bool) -> bool:
         """Return whether to save, for a run that ends now or not; step 0 is never saved."""
         progress = self.progress
-        if progress.step <= max(0, self.writer.step):
+        if progress.step <= max(0, self.writer.saved_step):
             return False
         if ends:
             return True
@@ -1647,7 +1647,7 @@ class Run:
             optimizer_state_dict=self.optimizers.state_dict(),
             cfg=asdict(self.model.config),
             recipe=self.plan.recipe,
-            **self.loader.mixture(),
+            **self.loader.mixture,
             flags={name: getattr(self.flags, name) for name in RECORDED},
             **asdict(self.progress),
         )
@@ -1926,9 +1926,14 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
     if world.is_rank0:
         # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
         saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
-    writer = CheckpointWriter(directory, saved, flags.keep_last, flags.keep_best, world)
-    if in_place:
-        writer.step = progress.step
+    writer = CheckpointWriter(
+        directory,
+        saved,
+        flags.keep_last,
+        flags.keep_best,
+        world,
+        saved_step=progress.step if in_place else -1,
+    )
     run = Run(
         plan,
         model,

@@ -17,7 +17,7 @@ import math
 import re
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +68,7 @@ def check_sums(path: Path):
 
 
 @contextmanager
-def reading(path: Path | None):
+def reading(path: Path) -> Iterator[None]:
     """Turn any error inside into a CheckpointError that names the file. A damaged or foreign file
     may cause errors of any kind."""
     try:
@@ -245,7 +245,8 @@ def check_state(path: Path, state: object, required: set[str]):
     try:
         for key, rule in RULES.items():
             table, _, name = key.rpartition(".")
-            values = state.get(table, {}) if table else state  # a dict: its own rule comes first
+            # The rule of the table itself comes first in RULES, so the table is a dict here.
+            values = state.get(table, {}) if table else state
             if name in values and not rule.holds(values[name]):
                 raise ValueError(f"{key} must be {rule.wanted}")
         SpiderConfig.from_saved(state["cfg"])
@@ -254,26 +255,37 @@ def check_state(path: Path, state: object, required: set[str]):
         raise CheckpointError(f"{path}: {fault}") from None
 
 
+class WeightKind(NamedTuple):
+    """What a weight of a checkpoint must have in common with that of a model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None: any of the WEIGHT_DTYPES
+
+
+def weight_kinds(weights: dict) -> dict[str, WeightKind]:
+    """Return the kind of each tensor among weights; other values are left out."""
+    kinds = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor):
+            dtype = None if weight.dtype in WEIGHT_DTYPES else weight.dtype
+            kinds[name] = WeightKind(tuple(weight.shape), dtype)
+    return kinds
+
+
 def check_weights(path: Path, state: dict, model: nn.Module):
     """Raise CheckpointError unless a state's weights have the names and shapes of a model's.
 
     Floating-point weights may have any of the WEIGHT_DTYPES. The model may be on the meta
     device."""
 
-    def kinds(weights: dict) -> dict:
-        return {
-            name: (tuple(tensor.shape), tensor.dtype in WEIGHT_DTYPES or tensor.dtype)
-            for name, tensor in weights.items()
-            if isinstance(tensor, Tensor)
-        }
-
     with reading(path):
-        expected = kinds(model.state_dict())
-        found = kinds(state["model_state_dict"])
+        saved = state["model_state_dict"]
+        expected_kinds = weight_kinds(model.state_dict())
+        saved_kinds = weight_kinds(saved)
         odd = sorted(
             str(name)
-            for name in expected.keys() | state["model_state_dict"].keys()
-            if expected.get(name) != found.get(name)
+            for name in expected_kinds.keys() | saved.keys()
+            if expected_kinds.get(name) != saved_kinds.get(name)
         )
     if odd:
         more = ", ..." if len(odd) > 3 else ""
@@ -399,9 +411,9 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     return sorted(by_step, key=by_step.__getitem__)
 
 
-def load_of_directory(path: Path, mapped: bool = False) -> dict | None:
-    """Load a checkpoint of a run's directory, see load_checkpoint; if it is damaged, or has the
-    name of another step, log a warning and return None."""
+def load_or_skip(path: Path, mapped: bool = False) -> dict | None:
+    """Load a checkpoint by its path in a run's directory, see load_checkpoint. If it is damaged, or
+    has the name of another step, log a warning and return None."""
     try:
         state = load_checkpoint(path, mapped)
         if path != checkpoint_path(path.parent, state["step"]):
@@ -414,20 +426,20 @@ def load_of_directory(path: Path, mapped: bool = False) -> dict | None:
 
 def find_checkpoints(directory: Path) -> list[SavedCheckpoint]:
     """List a directory's checkpoints, oldest first, without reading their tensors; see
-    load_of_directory."""
+    load_or_skip."""
     saved = []
     for path in checkpoint_paths(directory):
-        state = load_of_directory(path, mapped=True)
+        state = load_or_skip(path, mapped=True)
         if state is not None:
             saved.append(saved_checkpoint(path, state))
     return saved
 
 
 def load_newest(directory: Path) -> tuple[Path, dict] | None:
-    """Load the newest good checkpoint of a directory, see load_of_directory; return its path and
+    """Load the newest good checkpoint of a directory, see load_or_skip; return its path and
     state, or None."""
     for path in reversed(checkpoint_paths(directory)):
-        state = load_of_directory(path)
+        state = load_or_skip(path)
         if state is not None:
             return path, state
     return None
@@ -445,16 +457,18 @@ def best_checkpoint(directory: Path) -> SavedCheckpoint:
     return best
 
 
-def load_named(resume: Path) -> tuple[Path, dict]:
+def load_named(resume: str) -> tuple[Path, dict]:
     """Load what --resume names: a checkpoint, an export, or the newest good checkpoint of a run's
     directory; return its path and state. Raise CheckpointError if that is not possible."""
-    if not resume.is_dir() or is_export(resume):
-        return resume, load_checkpoint(resume)
-    found = load_newest(resume)
-    if found is None:
-        raise CheckpointError(f"--resume: there is no usable checkpoint in {resume}")
-    logger.info(f"--resume {resume}: its newest good checkpoint is {found[0].name}")
-    return found
+    named = Path(resume)
+    if not named.is_dir() or is_export(named):
+        return named, load_checkpoint(named)
+    newest = load_newest(named)
+    if newest is None:
+        raise CheckpointError(f"--resume: there is no usable checkpoint in {named}")
+    path, _ = newest
+    logger.info(f"--resume {named}: its newest good checkpoint is {path.name}")
+    return newest
 
 
 class Origin(NamedTuple):
@@ -467,56 +481,77 @@ class Origin(NamedTuple):
     @property
     def flags(self) -> dict:
         """The flags that the checkpoint recorded."""
-        return (self.state or {}).get("flags", {})
+        return {} if self.state is None else self.state.get("flags", {})
 
 
 FROM_SCRATCH = Origin()
 
 
 def load_origin(directory: Path, resume: str | None, reset_steps: bool) -> Origin:
-    """Load the checkpoint that a run begins with.
+    """Load the checkpoint that a run in a directory begins with.
 
-    If the directory holds checkpoints, its run resumes from the newest good one: `resume` and
-    `reset_steps` say where an empty directory begins, so that repeating a command, as torchrun and
-    Slurm do, continues the run. Raise CheckpointError for a request to go back or start over inside
-    a directory, or a checkpoint that cannot be used."""
-    found = load_newest(directory)
-    named = None if resume is None else Path(resume).resolve()
-    own = named is not None and directory.resolve() == (named if named.is_dir() else named.parent)
-    if found is None:
-        if checkpoint_paths(directory) and not own:
-            raise CheckpointError(
-                f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good "
-                f"one, or use another directory"
-            )
-        if reset_steps and resume is None:
+    A directory with a good checkpoint holds a run, which resumes from the newest one. `resume` and
+    `reset_steps` say where a run begins that has no checkpoint yet. Therefore the same command
+    continues the run when it is repeated, as torchrun and Slurm do. Raise CheckpointError for a
+    request to go back or start over inside a directory, or a checkpoint that cannot be used."""
+    newest = load_newest(directory)
+    if newest is None:
+        return begin_run(directory, resume, reset_steps)
+    path, state = newest
+    check_continues(directory, path, resume, reset_steps)
+    return Origin(path, state, resumes=True)
+
+
+def names_inside(directory: Path, resume: str) -> bool:
+    """Return whether --resume names a run's directory, or a file in it."""
+    named = Path(resume).resolve()
+    named_directory = named if named.is_dir() else named.parent
+    return named_directory == directory.resolve()
+
+
+def begin_run(directory: Path, resume: str | None, reset_steps: bool) -> Origin:
+    """Load what --resume names, if anything, for a run in a directory without a good checkpoint;
+    see load_origin."""
+    elsewhere = resume is None or not names_inside(directory, resume)
+    if elsewhere and checkpoint_paths(directory):
+        raise CheckpointError(
+            f"--ckpt_dir: none of the checkpoints in {directory} is usable: restore a good one, or "
+            f"use another directory"
+        )
+    if resume is None:
+        if reset_steps:
             raise CheckpointError("--reset_steps needs --resume CHECKPOINT, whose weights it loads")
-        if resume is None:
-            return FROM_SCRATCH
-        path, state = load_named(Path(resume))
-        if not reset_steps and "optimizer_state_dict" not in state:
-            raise CheckpointError(
-                f"--resume: {path} has no optimizer state: add --reset_steps to start a new run "
-                f"from its weights"
-            )
-        return Origin(path, state, resumes=not reset_steps)
-    path, state = found
-    if reset_steps and (own or resume is None):
+        return FROM_SCRATCH
+    path, state = load_named(resume)
+    if not reset_steps and "optimizer_state_dict" not in state:
+        raise CheckpointError(
+            f"--resume: {path} has no optimizer state: add --reset_steps to start a new run "
+            f"from its weights"
+        )
+    return Origin(path, state, resumes=not reset_steps)
+
+
+def check_continues(directory: Path, newest: Path, resume: str | None, reset_steps: bool):
+    """Raise CheckpointError for flags that contradict a directory whose run resumes from its
+    `newest` checkpoint; see load_origin. Log that a checkpoint elsewhere is not read."""
+    inside = resume is not None and names_inside(directory, resume)
+    if reset_steps and (inside or resume is None):
         raise CheckpointError(
             f"--reset_steps: {directory} already holds a run: name a new --ckpt_dir, and the "
             f"checkpoint by --resume"
         )
-    if own and named not in (path.resolve(), directory.resolve()):
-        raise CheckpointError(
-            f"--resume: {directory} holds a later checkpoint than {resume}, {path.name}: to go "
-            f"back, name a new --ckpt_dir"
-        )
-    if resume is not None and not own:
+    if resume is None:
+        return
+    if not inside:
         logger.info(
             f"{directory} holds a run, which resumes from its own checkpoint: --resume {resume} "
             f"is not read"
         )
-    return Origin(path, state, resumes=True)
+    elif Path(resume).resolve() not in (newest.resolve(), directory.resolve()):
+        raise CheckpointError(
+            f"--resume: {directory} holds a later checkpoint than {resume}, {newest.name}: to go "
+            f"back, name a new --ckpt_dir"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -567,17 +602,19 @@ class CheckpointWriter:
         keep_last: int,
         keep_best: bool,
         world: World,
+        saved_step: int = -1,
     ):
-        """saved: the directory's checkpoints so far. Unfinished files that a killed process left
-        are deleted."""
+        """saved: the directory's checkpoints so far. saved_step: the step that a run resumes from,
+        if its checkpoint is in the directory. Unfinished files that a killed process left are
+        deleted."""
         self.directory = directory
         self.saved = saved
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.world = world
-        self.step = -1  # of the newest saved state
+        self.saved_step = saved_step  # of the newest saved state; -1: none
         self.failed = False  # whether the newest write failed
-        self.copy: Any = None  # of the newest saved state, in host memory; the next one reuses it
+        self.host_copy: Any = None  # of the newest saved state; the next save reuses its memory
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[None] = self.thread.submit(lambda: None)
         if world.is_rank0:
@@ -589,26 +626,26 @@ class CheckpointWriter:
         sync_metrics: on rank 0, completes metrics.jsonl before the file is renamed."""
         began = time.perf_counter()
         self.writing.result()
-        self.copy = copy_to_host(state, self.copy, self.world.is_rank0)
-        self.step = state["step"]
+        self.host_copy = copy_to_host(state, self.host_copy, self.world.is_rank0)
+        self.saved_step = state["step"]
         if not self.world.is_rank0:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # until the copies are complete
         in_loop = time.perf_counter() - began
-        self.writing = self.thread.submit(self._write, self.copy, sync_metrics, in_loop)
+        self.writing = self.thread.submit(self._write, self.host_copy, sync_metrics, in_loop)
 
     def mark_unsaved(self, step: int):
         """Have the state of a step saved again, because it has changed."""
-        self.step = step - 1
+        self.saved_step = step - 1
 
     def holds(self, step: int) -> bool:
         """Wait for the current write; return whether the state of a step is saved. Every rank calls
         it."""
         self.writing.result()
-        return self.world.on_rank0(lambda: self.step == step and not self.failed)
+        return self.world.on_rank0(lambda: self.saved_step == step and not self.failed)
 
-    def _write(self, state: dict, sync_metrics: Callable[[], object], in_loop: float):
+    def _write(self, state: dict, sync_metrics: Callable[[], None], in_loop: float):
         """Write a state to its file, and log the outcome. in_loop: seconds that the save took in
         the loop."""
         began = time.perf_counter()

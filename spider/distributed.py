@@ -10,8 +10,8 @@ resumes from the newest checkpoint.
 `shard_model` calls fully_shard. Its groups are each byte block, the core, and the rest; the core is
 gathered once for all its loops. Optimizers see this rank's rows of each parameter as plain tensors.
 Engram tables are not sharded: their gradients are all-reduced once per step. `sharding_of` returns
-a model's `Sharded` or `Unsharded`, one interface for both. state.py gathers and distributes what a
-checkpoint holds.
+a model's `Sharding`, whose subclass `Sharded` is that of several ranks. state.py gathers and
+distributes what a checkpoint holds.
 """
 
 import math
@@ -45,21 +45,22 @@ if TYPE_CHECKING:  # their import takes most of a second, and one process does n
 # Ranks
 
 
-def rank_of(environ: Mapping[str, str], rank: str, ranks: str) -> tuple[int, int]:
-    """Return a rank and the number of ranks, (0, 1) by default, from variables of these names."""
+def rank_and_count(environ: Mapping[str, str], rank_name: str, count_name: str) -> tuple[int, int]:
+    """Return a rank and the number of ranks, (0, 1) by default, from variables of these names.
+    Raise WorldError if they contradict one another."""
     remedy = "start all ranks with torchrun, or unset its variables for a single process"
     settings = []
-    for name in (rank, ranks):
+    for name in (rank_name, count_name):
         value = environ.get(name)
         if value and not re.fullmatch("[0-9]{1,9}", value):
             raise WorldError(f"{name}={value} is not a whole number: {remedy}")
         settings.append(f"{name}={value}" if value else f"{name} is not set")
-    number = int(environ.get(rank) or 0)
-    count = int(environ.get(ranks) or 1)
-    rank_is_missing = count > 1 and not environ.get(rank)
-    if number >= count or rank_is_missing:
+    rank = int(environ.get(rank_name) or 0)
+    count = int(environ.get(count_name) or 1)
+    rank_is_missing = count > 1 and not environ.get(rank_name)
+    if rank >= count or rank_is_missing:
         raise WorldError(f"{', '.join(settings)}: {remedy}")
-    return number, count
+    return rank, count
 
 
 class Outcome(NamedTuple):
@@ -75,8 +76,10 @@ class World:
 
     def __init__(self, environ: Mapping[str, str] = os.environ):
         """Raise WorldError if torchrun's variables contradict one another."""
-        self.rank, self.ranks = rank_of(environ, "RANK", "WORLD_SIZE")
-        self.local_rank, self.local_ranks = rank_of(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        self.rank, self.ranks = rank_and_count(environ, "RANK", "WORLD_SIZE")
+        self.local_rank, self.local_ranks = rank_and_count(
+            environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        )
         self.by_torchrun = "TORCHELASTIC_RUN_ID" in environ
         self.device = torch.device("cpu")
         self.shards = 1
@@ -219,9 +222,9 @@ class World:
             return
         all_batches = list(batches)
         for first in range(0, len(all_batches), self.ranks):
-            own = first + self.rank
-            if own < len(all_batches):
-                yield all_batches[own], 1
+            index = first + self.rank
+            if index < len(all_batches):
+                yield all_batches[index], 1
             else:
                 yield all_batches[0], 0
 
@@ -229,9 +232,9 @@ class World:
 def stop_with_parent():
     """Have the kernel send SIGTERM to this process when its parent dies (Linux only). For ranks of
     torchrun: after SIGKILL it could not stop them, and they would train on unseen."""
-    # at the end of the thread that started this process: torchrun's main one
+    # The kernel sends it when the thread ends that started this process: torchrun's main thread.
     _prctl_pr_set_pdeathsig(signal.SIGTERM)
-    if os.getppid() != common.PARENT:  # it died before
+    if os.getppid() != common.PARENT:  # the parent died before this call
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -253,8 +256,8 @@ class ShardedParameter:
         return tuple(self.dtensor.shape)
 
 
-class Unsharded:
-    """A model that is not sharded, trained by one process."""
+class Sharding:
+    """How a model is spread over ranks: not at all, in this base class for one process."""
 
     ranks = 1
     params: Sequence[ShardedParameter] = ()
@@ -282,15 +285,15 @@ class Unsharded:
         """All-reduce the gradients of Engram tables."""
 
 
-UNSHARDED = Unsharded()
+UNSHARDED = Sharding()
 
 
-def sharding_of(model: nn.Module) -> Unsharded:
+def sharding_of(model: nn.Module) -> Sharding:
     """Return the sharding of a model."""
     return getattr(model, "sharding", UNSHARDED)
 
 
-class Sharded(Unsharded):
+class Sharded(Sharding):
     """A model sharded by FSDP: this rank's rows of its parameters, and the collectives of
     training."""
 
@@ -344,7 +347,7 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 
 def shard_model(model: nn.Module, world: World, grad_accum: int):
-    """Shard a model that every rank holds whole, and set its `sharding`. One process changes
+    """Shard a model that every rank holds whole, and set its `sharding`. With one rank, do
     nothing."""
     if world.ranks == 1:
         return

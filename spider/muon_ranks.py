@@ -31,25 +31,14 @@ Shape = tuple[int, ...]
 Work = Callable[[Tensor], Tensor]  # [n, r, c] -> [n, r, c]
 
 
-class AssignedMatrix(NamedTuple):
-    """A matrix, and its owner: the rank that orthogonalizes it."""
+class UnassignedMatrix(NamedTuple):
+    """A matrix, and the ranks that may own it."""
 
     param: int  # index of the parameter
     in_stack: int | None  # index in its shard's part of a stack; None: a matrix cut into rows
     rows: tuple[int, ...]  # number of its rows on each shard; of a stack, all on one
     columns: int
-    replica: int  # of the owner
-    shard: int  # of the owner
-
-
-class UnassignedMatrix(NamedTuple):
-    """A matrix without an owner; the fields are those of AssignedMatrix."""
-
-    param: int
-    in_stack: int | None
-    rows: tuple[int, ...]
-    columns: int
-    owners: range  # the ranks that may own it
+    owners: range  # the ranks that may orthogonalize it
 
     @property
     def cost(self) -> int:
@@ -58,28 +47,39 @@ class UnassignedMatrix(NamedTuple):
         return rows * self.columns * min(rows, self.columns)
 
 
+class AssignedMatrix(NamedTuple):
+    """A matrix, and its owner: the rank that orthogonalizes it. For the first four fields see
+    UnassignedMatrix."""
+
+    param: int
+    in_stack: int | None
+    rows: tuple[int, ...]
+    columns: int
+    replica: int  # of the owner
+    shard: int  # of the owner
+
+
 def matrices_of(params: Sequence[ShardedParameter], world: World) -> list[UnassignedMatrix]:
     """List the matrices of parameters. Any rank may own a matrix that is cut into rows. A matrix of
     a stack stays on its shard, of which each replica has a rank."""
-    found = []
+    matrices = []
     for i, param in enumerate(params):
         rows, columns = param.shape[-2:]
         # of rows, or of matrices of a stack, on each shard
         counts = [end - begin for begin, end in pairwise(param.bounds)]
         if len(param.shape) == 2:
-            found.append(
-                UnassignedMatrix(i, None, tuple(counts), columns, owners=range(world.ranks))
-            )
+            any_rank = range(world.ranks)
+            matrices.append(UnassignedMatrix(i, None, tuple(counts), columns, any_rank))
             continue
         for shard, count in enumerate(counts):
-            all_here = [0] * world.shards
-            all_here[shard] = rows
-            owners = range(shard, world.ranks, world.shards)
-            found += [
-                UnassignedMatrix(i, in_stack, tuple(all_here), columns, owners)
+            rows_here = [0] * world.shards
+            rows_here[shard] = rows
+            ranks_here = range(shard, world.ranks, world.shards)
+            matrices += [
+                UnassignedMatrix(i, in_stack, tuple(rows_here), columns, ranks_here)
                 for in_stack in range(count)
             ]
-    return found
+    return matrices
 
 
 def assign(params: Sequence[ShardedParameter], world: World) -> list[AssignedMatrix]:
@@ -91,8 +91,11 @@ def assign(params: Sequence[ShardedParameter], world: World) -> list[AssignedMat
         owner = min(matrix.owners, key=work_of.__getitem__)
         work_of[owner] += matrix.cost
         replica, shard = divmod(owner, world.shards)
-        param, in_stack, rows, columns, _ = matrix
-        assigned.append(AssignedMatrix(param, in_stack, rows, columns, replica, shard))
+        assigned.append(
+            AssignedMatrix(
+                matrix.param, matrix.in_stack, matrix.rows, matrix.columns, replica, shard
+            )
+        )
     return assigned
 
 
@@ -135,12 +138,12 @@ class MatrixAssignment:
     def _collect(self, local: list[Tensor], empty: Tensor) -> list[Tensor]:
         """Send this rank's rows of split matrices to the owners; return the whole matrices that it
         owns itself."""
-        own = self.split[self.world.shard]
+        owned_here = self.split[self.world.shard]
         sent = []
         shapes = []
         for shard, owned in enumerate(self.split):
             sent.append([local[matrix.param] for matrix in owned])
-            shapes.append(shapes_on(shard, own))
+            shapes.append(shapes_on(shard, owned_here))
         received = self._all_to_all(sent, shapes, empty)
         return [torch.cat(rows) for rows in zip(*received, strict=True)]
 
@@ -195,8 +198,8 @@ class MatrixAssignment:
                 by_replica[matrix.replica].append(matrix)
         shapes = [shapes_on(world.shard, owned) for owned in by_replica]
         longest = max(total_size(of_replica) for of_replica in shapes)
-        own = by_replica[world.replica]
-        sending = torch.cat([empty, *(results[matrix].flatten() for matrix in own)])
+        owned_here = by_replica[world.replica]
+        sending = torch.cat([empty, *(results[matrix].flatten() for matrix in owned_here)])
         sending = nn.functional.pad(sending, (0, longest - len(sending)))
         received = list(sending.new_empty(world.replicas, longest))
         dist.all_gather(received, sending, group=world.group("replicas"))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spider.common import WorldError
 from spider.config import OPTIMIZERS
-from spider.distributed import Sharded, ShardedParameter, sharding_of
+from spider.distributed import Sharded, ShardedParameter, Sharding, sharding_of
 from spider.machine import multiplies_bf16, quiet
 from spider.memory import EngramTable
 from spider.muon_ranks import MOST_TOGETHER, MatrixAssignment
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
     """A row of the table. Weights with at least two dimensions decay, but for those of
     `adagrad`."""
 
-    name: str  # regular expression, searched in the parameter's name
+    pattern: str  # regular expression, searched in the parameter's name
     component: str  # of the table that --dry_run prints
     optimizer: str
     read: Read
@@ -94,7 +94,7 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
     linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     kinds = {}
     for name, p in model.named_parameters():
-        kind = next(kind for kind in KINDS if re.search(kind.name, name))
+        kind = next(kind for kind in KINDS if re.search(kind.pattern, name))
         if kind.optimizer == "muon" and p not in linears and not STACKS.search(name):
             kind = kind._replace(optimizer="adamw")
         kinds[name] = kind
@@ -163,11 +163,7 @@ class Optimizers:
         betas = (beta1, beta2)
         self.by_name: dict[str, torch.optim.Optimizer] = {}
         if optimizer == "muon":
-            assignment = None
-            if isinstance(self.sharding, Sharded):
-                by_local = {param.local: param for param in self.sharding.params}
-                sharded = [by_local[p] for p in matrices]
-                assignment = MatrixAssignment(self.sharding.world, sharded)
+            assignment = assignment_of(matrices, self.sharding)
             self.by_name["muon"] = Muon(matrices, lr, momentum, weight_decay, assignment)
         else:
             groups[0]["params"] += matrices
@@ -215,6 +211,14 @@ class Optimizers:
 
 # --------------------------------------------------------------------------------------------------
 # Muon
+
+
+def assignment_of(matrices: Sequence[nn.Parameter], sharding: Sharding) -> MatrixAssignment | None:
+    """Assign matrices to the ranks that orthogonalize them; None for one process."""
+    if not isinstance(sharding, Sharded):
+        return None
+    by_local = {param.local: param for param in sharding.params}
+    return MatrixAssignment(sharding.world, [by_local[p] for p in matrices])
 
 
 class Muon(torch.optim.Optimizer):

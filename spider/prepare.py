@@ -25,6 +25,7 @@ from spider.common import DataError, ProgressBar, durable, locked, note, say, sy
 from spider.inputs import (
     BYTE_ORDER_MARK,
     COMPRESSIONS,
+    MIB,
     TABLES,
     hub_cells,
     is_compressed,
@@ -40,7 +41,6 @@ from spider.inputs import (
 from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
 from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
 
-MIB = 1 << 20
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16
 
@@ -91,8 +91,8 @@ class Documents:
     field: str  # of a JSON object, or column of a table: has the text
     val_fraction: float
     endings: tuple[str, ...] = ()  # if any: read files with these alone, each as one document
-    config: str | None = None  # configuration of a data set of the hub
-    split: str = "train"  # split of a data set of the hub
+    hub_config: str | None = None  # configuration of a data set of the hub
+    hub_split: str = "train"  # split of a data set of the hub
     strict: bool = False
     skipped: dict[str, Skipped] = dataclasses.field(default_factory=dict)  # by kind
 
@@ -152,7 +152,7 @@ class Documents:
         """Yield the documents of an input. `scratch`: directory for temporary copies, see
         open_input."""
         if source.kind == "hub":
-            cells = hub_cells(source.path, self.field, self.config, self.split)
+            cells = hub_cells(source.path, self.field, self.hub_config, self.hub_split)
             yield from self._documents_of_records(cells, source.path)
             return
         file = self._open(source, scratch)
@@ -421,13 +421,14 @@ def report(arguments: Sequence[str], documents: Documents, totals: dict[str, Tot
     """Print what was skipped, and whether there is a validation split. Raise DataError without
     training data."""
     skipped = ", ".join(
-        f"{skipped.count:,} {kind} (first: {skipped.first_place})"
-        for kind, skipped in documents.skipped.items()
+        f"{of_kind.count:,} {kind} (first: {of_kind.first_place})"
+        for kind, of_kind in documents.skipped.items()
     )
     if not totals["train"].ids:
-        reason = skipped or "no document"
         if totals["val"].ids:
             reason = "every document fell into the validation split: lower --val_fraction"
+        else:
+            reason = skipped or "no document"
         raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
     if skipped:
         note(f"prepare: skipped {skipped}")
@@ -454,7 +455,7 @@ def write_metadata(
         ext=documents.endings,
         val_fraction=documents.val_fraction,
         split_by="blake2b of the text",
-        skipped={kind: skipped.count for kind, skipped in documents.skipped.items()},
+        skipped={kind: of_kind.count for kind, of_kind in documents.skipped.items()},
         shards=[entry._asdict() for entry in entries],
     )
     with durable(out / METADATA) as file:

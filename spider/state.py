@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spider.common import CheckpointError
-from spider.distributed import Sharded, ShardedParameter, Unsharded, World, sharding_of
+from spider.distributed import Sharded, ShardedParameter, Sharding, World, sharding_of
 
 SCALE_BLOCK = 256  # numbers that share a scale in 8-bit AdamW
 NESTED = "__bnb_optimizer_quant_state__"  # where bitsandbytes puts the tensors of a parameter
 MOST_STEPS = 1 << 31  # of an optimizer: the kernel of 8-bit AdamW takes 32 bits
-
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -159,7 +158,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return weights
 
 
-def optimizer_states(sharding: Unsharded, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+def optimizer_states(sharding: Sharding, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """Return the state of each optimizer by name; sharded tensors as ShardedRows."""
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     if not isinstance(sharding, Sharded):
@@ -303,8 +302,11 @@ def check_step(value: object, name: str):
 def check_fits(
     name: str, optimizer: Optimizer, state: dict, sharded: Sequence[ShardedParameter] = ()
 ):
-    """Raise CheckpointError unless the whole state of an optimizer, by its name in `Optimizers`,
-    has its parameters, and of each the values that the optimizer makes."""
+    """Raise CheckpointError unless an optimizer can load a state. The state must have the same
+    groups of parameters, and for each parameter the values that the optimizer makes.
+
+    name: of the optimizer in `Optimizers`. sharded: parameters of which the optimizer has rows; the
+    state has whole ones."""
     whole_shapes = {param.local: param.shape for param in sharded}
     params = dict(enumerate(parameters_of(optimizer)))
     try:
@@ -379,7 +381,7 @@ def load_model(model: nn.Module, weights: dict[str, Tensor]):
 
 
 def load_optimizers(
-    sharding: Unsharded, optimizers: Mapping[str, Optimizer], states: Mapping[str, dict]
+    sharding: Sharding, optimizers: Mapping[str, Optimizer], states: Mapping[str, dict]
 ):
     """Load the states of all optimizers of a model, but keep this run's settings. Raise
     CheckpointError if one does not fit."""
@@ -401,10 +403,10 @@ def broadcast_optimizers(
 ) -> dict[str, Any]:
     """Broadcast the states of optimizers from rank 0, and return this rank's rows of them."""
 
-    def own_rows(value: Tensor, bounds: list[int] | None) -> Tensor:
+    def rows_of_rank(value: Tensor, bounds: list[int] | None) -> Tensor:
         return broadcast_rows(value, bounds, sharding.world)
 
-    return change_states(sharding, optimizers, states, own_rows)
+    return change_states(sharding, optimizers, states, rows_of_rank)
 
 
 def load_optimizer(name: str, optimizer: Optimizer, state: dict):

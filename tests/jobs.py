@@ -127,16 +127,20 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def set_rank(rank, ranks, port):
-    """Set torchrun's variables in this process."""
-    os.environ |= dict(
+def rank_variables(rank: int, ranks: int) -> dict[str, str]:
+    """Return torchrun's variables for a rank of this machine."""
+    return dict(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
     )
+
+
+def set_rank(rank: int, ranks: int, port: int):
+    """Set torchrun's variables in this process."""
+    os.environ |= rank_variables(rank, ranks)
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def work_in_group(rank, ranks, shards, port, work):
@@ -175,7 +179,7 @@ class JobSettings(NamedTuple):
     faults: tuple  # (fault, rank, argument)
 
 
-def child(rank: int, job: JobSettings):
+def run_as_rank(rank: int, job: JobSettings):
     """Run the command lines of a job in this process, as a rank."""
     for name in train.ENVIRONMENT:
         os.environ.pop(name.upper(), None)
@@ -219,17 +223,17 @@ class Job:
             faults=tuple(faults),
         )
         self.ranks = [
-            processes.Process(target=child, args=(rank, settings), daemon=True)
+            processes.Process(target=run_as_rank, args=(rank, settings), daemon=True)
             for rank in range(ranks)
         ]
         for process in self.ranks:
             process.start()
 
-    def said(self) -> str:
+    def log_so_far(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait_for(self, words: str):
-        until(lambda: words in self.said())
+        until(lambda: words in self.log_so_far())
 
     def end(self, limit=LIMIT) -> tuple[list[int], str]:
         """Return exit statuses and the log; all ranks must have ended within the limit."""
@@ -241,8 +245,8 @@ class Job:
             process.kill()
         for reserved in self.reserved:
             reserved.close()
-        assert not hung, f"ranks {hung} hung\n{self.said()}"
-        return [process.exitcode for process in self.ranks], self.said()
+        assert not hung, f"ranks {hung} hung\n{self.log_so_far()}"
+        return [process.exitcode for process in self.ranks], self.log_so_far()
 
 
 def forked(processes, directory, *argv, **options) -> tuple[int, str, str]:
@@ -268,13 +272,13 @@ def runs_alone(argv):
 
 def command(*argv, cwd, **environ) -> subprocess.CompletedProcess:
     """Run train.py as a user does."""
-    own = {
+    without_flags = {
         name: value for name, value in os.environ.items() if name.lower() not in train.ENVIRONMENT
     }
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *map(str, argv)],
         cwd=cwd,
-        env=own | environ,
+        env=without_flags | environ,
         text=True,
         errors="replace",
         capture_output=True,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import sample
-from bad_data import stream
 from conftest import assert_same, metrics, run
+from preparing import stream
 from spider.common import CheckpointError
 from spider.inference import CHUNK, DENSE_RATE, RATE, Adaptation, model_of, read_checkpoint
 from spider.memory import EngramTable

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shlex
 import socket
 import subprocess
@@ -19,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample
-from bad_data import error_line, prepare, run_data, source, stream, write_shard
 from conftest import ROOT
 from data import (
     BLOCK,
@@ -32,8 +32,10 @@ from data import (
     Stream,
     mock_source,
     open_data,
+    raise_file_limit,
     validation_sets,
 )
+from preparing import error_line, prepare, run_data, source, stream, write_shard
 from spider import common
 from spider.packing import longest_bound
 from spider.shard_files import files_below
@@ -427,6 +429,21 @@ def test_shards_are_read_where_python_has_no_modules_of_unix(shards):
     command = [sys.executable, "-c", code, shards]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "640\n", done.stderr
+
+
+def test_limit_of_open_files_is_raised_as_far_as_the_system_allows(monkeypatch):
+    """macOS reports no hard limit, but may refuse more than 61,440 files."""
+    limits = []
+
+    def setrlimit(_, limit):
+        if limit[0] > 61_440:
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(limit)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    raise_file_limit()
+    assert limits == [(10_240, resource.RLIM_INFINITY)]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from jobs import (
     late,
     nan,
     out_of_memory,
+    rank_variables,
     reserve_port,
     runs_alone,
     signalled,
@@ -121,14 +122,7 @@ def join_on_gpus(monkeypatch, uuids: list[str], visible: int) -> list[tuple[torc
 
     def join(rank: int) -> tuple[torch.device, str]:
         this_thread.uuid = uuids[rank]
-        world = World(
-            dict(
-                RANK=str(rank),
-                WORLD_SIZE=str(ranks),
-                LOCAL_RANK=str(rank),
-                LOCAL_WORLD_SIZE=str(ranks),
-            )
-        )
+        world = World(rank_variables(rank, ranks))
         with pytest.raises(SpiderError) as fault:
             world.join(torch.device("cuda"), 1, 20.0)
         return world.device, str(fault.value)

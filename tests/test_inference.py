@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from bad_data import stream
 from conftest import awake, small_config
+from preparing import stream
 from spider.decode import forbid_repeats
 from spider.inference import Sampler, SampleSettings, converse, windows
 from spider_model import Spider

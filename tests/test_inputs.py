@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fsspec.compression import compr
 
-from bad_data import documents, error_line, joined, metadata, prepare
 from conftest import contents
+from preparing import documents, error_line, joined, metadata, prepare
 from spider import common, inputs
 
 datasets = pytest.importorskip("datasets", reason='needs the extra: pip install -e ".[data]"')

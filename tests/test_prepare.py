@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from bad_data import documents, error_line, joined, metadata, prepare, run_data, write_shard
 from conftest import ROOT, contents, measured
 from data import open_data
+from preparing import documents, error_line, joined, metadata, prepare, run_data, write_shard
 from spider import common, inputs
 from spider.inputs import BYTE_ORDER_MARK
 from spider.prepare import ShardWriter

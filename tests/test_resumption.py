@@ -188,7 +188,7 @@ def test_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(
         process.join(random.uniform(0.2, 1.2))
         if kill % 2:
             pause_while_saving(process, directory)
-        assert process.is_alive(), job.said()
+        assert process.is_alive(), job.log_so_far()
         process.kill()
         job.end()
         kills_while_saving += is_saving(directory)

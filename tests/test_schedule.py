@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import train
-from bad_data import source
 from data import Loader, mock_source
+from preparing import source
 from spider.run import RunProgress
 from train import Flags, Schedule, lr_factor
 

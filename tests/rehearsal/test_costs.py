@@ -13,7 +13,7 @@ import train
 from rehearsal import gpu
 from rehearsal.refusals import Watch, is_composite, is_view, tensors
 from spider import estimate
-from spider.distributed import Unsharded
+from spider.distributed import Sharding
 from tile_moe import ALIGNMENT
 
 pytestmark = pytest.mark.rehearsal
@@ -47,11 +47,11 @@ def test_memory_is_within_a_tenth_of_the_estimate(flags):
         # whose state the first step has made
         tracker.track_external(spider, *optimizers.by_name.values())
 
-        def backward(*args, run=Unsharded.backward, **last):
+        def backward(*args, run=Sharding.backward, **last):
             run(*args, **last)
             tracker.reset_mod_stats()  # it knows one pass only
 
-        Unsharded.backward = backward
+        Sharding.backward = backward
         with tracker:
             gpu.step(plan, spider, optimizers, documents=plan.flags.micro_batch)
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cuda", 0)]["Total"]
