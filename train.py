@@ -10,7 +10,8 @@ function of (--seed, step), so an interrupted run ends like an uninterrupted one
 in train.py), and the log shows what they set.
 
 From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
-the model -> one optimizer step -> evaluation -> the run -> main.
+the model -> one optimizer step -> evaluation -> the dry run -> resuming -> the run -> the log ->
+main.
 """
 
 import copy
@@ -19,8 +20,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -402,16 +403,14 @@ def parse_args(
 
     Raise UsageError for a bad value, or for flags that contradict one another."""
     parser = flag_parser()
-    typed = parser.given(argv)
-    environment: dict[str, Any] = {}
+    of_argv = parser.given(argv)
+    of_environ: dict[str, Any] = {}
     for name in ENVIRONMENT:
         variable = environ.get(name.upper())
-        if name not in typed and variable:
-            environment |= parser.value(name, variable, f"{name.upper()}={variable}")
-    of_file = common.read_toml(parser, typed["config"]) if "config" in typed else {}
-    given: dict[str, Any] = {}
-    for source in (typed, environment, of_file):
-        given = merged(source, given)
+        if name not in of_argv and variable:
+            of_environ |= parser.value(name, variable, f"{name.upper()}={variable}")
+    of_file = common.read_toml(parser, of_argv["config"]) if "config" in of_argv else {}
+    given = merged(of_file, merged(of_environ, of_argv))
     horizons = [name for name in HORIZONS if name in given]
     if len(horizons) > 1:
         raise UsageError(f"--{horizons[1]}: --{horizons[0]} already sets the horizon: give one")
@@ -419,21 +418,22 @@ def parse_args(
     flags = Flags(**given)
     if "ckpt_dir" not in given:
         flags = replace(flags, ckpt_dir=default_ckpt_dir(flags))
-    inherited = {name: value for name, value in given.items() if name not in typed}
+    inherited = {name: value for name, value in given.items() if name not in of_argv}
     return CommandLine(flags, frozenset(given), inherited)
 
 
 def merged(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Merge the flags of a weaker source into those given so far.
+    """Merge the flags of a weaker source into those given by stronger ones.
 
-    A weaker value is dropped if one of its ALTERNATIVES is given."""
+    A weaker value is dropped if the flag itself, or one of its ALTERNATIVES, is given."""
     dropped = {name for names in ALTERNATIVES if given.keys() & {*names} for name in names}
     kept = {name: value for name, value in weaker.items() if name not in dropped}
     return kept | given
 
 
 def default_ckpt_dir(flags: Flags) -> str:
-    """Return the default of --ckpt_dir, one directory for each run."""
+    """Return the default of --ckpt_dir: runs on mock data, and those that start from another run's
+    weights, have their own."""
     directory = flags.ckpt_dir
     if flags.mock_data:
         directory = os.path.join(directory, "mock")
@@ -468,9 +468,12 @@ def fitted_warmup(config: SpiderConfig, steps: float) -> int:
     return int(min(40, steps / 25))
 
 
-def ten_evaluations(config: SpiderConfig, steps: float) -> int:
-    """Return the steps between evaluations, for ten in a run."""
-    return max(1, math.ceil(steps / 10))
+EVALUATIONS = 10  # of a run, by the rule below
+
+
+def even_evaluations(config: SpiderConfig, steps: float) -> int:
+    """Return the steps between evaluations, for EVALUATIONS of them in a run."""
+    return max(1, math.ceil(steps / EVALUATIONS))
 
 
 # Measured in docs/results/learning.md. The ten evaluations on tinyshakespeare's validation split,
@@ -486,7 +489,7 @@ TINY = Recipe(
         ckpt_every=500,
         eval_tokens=262_144,
     ),
-    rules=dict(lr=fitted_lr, warmup_steps=fitted_warmup, eval_every=ten_evaluations),
+    rules=dict(lr=fitted_lr, warmup_steps=fitted_warmup, eval_every=even_evaluations),
 )
 RECIPES = {
     "1b": Recipe({}, {}),
@@ -566,7 +569,8 @@ class Plan:
     recipe: str  # model whose defaults were used
     config: SpiderConfig
     model_class: type[Spider]
-    model: Spider = field(compare=False, repr=False)  # on the meta device, until it is built
+    # Without storage, on the meta device, until build_model makes it real.
+    model: Spider = field(compare=False, repr=False)
     ranks: int = 1
     checkpoint_size: float = 0.0  # bytes
     documents_per_byte: float = 0.0  # of the data, for the estimate of memory
@@ -618,6 +622,7 @@ def settle(
     has_tables = any(isinstance(module, EngramTable) for module in model.modules())
     flags = with_tables(flags, given, has_tables)
     splits = splits_of(flags, given, world.ranks, origin)
+    # The horizon needs a step's bytes, which are the same in all splits; with_memory chooses one.
     flags = with_split(flags, splits[0], world.ranks)
     flags = with_horizon(flags, given, recipe, model)
     flags, reasons = with_machine(flags, config, world)
@@ -824,9 +829,10 @@ def whole_bytes(number: float) -> int:
 
 
 def with_machine(flags: Flags, config: SpiderConfig, world: World) -> tuple[Flags, list[str]]:
-    """Resolve precision, compilation, optimizer and expert backend, and the reasons to log.
+    """Resolve precision, compilation, optimizer and expert backend; return the reasons to log, too.
 
-    This is the one stage that asks the hardware."""
+    Unlike the stages before it, this one asks the hardware and the other ranks. It also activates
+    FlashAttention in torch, for the whole process."""
     device = world.device
     compiles, why_compile = machine.resolve_compile(flags.compile, device)
     precision, why_precision = machine.resolve_precision(flags.precision, device)
@@ -868,21 +874,21 @@ def check_fp8_experts(asked: bool, precision: str, device: torch.device, config:
 
 
 def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
-    """Choose the split and --recompute by the memory that a step is estimated to take."""
+    """Choose the split and --recompute by the memory that a step is estimated to take.
+
+    Rank 0 chooses, for all."""
     plans = [replace(plan, flags=with_split(plan.flags, split, world.ranks)) for split in splits]
 
-    def memory_of(i: int, recompute: str) -> dict[str, float]:
+    def estimate_split(i: int, recompute: str) -> dict[str, float]:
         return estimate.estimate_memory(plan.model, plans[i], recompute, world)
 
-    i, recompute, memory = world.on_rank0(
-        lambda: estimate.choose_memory(
-            len(plans),
-            plan.flags.recompute,
-            memory_of,
-            machine.memory_of(world.device, world.local_ranks),
-        )
-    )
-    return replace(plans[i], flags=replace(plans[i].flags, recompute=recompute), memory=memory)
+    def choose() -> estimate.MemoryChoice:
+        available = machine.memory_of(world.device, world.local_ranks)
+        return estimate.choose_memory(len(plans), plan.flags.recompute, estimate_split, available)
+
+    i, recompute, memory = world.on_rank0(choose)
+    chosen = plans[i]
+    return replace(chosen, flags=replace(chosen.flags, recompute=recompute), memory=memory)
 
 
 def with_minutes(
@@ -908,7 +914,7 @@ def fit_into(
     --eval_tokens is given."""
     flags = plan.flags
     total = 60 * minutes * rate
-    evaluations = 10.0
+    evaluations: float = EVALUATIONS
     by_rule = "eval_every" not in given and "eval_every" in RECIPES[plan.recipe].rules
     if flags.eval_every and not by_rule:
         evaluations = max(1, total / (flags.eval_every * plan.step_bytes))  # one at the end
@@ -921,121 +927,6 @@ def fit_into(
         target = total - evaluations * min(eval_tokens, held_out) / 3
     target_tokens = max(plan.step_bytes, int(min(target, MOST_BYTES)))
     return dict(target_tokens=target_tokens, eval_tokens=eval_tokens)
-
-
-def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
-    """Return the lines of the log that say what was chosen: by `auto`, by the recipe, by the
-    environment."""
-    flags = plan.flags
-    given = command.given
-    parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
-    hardware = f"{torch.get_num_threads()} threads"
-    if world.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(world.device)
-    layout = ""
-    if world.ranks > 1:
-        layout = f", {world.ranks} ranks: {world.replicas} replicas of {world.shards} shards"
-    lines = [
-        f"model {plan.recipe}, {parameters:.1f}M parameters, {flags.n_loops} loops; "
-        f"{world.device}, {hardware}{layout}",
-        f"precision {flags.precision}, compile {flags.compile}, expert backend "
-        f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
-        *plan.reasons,
-    ]
-    if "global_batch" in given:
-        lines.append(
-            f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
-            f"{flags.grad_accum}"
-        )
-    if flags.minutes:
-        lines.append(
-            f"--minutes chooses only at the start of a run, of which --target_tokens is "
-            f"{flags.target_tokens:,}; to train longer, replace it by --target_tokens"
-        )
-    recipe = RECIPES[plan.recipe]
-    by_recipe = (recipe.values.keys() | recipe.rules.keys()) - given
-    if "global_batch" in given:
-        by_recipe.discard("micro_batch")
-    if by_recipe:
-        chosen = [pasteable(name, getattr(flags, name)) for name in SPECS if name in by_recipe]
-        lines.append(f"recipe of {plan.recipe}: {' '.join(chosen)}")
-    if command.inherited:
-        inherited = [pasteable(name, value) for name, value in command.inherited.items()]
-        lines.append(f"environment or --config: {' '.join(inherited)}")
-    return lines
-
-
-def pasteable(name: str, value: object) -> str:
-    """Format a flag as on the command line."""
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    text = str(value)
-    separator = "=" if text.startswith("-") else " "
-    return f"--{name}{separator}{shlex.quote(text)}"
-
-
-MAX_EPOCHS = 20  # of a horizon without a warning
-MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
-
-
-def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
-    """Return warnings for a horizon in steps that does not suit the data or --max_steps."""
-    flags = plan.flags
-    warnings = []
-    epochs = (flags.target_tokens * loader.share / loader.targets).max()
-    if epochs > MAX_EPOCHS and not flags.mock_data:
-        warnings.append(
-            f"--target_tokens {flags.target_tokens:,} is {epochs:,.0f} epochs, in which the model "
-            f"memorizes the data: use at most {int(flags.target_tokens * MAX_EPOCHS / epochs):,}, "
-            f"or more data"
-        )
-    if flags.max_steps > horizon:
-        least = flags.lr * flags.min_lr_fraction
-        warnings.append(
-            f"--max_steps {flags.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
-            f"steps "
-            f"after it run at the minimum learning rate, {least:.2e}; raise --target_tokens for a "
-            f"schedule over all of them"
-        )
-    elif flags.max_steps and flags.max_steps < horizon and not flags.mock_data:
-        factor = lr_factor(flags.max_steps - 1, horizon, flags)
-        if factor > 2 * flags.min_lr_fraction:
-            warnings.append(
-                f"--max_steps {flags.max_steps:,} ends the run at {factor:.0%} of the peak "
-                f"learning "
-                f"rate, which decays over {horizon:,} steps: use --target_tokens "
-                f"{flags.max_steps * plan.step_bytes} for a better loss"
-            )
-    return warnings
-
-
-def rise_warnings(
-    plan: Plan, loader: Loader, progress: RunProgress, horizon: int, in_place: bool
-) -> list[str]:
-    """Return a warning if a run resumes at a much higher learning rate than it had, as where its
-    horizon was raised after the rate had fallen.
-
-    in_place: the run resumes in its own directory."""
-    flags = plan.flags
-    last = (progress.metrics or {}).get("lr")
-    # of the last step, by the present schedule
-    rate = flags.lr * lr_factor(max(0, progress.step - 1), horizon, flags)
-    if not last or rate < MUCH_HIGHER * last:
-        return []
-    line = f"the learning rate rises from {last:.2e} to {rate:.2e}"
-    first = progress.bytes_seen // flags.seq_len
-    if loader.epoch(first) > progress.epoch and clears_tables(flags, loader, first):
-        line += ", and the Engram tables are cleared (--engram_reset)"
-    line += (
-        f": the loss rises at first, and falls below that of the run so far only towards step "
-        f"{horizon:,}"
-    )
-    if in_place:
-        line += (
-            f". Meanwhile --keep_last deletes the present checkpoints: to keep them, resume in a "
-            f"new --ckpt_dir by --resume {quoted(flags.ckpt_dir)}"
-        )
-    return [line]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1066,7 +957,7 @@ class Schedule:
     def at(self, progress: RunProgress) -> StepSettings:
         """Return the settings of the next step."""
         step = progress.step
-        first = progress.bytes_seen // self.flags.seq_len
+        first = progress.next_sequence(self.flags.seq_len)
         begins_epoch = self.loader.epoch(first) > progress.epoch
         return StepSettings(
             n_loops=loops_of_step(self.flags, step),
@@ -1177,13 +1068,13 @@ def optimizers_of(flags: Flags, model: Spider) -> Optimizers:
     """Build the optimizers of a model from the flags."""
     return Optimizers(
         model,
-        flags.optimizer,
-        flags.lr,
-        flags.engram_lr,
-        flags.weight_decay,
-        flags.beta1,
-        flags.beta2,
-        flags.momentum,
+        optimizer=flags.optimizer,
+        lr=flags.lr,
+        engram_lr=flags.engram_lr,
+        weight_decay=flags.weight_decay,
+        beta1=flags.beta1,
+        beta2=flags.beta2,
+        momentum=flags.momentum,
     )
 
 
@@ -1222,8 +1113,6 @@ def accumulate(
     else:
         all_targets = targets.clamp_min(1)
     sums: dict[str, Tensor] = {}
-    tokens_per_expert: Tensor | int = 0
-    boundary_counts: Tensor | int = 0
     # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so
     # that all bytes weigh equally, however many are PAD. The others (balance, ponder, boundaries,
     # ...) are means over all passes.
@@ -1253,16 +1142,28 @@ def accumulate(
                 total_loss=loss.detach(),
                 segments=out.segments,
                 mean_loops=out.mean_loops / passes,
+                tokens_per_expert=out.tokens_per_expert,
+                boundary_counts=out.boundary_counts,
             )
             for name, term in out.loss_terms.items():
                 terms[name] = term * weight if name in out.BYTE_TERMS else term / passes
             for name, term in terms.items():
                 sums[name] = term + sums.get(name, 0)
-            tokens_per_expert = tokens_per_expert + out.tokens_per_expert
-            boundary_counts = boundary_counts + out.boundary_counts
-    assert isinstance(tokens_per_expert, Tensor) and isinstance(boundary_counts, Tensor)
-    n_bytes = sum(batch.n_bytes for batch in batches)
-    return StepSums(sums, tokens_per_expert, boundary_counts, n_bytes)
+    return StepSums(
+        tokens_per_expert=sums.pop("tokens_per_expert"),
+        boundary_counts=sums.pop("boundary_counts"),
+        terms=sums,
+        n_bytes=sum(batch.n_bytes for batch in batches),
+    )
+
+
+def targets_of_all(batches: Sequence[Batch], world: World) -> Tensor | None:
+    """Sum the targets of a step over ranks, on the device, since the host need not know; None on
+    one rank."""
+    if world.ranks == 1:
+        return None
+    targets = sum(batch.targets for batch in batches)
+    return world.sum(torch.full((), targets, dtype=torch.float64, device=world.device))
 
 
 def update(
@@ -1278,8 +1179,7 @@ def update(
     Waits for the device once, for all numbers, before it changes a weight. If loss or gradient is
     not finite, no weight changes and `skipped` is true."""
     tokens = sums.tokens_per_expert
-    # Numbers that the host knows are filled in on the device, since a copy from the host would
-    # wait.
+    # Numbers that the host knows are filled in on the device: a copy from the host would wait.
     known = torch.stack(
         [tokens.new_full((), number, dtype=torch.float64) for number in (sums.n_bytes, *votes)]
     )
@@ -1477,7 +1377,7 @@ def print_dry_run(
 
 
 # --------------------------------------------------------------------------------------------------
-# The run
+# Resuming
 
 # --minutes chose a horizon, which is compared itself.
 COMPARED = [name for name in RECORDED if name != "minutes"]
@@ -1491,16 +1391,20 @@ def restore(
 ) -> RunProgress:
     """Load a checkpoint into model and optimizers, or only its weights; return the run's progress.
 
-    Log the settings that have changed since."""
+    Log what is loaded, and the settings that have changed since."""
+    flags = plan.flags
     state = origin.state
     if state is None:
-        return RunProgress()
+        return RunProgress(n_loops=flags.n_loops)
+    what = "resuming from" if origin.resumes else "weights of"
+    logger.info(f"{what} {origin.path} (step {state['step']})")
     load_model(model, state["model_state_dict"])
     if not origin.resumes:
-        return RunProgress()
+        return RunProgress(n_loops=flags.n_loops)
     optimizers.load_state_dict(state["optimizer_state_dict"])
     known = {one.name for one in fields(RunProgress)}
     progress = RunProgress(**{name: value for name, value in state.items() if name in known})
+    progress.n_loops = flags.n_loops
 
     changed = changes_since(state, plan, loader.mixture())
     if changed:
@@ -1514,8 +1418,13 @@ def restore(
         progress.forget_losses(evaluations=bool(EVALUATES & changed.keys()))
         # With more data the position may be in an earlier epoch; tables are cleared when an epoch
         # exceeds this one.
-        epoch = loader.epoch(progress.bytes_seen // plan.flags.seq_len)
+        epoch = loader.epoch(progress.next_sequence(flags.seq_len))
         progress.epoch = min(progress.epoch, epoch)
+    if progress.exploded:
+        logger.warning(
+            f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
+            f"by --resume, and a new --ckpt_dir"
+        )
     return progress
 
 
@@ -1532,6 +1441,10 @@ def changes_since(state: dict, plan: Plan, mixture: dict[str, Any]) -> dict[str,
         for name, value in now.items()
         if before.get(name, value) != value
     }
+
+
+# --------------------------------------------------------------------------------------------------
+# The run
 
 
 @dataclass
@@ -1552,7 +1465,7 @@ class Run:
     last_step: int
     metrics_file: Metrics | None = None  # on rank 0
     tracker: Tracker | None = None
-    # FLOPs per byte, by bytes per segment and loops
+    # of flops_per_byte, by its arguments
     costs: dict[tuple[float, int], float] = field(default_factory=dict)
 
     @property
@@ -1564,9 +1477,9 @@ class Run:
         return self.progress.step >= self.last_step
 
     def is_due(self, every: int) -> bool:
-        """Return whether something that happens every so many steps, and at the end, is due now.
+        """Return whether to do now what is done after every so many steps, and after the last one.
 
-        Nothing is before the run's first step, and once it is asked to stop."""
+        Nothing is due before the first step, or once the run was asked to stop. 0: never."""
         if not every or self.progress.metrics is None or self.stop.agreed:
             return False
         return self.is_last() or self.progress.step % every == 0
@@ -1576,7 +1489,7 @@ class Run:
         return self.is_due(self.flags.eval_every) and self.progress.val_loss is None
 
     def due_save(self, ends: bool) -> bool:
-        """Return whether to save, for a run that ends now or not; step 0 is never saved."""
+        """Return whether to save. `ends`: the run ends now. Step 0 is never saved."""
         progress = self.progress
         if progress.step <= max(0, self.writer.step):
             return False
@@ -1646,6 +1559,16 @@ class Run:
             **asdict(self.progress),
         )
 
+    def flops_per_byte(self, bytes_per_segment: float, n_loops: int) -> float:
+        """Return the FLOPs per byte of a step, for the MFU."""
+        length = round(max(1.0, bytes_per_segment), 1)
+        key = length, n_loops
+        if key not in self.costs:
+            self.costs[key] = estimate.flops_per_byte(
+                self.model, length, n_loops, self.flags.seq_len
+            )
+        return self.costs[key]
+
     def check_divergence(self):
         """Raise Diverged after --max_skipped steps in a row that were not finite."""
         skipped = self.progress.skipped
@@ -1663,7 +1586,7 @@ def train_step(run: Run) -> StepEvents:
     plan = run.plan
     flags = plan.flags
     progress = run.progress
-    first = progress.bytes_seen // flags.seq_len
+    first = progress.next_sequence(flags.seq_len)
     epoch = run.loader.epoch(first)
     now = run.schedule.at(progress)
     run.optimizers.set_lr(flags.lr, now.lr_factor)
@@ -1675,7 +1598,7 @@ def train_step(run: Run) -> StepEvents:
 
     metrics = result.metrics
     rate = plan.step_bytes / (time.perf_counter() - start)
-    cost = cost_of(run, metrics["bytes_per_segment"], now.n_loops)
+    cost = run.flops_per_byte(metrics["bytes_per_segment"], now.n_loops)
     peak = machine.product_rate(run.world.device) * run.world.ranks
     metrics |= dict(
         lr=flags.lr * now.lr_factor,
@@ -1688,26 +1611,145 @@ def train_step(run: Run) -> StepEvents:
     return progress.record(metrics, bytes_seen, epoch, now.clears_tables)
 
 
-def targets_of_all(batches: Sequence[Batch], world: World) -> Tensor | None:
-    """Sum the targets of a step over ranks, on the device, since the host need not know; None on
-    one rank."""
-    if world.ranks == 1:
-        return None
-    targets = sum(batch.targets for batch in batches)
-    return world.sum(torch.full((), targets, dtype=torch.float64, device=world.device))
+# --------------------------------------------------------------------------------------------------
+# The log: what was chosen, and where the run begins
 
 
-def cost_of(run: Run, bytes_per_segment: float, n_loops: int) -> float:
-    """Return the FLOPs per byte of a step, for the MFU."""
-    length = round(max(1.0, bytes_per_segment), 1)
-    key = length, n_loops
-    if key not in run.costs:
-        run.costs[key] = estimate.flops_per_byte(run.model, length, n_loops, run.flags.seq_len)
-    return run.costs[key]
+def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
+    """Return the lines of the log that say what was chosen: by `auto`, by the recipe, by the
+    environment."""
+    flags = plan.flags
+    given = command.given
+    parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
+    hardware = f"{torch.get_num_threads()} threads"
+    if world.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(world.device)
+    layout = ""
+    if world.ranks > 1:
+        layout = f", {world.ranks} ranks: {world.replicas} replicas of {world.shards} shards"
+    lines = [
+        f"model {plan.recipe}, {parameters:.1f}M parameters, {flags.n_loops} loops; "
+        f"{world.device}, {hardware}{layout}",
+        f"precision {flags.precision}, compile {flags.compile}, expert backend "
+        f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
+        *plan.reasons,
+    ]
+    if "global_batch" in given:
+        lines.append(
+            f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
+            f"{flags.grad_accum}"
+        )
+    if flags.minutes:
+        lines.append(
+            f"--minutes chooses only at the start of a run, of which --target_tokens is "
+            f"{flags.target_tokens:,}; to train longer, replace it by --target_tokens"
+        )
+    recipe = RECIPES[plan.recipe]
+    by_recipe = (recipe.values.keys() | recipe.rules.keys()) - given
+    if "global_batch" in given:
+        by_recipe.discard("micro_batch")
+    if by_recipe:
+        chosen = [pasteable(name, getattr(flags, name)) for name in SPECS if name in by_recipe]
+        lines.append(f"recipe of {plan.recipe}: {' '.join(chosen)}")
+    if command.inherited:
+        inherited = [pasteable(name, value) for name, value in command.inherited.items()]
+        lines.append(f"environment or --config: {' '.join(inherited)}")
+    return lines
+
+
+def pasteable(name: str, value: object) -> str:
+    """Format a flag as on the command line."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    text = str(value)
+    separator = "=" if text.startswith("-") else " "
+    return f"--{name}{separator}{shlex.quote(text)}"
+
+
+MAX_EPOCHS = 20  # of a horizon without a warning
+MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
+
+
+def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
+    """Return warnings for a horizon in steps that does not suit the data or --max_steps."""
+    flags = plan.flags
+    warnings = []
+    epochs = (flags.target_tokens * loader.share / loader.targets).max()
+    if epochs > MAX_EPOCHS and not flags.mock_data:
+        warnings.append(
+            f"--target_tokens {flags.target_tokens:,} is {epochs:,.0f} epochs, in which the model "
+            f"memorizes the data: use at most {int(flags.target_tokens * MAX_EPOCHS / epochs):,}, "
+            f"or more data"
+        )
+    if flags.max_steps > horizon:
+        least = flags.lr * flags.min_lr_fraction
+        warnings.append(
+            f"--max_steps {flags.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
+            f"steps after it run at the minimum learning rate, {least:.2e}; raise --target_tokens "
+            f"for a schedule over all of them"
+        )
+    elif flags.max_steps and flags.max_steps < horizon and not flags.mock_data:
+        factor = lr_factor(flags.max_steps - 1, horizon, flags)
+        if factor > 2 * flags.min_lr_fraction:
+            warnings.append(
+                f"--max_steps {flags.max_steps:,} ends the run at {factor:.0%} of the peak "
+                f"learning rate, which decays over {horizon:,} steps: use --target_tokens "
+                f"{flags.max_steps * plan.step_bytes} for a better loss"
+            )
+    return warnings
+
+
+def rise_warnings(
+    plan: Plan, loader: Loader, progress: RunProgress, horizon: int, in_place: bool
+) -> list[str]:
+    """Return a warning if a run resumes at a much higher learning rate than it had.
+
+    So it is if its horizon is raised after the rate has fallen. The warm-up is no such rise: the
+    last step's rate is compared with what it would be by the present schedule. in_place: the run
+    resumes in its own directory."""
+    flags = plan.flags
+    before = (progress.metrics or {}).get("lr")
+    now = flags.lr * lr_factor(max(0, progress.step - 1), horizon, flags)
+    if not before or now < MUCH_HIGHER * before:
+        return []
+    line = f"the learning rate rises from {before:.2e} to {now:.2e}"
+    first = progress.next_sequence(flags.seq_len)
+    if loader.epoch(first) > progress.epoch and clears_tables(flags, loader, first):
+        line += ", and the Engram tables are cleared (--engram_reset)"
+    line += (
+        f": the loss rises at first, and falls below that of the run so far only towards step "
+        f"{horizon:,}"
+    )
+    if in_place:
+        line += (
+            f". Meanwhile --keep_last deletes the present checkpoints: to keep them, resume in a "
+            f"new --ckpt_dir by --resume {quoted(flags.ckpt_dir)}"
+        )
+    return [line]
+
+
+def describe_start(run: Run, in_place: bool):
+    """Log where a run begins and what a step costs, and warn of a horizon that does not suit."""
+    plan = run.plan
+    flags = plan.flags
+    progress = run.progress
+    length = plan.config.bytes_per_segment
+    cost = estimate.flops_per_byte(run.model, length, flags.n_loops, flags.seq_len)
+    logger.info(
+        f"step {progress.step:,} of {run.last_step:,}, each of {plan.step_bytes:,} bytes; "
+        f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
+        f"{flags.ckpt_dir}"
+    )
+    if not run.is_last():
+        horizon = run.schedule.horizon
+        for line in horizon_warnings(plan, run.loader, horizon):
+            logger.warning(line)
+        for line in rise_warnings(plan, run.loader, progress, horizon, in_place):
+            logger.warning(line)
 
 
 # --------------------------------------------------------------------------------------------------
-# The log
+# The log: steps, and the end
 
 LOG_LINES = 100  # without --log_every: about so many lines of steps in a run
 LOG_SECONDS = 60.0  # ... and at least one every so often
@@ -1759,11 +1801,18 @@ class StepLog:
         self.last_step = last_step
         self.every = plan.flags.log_every or math.ceil(last_step / LOG_LINES)
         self.began = time.perf_counter()
-        self.logged = self.began  # when the last line was
-        self.paused = 0.0  # seconds of evaluations and samples
+        self.logged = self.began  # time of the last line
+        self.paused = 0.0  # seconds, see pause
         if progress.step < last_step:
             meanings = ", ".join(column.meaning for column in self.columns)
             logger.info(f"columns of a step: {meanings}")
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not count what is done meanwhile as time of steps."""
+        began = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - began
 
     def log(self, events: StepEvents):
         """Log the last step, if a line is due, and its events."""
@@ -1810,7 +1859,7 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     flags = plan.flags
     what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
     where = "--mock_data" if flags.mock_data else quoted(flags.data_dir)
-    first = progress.bytes_seen // flags.seq_len - plan.sequences
+    first = progress.next_sequence(flags.seq_len) - plan.sequences
     return (
         f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len "
         f"{flags.seq_len} --seed {flags.seed} --first {first} --count {plan.sequences}"
@@ -1855,6 +1904,18 @@ class Opened(NamedTuple):
     origin: Origin
 
 
+def configure_torch(device: torch.device, deterministic: bool):
+    """Set what torch has one of in a process. Call it before the first work on the device."""
+    if device.type == "cpu":
+        machine.keep_freed_memory()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling new memory takes time, and helps only code that reads it before it writes there.
+        settings = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def open_run(
     command: CommandLine, world: World, closing: ExitStack, model_class: type[Spider] = Spider
 ) -> Opened:
@@ -1863,13 +1924,7 @@ def open_run(
     flags = command.flags
     machine.start_log("INFO" if world.is_rank0 else "ERROR")
     device = machine.resolve_device(flags.device)
-    if device.type == "cpu":
-        machine.keep_freed_memory()
-    if flags.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        settings = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    configure_torch(device, flags.deterministic)
     world.join(device, flags.shards, flags.rank_timeout)
     sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
     directory = Path(flags.ckpt_dir)
@@ -1895,53 +1950,32 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
     plan = opened.plan
     origin = opened.origin
     flags = plan.flags
-    directory = Path(flags.ckpt_dir)
     loader = Loader(opened.sources, flags.seq_len, flags.seed)
     validation = {}
     if flags.eval_every:
         validation = validation_sets(opened.sources, flags.seq_len, flags.eval_tokens)
     model = build_model(plan.model, plan, world)
     optimizers = optimizers_of(flags, model)
-    if origin.state is not None:
-        what = "resuming from" if origin.resumes else "weights of"
-        logger.info(f"{what} {origin.path} (step {origin.state['step']})")
     progress = restore(origin, plan, model, optimizers, loader)
-    progress.n_loops = flags.n_loops
-    if progress.exploded:
-        logger.warning(
-            f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
-            f"by --resume, and a new --ckpt_dir"
-        )
 
     bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)
+    directory = Path(flags.ckpt_dir)
     in_place = origin.resumes and origin.path is not None and origin.path.parent == directory
-    saved = []
-    if world.is_rank0:
-        # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
-        saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
-    writer = CheckpointWriter(directory, saved, flags.keep_last, flags.keep_best, world)
-    if in_place:
-        writer.step = progress.step
+    writer = open_writer(flags, progress, world, in_place)
+    first = progress.next_sequence(flags.seq_len)
     run = Run(
-        plan,
-        model,
-        optimizers,
-        loader,
-        Feed(
-            loader,
-            plan.layout,
-            world.rank,
-            world.device,
-            progress.step,
-            progress.bytes_seen // flags.seq_len,
-        ),
-        Schedule(flags, loader, horizon),
-        progress,
-        world,
-        stop,
-        validation,
-        writer,
+        plan=plan,
+        model=model,
+        optimizers=optimizers,
+        loader=loader,
+        feed=Feed(loader, plan.layout, world.rank, world.device, progress.step, first),
+        schedule=Schedule(flags, loader, horizon),
+        progress=progress,
+        world=world,
+        stop=stop,
+        validation=validation,
+        writer=writer,
         last_step=flags.max_steps or horizon,
     )
     if world.is_rank0:
@@ -1950,9 +1984,27 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
     describe_start(run, in_place)
     if not run.is_last() and (flags.precision == "fp8" or flags.compile != "off"):
         warm_up(model, plan, world.device)
-    # The optimizer's state stores the rate: restore the last step's.
+    # A checkpoint has the optimizers' rate, here that of the last step. If this run ends without a
+    # step, its checkpoint must have it, too.
     optimizers.set_lr(flags.lr, lr_factor(max(0, progress.step - 1), horizon, flags))
     return run
+
+
+def open_writer(
+    flags: Flags, progress: RunProgress, world: World, in_place: bool
+) -> CheckpointWriter:
+    """Return a writer that knows the checkpoints in --ckpt_dir.
+
+    in_place: the run resumes in its own directory, so that its present step is saved there."""
+    directory = Path(flags.ckpt_dir)
+    saved = []
+    if world.is_rank0:
+        # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
+        saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
+    writer = CheckpointWriter(directory, saved, flags.keep_last, flags.keep_best, world)
+    if in_place:
+        writer.step = progress.step
+    return writer
 
 
 def open_logs(run: Run, closing: ExitStack, in_place: bool):
@@ -1965,26 +2017,6 @@ def open_logs(run: Run, closing: ExitStack, in_place: bool):
     run.metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
     run.tracker = start_wandb(flags.run, asdict(flags), progress, closing, in_place)
     closing.callback(lambda: write_curves(directory, stop.agreed or stop.asked))
-
-
-def describe_start(run: Run, in_place: bool):
-    """Log where a run begins and what a step costs, and warn of a horizon that does not suit."""
-    plan = run.plan
-    flags = plan.flags
-    progress = run.progress
-    length = plan.config.bytes_per_segment
-    cost = estimate.flops_per_byte(run.model, length, flags.n_loops, flags.seq_len)
-    logger.info(
-        f"step {progress.step:,} of {run.last_step:,}, each of {plan.step_bytes:,} bytes; "
-        f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
-        f"{flags.ckpt_dir}"
-    )
-    if not run.is_last():
-        horizon = run.schedule.horizon
-        for line in horizon_warnings(plan, run.loader, horizon):
-            logger.warning(line)
-        for line in rise_warnings(plan, run.loader, progress, horizon, in_place):
-            logger.warning(line)
 
 
 def main(
@@ -2019,15 +2051,14 @@ def main(
     profiler = None
     if plan.flags.profile and world.is_rank0:
         profiler = start_profiler(Path(plan.flags.ckpt_dir), closing)
-    stop.raises = False
+    stop.begin_steps()
 
     # ----------------------------------------------------------------------------------------------
     # The loop: what is due after a step, then the next one
     while True:
         # Once in a while: evaluate and sample
-        pause = time.perf_counter()
-        stop.may_interrupt(run.evaluate_and_sample)
-        log.paused += time.perf_counter() - pause
+        with log.pause():
+            stop.may_interrupt(run.evaluate_and_sample)
         run.record_metrics(log.first_step)
 
         # Once in a while: save
@@ -2053,8 +2084,7 @@ def main(
     if not run.writer.holds(progress.step):
         raise CheckpointError(
             f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older "
-            f"checkpoints "
-            f"are intact: make room; the same command resumes"
+            f"checkpoints are intact: make room; the same command resumes"
         )
     if stop.agreed:
         raise Stopped(
