@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spider import common
-from spider.common import UsageError, flag, flag_specs, integer, path_name, quoted, real
+from spider.common import LARGEST, UsageError, flag, flag_specs, integer, path_name, quoted, real
 from spider.config import BACKENDS, MAX_LOOPS, OPTIMIZERS, PRESETS, RECOMPUTE, SpiderConfig
 
 # --------------------------------------------------------------------------------------------------
@@ -557,7 +557,6 @@ from tile_moe import KERNELS, multiplies_at_once, resolve_backend
 # --------------------------------------------------------------------------------------------------
 # The plan of a run: stages from flags to Plan, each a function of values
 
-MOST_BYTES = (1 << 62) - 1  # that --target_tokens takes
 MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
 
 
@@ -825,7 +824,7 @@ def with_horizon(flags: Flags, given: Set[str], recipe: str, model: Spider) -> F
 
 def whole_bytes(number: float) -> int:
     """Return a computed number of bytes as a value that --target_tokens would take."""
-    return max(1, math.ceil(min(number, MOST_BYTES)))
+    return max(1, math.ceil(min(number, LARGEST)))
 
 
 def with_machine(flags: Flags, config: SpiderConfig, world: World) -> tuple[Flags, list[str]]:
@@ -910,8 +909,8 @@ def fit_into(
 ) -> dict[str, Any]:
     """Return target_tokens and eval_tokens for a run of `minutes` at `rate` bytes/s.
 
-    Evaluation costs a third of training per byte. It gets at most a quarter of the time, unless
-    --eval_tokens is given."""
+    An evaluation costs a third of training per byte, and reads at most the held-out bytes that
+    there are. All evaluations get at most a quarter of the time, unless --eval_tokens is given."""
     flags = plan.flags
     total = 60 * minutes * rate
     evaluations: float = EVALUATIONS
@@ -925,7 +924,7 @@ def fit_into(
     target = total
     if flags.eval_every:
         target = total - evaluations * min(eval_tokens, held_out) / 3
-    target_tokens = max(plan.step_bytes, int(min(target, MOST_BYTES)))
+    target_tokens = max(plan.step_bytes, int(min(target, LARGEST)))
     return dict(target_tokens=target_tokens, eval_tokens=eval_tokens)
 
 
@@ -1016,10 +1015,10 @@ def loops_of_step(flags: Flags, step: int) -> int:
 
 
 def build_model(model: Spider, plan: Plan, world: World) -> Spider:
-    """Make a model on the meta device ready to train: initialize it from --seed, apply FP8, backend
-    and compilation, shard it over the ranks. Return it.
+    """Make a model on the meta device ready to train, in place; return it.
 
-    Raise TooLarge where a step surely needs more memory than there is."""
+    It is initialized from --seed, gets precision, backend and compilation, and is sharded over the
+    ranks. Raise TooLarge where a step surely needs more memory than there is."""
     flags = plan.flags
     estimate.check_memory(plan.memory, world)
     torch.manual_seed(flags.seed)
@@ -1247,8 +1246,10 @@ def evaluate(
     model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int, n_loops: int, world: World
 ) -> dict[str, float]:
     """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time, distributed
-    over ranks. Return val_loss, val_bpb and val_bytes_per_segment over all sources and, for several
-    sources, the bits per byte of each as val_bpb/NAME. The model's training mode is restored."""
+    over ranks.
+
+    Return val_loss, val_bpb and val_bytes_per_segment over all sources. If there are several, add
+    the bits per byte of each as val_bpb/NAME. The model's training mode is restored."""
     targets = sum(int((labels != IGNORED).sum()) for _, labels in sets.values())
     logger.info(f"evaluating on {targets:,} bytes")
     was_training = model.training
@@ -1309,8 +1310,9 @@ MIN_SECONDS_TIMED = 2.0  # seconds of steps that a dry run times, at least one s
 
 
 def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
-    """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for
-    this."""
+    """Measure the bytes/s of optimizer steps as in the middle of the run.
+
+    They train a model of their own."""
     flags = plan.flags
     logger.info(f"timing steps of {plan.step_bytes:,} bytes")
     loader = Loader(sources, flags.seq_len, flags.seed)
@@ -1334,8 +1336,9 @@ def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
 def print_dry_run(
     plan: Plan, remarks: Sequence[str], sources: Sequence[Source], world: World
 ) -> int:
-    """Print what a run is and costs, the verdict last; return exit status 1 if memory or disk do
-    not suffice."""
+    """Print what a run is and costs, the verdict last.
+
+    Return the exit status: 1 if memory or disk do not suffice, else 0."""
     flags = plan.flags
     estimate.print_tables(plan, plan.model)
     if flags.precision == "fp8":
@@ -1472,7 +1475,7 @@ class Run:
     def flags(self) -> Flags:
         return self.plan.flags
 
-    def is_last(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the last step is done."""
         return self.progress.step >= self.last_step
 
@@ -1482,7 +1485,7 @@ class Run:
         Nothing is due before the first step, or once the run was asked to stop. 0: never."""
         if not every or self.progress.metrics is None or self.stop.agreed:
             return False
-        return self.is_last() or self.progress.step % every == 0
+        return self.is_done() or self.progress.step % every == 0
 
     def due_evaluation(self) -> bool:
         """Return whether to evaluate; not if the checkpoint has this step's evaluation."""
@@ -1505,7 +1508,7 @@ class Run:
 
     def ends(self) -> bool:
         """Return whether the run ends after this step."""
-        return self.is_last() or self.stop.agreed is not None or self.out_of_patience()
+        return self.is_done() or self.stop.agreed is not None or self.out_of_patience()
 
     def evaluate(self):
         """Evaluate, and record the result with the step's metrics."""
@@ -1580,8 +1583,9 @@ class Run:
 
 
 def train_step(run: Run) -> StepEvents:
-    """Run one optimizer step, and record its metrics in `run.progress`; return what the log says of
-    it."""
+    """Run one optimizer step, and record its metrics in `run.progress`.
+
+    Return what the log says of it beside the metrics."""
     start = time.perf_counter()
     plan = run.plan
     flags = plan.flags
@@ -1740,7 +1744,7 @@ def describe_start(run: Run, in_place: bool):
         f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
         f"{flags.ckpt_dir}"
     )
-    if not run.is_last():
+    if not run.is_done():
         horizon = run.schedule.horizon
         for line in horizon_warnings(plan, run.loader, horizon):
             logger.warning(line)
@@ -1866,8 +1870,20 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     )
 
 
+def describe_end(run: Run, seconds: float):
+    """Log what a run that has ended by itself gave, and what a user can do next."""
+    progress = run.progress
+    best = ""
+    if math.isfinite(progress.best_loss):
+        best = f"best validation loss {progress.best_loss:.4f}, "
+    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{seconds:.0f} s")
+    if run.plan.model_class is Spider:  # sample.py loads no other
+        logger.info(f"next: python sample.py {quoted(run.flags.ckpt_dir)}")
+    logger.info(outlook(run))
+
+
 def outlook(run: Run) -> str:
-    """Return what a user can do after a run that has ended by itself."""
+    """Return how to train longer after a run that has ended by itself."""
     flags = run.flags
     progress = run.progress
     if run.out_of_patience():
@@ -1982,7 +1998,7 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
         open_logs(run, closing, in_place)
     closing.callback(writer.thread.shutdown)
     describe_start(run, in_place)
-    if not run.is_last() and (flags.precision == "fp8" or flags.compile != "off"):
+    if not run.is_done() and (flags.precision == "fp8" or flags.compile != "off"):
         warm_up(model, plan, world.device)
     # A checkpoint has the optimizers' rate, here that of the last step. If this run ends without a
     # step, its checkpoint must have it, too.
@@ -2045,7 +2061,7 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
     run = start_run(opened, world, stop, closing)
-    del opened  # the checkpoint's state
+    del opened  # frees the checkpoint's state, which is in the model now
     progress = run.progress
     log = StepLog(plan, world.device, progress, run.last_step)
     profiler = None
@@ -2091,15 +2107,7 @@ def main(
             f"stopped after step {progress.step}, which is saved in {directory}; the same command "
             f"resumes"
         )
-    best = ""
-    if math.isfinite(progress.best_loss):
-        best = f"best validation loss {progress.best_loss:.4f}, "
-    logger.info(
-        f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{log.seconds():.0f} s"
-    )
-    if plan.model_class is Spider:  # sample.py loads no other
-        logger.info(f"next: python sample.py {quoted(directory)}")
-    logger.info(outlook(run))
+    describe_end(run, log.seconds())
     return 0
 
 
