@@ -13,6 +13,7 @@ from spider import estimate, machine
 from spider.checkpoint import FROM_SCRATCH, Origin
 from spider.common import CheckpointError, UsageError
 from spider.config import PRESETS, SpiderConfig
+from spider.run import RunProgress
 from spider_model import Spider
 from tile_moe import KERNELS
 from train import RECIPES, CommandLine, Flags, Split, parse_args
@@ -392,3 +393,48 @@ def test_warnings_of_the_horizon_are_printed(tmp_path, shards, capsys, dry):
     flags = "--target_tokens 20000 --eval_every 0".split()
     assert train.command_line(run_flags(shards, tmp_path / "run", *flags, *dry, steps=2)) == 0
     assert "is 31 epochs" in "".join(capsys.readouterr())
+
+
+def rise_of(argv: str, before: float | None, step=10, first=10, in_place=False) -> list[str]:
+    """Return the warnings of a run that resumes after `step` steps, before sequence `first`, and
+    whose last rate was `before`."""
+    base = "--model tiny --seq_len 32 --target_tokens 1e7 --lr 0.01 --warmup_steps 0"
+    plan = settled(*base.split(), *argv.split())
+    metrics = None if before is None else dict(lr=before)
+    progress = RunProgress(step=step, bytes_seen=32 * first, metrics=metrics)
+    loader = Loader([mock_source(0)], 32, 0)
+    return train.rise_warnings(plan, loader, progress, 1000, in_place)
+
+
+CONSTANT = "--schedule wsd --wsd_decay_fraction 0"
+
+
+@pytest.mark.parametrize(
+    "argv, before, step, warned",
+    (
+        (CONSTANT, None, 0, []),  # no step before
+        (CONSTANT, 0.01 / 1.49, 10, []),
+        (CONSTANT, 0.01 / 1.51, 10, ["rises from 6.62e-03 to 1.00e-02"]),
+        # Its own warm-up: from a half to the whole of the rate.
+        ("--warmup_steps 1", 0.005, 1, []),
+        # Another one: to 10/21 of the rate.
+        ("--warmup_steps 20", 0.00122, 10, ["rises from 1.22e-03 to 4.76e-03"]),
+    ),
+)
+def test_a_rate_that_is_much_higher_than_before_is_a_warning(argv, before, step, warned):
+    for line, words in zip(rise_of(argv, before, step), warned, strict=True):
+        assert words in line
+
+
+def test_a_rising_rate_warns_of_what_is_lost_with_it():
+    begins_epoch = int(Loader([mock_source(0)], 32, 0).windows[0])
+    for flag, first, cleared in (
+        ("--engram_reset", begins_epoch, True),
+        ("--engram_reset", begins_epoch - 1, False),
+        ("--no-engram_reset", begins_epoch, False),
+    ):
+        (line,) = rise_of(f"{CONSTANT} {flag}", 0.001, first=first)
+        assert ("the Engram tables are cleared" in line) == cleared
+    for in_place in (True, False):
+        (line,) = rise_of(CONSTANT, 0.001, in_place=in_place)
+        assert ("--keep_last deletes" in line) == in_place
