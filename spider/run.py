@@ -23,7 +23,7 @@ from tokenizer import VOCAB_SIZE
 # Progress
 
 RECENT = 64  # losses that a new one is judged by
-SPIKE_AFTER = 20  # recent losses; with fewer, none is judged
+SPIKE_AFTER = 20  # recent losses; with fewer, none is called a spike
 SPIKE = 1.2  # relative to the largest recent loss
 EXPLODED = 1.5  # relative to RunProgress.lowest_peak
 EXPLODED_STEPS = 4  # steps in a row above that
