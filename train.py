@@ -11,22 +11,22 @@ in train.py), and the log shows what they set.
 """
 
 # From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
-# the model -> one optimizer step -> evaluation -> the run -> main. Not in the docstring, which is
-# part of --help.
+# the model -> one optimizer step -> evaluation -> the dry run -> resuming -> the run -> the log ->
+# main. Not in the docstring, which is part of --help.
 
 import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spider import common
-from spider.common import UsageError, flag, flag_specs, integer, path_name, quoted, real
+from spider.common import LARGEST, UsageError, flag, flag_specs, integer, path_name, quoted, real
 from spider.config import BACKENDS, MAX_LOOPS, OPTIMIZERS, PRESETS, RECOMPUTE, SpiderConfig
 
 # --------------------------------------------------------------------------------------------------
@@ -402,16 +402,14 @@ def parse_args(
 
     Raise UsageError for a bad value, or for flags that contradict one another."""
     parser = flag_parser()
-    typed = parser.given(argv)
-    environment: dict[str, Any] = {}
+    of_argv = parser.given(argv)
+    of_environ: dict[str, Any] = {}
     for name in ENVIRONMENT:
         variable = environ.get(name.upper())
-        if name not in typed and variable:
-            environment |= parser.value(name, variable, f"{name.upper()}={variable}")
-    of_file = common.read_toml(parser, typed["config"]) if "config" in typed else {}
-    given: dict[str, Any] = {}
-    for source in (typed, environment, of_file):
-        given = merged(source, given)
+        if name not in of_argv and variable:
+            of_environ |= parser.value(name, variable, f"{name.upper()}={variable}")
+    of_file = common.read_toml(parser, of_argv["config"]) if "config" in of_argv else {}
+    given = merged(of_file, merged(of_environ, of_argv))
     horizons = [name for name in HORIZONS if name in given]
     if len(horizons) > 1:
         raise UsageError(f"--{horizons[1]}: --{horizons[0]} already sets the horizon: give one")
@@ -419,21 +417,22 @@ def parse_args(
     flags = Flags(**given)
     if "ckpt_dir" not in given:
         flags = replace(flags, ckpt_dir=default_ckpt_dir(flags))
-    inherited = {name: value for name, value in given.items() if name not in typed}
+    inherited = {name: value for name, value in given.items() if name not in of_argv}
     return CommandLine(flags, frozenset(given), inherited)
 
 
 def merged(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Merge the flags of a weaker source into those given so far.
+    """Merge the flags of a weaker source into those given by stronger ones.
 
-    A weaker value is dropped if one of its ALTERNATIVES is given."""
+    A weaker value is dropped if the flag itself, or one of its ALTERNATIVES, is given."""
     dropped = {name for names in ALTERNATIVES if given.keys() & {*names} for name in names}
     kept = {name: value for name, value in weaker.items() if name not in dropped}
     return kept | given
 
 
 def default_ckpt_dir(flags: Flags) -> str:
-    """Return the default of --ckpt_dir, one directory for each run."""
+    """Return the default of --ckpt_dir: runs on mock data, and those that start from another run's
+    weights, have their own."""
     directory = flags.ckpt_dir
     if flags.mock_data:
         directory = os.path.join(directory, "mock")
@@ -468,9 +467,12 @@ def fitted_warmup(config: SpiderConfig, steps: float) -> int:
     return int(min(40, steps / 25))
 
 
-def ten_evaluations(config: SpiderConfig, steps: float) -> int:
-    """Return the steps between evaluations, for ten in a run."""
-    return max(1, math.ceil(steps / 10))
+EVALUATIONS = 10  # of a run, by the rule below
+
+
+def even_evaluations(config: SpiderConfig, steps: float) -> int:
+    """Return the steps between evaluations, for EVALUATIONS of them in a run."""
+    return max(1, math.ceil(steps / EVALUATIONS))
 
 
 # Measured in docs/results/learning.md. The ten evaluations on tinyshakespeare's validation split,
@@ -486,7 +488,7 @@ TINY = Recipe(
         ckpt_every=500,
         eval_tokens=262_144,
     ),
-    rules=dict(lr=fitted_lr, warmup_steps=fitted_warmup, eval_every=ten_evaluations),
+    rules=dict(lr=fitted_lr, warmup_steps=fitted_warmup, eval_every=even_evaluations),
 )
 RECIPES = {
     "1b": Recipe({}, {}),
@@ -554,7 +556,6 @@ from tile_moe import KERNELS, multiplies_at_once, resolve_backend
 # --------------------------------------------------------------------------------------------------
 # The plan of a run: stages from flags to Plan, each a function of values
 
-MOST_BYTES = (1 << 62) - 1  # that --target_tokens takes
 MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
 
 
@@ -566,7 +567,8 @@ class Plan:
     recipe: str  # model whose defaults were used
     config: SpiderConfig
     model_class: type[Spider]
-    model: Spider = field(compare=False, repr=False)  # on the meta device, until it is built
+    # Without storage, on the meta device, until build_model makes it real.
+    model: Spider = field(compare=False, repr=False)
     ranks: int = 1
     checkpoint_size: float = 0.0  # bytes
     documents_per_byte: float = 0.0  # of the data, for the estimate of memory
@@ -618,6 +620,7 @@ def settle(
     has_tables = any(isinstance(module, EngramTable) for module in model.modules())
     flags = with_tables(flags, given, has_tables)
     splits = splits_of(flags, given, world.ranks, origin)
+    # The horizon needs a step's bytes, which are the same in all splits; with_memory chooses one.
     flags = with_split(flags, splits[0], world.ranks)
     flags = with_horizon(flags, given, recipe, model)
     flags, reasons = with_machine(flags, config, world)
@@ -820,13 +823,14 @@ def with_horizon(flags: Flags, given: Set[str], recipe: str, model: Spider) -> F
 
 def whole_bytes(number: float) -> int:
     """Return a computed number of bytes as a value that --target_tokens would take."""
-    return max(1, math.ceil(min(number, MOST_BYTES)))
+    return max(1, math.ceil(min(number, LARGEST)))
 
 
 def with_machine(flags: Flags, config: SpiderConfig, world: World) -> tuple[Flags, list[str]]:
-    """Resolve precision, compilation, optimizer and expert backend, and the reasons to log.
+    """Resolve precision, compilation, optimizer and expert backend; return the reasons to log, too.
 
-    This is the one stage that asks the hardware."""
+    Unlike the stages before it, this one asks the hardware and the other ranks. It also activates
+    FlashAttention in torch, for the whole process."""
     device = world.device
     compiles, why_compile = machine.resolve_compile(flags.compile, device)
     precision, why_precision = machine.resolve_precision(flags.precision, device)
@@ -868,21 +872,21 @@ def check_fp8_experts(asked: bool, precision: str, device: torch.device, config:
 
 
 def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
-    """Choose the split and --recompute by the memory that a step is estimated to take."""
+    """Choose the split and --recompute by the memory that a step is estimated to take.
+
+    Rank 0 chooses, for all."""
     plans = [replace(plan, flags=with_split(plan.flags, split, world.ranks)) for split in splits]
 
-    def memory_of(i: int, recompute: str) -> dict[str, float]:
+    def estimate_split(i: int, recompute: str) -> dict[str, float]:
         return estimate.estimate_memory(plan.model, plans[i], recompute, world)
 
-    i, recompute, memory = world.on_rank0(
-        lambda: estimate.choose_memory(
-            len(plans),
-            plan.flags.recompute,
-            memory_of,
-            machine.memory_of(world.device, world.local_ranks),
-        )
-    )
-    return replace(plans[i], flags=replace(plans[i].flags, recompute=recompute), memory=memory)
+    def choose() -> estimate.MemoryChoice:
+        available = machine.memory_of(world.device, world.local_ranks)
+        return estimate.choose_memory(len(plans), plan.flags.recompute, estimate_split, available)
+
+    i, recompute, memory = world.on_rank0(choose)
+    chosen = plans[i]
+    return replace(chosen, flags=replace(chosen.flags, recompute=recompute), memory=memory)
 
 
 def with_minutes(
@@ -904,11 +908,11 @@ def fit_into(
 ) -> dict[str, Any]:
     """Return target_tokens and eval_tokens for a run of `minutes` at `rate` bytes/s.
 
-    Evaluation costs a third of training per byte. It gets at most a quarter of the time, unless
-    --eval_tokens is given."""
+    An evaluation costs a third of training per byte, and reads at most the held-out bytes that
+    there are. All evaluations get at most a quarter of the time, unless --eval_tokens is given."""
     flags = plan.flags
     total = 60 * minutes * rate
-    evaluations = 10.0
+    evaluations: float = EVALUATIONS
     by_rule = "eval_every" not in given and "eval_every" in RECIPES[plan.recipe].rules
     if flags.eval_every and not by_rule:
         evaluations = max(1, total / (flags.eval_every * plan.step_bytes))  # one at the end
@@ -919,8 +923,706 @@ def fit_into(
     target = total
     if flags.eval_every:
         target = total - evaluations * min(eval_tokens, held_out) / 3
-    target_tokens = max(plan.step_bytes, int(min(target, MOST_BYTES)))
+    target_tokens = max(plan.step_bytes, int(min(target, LARGEST)))
     return dict(target_tokens=target_tokens, eval_tokens=eval_tokens)
+
+
+# --------------------------------------------------------------------------------------------------
+# The schedule: all that varies by step
+
+HALTING_WARMUP = 1 / 8  # of the horizon, so that every loop learns (docs/results/mechanisms.md)
+DROPOUT_EPOCHS = 10  # until dropout reaches --dropout: text is memorized gradually
+
+
+class StepSettings(NamedTuple):
+    """What varies by step."""
+
+    n_loops: int
+    lr_factor: float = 1.0  # of the peak learning rate
+    dropout: float = 0.0
+    halting_warmup: float = 1.0  # factor on halting probabilities
+    clears_tables: bool = False  # clear the Engram tables after the step
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The settings of each step, a function of a run's progress."""
+
+    flags: Flags
+    loader: Loader
+    horizon: int  # steps done plus steps left at the current batch size
+
+    def at(self, progress: RunProgress) -> StepSettings:
+        """Return the settings of the next step."""
+        step = progress.step
+        first = progress.next_sequence(self.flags.seq_len)
+        begins_epoch = self.loader.epoch(first) > progress.epoch
+        return StepSettings(
+            n_loops=loops_of_step(self.flags, step),
+            lr_factor=lr_factor(step, self.horizon, self.flags),
+            dropout=dropout_at(self.flags, self.loader, first),
+            halting_warmup=min(1.0, (step + 1) / (HALTING_WARMUP * self.horizon)),
+            clears_tables=begins_epoch and clears_tables(self.flags, self.loader, first),
+        )
+
+
+def lr_factor(step: int, horizon: int, flags: Flags) -> float:
+    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then
+    --schedule."""
+    warmup = flags.warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, horizon - warmup))
+    if flags.schedule == "cosine":
+        shape = 0.5 * (1 + math.cos(math.pi * done))
+    elif flags.wsd_decay_fraction:
+        shape = min(1.0, (1 - done) / flags.wsd_decay_fraction)
+    else:
+        shape = 1.0
+    return flags.min_lr_fraction + (1 - flags.min_lr_fraction) * shape
+
+
+def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
+    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`.
+
+    Not if less than half of the epoch will be read: nearly empty tables at the end of a run cost
+    more than memorized rows."""
+    bytes_left = flags.target_tokens - first * flags.seq_len
+    epochs_left = bytes_left * loader.share / loader.targets
+    return flags.engram_reset and float(loader.share @ epochs_left) >= 0.5
+
+
+def dropout_at(flags: Flags, loader: Loader, first: int) -> float:
+    """Return the dropout of a step that begins at sequence `first`: 0 in the first epoch, growing
+    to --dropout after DROPOUT_EPOCHS. For a mixture it is the mean over its sources."""
+    grown = (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1)
+    return flags.dropout * float(loader.share @ grown)
+
+
+def loops_of_step(flags: Flags, step: int) -> int:
+    """Return --n_loops, or with --random_loops a Poisson draw of that mean, at least 1.
+
+    The draw is the same on every rank."""
+    if not flags.random_loops:
+        return flags.n_loops
+    generator = np.random.default_rng(step_seed(flags.seed, step, "loops"))
+    return max(1, int(generator.poisson(flags.n_loops)))
+
+
+# --------------------------------------------------------------------------------------------------
+# The model: initialization, FP8, compilation
+
+
+def build_model(model: Spider, plan: Plan, world: World) -> Spider:
+    """Make a model on the meta device ready to train, in place; return it.
+
+    It is initialized from --seed, gets precision, backend and compilation, and is sharded over the
+    ranks. Raise TooLarge where a step surely needs more memory than there is."""
+    flags = plan.flags
+    estimate.check_memory(plan.memory, world)
+    torch.manual_seed(flags.seed)
+    model.to_empty(device=world.device)
+    model.init_weights()
+    emulated = flags.precision == "fp8" and not machine.multiplies_bf16(world.device)
+    in_fp32 = flags.precision == "fp32" or emulated
+    model.compute_dtype = torch.float32 if in_fp32 else torch.bfloat16
+    model.recompute = flags.recompute
+    model.set_backend(flags.moe_backend)
+    if flags.precision == "fp8":
+        logger.info(describe_fp8(model, flags.fp8_experts))
+        convert_to_fp8(model, world.device, flags.fp8_experts, plan.step_bytes // plan.ranks)
+    if flags.compile != "off" and (obstacle := model.compile_layers()):
+        logger.warning(f"compiled only the byte layers, not the core's: {obstacle}")
+    model.train()
+    shard_model(model, world, flags.grad_accum)
+    return model
+
+
+def warm_up(model: Spider, plan: Plan, device: torch.device):
+    """Compile kernels by two passes on dummy bytes; weights, random state, buffers and data
+    position stay unchanged.
+
+    If torch.compile fails on the layers, run them uncompiled under --compile auto, else raise
+    UsageError."""
+    flags = plan.flags
+    ids = torch.arange(flags.micro_batch * flags.seq_len, device=device) % 251
+    ids = ids.view(flags.micro_batch, flags.seq_len)
+    try:
+        with model.cast_weights_once():
+            for noise_seed in range(2):
+                model(ids, ids, n_loops=flags.n_loops, noise_seed=noise_seed).loss.backward()
+    except Exception as fault:  # whatever Dynamo, Inductor and Triton provoke
+        if not model.compiled or machine.is_out_of_memory(fault):
+            raise
+        line = machine.describe_compile_error(fault, device)
+        if flags.compile == "on" or plan.ranks > 1:
+            raise UsageError(f"--compile: {line}; or use --compile off") from fault
+        logger.warning(f"{line}: the layers run uncompiled")
+        model.uncompile_layers()
+    model.zero_grad(set_to_none=True)
+
+
+def optimizers_of(flags: Flags, model: Spider) -> Optimizers:
+    """Build the optimizers of a model from the flags."""
+    return Optimizers(
+        model,
+        optimizer=flags.optimizer,
+        lr=flags.lr,
+        engram_lr=flags.engram_lr,
+        weight_decay=flags.weight_decay,
+        beta1=flags.beta1,
+        beta2=flags.beta2,
+        momentum=flags.momentum,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# One optimizer step
+
+
+class StepSums(NamedTuple):
+    """What the micro-steps of a step add up to, on this rank."""
+
+    terms: dict[str, Tensor]  # loss (nats), total_loss, segments, mean_loops, other loss terms
+    tokens_per_expert: Tensor  # [L, E]
+    boundary_counts: Tensor  # see Spider.update_boundaries
+    n_bytes: int
+
+
+class StepResult(NamedTuple):
+    """The numbers of a step, over all ranks."""
+
+    metrics: dict[str, Any]
+    votes: list[float]  # for each signal, the ranks that were asked to stop
+
+
+def accumulate(
+    model: Spider, batches: list[Batch], now: StepSettings, targets: Tensor | None = None
+) -> StepSums:
+    """Run forward and backward over a step's micro-steps; change nothing but gradients.
+
+    targets: those of all ranks, float64, by default this rank's. Waits for the device once per
+    micro-step, for the number of segments."""
+    sharding = sharding_of(model)
+    passes = len(batches) * sharding.ranks
+    all_targets: Tensor | int
+    if targets is None:
+        all_targets = max(1, sum(batch.targets for batch in batches))
+    else:
+        all_targets = targets.clamp_min(1)
+    sums: dict[str, Tensor] = {}
+    # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so
+    # that all bytes weigh equally, however many are PAD. The others (balance, ponder, boundaries,
+    # ...) are means over all passes.
+    with model.cast_weights_once():
+        for batch in batches:
+            out: SpiderOutput = model(
+                batch.ids,
+                batch.labels,
+                now.n_loops,
+                batch.noise_seed,
+                batch.cu_seqlens,
+                batch.longest,
+                dropout=now.dropout,
+                halting_warmup=now.halting_warmup,
+            )
+            # labels were given
+            assert out.loss is not None and out.by_byte is not None
+            assert out.nats_per_byte is not None and out.loss_terms is not None
+            weight = batch.targets / all_targets
+            if isinstance(weight, Tensor):
+                weight = weight.to(out.loss.dtype)
+            loss = out.by_byte * weight + (out.loss - out.by_byte) / passes
+            sharding.backward(model, loss, last=batch is batches[-1])
+
+            terms = dict(
+                loss=out.nats_per_byte.detach() * weight,
+                total_loss=loss.detach(),
+                segments=out.segments,
+                mean_loops=out.mean_loops / passes,
+                tokens_per_expert=out.tokens_per_expert,
+                boundary_counts=out.boundary_counts,
+            )
+            for name, term in out.loss_terms.items():
+                terms[name] = term * weight if name in out.BYTE_TERMS else term / passes
+            for name, term in terms.items():
+                sums[name] = term + sums.get(name, 0)
+    return StepSums(
+        tokens_per_expert=sums.pop("tokens_per_expert"),
+        boundary_counts=sums.pop("boundary_counts"),
+        terms=sums,
+        n_bytes=sum(batch.n_bytes for batch in batches),
+    )
+
+
+def targets_of_all(batches: Sequence[Batch], world: World) -> Tensor | None:
+    """Sum the targets of a step over ranks, on the device, since the host need not know; None on
+    one rank."""
+    if world.ranks == 1:
+        return None
+    targets = sum(batch.targets for batch in batches)
+    return world.sum(torch.full((), targets, dtype=torch.float64, device=world.device))
+
+
+def update(
+    model: Spider,
+    optimizers: Optimizers,
+    sums: StepSums,
+    now: StepSettings,
+    grad_clip: float = 1.0,
+    votes: Sequence[float] = (),
+) -> StepResult:
+    """Update the weights from accumulated gradients; return the step's numbers.
+
+    Waits for the device once, for all numbers, before it changes a weight. If loss or gradient is
+    not finite, no weight changes and `skipped` is true."""
+    tokens = sums.tokens_per_expert
+    # Numbers that the host knows are filled in on the device: a copy from the host would wait.
+    known = torch.stack(
+        [tokens.new_full((), number, dtype=torch.float64) for number in (sums.n_bytes, *votes)]
+    )
+    # One all-reduce for all numbers of the step
+    terms = torch.stack(list(sums.terms.values())).double()
+    parts = (terms, known, tokens.flatten().double(), sums.boundary_counts.double())
+    total_norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, torch.cat(parts))
+    terms, known, tokens_sum, boundary_counts = flat.split([len(part) for part in parts])
+    tokens = tokens_sum.float().view_as(tokens)
+    balance = tokens.new_ones(1)
+    if tokens.numel():
+        balance = tokens.amax(1) / tokens.mean(1).clamp_min(1)
+
+    # One wait for the device for those that the host must know
+    norms = torch.stack((total_norm, balance.mean()))
+    norm, expert_balance, *numbers = torch.cat((norms, terms.float(), known)).tolist()
+    named = dict(zip(sums.terms, numbers[: len(terms)], strict=True))
+    n_bytes, *votes = numbers[len(terms) :]
+    skipped = not (math.isfinite(named["total_loss"]) and math.isfinite(norm))
+    if not skipped:
+        if 0 < grad_clip < norm:
+            nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip, total_norm)
+        optimizers.step()
+        model.update_expert_bias(tokens)
+        model.update_boundaries(boundary_counts.float(), named["loss"])
+        if now.clears_tables:
+            optimizers.reset_tables()
+    optimizers.zero_grad()
+
+    segments = named.pop("segments")
+    metrics = dict(
+        loss=named.pop("loss"),
+        total_loss=named.pop("total_loss"),
+        grad_norm=norm,
+        bytes_per_segment=n_bytes / max(1, segments),
+        mean_loops=named.pop("mean_loops"),
+        expert_balance=expert_balance,
+        skipped=skipped,
+        **named,
+    )
+    return StepResult(metrics, votes)
+
+
+def step_alone(
+    model: Spider,
+    optimizers: Optimizers,
+    batches: list[Batch],
+    now: StepSettings,
+    grad_clip: float = 1.0,
+) -> dict[str, Any]:
+    """Run an optimizer step of a model outside of a run; return its metrics."""
+    sums = accumulate(model, batches, now)
+    return update(model, optimizers, sums, now, grad_clip).metrics
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation
+
+EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
+SAMPLE_START = 64  # bytes of held-out text, the default prompt of a sample
+
+
+@torch.no_grad()
+def evaluate(
+    model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int, n_loops: int, world: World
+) -> dict[str, float]:
+    """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time, distributed
+    over ranks.
+
+    Return val_loss, val_bpb and val_bytes_per_segment over all sources. If there are several, add
+    the bits per byte of each as val_bpb/NAME. The model's training mode is restored."""
+    targets = sum(int((labels != IGNORED).sum()) for _, labels in sets.values())
+    logger.info(f"evaluating on {targets:,} bytes")
+    was_training = model.training
+    model.eval()
+    by_source = {}
+    for name, (ids, labels) in sets.items():
+        batches = zip(ids.split(rows), labels.split(rows), strict=True)
+        by_source[name] = score_model(model, batches, n_loops, world)
+    model.train(was_training)
+
+    total = Totals.of(by_source.values())
+    results = {
+        "val_loss": total.loss,
+        "val_bpb": total.bits_per_byte,
+        "val_bytes_per_segment": total.bytes_per_segment,
+    }
+    line = (
+        f"validation: loss {total.loss:.4f} nats per byte, bpb {total.bits_per_byte:.4f}, "
+        f"{total.bytes_per_segment:.2f} bytes per segment"
+    )
+    if len(by_source) > 1:
+        for name, of_source in by_source.items():
+            results[f"val_bpb/{name}"] = of_source.bits_per_byte
+            line += f", {name} {of_source.bits_per_byte:.4f}"
+    logger.info(line)
+    return results
+
+
+def log_sample(
+    model: Spider, step: int, flags: Flags, validation: Mapping[str, tuple[Tensor, Tensor]]
+):
+    """Log 200 generated bytes; the generator's seed is a function of (--seed, step).
+
+    They continue --sample_prompt, else the first bytes of the `validation` rows, else a line break:
+    BOS alone is a bad prompt, because a text file is one document and has it only once."""
+    prompt = [ord("\n")]
+    if flags.sample_prompt:
+        prompt = [tokenizer.BOS_ID, *os.fsencode(flags.sample_prompt)]
+    elif validation:
+        ids, _ = next(iter(validation.values()))
+        prompt = ids[0, :SAMPLE_START].tolist()
+    generator = torch.Generator(model.embed_tokens.device)
+    generator.manual_seed(step_seed(flags.seed, step, "sample"))
+    model.eval()
+    try:
+        generated = model.generate(prompt, 200, generator=generator, n_loops=flags.n_loops)
+        text = tokenizer.decode(list(generated))
+        logger.info(f"step {step} continues {tokenizer.decode(prompt)!r}: {text!r}")
+    except FloatingPointError as fault:
+        logger.warning(f"step {step}: no sample: {fault}")
+    model.train()
+
+
+# --------------------------------------------------------------------------------------------------
+# The dry run
+
+MIN_SECONDS_TIMED = 2.0  # seconds of steps that a dry run times, at least one step
+
+
+def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
+    """Measure the bytes/s of optimizer steps as in the middle of the run.
+
+    They train a model of their own."""
+    flags = plan.flags
+    logger.info(f"timing steps of {plan.step_bytes:,} bytes")
+    loader = Loader(sources, flags.seq_len, flags.seed)
+    with torch.device("meta"):  # a subclass may hold what cannot be copied from plan.model
+        model = plan.model_class(plan.config)
+    model = build_model(model, plan, world)
+    if flags.compile != "off":
+        warm_up(model, plan, world.device)
+    optimizers = optimizers_of(flags, model)
+    times: list[float] = []
+    while len(times) < 2 or sum(times[1:]) < MIN_SECONDS_TIMED:  # the first step is a warm-up
+        step = plan.horizon // 2 + len(times)
+        start = time.perf_counter()
+        first = step * plan.sequences
+        batches = [batch.to(world.device) for batch in loader.batches(step, first, plan.layout)]
+        now = StepSettings(flags.n_loops, dropout=dropout_at(flags, loader, first))
+        optimizers.set_lr(flags.lr, lr_factor(step, plan.horizon, flags))
+        step_alone(model, optimizers, batches, now, flags.grad_clip)
+        times.append(time.perf_counter() - start)
+    return plan.step_bytes / float(np.median(times[1:]))
+
+
+def print_dry_run(
+    plan: Plan, remarks: Sequence[str], sources: Sequence[Source], world: World
+) -> int:
+    """Print what a run is and costs, the verdict last.
+
+    Return the exit status: 1 if memory or disk do not suffice, else 0."""
+    flags = plan.flags
+    estimate.print_tables(plan, plan.model)
+    if flags.precision == "fp8":
+        print(describe_fp8(plan.model, flags.fp8_experts))
+    for source in sources:
+        say(f"data: {source}")
+    for line in remarks:
+        say(line)
+    loader = Loader(sources, flags.seq_len, flags.seed)
+    for line in horizon_warnings(plan, loader, plan.horizon):
+        say(f"warning: {line}")
+    lacking = estimate.print_memory_and_disk(
+        plan, machine.memory_of(world.device, world.local_ranks)
+    )
+
+    peak = machine.product_rate(world.device) * world.ranks
+    if flags.precision == "fp8":
+        peak *= 2
+    bound = peak / estimate.flops_per_byte(
+        plan.model, plan.config.bytes_per_segment, flags.n_loops, flags.seq_len
+    )
+    steps = flags.max_steps or plan.horizon
+    n_bytes = steps * plan.step_bytes
+    obstacle = estimate.obstacle_to_timing(plan, world, bound)
+    if obstacle is None:
+        rate = time_steps(plan, world, sources)
+        duration = f"{estimate.describe_duration(n_bytes / rate)} at {rate:,.0f} bytes/s, as timed"
+    else:
+        duration = (
+            f"at least {estimate.describe_duration(n_bytes / bound)}: matrix products alone allow "
+            f"{bound:,.0f} bytes/s (no step was timed: {obstacle})"
+        )
+    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
+    if lacking:
+        say(f"verdict: NOT ENOUGH {' and '.join(lacking)}")
+        return 1
+    say("verdict: enough memory and disk")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Resuming
+
+# --minutes chose a horizon, which is compared itself.
+COMPARED = [name for name in RECORDED if name != "minutes"]
+MIXTURE = {"targets", "shares"}  # of the sources, see Loader.mixture
+READS = {name for name, spec in SPECS.items() if spec.reads} | MIXTURE
+EVALUATES = {name for name, spec in SPECS.items() if spec.evaluates} | MIXTURE
+
+
+def restore(
+    origin: Origin, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
+) -> RunProgress:
+    """Load a checkpoint into model and optimizers, or only its weights; return the run's progress.
+
+    Log what is loaded, and the settings that have changed since."""
+    flags = plan.flags
+    state = origin.state
+    if state is None:
+        return RunProgress(n_loops=flags.n_loops)
+    what = "resuming from" if origin.resumes else "weights of"
+    logger.info(f"{what} {origin.path} (step {state['step']})")
+    load_model(model, state["model_state_dict"])
+    if not origin.resumes:
+        return RunProgress(n_loops=flags.n_loops)
+    optimizers.load_state_dict(state["optimizer_state_dict"])
+    known = {one.name for one in fields(RunProgress)}
+    progress = RunProgress(**{name: value for name, value in state.items() if name in known})
+    progress.n_loops = flags.n_loops
+
+    changed = changes_since(state, plan, loader.mixture())
+    if changed:
+        logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
+    if changed.keys() - {"data_dir"}:  # the same data may have moved
+        if READS & changed.keys():
+            logger.warning(
+                "they change which text a step reads: until each source begins its next epoch, "
+                "some of its text is read again, and some is skipped"
+            )
+        progress.forget_losses(evaluations=bool(EVALUATES & changed.keys()))
+        # With more data the position may be in an earlier epoch; tables are cleared when an epoch
+        # exceeds this one.
+        epoch = loader.epoch(progress.next_sequence(flags.seq_len))
+        progress.epoch = min(progress.epoch, epoch)
+    if progress.exploded:
+        logger.warning(
+            f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
+            f"by --resume, and a new --ckpt_dir"
+        )
+    return progress
+
+
+def changes_since(state: dict, plan: Plan, mixture: dict[str, Any]) -> dict[str, str]:
+    """Compare a plan with the checkpoint that it resumes from: describe each change by name.
+
+    What an older checkpoint lacks counts as unchanged."""
+    now = asdict(plan.config) | {name: getattr(plan.flags, name) for name in COMPARED}
+    now |= dict(n_loops=plan.flags.n_loops, **mixture)
+    before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
+    before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
+    return {
+        name: f"{name} was {before[name]}, is {value}"
+        for name, value in now.items()
+        if before.get(name, value) != value
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# The run
+
+
+@dataclass
+class Run:
+    """A run in progress: what a step reads and changes, and what is due after it."""
+
+    plan: Plan
+    model: Spider
+    optimizers: Optimizers
+    loader: Loader
+    feed: Feed
+    schedule: Schedule
+    progress: RunProgress
+    world: World
+    stop: StopSignals
+    validation: Mapping[str, tuple[Tensor, Tensor]]  # held-out rows by source
+    writer: CheckpointWriter
+    last_step: int
+    metrics_file: Metrics | None = None  # on rank 0
+    tracker: Tracker | None = None
+    # of flops_per_byte, by its arguments
+    costs: dict[tuple[float, int], float] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> Flags:
+        return self.plan.flags
+
+    def is_done(self) -> bool:
+        """Return whether the last step is done."""
+        return self.progress.step >= self.last_step
+
+    def is_due(self, every: int) -> bool:
+        """Return whether to do now what is done after every so many steps, and after the last one.
+
+        Nothing is due before the first step, or once the run was asked to stop. 0: never."""
+        if not every or self.progress.metrics is None or self.stop.agreed:
+            return False
+        return self.is_done() or self.progress.step % every == 0
+
+    def due_evaluation(self) -> bool:
+        """Return whether to evaluate; not if the checkpoint has this step's evaluation."""
+        return self.is_due(self.flags.eval_every) and self.progress.val_loss is None
+
+    def due_save(self, ends: bool) -> bool:
+        """Return whether to save. `ends`: the run ends now. Step 0 is never saved."""
+        progress = self.progress
+        if progress.step <= max(0, self.writer.step):
+            return False
+        if ends:
+            return True
+        regular = progress.step % self.flags.ckpt_every == 0
+        best = self.flags.keep_best and progress.is_best
+        return (regular or best) and not progress.skipped
+
+    def out_of_patience(self) -> bool:
+        """Return whether --patience ends the run."""
+        return 0 < self.flags.patience <= self.progress.unimproved
+
+    def ends(self) -> bool:
+        """Return whether the run ends after this step."""
+        return self.is_done() or self.stop.agreed is not None or self.out_of_patience()
+
+    def evaluate_and_sample(self):
+        """Evaluate and sample, if it is due.
+
+        A signal interrupts both, but not the record of an evaluation: it would be half made."""
+        progress = self.progress
+        numbers = self.stop.may_interrupt(self.evaluate)
+        if numbers is not None:
+            regular = progress.step % self.flags.eval_every == 0
+            progress.record_evaluation(numbers, counts=regular)
+            self.writer.mark_unsaved(progress.step)  # a resumed checkpoint lacks the evaluation
+        self.stop.may_interrupt(self.sample)
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Evaluate, if it is due."""
+        if not self.due_evaluation():
+            return None
+        rows = max(self.flags.micro_batch, EVAL_BYTES // self.flags.seq_len)
+        return evaluate(self.model, self.validation, rows, self.flags.n_loops, self.world)
+
+    def sample(self):
+        """Log a sample, if it is due."""
+        if not self.is_due(self.flags.sample_every):
+            return
+        whole = gather_model(self.model)
+        if whole is not None:
+            log_sample(whole, self.progress.step, self.flags, self.validation)
+
+    def record_metrics(self, first_step: int):
+        """Write the step's line of metrics.jsonl; wandb gets those from `first_step` on."""
+        metrics = self.progress.metrics
+        if metrics and self.metrics_file:
+            self.metrics_file.write(metrics)
+        if metrics and self.tracker and self.progress.step >= first_step:
+            self.tracker.log(metrics, step=self.progress.step)
+
+    def save(self):
+        """Save a checkpoint; metrics.jsonl is complete up to it."""
+        self.writer.save(self.state(), self.sync_metrics)
+
+    def sync_metrics(self):
+        """Sync metrics.jsonl to disk."""
+        if self.metrics_file:
+            self.metrics_file.sync()
+
+    def state(self) -> dict[str, Any]:
+        """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the
+        keys."""
+        return dict(
+            model_state_dict=model_state(self.model),
+            optimizer_state_dict=self.optimizers.state_dict(),
+            cfg=asdict(self.model.config),
+            recipe=self.plan.recipe,
+            **self.loader.mixture(),
+            flags={name: getattr(self.flags, name) for name in RECORDED},
+            **asdict(self.progress),
+        )
+
+    def flops_per_byte(self, bytes_per_segment: float, n_loops: int) -> float:
+        """Return the FLOPs per byte of a step, for the MFU."""
+        length = round(max(1.0, bytes_per_segment), 1)
+        key = length, n_loops
+        if key not in self.costs:
+            self.costs[key] = estimate.flops_per_byte(
+                self.model, length, n_loops, self.flags.seq_len
+            )
+        return self.costs[key]
+
+    def check_divergence(self):
+        """Raise Diverged after --max_skipped steps in a row that were not finite."""
+        skipped = self.progress.skipped
+        if skipped >= self.flags.max_skipped:
+            raise Diverged(
+                f"the last {skipped} steps had no finite loss or gradient, and changed no weight: "
+                f"resume with a lower --lr or more --warmup_steps"
+            )
+
+
+def train_step(run: Run) -> StepEvents:
+    """Run one optimizer step, and record its metrics in `run.progress`.
+
+    Return what the log says of it beside the metrics."""
+    start = time.perf_counter()
+    plan = run.plan
+    flags = plan.flags
+    progress = run.progress
+    first = progress.next_sequence(flags.seq_len)
+    epoch = run.loader.epoch(first)
+    now = run.schedule.at(progress)
+    run.optimizers.set_lr(flags.lr, now.lr_factor)
+
+    batches = run.feed.take()
+    sums = accumulate(run.model, batches, now, targets_of_all(batches, run.world))
+    result = update(run.model, run.optimizers, sums, now, flags.grad_clip, run.stop.votes())
+    run.stop.agree(result.votes)
+
+    metrics = result.metrics
+    rate = plan.step_bytes / (time.perf_counter() - start)
+    cost = run.flops_per_byte(metrics["bytes_per_segment"], now.n_loops)
+    peak = machine.product_rate(run.world.device) * run.world.ranks
+    metrics |= dict(
+        lr=flags.lr * now.lr_factor,
+        tok_per_sec=rate,
+        bf16_mfu=rate * cost / peak,
+        memory=machine.peak_memory(run.world.device),
+        time=time.time(),
+    )
+    bytes_seen = (first + plan.sequences) * flags.seq_len
+    return progress.record(metrics, bytes_seen, epoch, now.clears_tables)
+
+
+# --------------------------------------------------------------------------------------------------
+# The log: what was chosen, and where the run begins
 
 
 def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
@@ -993,17 +1695,15 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
         least = flags.lr * flags.min_lr_fraction
         warnings.append(
             f"--max_steps {flags.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
-            f"steps "
-            f"after it run at the minimum learning rate, {least:.2e}; raise --target_tokens for a "
-            f"schedule over all of them"
+            f"steps after it run at the minimum learning rate, {least:.2e}; raise --target_tokens "
+            f"for a schedule over all of them"
         )
     elif flags.max_steps and flags.max_steps < horizon and not flags.mock_data:
         factor = lr_factor(flags.max_steps - 1, horizon, flags)
         if factor > 2 * flags.min_lr_fraction:
             warnings.append(
                 f"--max_steps {flags.max_steps:,} ends the run at {factor:.0%} of the peak "
-                f"learning "
-                f"rate, which decays over {horizon:,} steps: use --target_tokens "
+                f"learning rate, which decays over {horizon:,} steps: use --target_tokens "
                 f"{flags.max_steps * plan.step_bytes} for a better loss"
             )
     return warnings
@@ -1012,18 +1712,18 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
 def rise_warnings(
     plan: Plan, loader: Loader, progress: RunProgress, horizon: int, in_place: bool
 ) -> list[str]:
-    """Return a warning if a run resumes at a much higher learning rate than it had, as where its
-    horizon was raised after the rate had fallen.
+    """Return a warning if a run resumes at a much higher learning rate than it had.
 
-    in_place: the run resumes in its own directory."""
+    So it is if its horizon is raised after the rate has fallen. The warm-up is no such rise: the
+    last step's rate is compared with what it would be by the present schedule. in_place: the run
+    resumes in its own directory."""
     flags = plan.flags
-    last = (progress.metrics or {}).get("lr")
-    # of the last step, by the present schedule
-    rate = flags.lr * lr_factor(max(0, progress.step - 1), horizon, flags)
-    if not last or rate < MUCH_HIGHER * last:
+    before = (progress.metrics or {}).get("lr")
+    now = flags.lr * lr_factor(max(0, progress.step - 1), horizon, flags)
+    if not before or now < MUCH_HIGHER * before:
         return []
-    line = f"the learning rate rises from {last:.2e} to {rate:.2e}"
-    first = progress.bytes_seen // flags.seq_len
+    line = f"the learning rate rises from {before:.2e} to {now:.2e}"
+    first = progress.next_sequence(flags.seq_len)
     if loader.epoch(first) > progress.epoch and clears_tables(flags, loader, first):
         line += ", and the Engram tables are cleared (--engram_reset)"
     line += (
@@ -1038,682 +1738,28 @@ def rise_warnings(
     return [line]
 
 
-# --------------------------------------------------------------------------------------------------
-# The schedule: all that varies by step
-
-HALTING_WARMUP = 1 / 8  # of the horizon, so that every loop learns (docs/results/mechanisms.md)
-DROPOUT_EPOCHS = 10  # until dropout reaches --dropout: text is memorized gradually
-
-
-class StepSettings(NamedTuple):
-    """What varies by step."""
-
-    n_loops: int
-    lr_factor: float = 1.0  # of the peak learning rate
-    dropout: float = 0.0
-    halting_warmup: float = 1.0  # factor on halting probabilities
-    clears_tables: bool = False  # clear the Engram tables after the step
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The settings of each step, a function of a run's progress."""
-
-    flags: Flags
-    loader: Loader
-    horizon: int  # steps done plus steps left at the current batch size
-
-    def at(self, progress: RunProgress) -> StepSettings:
-        """Return the settings of the next step."""
-        step = progress.step
-        first = progress.bytes_seen // self.flags.seq_len
-        begins_epoch = self.loader.epoch(first) > progress.epoch
-        return StepSettings(
-            n_loops=loops_of_step(self.flags, step),
-            lr_factor=lr_factor(step, self.horizon, self.flags),
-            dropout=dropout_at(self.flags, self.loader, first),
-            halting_warmup=min(1.0, (step + 1) / (HALTING_WARMUP * self.horizon)),
-            clears_tables=begins_epoch and clears_tables(self.flags, self.loader, first),
-        )
-
-
-def lr_factor(step: int, horizon: int, flags: Flags) -> float:
-    """Return the learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then
-    --schedule."""
-    warmup = flags.warmup_steps
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    done = min(1.0, (step - warmup) / max(1, horizon - warmup))
-    if flags.schedule == "cosine":
-        shape = 0.5 * (1 + math.cos(math.pi * done))
-    elif flags.wsd_decay_fraction:
-        shape = min(1.0, (1 - done) / flags.wsd_decay_fraction)
-    else:
-        shape = 1.0
-    return flags.min_lr_fraction + (1 - flags.min_lr_fraction) * shape
-
-
-def clears_tables(flags: Flags, loader: Loader, first: int) -> bool:
-    """Decide whether to clear the Engram tables for an epoch that begins at sequence `first`.
-
-    Not if less than half of the epoch will be read: nearly empty tables at the end of a run cost
-    more than memorized rows."""
-    bytes_left = flags.target_tokens - first * flags.seq_len
-    epochs_left = bytes_left * loader.share / loader.targets
-    return flags.engram_reset and float(loader.share @ epochs_left) >= 0.5
-
-
-def dropout_at(flags: Flags, loader: Loader, first: int) -> float:
-    """Return the dropout of a step that begins at sequence `first`: 0 in the first epoch, growing
-    to --dropout after DROPOUT_EPOCHS. For a mixture it is the mean over its sources."""
-    grown = (loader.epochs(first) / DROPOUT_EPOCHS).clip(max=1)
-    return flags.dropout * float(loader.share @ grown)
-
-
-def loops_of_step(flags: Flags, step: int) -> int:
-    """Return --n_loops, or with --random_loops a Poisson draw of that mean, at least 1.
-
-    The draw is the same on every rank."""
-    if not flags.random_loops:
-        return flags.n_loops
-    generator = np.random.default_rng(step_seed(flags.seed, step, "loops"))
-    return max(1, int(generator.poisson(flags.n_loops)))
-
-
-# --------------------------------------------------------------------------------------------------
-# The model: initialization, FP8, compilation
-
-
-def build_model(model: Spider, plan: Plan, world: World) -> Spider:
-    """Make a model on the meta device ready to train: initialize it from --seed, apply FP8, backend
-    and compilation, shard it over the ranks. Return it.
-
-    Raise TooLarge where a step surely needs more memory than there is."""
-    flags = plan.flags
-    estimate.check_memory(plan.memory, world)
-    torch.manual_seed(flags.seed)
-    model.to_empty(device=world.device)
-    model.init_weights()
-    emulated = flags.precision == "fp8" and not machine.multiplies_bf16(world.device)
-    in_fp32 = flags.precision == "fp32" or emulated
-    model.compute_dtype = torch.float32 if in_fp32 else torch.bfloat16
-    model.recompute = flags.recompute
-    model.set_backend(flags.moe_backend)
-    if flags.precision == "fp8":
-        logger.info(describe_fp8(model, flags.fp8_experts))
-        convert_to_fp8(model, world.device, flags.fp8_experts, plan.step_bytes // plan.ranks)
-    if flags.compile != "off" and (obstacle := model.compile_layers()):
-        logger.warning(f"compiled only the byte layers, not the core's: {obstacle}")
-    model.train()
-    shard_model(model, world, flags.grad_accum)
-    return model
-
-
-def warm_up(model: Spider, plan: Plan, device: torch.device):
-    """Compile kernels by two passes on dummy bytes; weights, random state, buffers and data
-    position stay unchanged.
-
-    If torch.compile fails on the layers, run them uncompiled under --compile auto, else raise
-    UsageError."""
-    flags = plan.flags
-    ids = torch.arange(flags.micro_batch * flags.seq_len, device=device) % 251
-    ids = ids.view(flags.micro_batch, flags.seq_len)
-    try:
-        with model.cast_weights_once():
-            for noise_seed in range(2):
-                model(ids, ids, n_loops=flags.n_loops, noise_seed=noise_seed).loss.backward()
-    except Exception as fault:  # whatever Dynamo, Inductor and Triton provoke
-        if not model.compiled or machine.is_out_of_memory(fault):
-            raise
-        line = machine.describe_compile_error(fault, device)
-        if flags.compile == "on" or plan.ranks > 1:
-            raise UsageError(f"--compile: {line}; or use --compile off") from fault
-        logger.warning(f"{line}: the layers run uncompiled")
-        model.uncompile_layers()
-    model.zero_grad(set_to_none=True)
-
-
-def optimizers_of(flags: Flags, model: Spider) -> Optimizers:
-    """Build the optimizers of a model from the flags."""
-    return Optimizers(
-        model,
-        flags.optimizer,
-        flags.lr,
-        flags.engram_lr,
-        flags.weight_decay,
-        flags.beta1,
-        flags.beta2,
-        flags.momentum,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# One optimizer step
-
-
-class StepSums(NamedTuple):
-    """What the micro-steps of a step add up to, on this rank."""
-
-    terms: dict[str, Tensor]  # loss (nats), total_loss, segments, mean_loops, other loss terms
-    tokens_per_expert: Tensor  # [L, E]
-    boundary_counts: Tensor  # see Spider.update_boundaries
-    n_bytes: int
-
-
-class StepResult(NamedTuple):
-    """The numbers of a step, over all ranks."""
-
-    metrics: dict[str, Any]
-    votes: list[float]  # for each signal, the ranks that were asked to stop
-
-
-def accumulate(
-    model: Spider, batches: list[Batch], now: StepSettings, targets: Tensor | None = None
-) -> StepSums:
-    """Run forward and backward over a step's micro-steps; change nothing but gradients.
-
-    targets: those of all ranks, float64, by default this rank's. Waits for the device once per
-    micro-step, for the number of segments."""
-    sharding = sharding_of(model)
-    passes = len(batches) * sharding.ranks
-    all_targets: Tensor | int
-    if targets is None:
-        all_targets = max(1, sum(batch.targets for batch in batches))
-    else:
-        all_targets = targets.clamp_min(1)
-    sums: dict[str, Tensor] = {}
-    tokens_per_expert: Tensor | int = 0
-    boundary_counts: Tensor | int = 0
-    # Terms that are means over bytes (by_byte) weigh by the batch's part of the step's targets, so
-    # that all bytes weigh equally, however many are PAD. The others (balance, ponder, boundaries,
-    # ...) are means over all passes.
-    with model.cast_weights_once():
-        for batch in batches:
-            out: SpiderOutput = model(
-                batch.ids,
-                batch.labels,
-                now.n_loops,
-                batch.noise_seed,
-                batch.cu_seqlens,
-                batch.longest,
-                dropout=now.dropout,
-                halting_warmup=now.halting_warmup,
-            )
-            # labels were given
-            assert out.loss is not None and out.by_byte is not None
-            assert out.nats_per_byte is not None and out.loss_terms is not None
-            weight = batch.targets / all_targets
-            if isinstance(weight, Tensor):
-                weight = weight.to(out.loss.dtype)
-            loss = out.by_byte * weight + (out.loss - out.by_byte) / passes
-            sharding.backward(model, loss, last=batch is batches[-1])
-
-            terms = dict(
-                loss=out.nats_per_byte.detach() * weight,
-                total_loss=loss.detach(),
-                segments=out.segments,
-                mean_loops=out.mean_loops / passes,
-            )
-            for name, term in out.loss_terms.items():
-                terms[name] = term * weight if name in out.BYTE_TERMS else term / passes
-            for name, term in terms.items():
-                sums[name] = term + sums.get(name, 0)
-            tokens_per_expert = tokens_per_expert + out.tokens_per_expert
-            boundary_counts = boundary_counts + out.boundary_counts
-    assert isinstance(tokens_per_expert, Tensor) and isinstance(boundary_counts, Tensor)
-    n_bytes = sum(batch.n_bytes for batch in batches)
-    return StepSums(sums, tokens_per_expert, boundary_counts, n_bytes)
-
-
-def update(
-    model: Spider,
-    optimizers: Optimizers,
-    sums: StepSums,
-    now: StepSettings,
-    grad_clip: float = 1.0,
-    votes: Sequence[float] = (),
-) -> StepResult:
-    """Update the weights from accumulated gradients; return the step's numbers.
-
-    Waits for the device once, for all numbers, before it changes a weight. If loss or gradient is
-    not finite, no weight changes and `skipped` is true."""
-    tokens = sums.tokens_per_expert
-    # Numbers that the host knows are filled in on the device, since a copy from the host would
-    # wait.
-    known = torch.stack(
-        [tokens.new_full((), number, dtype=torch.float64) for number in (sums.n_bytes, *votes)]
-    )
-    # One all-reduce for all numbers of the step
-    terms = torch.stack(list(sums.terms.values())).double()
-    parts = (terms, known, tokens.flatten().double(), sums.boundary_counts.double())
-    total_norm, flat = optimizers.sharding.all_reduce_step(optimizers.dense, torch.cat(parts))
-    terms, known, tokens_sum, boundary_counts = flat.split([len(part) for part in parts])
-    tokens = tokens_sum.float().view_as(tokens)
-    balance = tokens.new_ones(1)
-    if tokens.numel():
-        balance = tokens.amax(1) / tokens.mean(1).clamp_min(1)
-
-    # One wait for the device for those that the host must know
-    norms = torch.stack((total_norm, balance.mean()))
-    norm, expert_balance, *numbers = torch.cat((norms, terms.float(), known)).tolist()
-    named = dict(zip(sums.terms, numbers[: len(terms)], strict=True))
-    n_bytes, *votes = numbers[len(terms) :]
-    skipped = not (math.isfinite(named["total_loss"]) and math.isfinite(norm))
-    if not skipped:
-        if 0 < grad_clip < norm:
-            nn.utils.clip_grads_with_norm_(optimizers.dense, grad_clip, total_norm)
-        optimizers.step()
-        model.update_expert_bias(tokens)
-        model.update_boundaries(boundary_counts.float(), named["loss"])
-        if now.clears_tables:
-            optimizers.reset_tables()
-    optimizers.zero_grad()
-
-    segments = named.pop("segments")
-    metrics = dict(
-        loss=named.pop("loss"),
-        total_loss=named.pop("total_loss"),
-        grad_norm=norm,
-        bytes_per_segment=n_bytes / max(1, segments),
-        mean_loops=named.pop("mean_loops"),
-        expert_balance=expert_balance,
-        skipped=skipped,
-        **named,
-    )
-    return StepResult(metrics, votes)
-
-
-def step_alone(
-    model: Spider,
-    optimizers: Optimizers,
-    batches: list[Batch],
-    now: StepSettings,
-    grad_clip: float = 1.0,
-) -> dict[str, Any]:
-    """Run an optimizer step of a model outside of a run; return its metrics."""
-    sums = accumulate(model, batches, now)
-    return update(model, optimizers, sums, now, grad_clip).metrics
-
-
-# --------------------------------------------------------------------------------------------------
-# Evaluation
-
-EVAL_BYTES = 8192  # minimum bytes per evaluation batch; larger ones fit without gradients
-SAMPLE_START = 64  # bytes of held-out text, the default prompt of a sample
-
-
-@torch.no_grad()
-def evaluate(
-    model: Spider, sets: Mapping[str, tuple[Tensor, Tensor]], rows: int, n_loops: int, world: World
-) -> dict[str, float]:
-    """Evaluate on validation rows (ids and labels [n, T]) by source, `rows` at a time, distributed
-    over ranks. Return val_loss, val_bpb and val_bytes_per_segment over all sources and, for several
-    sources, the bits per byte of each as val_bpb/NAME. The model's training mode is restored."""
-    targets = sum(int((labels != IGNORED).sum()) for _, labels in sets.values())
-    logger.info(f"evaluating on {targets:,} bytes")
-    was_training = model.training
-    model.eval()
-    by_source = {}
-    for name, (ids, labels) in sets.items():
-        batches = zip(ids.split(rows), labels.split(rows), strict=True)
-        by_source[name] = score_model(model, batches, n_loops, world)
-    model.train(was_training)
-
-    total = Totals.of(by_source.values())
-    results = {
-        "val_loss": total.loss,
-        "val_bpb": total.bits_per_byte,
-        "val_bytes_per_segment": total.bytes_per_segment,
-    }
-    line = (
-        f"validation: loss {total.loss:.4f} nats per byte, bpb {total.bits_per_byte:.4f}, "
-        f"{total.bytes_per_segment:.2f} bytes per segment"
-    )
-    if len(by_source) > 1:
-        for name, of_source in by_source.items():
-            results[f"val_bpb/{name}"] = of_source.bits_per_byte
-            line += f", {name} {of_source.bits_per_byte:.4f}"
-    logger.info(line)
-    return results
-
-
-def log_sample(
-    model: Spider, step: int, flags: Flags, validation: Mapping[str, tuple[Tensor, Tensor]]
-):
-    """Log 200 generated bytes; the generator's seed is a function of (--seed, step).
-
-    They continue --sample_prompt, else the first bytes of the `validation` rows, else a line break:
-    BOS alone is a bad prompt, because a text file is one document and has it only once."""
-    prompt = [ord("\n")]
-    if flags.sample_prompt:
-        prompt = [tokenizer.BOS_ID, *os.fsencode(flags.sample_prompt)]
-    elif validation:
-        ids, _ = next(iter(validation.values()))
-        prompt = ids[0, :SAMPLE_START].tolist()
-    generator = torch.Generator(model.embed_tokens.device)
-    generator.manual_seed(step_seed(flags.seed, step, "sample"))
-    model.eval()
-    try:
-        generated = model.generate(prompt, 200, generator=generator, n_loops=flags.n_loops)
-        text = tokenizer.decode(list(generated))
-        logger.info(f"step {step} continues {tokenizer.decode(prompt)!r}: {text!r}")
-    except FloatingPointError as fault:
-        logger.warning(f"step {step}: no sample: {fault}")
-    model.train()
-
-
-# --------------------------------------------------------------------------------------------------
-# The dry run
-
-MIN_SECONDS_TIMED = 2.0  # seconds of steps that a dry run times, at least one step
-
-
-def time_steps(plan: Plan, world: World, sources: Sequence[Source]) -> float:
-    """Measure the bytes/s of optimizer steps as in the middle of the run, on a model built for
-    this."""
-    flags = plan.flags
-    logger.info(f"timing steps of {plan.step_bytes:,} bytes")
-    loader = Loader(sources, flags.seq_len, flags.seed)
-    with torch.device("meta"):  # a subclass may hold what cannot be copied from plan.model
-        model = plan.model_class(plan.config)
-    model = build_model(model, plan, world)
-    if flags.compile != "off":
-        warm_up(model, plan, world.device)
-    optimizers = optimizers_of(flags, model)
-    times: list[float] = []
-    while len(times) < 2 or sum(times[1:]) < MIN_SECONDS_TIMED:  # the first step is a warm-up
-        step = plan.horizon // 2 + len(times)
-        start = time.perf_counter()
-        first = step * plan.sequences
-        batches = [batch.to(world.device) for batch in loader.batches(step, first, plan.layout)]
-        now = StepSettings(flags.n_loops, dropout=dropout_at(flags, loader, first))
-        optimizers.set_lr(flags.lr, lr_factor(step, plan.horizon, flags))
-        step_alone(model, optimizers, batches, now, flags.grad_clip)
-        times.append(time.perf_counter() - start)
-    return plan.step_bytes / float(np.median(times[1:]))
-
-
-def print_dry_run(
-    plan: Plan, remarks: Sequence[str], sources: Sequence[Source], world: World
-) -> int:
-    """Print what a run is and costs, the verdict last; return exit status 1 if memory or disk do
-    not suffice."""
-    flags = plan.flags
-    estimate.print_tables(plan, plan.model)
-    if flags.precision == "fp8":
-        print(describe_fp8(plan.model, flags.fp8_experts))
-    for source in sources:
-        say(f"data: {source}")
-    for line in remarks:
-        say(line)
-    loader = Loader(sources, flags.seq_len, flags.seed)
-    for line in horizon_warnings(plan, loader, plan.horizon):
-        say(f"warning: {line}")
-    lacking = estimate.print_memory_and_disk(
-        plan, machine.memory_of(world.device, world.local_ranks)
-    )
-
-    peak = machine.product_rate(world.device) * world.ranks
-    if flags.precision == "fp8":
-        peak *= 2
-    bound = peak / estimate.flops_per_byte(
-        plan.model, plan.config.bytes_per_segment, flags.n_loops, flags.seq_len
-    )
-    steps = flags.max_steps or plan.horizon
-    n_bytes = steps * plan.step_bytes
-    obstacle = estimate.obstacle_to_timing(plan, world, bound)
-    if obstacle is None:
-        rate = time_steps(plan, world, sources)
-        duration = f"{estimate.describe_duration(n_bytes / rate)} at {rate:,.0f} bytes/s, as timed"
-    else:
-        duration = (
-            f"at least {estimate.describe_duration(n_bytes / bound)}: matrix products alone allow "
-            f"{bound:,.0f} bytes/s (no step was timed: {obstacle})"
-        )
-    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
-    if lacking:
-        say(f"verdict: NOT ENOUGH {' and '.join(lacking)}")
-        return 1
-    say("verdict: enough memory and disk")
-    return 0
-
-
-# --------------------------------------------------------------------------------------------------
-# The run
-
-# --minutes chose a horizon, which is compared itself.
-COMPARED = [name for name in RECORDED if name != "minutes"]
-MIXTURE = {"targets", "shares"}  # of the sources, see Loader.mixture
-READS = {name for name, spec in SPECS.items() if spec.reads} | MIXTURE
-EVALUATES = {name for name, spec in SPECS.items() if spec.evaluates} | MIXTURE
-
-
-def restore(
-    origin: Origin, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
-) -> RunProgress:
-    """Load a checkpoint into model and optimizers, or only its weights; return the run's progress.
-
-    Log the settings that have changed since."""
-    state = origin.state
-    if state is None:
-        return RunProgress()
-    load_model(model, state["model_state_dict"])
-    if not origin.resumes:
-        return RunProgress()
-    optimizers.load_state_dict(state["optimizer_state_dict"])
-    known = {one.name for one in fields(RunProgress)}
-    progress = RunProgress(**{name: value for name, value in state.items() if name in known})
-
-    changed = changes_since(state, plan, loader.mixture)
-    if changed:
-        logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
-    if changed.keys() - {"data_dir"}:  # the same data may have moved
-        if READS & changed.keys():
-            logger.warning(
-                "they change which text a step reads: until each source begins its next epoch, "
-                "some of its text is read again, and some is skipped"
-            )
-        progress.forget_losses(evaluations=bool(EVALUATES & changed.keys()))
-        # With more data the position may be in an earlier epoch; tables are cleared when an epoch
-        # exceeds this one.
-        epoch = loader.epoch(progress.bytes_seen // plan.flags.seq_len)
-        progress.epoch = min(progress.epoch, epoch)
-    return progress
-
-
-def changes_since(state: dict, plan: Plan, mixture: dict[str, Any]) -> dict[str, str]:
-    """Compare a plan with the checkpoint that it resumes from: describe each change by name.
-
-    What an older checkpoint lacks counts as unchanged."""
-    now = asdict(plan.config) | {name: getattr(plan.flags, name) for name in COMPARED}
-    now |= dict(n_loops=plan.flags.n_loops, **mixture)
-    before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
-    before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
-    return {
-        name: f"{name} was {before[name]}, is {value}"
-        for name, value in now.items()
-        if before.get(name, value) != value
-    }
-
-
-@dataclass
-class Run:
-    """A run in progress: what a step reads and changes, and what is due after it."""
-
-    plan: Plan
-    model: Spider
-    optimizers: Optimizers
-    loader: Loader
-    feed: Feed
-    schedule: Schedule
-    progress: RunProgress
-    world: World
-    stop: StopSignals
-    validation: Mapping[str, tuple[Tensor, Tensor]]  # held-out rows by source
-    writer: CheckpointWriter
-    last_step: int
-    metrics_file: Metrics | None = None  # on rank 0
-    tracker: Tracker | None = None
-    # FLOPs per byte, by bytes per segment and loops
-    costs: dict[tuple[float, int], float] = field(default_factory=dict)
-
-    @property
-    def flags(self) -> Flags:
-        return self.plan.flags
-
-    def is_last(self) -> bool:
-        """Return whether the last step is done."""
-        return self.progress.step >= self.last_step
-
-    def is_due(self, every: int) -> bool:
-        """Return whether something that happens every so many steps, and at the end, is due now.
-
-        Nothing is before the run's first step, and once it is asked to stop."""
-        if not every or self.progress.metrics is None or self.stop.agreed:
-            return False
-        return self.is_last() or self.progress.step % every == 0
-
-    def due_evaluation(self) -> bool:
-        """Return whether to evaluate; not if the checkpoint has this step's evaluation."""
-        return self.is_due(self.flags.eval_every) and self.progress.val_loss is None
-
-    def due_save(self, ends: bool) -> bool:
-        """Return whether to save, for a run that ends now or not; step 0 is never saved."""
-        progress = self.progress
-        if progress.step <= max(0, self.writer.saved_step):
-            return False
-        if ends:
-            return True
-        regular = progress.step % self.flags.ckpt_every == 0
-        best = self.flags.keep_best and progress.is_best
-        return (regular or best) and not progress.skipped
-
-    def out_of_patience(self) -> bool:
-        """Return whether --patience ends the run."""
-        return 0 < self.flags.patience <= self.progress.unimproved
-
-    def ends(self) -> bool:
-        """Return whether the run ends after this step."""
-        return self.is_last() or self.stop.agreed is not None or self.out_of_patience()
-
-    def evaluate_and_sample(self):
-        """Evaluate and sample, if it is due. A signal interrupts both, but not the record of an
-        evaluation, which would have a part of it."""
-        progress = self.progress
-        numbers = self.stop.may_interrupt(self.evaluate)
-        if numbers is not None:
-            regular = progress.step % self.flags.eval_every == 0
-            progress.record_evaluation(numbers, counts=regular)
-            self.writer.mark_unsaved(progress.step)  # a resumed checkpoint lacks the evaluation
-        self.stop.may_interrupt(self.sample)
-
-    def evaluate(self) -> dict[str, float] | None:
-        """Evaluate, if it is due."""
-        if not self.due_evaluation():
-            return None
-        rows = max(self.flags.micro_batch, EVAL_BYTES // self.flags.seq_len)
-        return evaluate(self.model, self.validation, rows, self.flags.n_loops, self.world)
-
-    def sample(self):
-        """Log a sample, if it is due."""
-        if not self.is_due(self.flags.sample_every):
-            return
-        whole = gather_model(self.model)
-        if whole is not None:
-            log_sample(whole, self.progress.step, self.flags, self.validation)
-
-    def record_metrics(self, first_step: int):
-        """Write the step's line of metrics.jsonl; wandb gets those from `first_step` on."""
-        metrics = self.progress.metrics
-        if metrics and self.metrics_file:
-            self.metrics_file.write(metrics)
-        if metrics and self.tracker and self.progress.step >= first_step:
-            self.tracker.log(metrics, step=self.progress.step)
-
-    def save(self):
-        """Save a checkpoint; metrics.jsonl is complete up to it."""
-        self.writer.save(self.state(), self.sync_metrics)
-
-    def sync_metrics(self):
-        """Sync metrics.jsonl to disk."""
-        if self.metrics_file:
-            self.metrics_file.sync()
-
-    def state(self) -> dict[str, Any]:
-        """Build the state of a checkpoint from tensors and plain values; see checkpoint.py for the
-        keys."""
-        return dict(
-            model_state_dict=model_state(self.model),
-            optimizer_state_dict=self.optimizers.state_dict(),
-            cfg=asdict(self.model.config),
-            recipe=self.plan.recipe,
-            **self.loader.mixture,
-            flags={name: getattr(self.flags, name) for name in RECORDED},
-            **asdict(self.progress),
-        )
-
-    def check_divergence(self):
-        """Raise Diverged after --max_skipped steps in a row that were not finite."""
-        skipped = self.progress.skipped
-        if skipped >= self.flags.max_skipped:
-            raise Diverged(
-                f"the last {skipped} steps had no finite loss or gradient, and changed no weight: "
-                f"resume with a lower --lr or more --warmup_steps"
-            )
-
-
-def train_step(run: Run) -> StepEvents:
-    """Run one optimizer step, and record its metrics in `run.progress`; return what the log says of
-    it."""
-    start = time.perf_counter()
+def describe_start(run: Run, in_place: bool):
+    """Log where a run begins and what a step costs, and warn of a horizon that does not suit."""
     plan = run.plan
     flags = plan.flags
     progress = run.progress
-    first = progress.bytes_seen // flags.seq_len
-    epoch = run.loader.epoch(first)
-    now = run.schedule.at(progress)
-    run.optimizers.set_lr(flags.lr, now.lr_factor)
-
-    batches = run.feed.take()
-    sums = accumulate(run.model, batches, now, targets_of_all(batches, run.world))
-    result = update(run.model, run.optimizers, sums, now, flags.grad_clip, run.stop.votes())
-    run.stop.agree(result.votes)
-
-    metrics = result.metrics
-    rate = plan.step_bytes / (time.perf_counter() - start)
-    cost = cost_of(run, metrics["bytes_per_segment"], now.n_loops)
-    peak = machine.product_rate(run.world.device) * run.world.ranks
-    metrics |= dict(
-        lr=flags.lr * now.lr_factor,
-        tok_per_sec=rate,
-        bf16_mfu=rate * cost / peak,
-        memory=machine.peak_memory(run.world.device),
-        time=time.time(),
+    length = plan.config.bytes_per_segment
+    cost = estimate.flops_per_byte(run.model, length, flags.n_loops, flags.seq_len)
+    logger.info(
+        f"step {progress.step:,} of {run.last_step:,}, each of {plan.step_bytes:,} bytes; "
+        f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
+        f"{flags.ckpt_dir}"
     )
-    bytes_seen = (first + plan.sequences) * flags.seq_len
-    return progress.record(metrics, bytes_seen, epoch, now.clears_tables)
-
-
-def targets_of_all(batches: Sequence[Batch], world: World) -> Tensor | None:
-    """Sum the targets of a step over ranks, on the device, since the host need not know; None on
-    one rank."""
-    if world.ranks == 1:
-        return None
-    targets = sum(batch.targets for batch in batches)
-    return world.sum(torch.full((), targets, dtype=torch.float64, device=world.device))
-
-
-def cost_of(run: Run, bytes_per_segment: float, n_loops: int) -> float:
-    """Return the FLOPs per byte of a step, for the MFU."""
-    length = round(max(1.0, bytes_per_segment), 1)
-    key = length, n_loops
-    if key not in run.costs:
-        run.costs[key] = estimate.flops_per_byte(run.model, length, n_loops, run.flags.seq_len)
-    return run.costs[key]
+    if not run.is_done():
+        horizon = run.schedule.horizon
+        for line in horizon_warnings(plan, run.loader, horizon):
+            logger.warning(line)
+        for line in rise_warnings(plan, run.loader, progress, horizon, in_place):
+            logger.warning(line)
 
 
 # --------------------------------------------------------------------------------------------------
-# The log
+# The log: steps, and the end
 
 LOG_LINES = 100  # without --log_every: about so many lines of steps in a run
 LOG_SECONDS = 60.0  # ... and at least one every so often
@@ -1765,11 +1811,18 @@ class StepLog:
         self.last_step = last_step
         self.every = plan.flags.log_every or math.ceil(last_step / LOG_LINES)
         self.began = time.perf_counter()
-        self.logged = self.began  # when the last line was
-        self.paused = 0.0  # seconds of evaluations and samples
+        self.logged = self.began  # time of the last line
+        self.paused = 0.0  # seconds, see pause
         if progress.step < last_step:
             meanings = ", ".join(column.meaning for column in self.columns)
             logger.info(f"columns of a step: {meanings}")
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not count what is done meanwhile as time of steps."""
+        began = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - began
 
     def log(self, events: StepEvents):
         """Log the last step, if a line is due, and its events."""
@@ -1816,15 +1869,27 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     flags = plan.flags
     what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
     where = "--mock_data" if flags.mock_data else quoted(flags.data_dir)
-    first = progress.bytes_seen // flags.seq_len - plan.sequences
+    first = progress.next_sequence(flags.seq_len) - plan.sequences
     return (
         f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len "
         f"{flags.seq_len} --seed {flags.seed} --first {first} --count {plan.sequences}"
     )
 
 
+def describe_end(run: Run, seconds: float):
+    """Log what a run that has ended by itself gave, and what a user can do next."""
+    progress = run.progress
+    best = ""
+    if math.isfinite(progress.best_loss):
+        best = f"best validation loss {progress.best_loss:.4f}, "
+    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{seconds:.0f} s")
+    if run.plan.model_class is Spider:  # sample.py loads no other
+        logger.info(f"next: python sample.py {quoted(run.flags.ckpt_dir)}")
+    logger.info(outlook(run))
+
+
 def outlook(run: Run) -> str:
-    """Return what a user can do after a run that has ended by itself."""
+    """Return how to train longer after a run that has ended by itself."""
     flags = run.flags
     progress = run.progress
     if run.out_of_patience():
@@ -1861,6 +1926,18 @@ class Opened(NamedTuple):
     origin: Origin
 
 
+def configure_torch(device: torch.device, deterministic: bool):
+    """Set what torch has one of in a process. Call it before the first work on the device."""
+    if device.type == "cpu":
+        machine.keep_freed_memory()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling new memory takes time, and helps only code that reads it before it writes there.
+        settings = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def open_run(
     command: CommandLine, world: World, closing: ExitStack, model_class: type[Spider] = Spider
 ) -> Opened:
@@ -1869,13 +1946,7 @@ def open_run(
     flags = command.flags
     machine.start_log("INFO" if world.is_rank0 else "ERROR")
     device = machine.resolve_device(flags.device)
-    if device.type == "cpu":
-        machine.keep_freed_memory()
-    if flags.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        settings = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    configure_torch(device, flags.deterministic)
     world.join(device, flags.shards, flags.rank_timeout)
     sources = [mock_source(flags.seed)] if flags.mock_data else open_data(flags.data_dir)
     directory = Path(flags.ckpt_dir)
@@ -1901,67 +1972,59 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
     plan = opened.plan
     origin = opened.origin
     flags = plan.flags
-    directory = Path(flags.ckpt_dir)
     loader = Loader(opened.sources, flags.seq_len, flags.seed)
     validation = {}
     if flags.eval_every:
         validation = validation_sets(opened.sources, flags.seq_len, flags.eval_tokens)
     model = build_model(plan.model, plan, world)
     optimizers = optimizers_of(flags, model)
-    if origin.state is not None:
-        what = "resuming from" if origin.resumes else "weights of"
-        logger.info(f"{what} {origin.path} (step {origin.state['step']})")
     progress = restore(origin, plan, model, optimizers, loader)
-    progress.n_loops = flags.n_loops
-    if progress.exploded:
-        logger.warning(
-            f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
-            f"by --resume, and a new --ckpt_dir"
-        )
 
     bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
     horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)
+    directory = Path(flags.ckpt_dir)
     in_place = origin.resumes and origin.path is not None and origin.path.parent == directory
-    saved = []
-    if world.is_rank0:
-        # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
-        saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
-    writer = CheckpointWriter(
-        directory,
-        saved,
-        flags.keep_last,
-        flags.keep_best,
-        world,
-        saved_step=progress.step if in_place else -1,
-    )
+    writer = open_writer(flags, progress, world, in_place)
+    first = progress.next_sequence(flags.seq_len)
     run = Run(
-        plan,
-        model,
-        optimizers,
-        loader,
-        Feed(
-            loader,
-            plan.layout,
-            world.rank,
-            world.device,
-            progress.step,
-            progress.bytes_seen // flags.seq_len,
-        ),
-        Schedule(flags, loader, horizon),
-        progress,
-        world,
-        stop,
-        validation,
-        writer,
+        plan=plan,
+        model=model,
+        optimizers=optimizers,
+        loader=loader,
+        feed=Feed(loader, plan.layout, world.rank, world.device, progress.step, first),
+        schedule=Schedule(flags, loader, horizon),
+        progress=progress,
+        world=world,
+        stop=stop,
+        validation=validation,
+        writer=writer,
         last_step=flags.max_steps or horizon,
     )
     if world.is_rank0:
         open_logs(run, closing, in_place)
     closing.callback(writer.thread.shutdown)
     describe_start(run, in_place)
-    # The optimizer's state stores the rate: restore the last step's.
+    # A checkpoint has the optimizers' rate, here that of the last step. If this run ends without a
+    # step, its checkpoint must have it, too.
     optimizers.set_lr(flags.lr, lr_factor(max(0, progress.step - 1), horizon, flags))
     return run
+
+
+def open_writer(
+    flags: Flags, progress: RunProgress, world: World, in_place: bool
+) -> CheckpointWriter:
+    """Return a writer that knows the checkpoints in --ckpt_dir.
+
+    in_place: the run resumes in its own directory, so that its present step is saved there."""
+    directory = Path(flags.ckpt_dir)
+    saved = []
+    if world.is_rank0:
+        # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
+        saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
+    writer = CheckpointWriter(directory, saved, flags.keep_last, flags.keep_best, world)
+    if in_place:
+        writer.step = progress.step
+    return writer
 
 
 def open_logs(run: Run, closing: ExitStack, in_place: bool):
@@ -1974,26 +2037,6 @@ def open_logs(run: Run, closing: ExitStack, in_place: bool):
     run.metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
     run.tracker = start_wandb(flags.run, asdict(flags), progress, closing, in_place)
     closing.callback(lambda: write_curves(directory, stop.agreed or stop.asked))
-
-
-def describe_start(run: Run, in_place: bool):
-    """Log where a run begins and what a step costs, and warn of a horizon that does not suit."""
-    plan = run.plan
-    flags = plan.flags
-    progress = run.progress
-    length = plan.config.bytes_per_segment
-    cost = estimate.flops_per_byte(run.model, length, flags.n_loops, flags.seq_len)
-    logger.info(
-        f"step {progress.step:,} of {run.last_step:,}, each of {plan.step_bytes:,} bytes; "
-        f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
-        f"{flags.ckpt_dir}"
-    )
-    if not run.is_last():
-        horizon = run.schedule.horizon
-        for line in horizon_warnings(plan, run.loader, horizon):
-            logger.warning(line)
-        for line in rise_warnings(plan, run.loader, progress, horizon, in_place):
-            logger.warning(line)
 
 
 def main(
@@ -2022,23 +2065,22 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
     run = start_run(opened, world, stop, closing)
-    del opened  # the checkpoint's state, before passes take memory
-    if not run.is_last() and (plan.flags.precision == "fp8" or plan.flags.compile != "off"):
+    del opened  # frees the checkpoint's state, which is in the model now, before passes take memory
+    if not run.is_done() and (plan.flags.precision == "fp8" or plan.flags.compile != "off"):
         warm_up(run.model, plan, world.device)
     progress = run.progress
     log = StepLog(plan, world.device, progress, run.last_step)
     profiler = None
     if plan.flags.profile and world.is_rank0:
         profiler = start_profiler(Path(plan.flags.ckpt_dir), closing)
-    stop.raises = False
+    stop.begin_steps()
 
     # ----------------------------------------------------------------------------------------------
     # The loop: what is due after a step, then the next one
     while True:
         # Once in a while: evaluate and sample
-        pause = time.perf_counter()
-        run.evaluate_and_sample()
-        log.paused += time.perf_counter() - pause
+        with log.pause():
+            run.evaluate_and_sample()
         run.record_metrics(log.first_step)
 
         # Once in a while: save
@@ -2066,23 +2108,14 @@ def main(
     if not run.writer.holds(progress.step):
         raise CheckpointError(
             f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older "
-            f"checkpoints "
-            f"are intact: make room; the same command resumes"
+            f"checkpoints are intact: make room; the same command resumes"
         )
     if stop.agreed:
         raise Stopped(
             f"stopped after step {progress.step}, which is saved in {directory}; the same command "
             f"resumes"
         )
-    best = ""
-    if math.isfinite(progress.best_loss):
-        best = f"best validation loss {progress.best_loss:.4f}, "
-    logger.info(
-        f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{log.seconds():.0f} s"
-    )
-    if plan.model_class is Spider:  # sample.py loads no other
-        logger.info(f"next: python sample.py {quoted(directory)}")
-    logger.info(outlook(run))
+    describe_end(run, log.seconds())
     return 0
 
 

@@ -160,7 +160,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that refuses abbreviated flags, and raises UsageError."""
+    """ArgumentParser that refuses abbreviated flags, raises UsageError, and tells the flags that
+    are given from those that are not."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
@@ -181,12 +182,13 @@ class Parser(argparse.ArgumentParser):
     def value(self, name: str, value, source: str) -> dict:
         """Parse the value of a flag as read from `source`, as it would be parsed on the command
         line."""
+        flags = self._option_string_actions
         words = [f"--{name}={value}"]
         if value is True:
             words = [f"--{name}"]
-        elif value is False and self._option_string_actions[f"--{name}"].nargs == 0:
-            # []: off by default
-            words = [f"--no-{name}"] if f"--no-{name}" in self._option_string_actions else []
+        elif value is False and flags[f"--{name}"].nargs == 0:
+            can_be_negated = f"--no-{name}" in flags  # any other switch is off by default
+            words = [f"--no-{name}"] if can_be_negated else []
         try:
             return self.given(words)
         except UsageError as fault:
@@ -272,7 +274,7 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
         action.option_strings[0]: action for action in parser._actions if action.dest != "config"
     }
     values: dict[str, Any] = {}
-    assigned = set()  # flags by their names in the result
+    assigned = set()  # names of flags; an alias counts as the flag that it sets
     entries = list(content.items())
     for name, value in entries:  # grows in the loop
         if isinstance(value, dict):
@@ -288,7 +290,10 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
     return values
 
 
-def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
+LARGEST = (1 << 62) - 1  # whole number of a flag: two of them add up within 64 bits
+
+
+def integer(low: int, high: int = LARGEST) -> Callable:
     """Make a parser of whole numbers from low to high, also in the form 10e9, for `type` of an
     argument."""
 
@@ -297,7 +302,7 @@ def integer(low: int, high: int = (1 << 62) - 1) -> Callable:
             value = int(text) if text.isdigit() else float(text)
             if low <= value <= high and value == int(value):
                 return int(value)
-        bounds = f"of at least {low}" if high >= 1 << 60 else f"from {low} to {high}"
+        bounds = f"of at least {low}" if high == LARGEST else f"from {low} to {high}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
 
     return parse
@@ -312,9 +317,9 @@ def real(low: float, high: float = math.inf, above: bool = False) -> Callable:
             value = float(text)
             if low <= value <= high and value < math.inf and not (above and value == low):
                 return value
-        bounds = f"{'above' if above else 'of at least'} {low:g}" + (
-            f", at most {high:g}" if high < math.inf else ""
-        )
+        bounds = f"above {low:g}" if above else f"of at least {low:g}"
+        if high < math.inf:
+            bounds += f", at most {high:g}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
 
     return parse
@@ -327,8 +332,9 @@ def quoted(path: object) -> str:
 
 
 def path_name(text: str) -> str:
-    """Refuse an empty path, which pathlib would turn into the working directory, and one with NUL,
-    which no system call takes, for `type` of an argument."""
+    """Check a path, for `type` of an argument.
+
+    pathlib would turn an empty one into the working directory. No system call takes NUL."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return text
@@ -374,8 +380,9 @@ def run_program(
 
 
 def open_closed_streams():
-    """Open standard streams that the caller closed, as by `>&-`, on /dev/null. Else a file that is
-    opened later takes the place of one, and messages are written into it."""
+    """Open standard streams that the caller closed, as by `>&-`, on /dev/null.
+
+    Else a file that is opened later takes the place of one, and messages are written into it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -386,16 +393,24 @@ def open_closed_streams():
 
 def check_flags_early(parse_args: Callable, prog: str):
     """Check the command line of a script before it imports torch, which takes seconds; exit if it
-    is bad. Until the import is done, Ctrl-C ends the process without a traceback."""
+    is bad.
+
+    Until the import is done, Ctrl-C ends the process without a traceback."""
+
+    def check() -> None:
+        parse_args()
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if status := run_program(lambda: parse_args() and None, prog):
+    status = run_program(check, prog)
+    if status:
         sys.exit(status)
     print(f"{prog}: starting", file=sys.stderr)
 
 
 def set_allocator():
     """Let torch's CUDA allocator extend its segments, because the number of rows varies by step.
-    Call it before torch is imported; settings of the user stay.
+
+    Call it before torch is imported. Settings of the user stay.
 
     Not on WSL2: drivers before R615 refuse to map such segments ("CUDA driver error: unknown
     error"), or report a lack of memory as "device not ready" (pytorch/pytorch#192330)."""
@@ -418,8 +433,8 @@ def print_error(prog: str, line: str):
 def locked(directory: Path, file: Path | None = None):
     """Lock a directory against other processes, or raise UsageError.
 
-    The lock is that of a file, by default `.lock` in the directory, which is deleted in the end. It
-    ends with the process."""
+    A file is locked, by default `.lock` in the directory, and deleted in the end. The lock ends
+    with the process."""
     import filelock  # not at the top: exports have this module, and lock nothing
 
     if file is None:

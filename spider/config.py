@@ -21,7 +21,8 @@ MAX_LOOPS = 4096  # the most loops of the core, in flags and checkpoints
 class SpiderConfig:
     """Sizes and loss weights of the model as plain values, saved in the checkpoint.
 
-    The defaults are those of the model that this project began from (the preset `original`).
+    RANGES has the range of each number. The defaults are those of the model that this project began
+    from (the preset `original`).
     """
 
     vocab_size: int = VOCAB_SIZE
@@ -95,11 +96,13 @@ class SpiderConfig:
         if kind is tuple and type(value) is list:  # from JSON
             value = tuple(value)
             setattr(self, name, value)
-        accepted = (int, float) if kind is float else (kind,)
-        if type(value) not in accepted:
-            raise ValueError(f"{name} must be of type {TYPE_NAMES[kind]}")
-        if kind is tuple and any(type(number) is not int for number in value):
-            raise ValueError(f"{name} must be of type {TYPE_NAMES[kind]}")
+        # By `type`, not isinstance: True is no number of layers.
+        accepted = type(value) is kind or (kind is float and type(value) is int)
+        if kind is tuple and accepted:
+            accepted = all(type(number) is int for number in value)
+        if not accepted:
+            wanted = "tuple of int" if kind is tuple else kind.__name__
+            raise ValueError(f"{name} must be of type {wanted}")
         if name in RANGES:
             low, high = RANGES[name]
             if not low <= value <= high:
@@ -232,15 +235,6 @@ class SpiderConfig:
         if name not in PRESETS:
             raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name])
-
-
-TYPE_NAMES = {
-    int: "int",
-    float: "float",
-    bool: "bool",
-    str: "str",
-    tuple: "tuple of int",
-}
 
 
 def parse_value(name: str, text: str, kind: type) -> int | float | bool | str | tuple[int, ...]:

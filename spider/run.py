@@ -23,13 +23,16 @@ from tokenizer import VOCAB_SIZE
 # Progress
 
 RECENT = 64  # losses that a new one is judged by
-SPIKE_AFTER = 20  # of them, before any is called a spike
+SPIKE_AFTER = 20  # recent losses; with fewer, none is called a spike
+SPIKE = 1.2  # relative to the largest recent loss
+EXPLODED = 1.5  # relative to RunProgress.lowest_peak
+EXPLODED_STEPS = 4  # steps in a row above that
 
 
 class StepEvents(NamedTuple):
     """What the log says of a step beside its metrics."""
 
-    spike: bool = False  # its loss is one
+    spike: bool = False  # its loss is far above the recent ones
     begins_epoch: bool = False
     cleared: bool = False  # the Engram tables were cleared after it
 
@@ -47,7 +50,8 @@ class RunProgress:
     metrics: dict[str, Any] | None = None  # of the last step: its line of metrics.jsonl
     recent: list[float] = field(default_factory=list)  # the last RECENT losses
     lowest_peak: float = math.inf  # the smallest max(recent) so far
-    # the last 4 losses exceed 1.5 * lowest_peak, or the last loss is above ln(vocab_size) + 1
+    # the last EXPLODED_STEPS losses exceed EXPLODED * lowest_peak, or the last loss is above
+    # ln(vocab_size) + 1
     exploded: bool = False
     skipped: int = 0  # last steps in a row that were not finite
     wandb: dict | None = None  # name and id of the wandb run
@@ -77,8 +81,8 @@ class RunProgress:
     def record_evaluation(self, numbers: Mapping[str, float], counts: bool):
         """Record an evaluation of the last step, with the step's metrics.
 
-        numbers: its metrics, `val_loss` among them. counts: it is one of the regular evaluations,
-        by which --patience counts."""
+        numbers: what it found, `val_loss` among them. counts: whether --patience counts it, as the
+        regular evaluations."""
         self.metrics = {**(self.metrics or {}), **numbers}
         loss = numbers["val_loss"]
         self.val_loss = loss if math.isfinite(loss) else None
@@ -91,6 +95,10 @@ class RunProgress:
         """Return whether the last step was evaluated, with the lowest loss so far."""
         return self.val_loss is not None and self.val_loss == self.best_loss
 
+    def next_sequence(self, seq_len: int) -> int:
+        """Return the index, from 0, of the next sequence of the data to train on."""
+        return self.bytes_seen // seq_len
+
     def forget_recent(self):
         """Judge the next training losses afresh, since recent ones are not comparable with them."""
         self.recent = []
@@ -98,21 +106,23 @@ class RunProgress:
         self.exploded = False
 
     def forget_losses(self, evaluations: bool):
-        """Forget recent losses, since other flags or data change the loss; and `evaluations`, of
-        other data."""
+        """Forget recent losses, since other flags or data change the loss.
+
+        evaluations: forget the validation losses, too, since other bytes are evaluated."""
         self.forget_recent()
         self.unimproved = 0
         if evaluations:
-            self.best_loss, self.val_loss = math.inf, None
+            self.best_loss = math.inf
+            self.val_loss = None
 
     def watch(self, loss: float) -> bool:
         """Note a finite loss; return whether it is a spike.
 
         It is judged by the largest of the recent losses, not by their mean, since documents may
         differ much from one another."""
-        spike = len(self.recent) >= SPIKE_AFTER and loss > 1.2 * max(self.recent)
+        spike = len(self.recent) >= SPIKE_AFTER and loss > SPIKE * max(self.recent)
         self.recent = [*self.recent, loss][-RECENT:]
-        stays_high = min(self.recent[-4:]) > 1.5 * self.lowest_peak
+        stays_high = min(self.recent[-EXPLODED_STEPS:]) > EXPLODED * self.lowest_peak
         worse_than_guessing = loss > 1 + math.log(VOCAB_SIZE)
         self.exploded = stays_high or worse_than_guessing
         if len(self.recent) >= SPIKE_AFTER:
@@ -125,8 +135,9 @@ class RunProgress:
 
 
 def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the numbers of each line of metrics.jsonl, None for those that were not finite; nothing
-    if there is no such file."""
+    """Yield the numbers of each line of metrics.jsonl, None for those that were not finite.
+
+    If there is no such file, yield nothing. Lines and values that no run writes are left out."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -202,16 +213,18 @@ class Metrics:
 
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 QUITS = signal.SIGTERM, signal.SIGINT  # these end the process at once when they are repeated
-Result = TypeVar("Result")
 REPEATED = 5.0  # seconds within which torchrun repeats a signal to its ranks
+
+
+Result = TypeVar("Result")
 
 
 class StopSignals:
     """Handle the signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGHUP (a lost terminal)
     and SIGUSR1 (which Slurm users send before the time limit).
 
-    The first signal sets `asked`: the run stops after the step, and saves. If `raises` is set, as
-    before the loop begins, it raises Stopped. The same signal again, if it is one of QUITS, ends
+    The first signal sets `asked`: the run stops after the step, and saves. While `raises` is set,
+    as until `begin_steps`, it raises Stopped. The same signal again, if it is one of QUITS, ends
     the process at once. Within REPEATED seconds a rank ignores it: it may be torchrun's copy of a
     signal that was sent to both. A second signal of another kind changes nothing, since systemd and
     Slurm send two kinds in a row. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
@@ -250,9 +263,14 @@ class StopSignals:
         if received:
             self.agreed = received[0]
 
+    def begin_steps(self):
+        """Let signals wait for the end of a step from now on, instead of raising Stopped."""
+        self.raises = False
+
     def may_interrupt(self, work: Callable[[], Result]) -> Result | None:
-        """Do some work, which a signal ends at once; not with several ranks, which finish it
-        together. Return its result, or None if a signal ended it.
+        """Do some work, which a signal ends at once; return its result, or None if it was ended.
+
+        Several ranks finish it together instead.
 
         This is no context manager: a signal could arrive between its body and its exit."""
         result = None
@@ -328,8 +346,10 @@ def start_wandb(
     closing: ExitStack,
     in_place: bool,
 ) -> Tracker | None:
-    """Start the wandb run of --run, or return None. in_place: the run resumes in its own directory,
-    and so does the wandb run of that name that its checkpoint recorded; else a new one begins."""
+    """Start the wandb run of --run, or return None.
+
+    in_place: the run resumes in its own directory. Then the wandb run that its checkpoint recorded
+    resumes, too, if it has this name; else a new one begins."""
     if not in_place:
         progress.wandb = None
     if not name:

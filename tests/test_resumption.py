@@ -561,28 +561,6 @@ def test_finished_run_trained_longer_warns_that_its_rate_rises(train_small, new_
     assert "learning rate rises" not in new_log()
 
 
-def test_rate_that_rises_amid_an_epoch_clears_no_tables(train_small, new_log):
-    flags = "--eval_every 0 --warmup_steps 0"
-    train_small(flags, "--target_tokens 576", steps=0)
-    train_small(flags, "--target_tokens 1280 --engram_reset", steps=10)
-    warning = rise_warning(new_log())
-    assert "step 20" in warning and "tables are cleared" not in warning
-
-
-def test_rate_that_rises_in_its_own_warm_up_is_no_warning(train_small, new_log):
-    for steps in (1, 2):  # from a half to the whole of the rate
-        train_small("--eval_every 0 --warmup_steps 1", steps=steps)
-    assert "learning rate rises" not in new_log()
-
-
-def test_rate_that_rises_amid_a_longer_warm_up_is_a_warning(train_small, new_log):
-    """From 0.1 + 0.45 * (1 + cos(0.9 * pi)) of 0.01 to 10/21 of it."""
-    flags = "--eval_every 0 --min_lr_fraction 0.1"
-    train_small(flags, "--warmup_steps 0 --target_tokens 640", steps=0)
-    train_small(flags, "--warmup_steps 20 --target_tokens 9999", steps=11)
-    assert "rises from 1.22e-03 to 4.76e-03" in new_log()
-
-
 def test_hyperparameters_are_those_of_the_command_that_resumes(train_small, new_log):
     train_small("--optimizer adamw", steps=1)
     directory = train_small("--optimizer adamw --weight_decay 0.3 --beta1 0.8", steps=2)

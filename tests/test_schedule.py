@@ -49,7 +49,7 @@ def test_random_loops_are_poisson_and_a_function_of_seed_and_step():
 
 
 def mixture(*parts: tuple[int, float]) -> Loader:
-    """A loader of sequences of one byte from sources of so many, by weight."""
+    """Return a loader of sequences of one byte; parts: the bytes and the weight of each source."""
     return Loader([source([0] * (size + 1), weight=weight) for size, weight in parts], 1, 0)
 
 
@@ -69,9 +69,13 @@ def test_dropout_begins_with_the_second_epoch_and_is_complete_in_the_eleventh():
 
 def test_dropout_of_a_mixture_follows_the_epochs_of_its_sources():
     loader = mixture((7000, 0.7), (300, 0.3))
-    second, eighth = (
-        next(g for g in range(10_000) if loader.epochs(g)[1] == epoch) for epoch in (1, 7)
-    )
+
+    def first_of_epoch(epoch: int) -> int:
+        """Return the first sequence of an epoch of the second source, counted from 0."""
+        return next(g for g in range(10_000) if loader.epochs(g)[1] == epoch)
+
+    second = first_of_epoch(1)
+    eighth = first_of_epoch(7)
     assert 700 < second < 1400  # its share of the first sequences is not exactly 0.3
     expected = {
         0: 0,
@@ -90,7 +94,8 @@ def test_dropout_of_a_mixture_follows_the_epochs_of_its_sources():
 )
 def test_tables_are_cleared_as_an_epoch_begins_unless_less_than_half_of_it_is_left(passes, cleared):
     loader = Loader([mock_source(0)], 100, 0)
-    targets, windows = int(loader.targets[0]), int(loader.windows[0])
+    targets = int(loader.targets[0])
+    windows = int(loader.windows[0])
     flags = Flags(engram_reset=True, seq_len=100, target_tokens=int(passes * targets))
     begun = [epoch for epoch in (1, 2, 3) if epoch < passes]
     assert [e for e in begun if train.clears_tables(flags, loader, e * windows)] == cleared
@@ -109,7 +114,7 @@ def test_tables_are_cleared_only_in_the_step_that_begins_an_epoch():
 
 
 def cleared_at(loader: Loader, target_tokens: int) -> list[int]:
-    """The first sequences of the epochs for which tables are cleared, of 5,000 sequences."""
+    """Return the first sequence of each epoch for which tables are cleared, of 5,000 sequences."""
     flags = Flags(engram_reset=True, target_tokens=target_tokens, seq_len=1)
     epochs = [loader.epoch(g) for g in range(5000)]
     begun = [g for g in range(1, 5000) if epochs[g] > epochs[g - 1]]

@@ -14,6 +14,7 @@ from spider import estimate, machine
 from spider.checkpoint import FROM_SCRATCH, Origin
 from spider.common import CheckpointError, UsageError
 from spider.config import PRESETS, SpiderConfig
+from spider.run import RunProgress
 from spider_model import Spider
 from tile_moe import KERNELS
 from train import RECIPES, CommandLine, Flags, Split, parse_args, time_steps
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def origin(resumes=True, config=TINY, **state) -> Origin:
-    """A checkpoint without weights."""
+    """Return a checkpoint without weights."""
     return Origin("run/spider-step5.pt", dict(cfg=asdict(config)) | state, resumes)
 
 
@@ -149,10 +150,9 @@ def test_the_original_is_one_word():
     assert (config.n_loops, config.n_routed_experts, config.engram_layers) == (6, 32, (1, 4))
 
 
-@pytest.mark.parametrize("has_tables, given, resets", ((True, {"engram_reset"}, True),))
-def test_tables_are_cleared_where_there_are_some(has_tables, given, resets):
+def test_tables_are_cleared_only_where_there_are_some():
     flags = replace(Flags(), engram_reset=True)
-    assert train.with_tables(flags, given, has_tables).engram_reset == resets
+    assert train.with_tables(flags, {"engram_reset"}, has_tables=True).engram_reset
     assert not train.with_tables(flags, set(), has_tables=False).engram_reset
     with pytest.raises(UsageError, match="no Engram tables"):
         train.with_tables(flags, {"engram_reset"}, has_tables=False)
@@ -180,9 +180,8 @@ def test_a_step_is_split_into_micro_steps_over_ranks(ranks, argv, first):
     step_bytes = first[0] * first[1] * ranks * 32
     for split in splits:
         assert train.with_split(flags, split, ranks).global_batch == step_bytes
-    assert [split.micro_batch for split in splits] == sorted(
-        (split.micro_batch for split in splits), reverse=True
-    )
+    sizes = [split.micro_batch for split in splits]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +315,8 @@ def test_auto_keeps_a_kernel_only_where_all_ranks_chose_it(
     monkeypatch, asked, here, elsewhere, kept
 ):
     """Unlike GPUs may choose differently; every rank asks the others about each kernel in turn."""
-    world, kernels = world_of(), iter(KERNELS)
+    world = world_of()
+    kernels = iter(KERNELS)
     world.all = lambda agrees: elsewhere == next(kernels) and agrees
     monkeypatch.setattr(train, "resolve_backend", lambda *_: (here, ""))
     flags, _ = train.with_machine(replace(Flags(), moe_backend=asked), TINY, world)
@@ -406,3 +406,48 @@ def test_steps_of_a_subclass_that_cannot_be_copied_are_timed(monkeypatch):
     flags = f"--device cpu --compile off --seq_len 32 --set {SMALL}"
     plan = settled(*flags.split(), model_class=WithLock)
     assert time_steps(plan, world_of(), [mock_source(0)]) > 0
+
+
+def rise_of(argv: str, before: float | None, step=10, first=10, in_place=False) -> list[str]:
+    """Return the warnings of a run that resumes after `step` steps, before sequence `first`, and
+    whose last rate was `before`."""
+    base = "--model tiny --seq_len 32 --target_tokens 1e7 --lr 0.01 --warmup_steps 0"
+    plan = settled(*base.split(), *argv.split())
+    metrics = None if before is None else dict(lr=before)
+    progress = RunProgress(step=step, bytes_seen=32 * first, metrics=metrics)
+    loader = Loader([mock_source(0)], 32, 0)
+    return train.rise_warnings(plan, loader, progress, 1000, in_place)
+
+
+CONSTANT = "--schedule wsd --wsd_decay_fraction 0"
+
+
+@pytest.mark.parametrize(
+    "argv, before, step, warned",
+    (
+        (CONSTANT, None, 0, []),  # no step before
+        (CONSTANT, 0.01 / 1.49, 10, []),
+        (CONSTANT, 0.01 / 1.51, 10, ["rises from 6.62e-03 to 1.00e-02"]),
+        # Its own warm-up: from a half to the whole of the rate.
+        ("--warmup_steps 1", 0.005, 1, []),
+        # Another one: to 10/21 of the rate.
+        ("--warmup_steps 20", 0.00122, 10, ["rises from 1.22e-03 to 4.76e-03"]),
+    ),
+)
+def test_a_rate_that_is_much_higher_than_before_is_a_warning(argv, before, step, warned):
+    for line, words in zip(rise_of(argv, before, step), warned, strict=True):
+        assert words in line
+
+
+def test_a_rising_rate_warns_of_what_is_lost_with_it():
+    begins_epoch = int(Loader([mock_source(0)], 32, 0).windows[0])
+    for flag, first, cleared in (
+        ("--engram_reset", begins_epoch, True),
+        ("--engram_reset", begins_epoch - 1, False),
+        ("--no-engram_reset", begins_epoch, False),
+    ):
+        (line,) = rise_of(f"{CONSTANT} {flag}", 0.001, first=first)
+        assert ("the Engram tables are cleared" in line) == cleared
+    for in_place in (True, False):
+        (line,) = rise_of(CONSTANT, 0.001, in_place=in_place)
+        assert ("--keep_last deletes" in line) == in_place

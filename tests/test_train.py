@@ -33,11 +33,21 @@ NOW = StepSettings(n_loops=2)
 
 
 def batches_of(ids, labels, parts: int = 1) -> list[Batch]:
-    """A batch in so many micro-steps."""
+    """Return a batch in so many micro-steps."""
     size = len(ids) // parts
     return [
         Batch.of(ids[i : i + size], labels[i : i + size], 500 + i) for i in range(0, len(ids), size)
     ]
+
+
+def random_batch(rows: int) -> list[Batch]:
+    """Return a batch of random bytes in one micro-step."""
+    return batches_of(text(rows, 32, seed=1), text(rows, 32, seed=2))
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    """Copy the weights and buffers of a model."""
+    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -47,75 +57,59 @@ def batches_of(ids, labels, parts: int = 1) -> list[Batch]:
 def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
     """Micro-steps see the rows, the noise and the mean of the whole batch, also where rows are
     mostly PAD: every byte weighs the same in both cross-entropies."""
-    ids, labels = text(8, 32, seed=1), text(8, 32, seed=2)
-    ids[:3, 5:], labels[:3, 4:] = train.tokenizer.PAD_ID, -100
+    ids = text(8, 32, seed=1)
+    labels = text(8, 32, seed=2)
+    ids[:3, 5:] = train.tokenizer.PAD_ID
+    labels[:3, 4:] = -100
+    no_means_over_passes = dict(aux_loss_weight=0.0, z_loss_weight=0.0, ponder_weight=0.0)
     results = []
     for parts in (1, 2, 4):
-        model = awake(
-            small_config(
-                core_loss_weight=0.5, aux_loss_weight=0.0, z_loss_weight=0.0, ponder_weight=0.0
-            )
-        )
+        model = awake(small_config(core_loss_weight=0.5, **no_means_over_passes))
         optimizers = Optimizers(model, "adamw")
         optimizers.set_lr(0.0, 0.0)
         results.append(step_alone(model, optimizers, batches_of(ids, labels, parts), NOW))
+    names = "loss total_loss core_loss grad_norm bytes_per_segment expert_balance".split()
     for other in results[1:]:
-        for key in (
-            "loss",
-            "total_loss",
-            "core_loss",
-            "grad_norm",
-            "bytes_per_segment",
-            "expert_balance",
-        ):
-            assert other[key] == pytest.approx(results[0][key], rel=1e-4), key
+        for name in names:
+            assert other[name] == pytest.approx(results[0][name], rel=1e-4), name
 
 
-def test_a_step_that_is_not_finite_changes_no_weight_and_several_in_a_row_end_the_run(
-    tmp_path, shards, capsys
-):
-    model, batch = awake(small_config()), batches_of(text(2, 32, seed=1), text(2, 32, seed=2))
+def test_a_step_whose_loss_is_not_finite_changes_no_weight():
+    model = awake(small_config())
     optimizers = Optimizers(model)
-    step_alone(model, optimizers, batch, NOW)
+    step_alone(model, optimizers, random_batch(2), NOW)
     with torch.no_grad():
         model.prelude[0].ffn.down_proj.weight[0, 0] = math.inf
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert step_alone(model, optimizers, batch, NOW)["skipped"]
-    assert_same(before, dict(model.state_dict()))
-    directory = run(tmp_path, shards, "--ckpt_every", "1", steps=2)
+    before = weights_of(model)
+    assert step_alone(model, optimizers, random_batch(2), NOW)["skipped"]
+    assert_same(before, weights_of(model))
+
+
+def test_several_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
+    tmp_path, shards, capsys
+):
+    directory = run(tmp_path, shards, "--ckpt_every 1", steps=2)
     saved = {path: path.read_bytes() for path in directory.glob("*.pt")}
-    flags = (
-        "--lr",
-        "1000",
-        "--warmup_steps",
-        "0",
-        "--grad_clip",
-        "0",
-        "--eval_every",
-        "0",
-        "--max_skipped",
-        "3",
-    )
-    assert "lower --lr" in refused(run_flags(shards, directory, *flags, steps=40), capsys, status=1)
+    flags = "--lr 1000 --warmup_steps 0 --grad_clip 0 --eval_every 0 --max_skipped 3"
+    assert "lower --lr" in refused(run_flags(shards, directory, flags, steps=40), capsys, status=1)
     assert all(path.read_bytes() == content for path, content in saved.items())
-    assert [line["skipped"] for line in metrics(directory)][-3:] == [True] * 3 and metrics(
-        directory
-    )[-1]["step"] < 40
-    assert None in [line["grad_norm"] for line in metrics(directory)]
-    steps = metrics(directory)[-1]["step"]  # also where these steps are the last
-    assert "lower --lr" in refused(
-        run_flags(shards, directory, *flags, steps=steps), capsys, status=1
-    )
+    lines = metrics(directory)
+    steps = lines[-1]["step"]
+    assert steps < 40
+    assert [line["skipped"] for line in lines][-3:] == [True] * 3
+    assert None in [line["grad_norm"] for line in lines]
+    # also where these steps are the last
+    argv = run_flags(shards, directory, flags, steps=steps)
+    assert "lower --lr" in refused(argv, capsys, status=1)
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight_though_the_loss_is():
-    model, batch = awake(small_config()), batches_of(text(2, 32, seed=1), text(2, 32, seed=2))
-    optimizers = Optimizers(model)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model = awake(small_config())
+    before = weights_of(model)
     model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
-    numbers = step_alone(model, optimizers, batch, NOW)
+    numbers = step_alone(model, Optimizers(model), random_batch(2), NOW)
     assert numbers["skipped"] and math.isfinite(numbers["total_loss"])
-    assert_same(before, dict(model.state_dict()))
+    assert_same(before, weights_of(model))
 
 
 def test_cleared_engram_rows_learn_as_at_the_start():
@@ -127,7 +121,7 @@ def test_cleared_engram_rows_learn_as_at_the_start():
         optimizers = Optimizers(model, "adamw", lr=1e-3)
         if reset:
             optimizers.reset_tables()
-        step_alone(model, optimizers, batches_of(text(8, 32, seed=1), text(8, 32, seed=2)), NOW)
+        step_alone(model, optimizers, random_batch(8), NOW)
         table = model.core.layers[1].engram.table.weight
         sums.append(float(optimizers.by_name["engram"].state[table]["sum"].max()))
     assert sums[1] < 100 * sums[0]
@@ -137,27 +131,10 @@ def test_cleared_engram_rows_learn_as_at_the_start():
 def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path, processes):
     """64 bytes, in a process that returns its 15 GB. By 8-bit AdamW, since Muon's 18 TFLOP take
     minutes without AMX."""
-    argv = [
-        "--mock_data",
-        "--model",
-        "1b",
-        "--precision",
-        "bf16",
-        "--seq_len",
-        "64",
-        "--micro_batch",
-        "1",
-        "--max_steps",
-        "1",
-        "--eval_every",
-        "0",
-        "--ckpt_dir",
-        "run",
-        "--device",
-        "cpu",
-        "--optimizer",
-        "adamw8bit",
-    ]
+    argv = """
+        --mock_data --model 1b --precision bf16 --seq_len 64 --micro_batch 1 --max_steps 1
+        --eval_every 0 --ckpt_dir run --device cpu --optimizer adamw8bit
+    """.split()
     status, _, log = forked(processes, tmp_path, *argv)
     assert status == 0, log
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
@@ -169,11 +146,9 @@ def test_one_step_of_the_1b_model_runs_in_bf16(tmp_path, processes):
 
 
 def test_a_run_leaves_products_of_fp32_without_tf32(tmp_path, shards):
-    run(tmp_path, shards, "--precision", "bf16", steps=1)
-    assert (
-        torch.get_float32_matmul_precision() == "highest"
-        and not torch.backends.cuda.matmul.allow_tf32
-    )
+    run(tmp_path, shards, "--precision bf16", steps=1)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 @pytest.mark.parametrize("fp8, experts", ((False, False), (True, False), (True, True)))
@@ -182,52 +157,53 @@ def test_weights_cast_once_for_all_loops_and_micro_steps_give_the_same_gradient(
 ):
     """The casts are counted: with recomputation, two loops and two micro-steps, each Linear's
     weight once."""
-    model, ids = awake(small_config()), text(2, 64)
-    model.compute_dtype, model.recompute = torch.bfloat16, "all"
+    model = awake(small_config())
+    model.compute_dtype = torch.bfloat16
+    model.recompute = "all"
+    ids = text(2, 64)
     if fp8:
         convert_to_fp8(model, torch.device("cpu"), experts, ids.numel())
-    grads, casts = [], []
-    for module in model.modules():
-        if hasattr(module, "cast_weight"):
-            monkeypatch.setattr(
-                module,
-                "cast_weight",
-                lambda dtype, cast=module.cast_weight: casts.append(cast(dtype)),
-            )
+    casts = []
+
+    def counted(cast_weight):
+        return lambda dtype: casts.append(cast_weight(dtype))
+
+    linears = [module for module in model.modules() if hasattr(module, "cast_weight")]
+    for linear in linears:
+        monkeypatch.setattr(linear, "cast_weight", counted(linear.cast_weight))
+    grads = []
     for scope in (nullcontext, model.cast_weights_once):
         model.zero_grad()
         with scope():
             for noise_seed in range(2):
                 model(ids, ids, noise_seed=noise_seed).loss.backward()
         grads.append({name: grad.clone() for name, grad in gradients(model).items()})
-    assert len(casts) == sum(hasattr(module, "cast_weight") for module in model.modules())
-    for name, gradient in grads[0].items():
-        torch.testing.assert_close(
-            grads[1][name], gradient, rtol=0.03, atol=0.01 * float(gradient.abs().max())
-        )
+    assert len(casts) == len(linears)
+    cast_each_time, cast_once = grads
+    for name, gradient in cast_each_time.items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(cast_once[name], gradient, rtol=0.03, atol=0.01 * largest)
 
 
 def test_a_step_sees_the_weights_of_the_step_before_not_their_old_casts():
-    model, ids = awake(small_config()), text(2, 64)
+    model = awake(small_config())
     model.compute_dtype = torch.bfloat16
     optimizers = Optimizers(model, "adamw", lr=0.1)
+    ids = text(2, 64)
     losses = [step_alone(model, optimizers, batches_of(ids, ids), NOW)["loss"] for _ in range(2)]
-    assert losses[0] != losses[1] and all(getattr(m, "cast", None) is None for m in model.modules())
+    assert losses[0] != losses[1]
+    assert all(getattr(module, "cast", None) is None for module in model.modules())
 
 
 def test_the_warm_up_passes_change_nothing():
     model = awake(small_config())
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = weights_of(model)
     random_state = torch.get_rng_state()
-    train.warm_up(
-        model,
-        settled("--micro_batch", "2", "--seq_len", "32", "--n_loops", "2"),
-        torch.device("cpu"),
-    )
-    assert torch.equal(random_state, torch.get_rng_state()) and set(gradients(model).values()) == {
-        None
-    }
-    assert_same(before, dict(model.state_dict()))
+    plan = settled(*"--micro_batch 2 --seq_len 32 --n_loops 2".split())
+    train.warm_up(model, plan, torch.device("cpu"))
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert {*gradients(model).values()} == {None}
+    assert_same(before, weights_of(model))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,14 +211,16 @@ def test_the_warm_up_passes_change_nothing():
 
 
 def test_evaluation_is_the_same_for_every_batch_size_and_changes_nothing():
-    model, rows = awake(small_config()), validation_sets([mock_source(0)], 32, 1000)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model = awake(small_config())
+    rows = validation_sets([mock_source(0)], 32, 1000)
+    before = weights_of(model)
     random_state = torch.get_rng_state()
     results = [train.evaluate(model, rows, size, 2, world_of()) for size in (1, 3, 32)]
     for other in results[1:]:
         assert other == pytest.approx(results[0], rel=1e-5)
-    assert model.training and torch.equal(random_state, torch.get_rng_state())
-    assert_same(before, dict(model.state_dict()))
+    assert model.training
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert_same(before, weights_of(model))
 
 
 def test_a_mixture_is_validated_source_by_source_and_as_a_whole(tmp_path, shards, capsys):
@@ -251,35 +229,25 @@ def test_a_mixture_is_validated_source_by_source_and_as_a_whole(tmp_path, shards
     for name in ("train", "val"):
         np.full(400, 65, "<u2").tofile(tmp_path / "same" / f"{name}-0.bin")
     names = [str(shards), str(tmp_path / "same")]
-    directory = run(
-        tmp_path,
-        shards,
-        "--data_dir",
-        f"{names[0]}:1,{names[1]}:3",
-        "--eval_tokens",
-        "400",
-        steps=4,
-    )
+    sources = f"{names[0]}:1,{names[1]}:3"
+    directory = run(tmp_path, shards, f"--data_dir {sources} --eval_tokens 400", steps=4)
     last = metrics(directory)[-1]
-    own = [last[f"val_bpb/{name}"] for name in names]
-    assert own[1] < own[0] and 400 * last["val_bpb"] == pytest.approx(
-        100 * own[0] + 300 * own[1], rel=1e-3
-    )
-    assert f", {names[1]} {own[1]:.4f}" in capsys.readouterr().err
-    assert not any(
-        "/" in name for line in metrics(run(tmp_path, shards, steps=1, ckpt="one")) for name in line
-    )
+    first, second = (last[f"val_bpb/{name}"] for name in names)
+    assert second < first
+    assert 400 * last["val_bpb"] == pytest.approx(100 * first + 300 * second, rel=1e-3)
+    assert f", {names[1]} {second:.4f}" in capsys.readouterr().err
 
 
 def test_samples_continue_a_prompt_or_held_out_text(tmp_path, shards, capsys):
     held_out = np.fromfile(shards / "val-0.bin", "<u2")[:10].tolist()
     beginning = repr(train.tokenizer.decode(held_out))[1:-1]
     for flags, start in (
-        ((), beginning),
-        (("--sample_prompt", "abc"), "abc'"),
-        (("--eval_every", "0"), "\\n"),
+        ("", beginning),
+        ("--sample_prompt abc", "abc'"),
+        ("--eval_every 0", "\\n"),
     ):
-        run(tmp_path, shards, "--sample_every", "2", *flags, steps=2, ckpt="run" + "".join(flags))
+        ckpt = f"run{flags}".replace(" ", "")
+        run(tmp_path, shards, "--sample_every 2", flags, steps=2, ckpt=ckpt)
         assert f"step 2 continues '{start}" in capsys.readouterr().err
 
 
@@ -288,14 +256,6 @@ def test_ruined_weights_are_reported_instead_of_sampled(tmp_path, shards, capsys
     state = final_state(run(tmp_path, shards, steps=2))
     state["model_state_dict"]["lm_head.weight"][0, 0] = value
     torch.save(state, tmp_path / "ruined.pt")
-    run(
-        tmp_path,
-        shards,
-        "--resume",
-        str(tmp_path / "ruined.pt"),
-        "--sample_every",
-        "1",
-        steps=4,
-        ckpt="new",
-    )
+    ruined = f"--resume {tmp_path / 'ruined.pt'} --sample_every 1"
+    run(tmp_path, shards, ruined, steps=4, ckpt="new")
     assert "step 3: no sample" in capsys.readouterr().err
