@@ -1410,7 +1410,7 @@ def restore(
     progress = RunProgress(**{name: value for name, value in state.items() if name in known})
     progress.n_loops = flags.n_loops
 
-    changed = changes_since(state, plan, loader.mixture())
+    changed = changes_since(state, plan, loader.mixture)
     if changed:
         logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
     if changed.keys() - {"data_dir"}:  # the same data may have moved
@@ -1495,7 +1495,7 @@ class Run:
     def due_save(self, ends: bool) -> bool:
         """Return whether to save. `ends`: the run ends now. Step 0 is never saved."""
         progress = self.progress
-        if progress.step <= max(0, self.writer.step):
+        if progress.step <= max(0, self.writer.saved_step):
             return False
         if ends:
             return True
@@ -1563,7 +1563,7 @@ class Run:
             optimizer_state_dict=self.optimizers.state_dict(),
             cfg=asdict(self.model.config),
             recipe=self.plan.recipe,
-            **self.loader.mixture(),
+            **self.loader.mixture,
             flags={name: getattr(self.flags, name) for name in RECORDED},
             **asdict(self.progress),
         )
@@ -2021,10 +2021,14 @@ def open_writer(
     if world.is_rank0:
         # Not later ones: load_origin found them damaged, but find_checkpoints reads no checksums.
         saved = [one for one in find_checkpoints(directory) if one.step <= progress.step]
-    writer = CheckpointWriter(directory, saved, flags.keep_last, flags.keep_best, world)
-    if in_place:
-        writer.step = progress.step
-    return writer
+    return CheckpointWriter(
+        directory,
+        saved,
+        flags.keep_last,
+        flags.keep_best,
+        world,
+        saved_step=progress.step if in_place else -1,
+    )
 
 
 def open_logs(run: Run, closing: ExitStack, in_place: bool):
