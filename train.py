@@ -212,7 +212,7 @@ class Flags:
     )
     schedule: str = flag(
         "cosine",
-        "decay; wsd: constant, then linear",
+        "how the learning rate decays: a cosine, or constant and then linear (wsd)",
         recorded=True,
         choices=("cosine", "wsd"),
     )
@@ -284,7 +284,7 @@ class Flags:
     )
     compile: str = flag(
         "auto",
-        "torch.compile the layers (mode default); auto: on a GPU where it works",
+        "torch.compile the layers; auto: on a GPU where it works",
         nargs="?",
         const="on",
         choices=("auto", "on", "off"),

@@ -155,7 +155,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keep line breaks of the description, and show defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        hidden = action.default in (None, False, argparse.SUPPRESS)
+        is_switch = isinstance(action.default, bool)
+        hidden = is_switch or action.default in (None, argparse.SUPPRESS)
         return action.help if hidden else f"{action.help} (default: {action.default})"
 
 
