@@ -332,9 +332,8 @@ class Sharded(Sharding):
 
     def all_reduce_tables(self, tables: Iterable[EngramTable]):
         for table in tables:
-            _, grad, square = table.sum_up()
-            dist.all_reduce(grad.div_(self.ranks))  # `backward` has multiplied by it
-            dist.all_reduce(square.div_(self.ranks**2))
+            # `backward` has multiplied by the ranks
+            dist.all_reduce(table.sum_up().div_(self.ranks))
 
 
 def local_rows(tensor: Tensor) -> Tensor:

@@ -92,7 +92,6 @@ class Lookups(NamedTuple):
 
     row: Tensor  # int64 [n]
     gradient: Tensor  # [n, dim], at least fp32
-    mean_square: Tensor  # [n], of each gradient
 
 
 class EngramTable(nn.Module):
@@ -122,7 +121,7 @@ class EngramTable(nn.Module):
         self.register_buffer("prime", prime, persistent=False)
         self.register_buffer("offset", torch.empty_like(prime), persistent=False)
         self.lookups: list[Lookups] = []
-        self.sums: Lookups | None = None
+        self.sums: Tensor | None = None  # of gradients by row, [rows, dim]
 
     def init_hash(self, seed: int):
         """Set the multipliers from `seed`, primes and offsets from the sizes."""
@@ -150,8 +149,7 @@ class EngramTable(nn.Module):
 
         They are collected in a list, and summed by row once they exceed half the number of the
         table's rows. So memory is bounded by the table's size, for any number of lookups and
-        micro-steps. torch's sparse gradients would not do: they are merged by row before
-        squaring."""
+        micro-steps."""
         if not (self.claimed or EngramTable.warned):
             EngramTable.warned = True
             warnings.warn(
@@ -160,33 +158,38 @@ class EngramTable(nn.Module):
                 "(see docs/guide/your-own-loop.md): other optimizers leave them unchanged",
                 stacklevel=2,
             )
-        gradient = wide(gradient)
-        length = torch.linalg.vector_norm(gradient, dim=1)
-        mean_square = length.square_().div_(gradient.shape[1])
-        self.lookups.append(Lookups(row, gradient, mean_square))
+        self.lookups.append(Lookups(row, wide(gradient)))
         count = sum(len(lookup.row) for lookup in self.lookups)
         if 2 * count > len(self.weight):
             self.sum_up()
 
-    def sum_up(self) -> Lookups:
-        """Sum all gathered lookups by row. Return all rows of the table, their gradients and mean
-        squares."""
+    def sum_up(self) -> Tensor:
+        """Sum all gathered gradients by row: [rows, dim], of all rows of the table."""
         if self.sums is None:
-            rows = len(self.weight)
-            zeros = torch.zeros_like(wide(self.weight))
-            all_rows = torch.arange(rows, device=self.weight.device)
-            self.sums = Lookups(all_rows, zeros, zeros.new_zeros(rows))
-        for row, gradient, mean_square in self.lookups:
-            self.sums.gradient.index_add_(0, row, gradient)
-            self.sums.mean_square.index_add_(0, row, mean_square)
+            self.sums = torch.zeros_like(wide(self.weight))
+        for row, gradient in self.lookups:
+            self.sums.index_add_(0, row, gradient)
         self.lookups.clear()
         return self.sums
 
-    def gathered(self) -> list[Lookups]:
-        """Return all lookups since `forget`; a row may come several times."""
-        if self.sums is None:
-            return list(self.lookups)
-        return [*self.lookups, self.sums]
+    def merged(self) -> Lookups | None:
+        """Return the sum of the gradients of each row since `forget`; None without lookups.
+
+        A row may come several times: once with its sum, else with zeros. So nothing is sorted, and
+        no size depends on the data."""
+        if self.sums is not None:
+            sums = self.sum_up()
+            return Lookups(torch.arange(len(sums), device=sums.device), sums)
+        if not self.lookups:
+            return None
+        row = torch.cat([lookup.row for lookup in self.lookups])
+        gradient = torch.cat([lookup.gradient for lookup in self.lookups])
+        # Among the lookups of a row, one is chosen to hold the sum: whichever is written last.
+        lookup = torch.arange(len(row), device=row.device)
+        chosen = torch.empty(len(self.weight), dtype=torch.int64, device=row.device)
+        chosen.scatter_(0, row, lookup)
+        sums = torch.zeros_like(gradient).index_add_(0, chosen.index_select(0, row), gradient)
+        return Lookups(row, sums)
 
     def forget(self):
         """Drop all gathered lookups."""

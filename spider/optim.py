@@ -22,7 +22,7 @@ from spider.common import WorldError
 from spider.config import OPTIMIZERS
 from spider.distributed import Sharded, ShardedParameter, Sharding, sharding_of
 from spider.machine import multiplies_bf16, quiet
-from spider.memory import EngramTable
+from spider.memory import EngramTable, Lookups
 from spider.muon_ranks import MOST_TOGETHER, MatrixAssignment
 from spider.state import SCALE_BLOCK, load_optimizers, optimizer_states
 
@@ -389,8 +389,9 @@ class RowwiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one accumulator per row of Engram tables. It updates only rows that were looked
     up, so the cost of a step does not depend on the size of the tables.
 
-    A row's step is lr * sum(g) / sqrt(sum of mean(g^2) over all lookups so far), where g are the
-    gradients of the step's lookups of that row, in all micro-steps. It neither sorts nor
+    A row's step is lr * g / sqrt(sum of mean(g^2) over all steps so far), where g is the sum of the
+    gradients of the step's lookups of that row, in all micro-steps. So no step is larger than lr,
+    however often a batch looks a row up (docs/results/learning.md). It neither sorts nor
     synchronizes.
     """
 
@@ -404,23 +405,21 @@ class RowwiseAdagrad(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # torch's may also evaluate the loss
         for group in self.param_groups:
             for p in group["params"]:
-                gathered = self.tables[p].gathered()
-                if gathered:
-                    self._step_table(p, gathered, group["lr"])
+                merged = self.tables[p].merged()
+                if merged is not None:
+                    self._step_table(p, merged, group["lr"])
 
-    def _step_table(self, p: Tensor, gathered: Sequence[tuple[Tensor, Tensor, Tensor]], lr: float):
-        """Step a table's rows. gathered: rows [n], gradients [n, dim] and mean squares [n], see
-        EngramTable.gathered."""
+    def _step_table(self, p: Tensor, merged: Lookups, lr: float):
+        """Step a table's rows, see EngramTable.merged."""
+        row, grad = merged
+        length = torch.linalg.vector_norm(grad, dim=1)
         state = self.state[p]
         if not state:
-            _, _, square = gathered[0]
-            state["sum"] = square.new_zeros(len(p))
-        for row, _, square in gathered:
-            state["sum"].index_add_(0, row, square)
-        for row, grad, _ in gathered:
-            scale = -lr / (state["sum"].index_select(0, row).sqrt_() + 1e-10)
-            update = (grad * scale[:, None]).to(p.dtype)
-            p.index_add_(0, row, update)  # with alpha it is ten times slower on a CPU
+            state["sum"] = length.new_zeros(len(p))
+        state["sum"].index_add_(0, row, length.square_().div_(grad.shape[1]))
+        scale = -lr / (state["sum"].index_select(0, row).sqrt_() + 1e-10)
+        update = (grad * scale[:, None]).to(p.dtype)
+        p.index_add_(0, row, update)  # with alpha it is ten times slower on a CPU
 
     def zero_grad(self, set_to_none: bool = True):
         for table in self.tables.values():

@@ -177,11 +177,27 @@ def gradients(model: Spider) -> dict:
     sum of what it gathered."""
     found = {name: p.grad for name, p in model.named_parameters()}
     for name, module in model.named_modules():
-        if isinstance(module, EngramTable) and module.gathered():
-            found[f"{name}.weight"] = torch.zeros_like(wide(module.weight))
-            for row, grad, _ in module.gathered():
-                found[f"{name}.weight"].index_add_(0, row, grad)
+        if isinstance(module, EngramTable) and has_lookups(module):
+            row, grad = lookups_of(module)
+            sums = torch.zeros_like(wide(module.weight))
+            found[f"{name}.weight"] = sums.index_add_(0, row, grad)
     return found
+
+
+def has_lookups(table: EngramTable) -> bool:
+    """Return whether a table holds gradients."""
+    return bool(table.lookups) or table.sums is not None
+
+
+def lookups_of(table: EngramTable) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows [n] and gradients [n, dim] that a table holds; a row may come several
+    times."""
+    rows = [row for row, _ in table.lookups]
+    gradients = [grad for _, grad in table.lookups]
+    if table.sums is not None:
+        rows.append(torch.arange(len(table.weight)))
+        gradients.append(table.sums)
+    return torch.cat(rows), torch.cat(gradients)
 
 
 def text(rows: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from conftest import lookups_of
 from spider.checkpoint import checkpoint_path
 from spider_model import Spider
 from train import command_line
@@ -150,8 +151,7 @@ class Recorder:
             if p.grad is not None:
                 update.gradient[name] = p.grad.clone()
         for p, table in getattr(optimizer, "tables", {}).items():
-            rows, gradients, _ = zip(*table.gathered(), strict=True)
-            update.lookups[self.parameters[p]] = torch.cat(rows), torch.cat(gradients)
+            update.lookups[self.parameters[p]] = lookups_of(table)
 
     def _after_step(self, optimizer, *_):
         update = self.updates[-1]

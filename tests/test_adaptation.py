@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sample
-from conftest import assert_same, metrics, run
+from conftest import assert_same, lookups_of, metrics, run
 from preparing import stream
 from spider.common import CheckpointError
 from spider.inference import CHUNK, DENSE_RATE, RATE, Adaptation, model_of, read_checkpoint
@@ -117,10 +117,10 @@ def test_a_step_is_that_of_training_for_tables_and_adamw_for_other_weights(check
     with_gradient = [module for module in model.modules() if isinstance(module, EngramTable)]
     for table, old, new in zip(with_gradient, before, tables(adaptation), strict=True):
         weight, total = old
-        for row, _, square in table.gathered():
-            total = total.index_add(0, row, square)
-        for row, grad, _ in table.gathered():
-            weight = weight.index_add(0, row, -RATE * grad / (total[row].sqrt() + 1e-10)[:, None])
+        row, grad = lookups_of(table)
+        grad = torch.zeros_like(weight).index_add(0, row, grad)
+        total = total + grad.square().mean(1)
+        weight = weight - RATE * grad / (total.sqrt() + 1e-10)[:, None]
         torch.testing.assert_close(new, [weight, total])
         assert not torch.equal(new[0], old[0])
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import awake, small_config, text
+from conftest import awake, has_lookups, lookups_of, small_config, text
 from data import Batch
 from jobs import run_ranks
 from spider.distributed import ShardedParameter
@@ -163,27 +163,31 @@ def test_adagrad_steps_only_rows_that_were_looked_up_by_their_past():
 
 @pytest.mark.parametrize("rows", (5, 101), ids=("summed by row", "listed"))
 @pytest.mark.parametrize("parts", (1, 2, 4))
-def test_adagrad_accumulates_the_square_of_each_lookup_not_of_their_sum(rows, parts):
-    """Two lookups of squares 2 make 4. Merged before, as torch adds sparse gradients on a CPU, they
-    would make 8."""
+def test_adagrad_steps_by_the_sum_of_a_rows_lookups_however_many_there_are(rows, parts):
+    """Row 2 is looked up three times in the first step and has the gradient 3, yet it moves as far
+    as others; in the second, the squares 9 and 1 make 10."""
     table, optimizer = small_table(rows)
-    for part in torch.tensor([[2, 4, 2, 0]]).chunk(parts, dim=1):
-        (table(part) * 2**0.5).sum().backward()
-    optimizer.step()
-    squares = torch.zeros(rows)
-    squares[[0, 2, 4]] = torch.tensor([2.0, 4.0, 2.0])
-    torch.testing.assert_close(optimizer.state[table.weight]["sum"], squares)
     expected = torch.zeros(rows, 3)
-    # lr * sum(g) / sqrt(sum of squares)
-    expected[[0, 2, 4]] = torch.tensor([-0.5, -0.5 * 2**0.5, -0.5])[:, None]
+    expected[[0, 2, 4]] = -0.5  # lr * g / sqrt(g^2)
+    for part in torch.tensor([[2, 4, 2, 2, 0]]).chunk(parts, dim=1):
+        table(part).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     torch.testing.assert_close(table.weight.detach(), expected)
+    table(torch.tensor([[2]])).sum().backward()
+    optimizer.step()
+    expected[2] -= 0.5 / 10**0.5
+    torch.testing.assert_close(table.weight.detach(), expected)
+    squares = torch.zeros(rows)
+    squares[[0, 2, 4]] = torch.tensor([1.0, 10.0, 1.0])
+    torch.testing.assert_close(optimizer.state[table.weight]["sum"], squares)
 
 
 def test_gathered_rows_are_bounded_for_any_number_of_micro_steps():
     table, _ = small_table(101)
     for _ in range(50):
         table(torch.arange(40)[None]).sum().backward()
-        assert sum(len(row) for row, _, _ in table.gathered()) <= 1.5 * 101 + 40
+        assert len(lookups_of(table)[0]) <= 1.5 * 101 + 40
 
 
 def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
@@ -195,20 +199,20 @@ def test_gathered_rows_are_forgotten_however_a_step_ends_and_are_never_saved():
 
     def gather():
         accumulate(model, batch_of(2), settings)
-        assert all(table.gathered() and table.weight.grad is None for table in tables)
+        assert all(has_lookups(table) and table.weight.grad is None for table in tables)
         assert model.state_dict().keys() == keys
         assert not optimizers.by_name["engram"].state
 
     for forget in (model.zero_grad, optimizers.zero_grad):
         gather()
         forget()
-        assert not any(table.gathered() for table in tables)
+        assert not any(map(has_lookups, tables))
     model.prelude[0].ffn.down_proj.weight.data[0, 0] = math.nan
     assert step_alone(model, optimizers, batch_of(2), settings)["skipped"]
-    assert not any(table.gathered() or table.weight.isnan().any() for table in tables)
+    assert not any(has_lookups(table) or table.weight.isnan().any() for table in tables)
     gather()
     model.to("meta").to_empty(device="cpu").init_weights()
-    assert not any(table.gathered() for table in tables)
+    assert not any(map(has_lookups, tables))
 
 
 def warnings_of_a_step(optimizer, model: torch.nn.Module, zero_grad) -> list[str]:

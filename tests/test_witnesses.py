@@ -278,19 +278,17 @@ def sums_by_row(rows: Tensor, numbers: Tensor, count: int) -> Tensor:
 
 @witness("--engram_lr")
 def rows_of_tables(runs):
-    """A row changes by -engram_lr * sum(g) / sqrt(sum of mean(g^2)). If it was looked up once, this
-    has engram_lr as its root mean square. All other rows stay, since there is no decay."""
+    """In its first step a row changes by engram_lr, as a root mean square, against the sum of its
+    gradients, however often it was looked up. All other rows stay, since there is no decay."""
     first = runs.awake(STEPS).first
     for name, (rows, gradient) in first.lookups.items():
-        gradient = gradient.double()
         count = len(first.before[name])
-        sums = sums_by_row(rows, gradient, count)
-        squares = sums_by_row(rows, gradient.square().mean(1), count)
+        sums = sums_by_row(rows, gradient.double(), count)
+        size = sums.square().mean(1).sqrt()
         change = first.change(name)
-        yield change, -0.05 * sums / squares.sqrt().clamp_min(1e-30)[:, None]
+        yield change, -0.05 * sums / size.clamp_min(1e-30)[:, None]
         lookups = torch.bincount(rows, minlength=count)
-        sizes = change[lookups == 1].square().mean(1).sqrt()
-        yield sizes, torch.full_like(sizes, 0.05)
+        assert lookups.max() > 1
         yield change[lookups == 0].count_nonzero(), 0
 
 
