@@ -191,7 +191,8 @@ class Flags:
     )
     lr: float = flag(
         3e-4,
-        "peak learning rate (Muon's updates are scaled to AdamW's size)",
+        "peak learning rate (Muon's updates are scaled to AdamW's size); all recipes but that of "
+        "original compute it from the horizon and the width",
         environment=True,
         recorded=True,
         type=real(0, 1000, above=True),
@@ -444,37 +445,47 @@ def default_ckpt_dir(flags: Flags) -> str:
 # --------------------------------------------------------------------------------------------------
 # Recipes: defaults of flags by model
 
-Rule = Callable[[SpiderConfig, float], float]  # of the config and the horizon in steps
+Rule = Callable[[Flags, SpiderConfig], float]
 
 
 class Recipe(NamedTuple):
     """The defaults of a model, where they differ from those of `1b`."""
 
     values: dict[str, Any]
-    rules: dict[str, Rule]  # for flags that depend on the horizon
+    rules: dict[str, Rule]  # for flags that depend on the horizon, which is settled then
 
 
-def fitted_lr(config: SpiderConfig, steps: float) -> float:
-    """Return the peak learning rate for a horizon in steps.
-
-    A fit to runs of `tiny` (docs/results/learning.md)."""
-    by_width = (128 / config.hidden_size) ** 0.5
-    return float(f"{min(0.02, 0.116 * steps**-0.4 * by_width):.3g}")
+def steps_of(flags: Flags) -> float:
+    """Return the horizon in optimizer steps."""
+    assert flags.global_batch is not None  # with_split sets it
+    return flags.target_tokens / flags.global_batch
 
 
-def fitted_warmup(config: SpiderConfig, steps: float) -> int:
-    """Return the optimizer steps of warm-up: a twenty-fifth of the horizon, at most 40."""
-    return int(min(40, steps / 25))
+def fitted_lr(flags: Flags, config: SpiderConfig) -> float:
+    """Return the peak learning rate for a horizon and a width; half of it for AdamW.
+
+    A fit to small runs (docs/results/learning.md)."""
+    of_muon = min(0.02, 0.116 * steps_of(flags) ** -0.4 * (128 / config.hidden_size) ** 0.5)
+    by_adamw = flags.optimizer in ("adamw", "adamw8bit")
+    return float(f"{of_muon / 2 if by_adamw else of_muon:.3g}")
+
+
+def fitted_warmup(flags: Flags, config: SpiderConfig) -> int:
+    """Return the optimizer steps of warm-up: a twenty-fifth of the horizon, at most 40 and at least
+    6; of a very short one a fifth."""
+    steps = steps_of(flags)
+    return int(min(40, max(steps / 25, min(6, steps / 5))))
 
 
 EVALUATIONS = 10  # of a run, by the rule below
 
 
-def even_evaluations(config: SpiderConfig, steps: float) -> int:
+def even_evaluations(flags: Flags, config: SpiderConfig) -> int:
     """Return the steps between evaluations, for EVALUATIONS of them in a run."""
-    return max(1, math.ceil(steps / EVALUATIONS))
+    return max(1, math.ceil(steps_of(flags) / EVALUATIONS))
 
 
+FITTED: dict[str, Rule] = dict(lr=fitted_lr, warmup_steps=fitted_warmup)
 # Measured in docs/results/learning.md. The ten evaluations on tinyshakespeare's validation split,
 # each as long as 8 steps, add 3% to the recipe's 2,930 steps, and 31% to one pass (245 steps).
 TINY = Recipe(
@@ -488,12 +499,12 @@ TINY = Recipe(
         ckpt_every=500,
         eval_tokens=262_144,
     ),
-    rules=dict(lr=fitted_lr, warmup_steps=fitted_warmup, eval_every=even_evaluations),
+    rules=FITTED | dict(eval_every=even_evaluations),
 )
 RECIPES = {
-    "1b": Recipe({}, {}),
-    "base": Recipe(dict(n_loops=1), {}),
-    "original": Recipe({}, {}),
+    "1b": Recipe({}, FITTED),
+    "base": Recipe(dict(n_loops=1), FITTED),
+    "original": Recipe({}, {}),  # the flags of the project that this one began from
     "small": Recipe(
         TINY.values | dict(target_tokens=30_000_000, eval_tokens=1_048_576), TINY.rules
     ),
@@ -804,10 +815,8 @@ def with_horizon(flags: Flags, given: Set[str], recipe: str, model: Spider) -> F
         target = whole_bytes(flags.target_param_data_ratio * parameters)
         flags = replace(flags, target_tokens=target)
 
-    assert flags.global_batch is not None  # with_split sets it
-    steps = flags.target_tokens / flags.global_batch
     derived: dict[str, Any] = {
-        name: rule(config, steps)
+        name: rule(flags, config)
         for name, rule in RECIPES[recipe].rules.items()
         if name not in given
     }
@@ -1656,6 +1665,11 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
         )
     recipe = RECIPES[plan.recipe]
     by_recipe = (recipe.values.keys() | recipe.rules.keys()) - given
+    if "lr" in by_recipe:
+        lines.append(
+            f"--lr {flags.lr:g} suits a horizon of {plan.horizon:,} steps and a width of "
+            f"{plan.config.hidden_size:,} (docs/results/learning.md)"
+        )
     if "global_batch" in given:
         by_recipe.discard("micro_batch")
     if by_recipe:

@@ -455,14 +455,13 @@ def padding_bound(c: SpiderConfig, step: MicroStep) -> float:
 def table_gradients(tables: dict[str, EngramTable], plan: RunPlan, rows: int) -> float:
     """Count the bytes of the gradients of Engram tables, see EngramTable.gather.
 
-    Each lookup has a row, its gradient and the gradient's square.
-    """
+    Each lookup has a row and its gradient."""
     total = 0.0
     for name, table in tables.items():
         width = plan.config.bytes_per_segment if name.startswith("core") else 1
         lookups = len(table.primes) * rows / width
         kept = min(plan.flags.grad_accum * lookups, 1.5 * len(table.weight) + lookups)
-        total += kept * (4 * table.weight.shape[1] + 12)
+        total += kept * (4 * table.weight.shape[1] + 8)
     return total
 
 

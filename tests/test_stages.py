@@ -230,8 +230,8 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter():
         assert of_horizon(argv).target_tokens == expected
 
 
-def test_the_rate_of_a_small_recipe_falls_with_steps_and_width():
-    """0.116 / steps^0.4, times sqrt(128 / width), at most 0.02."""
+def test_the_rate_of_a_recipe_falls_with_steps_and_width():
+    """0.116 / steps^0.4, times sqrt(128 / width), at most 0.02; half for AdamW."""
     few = "--target_tokens 4096000"  # a thousand steps
     lr = of_horizon(few).lr
     assert lr == pytest.approx(0.116 / 1000**0.4, rel=0.001)
@@ -241,11 +241,15 @@ def test_the_rate_of_a_small_recipe_falls_with_steps_and_width():
     assert of_horizon("--target_tokens 4096").lr == 0.02
     wide = replace(TINY, hidden_size=512)
     assert of_horizon(few, config=wide).lr == pytest.approx(lr / 2, rel=0.002)
-    assert of_horizon(few, "1b").lr == 3e-4
+    assert of_horizon(few, "1b").lr == of_horizon(few, "base").lr == lr
+    assert of_horizon(few, "original").lr == 3e-4
+    for optimizer in ("adamw", "adamw8bit"):
+        assert of_horizon(f"{few} --optimizer {optimizer}").lr == pytest.approx(lr / 2, rel=0.002)
 
 
 @pytest.mark.parametrize(
-    "steps, warmup_steps, eval_every", ((1, 0, 1), (91, 3, 10), (250, 10, 25), (2930, 40, 293))
+    "steps, warmup_steps, eval_every",
+    ((1, 0, 1), (15, 3, 2), (91, 6, 10), (250, 10, 25), (2930, 40, 293)),
 )
 def test_a_small_recipe_warms_up_briefly_and_evaluates_ten_times(steps, warmup_steps, eval_every):
     flags = of_horizon(f"--target_tokens {4096 * steps}")
