@@ -6,8 +6,8 @@
 
 The same command again resumes from the newest checkpoint in --ckpt_dir. All randomness is a
 function of (--seed, step), so an interrupted run ends like an uninterrupted one. `python train.py
---help` lists the flags, with the defaults of `1b`; other models have recipes of their own (RECIPES
-in train.py), and the log shows what they set.
+--help` lists the flags, with the defaults of `original`; other models have recipes of their own
+(RECIPES in train.py), and the log shows what they set.
 """
 
 # From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
@@ -41,7 +41,7 @@ BETA = real(0, 0.99999)
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of train.py, with the defaults of `1b`; RECIPES has those of other models.
+    """The flags of train.py, with the defaults of `original`; RECIPES has those of other models.
 
     The parser, the environment, the --config file and what a checkpoint records follow from these
     fields. In a Plan every field has its resolved value."""
@@ -191,8 +191,8 @@ class Flags:
     )
     lr: float = flag(
         3e-4,
-        "peak learning rate (Muon's updates are scaled to AdamW's size); all recipes but that of "
-        "original compute it from the horizon and the width",
+        "peak learning rate (Muon's updates are scaled to AdamW's size); recipes of other models "
+        "than original compute it from horizon and width, and halve it for AdamW",
         environment=True,
         recorded=True,
         type=real(0, 1000, above=True),
@@ -218,7 +218,11 @@ class Flags:
         choices=("cosine", "wsd"),
     )
     warmup_steps: int = flag(
-        10, "optimizer steps of linear warm-up", recorded=True, type=STEPS, metavar="STEPS"
+        10,
+        "optimizer steps of linear warm-up; recipes of other models than original compute them",
+        recorded=True,
+        type=STEPS,
+        metavar="STEPS",
     )
     wsd_decay_fraction: float = flag(
         0.2,
@@ -449,7 +453,7 @@ Rule = Callable[[Flags, SpiderConfig], float]
 
 
 class Recipe(NamedTuple):
-    """The defaults of a model, where they differ from those of `1b`."""
+    """The defaults of a model, where they differ from those of Flags."""
 
     values: dict[str, Any]
     rules: dict[str, Rule]  # for flags that depend on the horizon, which is settled then
@@ -461,13 +465,18 @@ def steps_of(flags: Flags) -> float:
     return flags.target_tokens / flags.global_batch
 
 
+FITTED_STEPS = 6760
+FITTED_WIDTH = 256
+
+
 def fitted_lr(flags: Flags, config: SpiderConfig) -> float:
     """Return the peak learning rate for a horizon and a width; half of it for AdamW.
 
-    A fit to small runs (docs/results/learning.md)."""
-    of_muon = min(0.02, 0.116 * steps_of(flags) ** -0.4 * (128 / config.hidden_size) ** 0.5)
-    by_adamw = flags.optimizer in ("adamw", "adamw8bit")
-    return float(f"{of_muon / 2 if by_adamw else of_muon:.3g}")
+    A fit to runs of up to FITTED_STEPS and FITTED_WIDTH (docs/results/learning.md)."""
+    by_steps = min(0.02, 0.116 * steps_of(flags) ** -0.4)
+    by_width = (128 / config.hidden_size) ** 0.5
+    by_optimizer = 0.5 if flags.optimizer in ("adamw", "adamw8bit") else 1.0
+    return float(f"{by_steps * by_width * by_optimizer:.3g}")
 
 
 def fitted_warmup(flags: Flags, config: SpiderConfig) -> int:
@@ -1666,10 +1675,14 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
     recipe = RECIPES[plan.recipe]
     by_recipe = (recipe.values.keys() | recipe.rules.keys()) - given
     if "lr" in by_recipe:
-        lines.append(
-            f"--lr {flags.lr:g} suits a horizon of {plan.horizon:,} steps and a width of "
-            f"{plan.config.hidden_size:,} (docs/results/learning.md)"
-        )
+        width = plan.config.hidden_size
+        line = f"--lr {flags.lr:g} follows from {plan.horizon:,} steps and a width of {width:,}"
+        if plan.horizon > FITTED_STEPS or width > FITTED_WIDTH:
+            line += (
+                f", extrapolated from runs of up to {FITTED_STEPS:,} steps and {FITTED_WIDTH:,} "
+                f"wide (docs/results/learning.md)"
+            )
+        lines.append(line)
     if "global_batch" in given:
         by_recipe.discard("micro_batch")
     if by_recipe:
@@ -1691,6 +1704,7 @@ def pasteable(name: str, value: object) -> str:
 
 
 MAX_EPOCHS = 20  # of a horizon without a warning
+MIN_STEPS = 250  # the same; a run loses about 4.5 / steps nats per byte (docs/results/learning.md)
 MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
 
 
@@ -1704,6 +1718,13 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
             f"--target_tokens {flags.target_tokens:,} is {epochs:,.0f} epochs, in which the model "
             f"memorizes the data: use at most {int(flags.target_tokens * MAX_EPOCHS / epochs):,}, "
             f"or more data"
+        )
+    smallest = plan.ranks * flags.seq_len  # bytes of a step
+    if horizon < MIN_STEPS and plan.step_bytes > smallest and not flags.mock_data:
+        better = max(1, flags.target_tokens // (4 * MIN_STEPS * smallest)) * smallest
+        warnings.append(
+            f"the horizon is only {horizon:,} steps: the same bytes in smaller ones "
+            f"(--global_batch {better}) give a lower loss"
         )
     if flags.max_steps > horizon:
         least = flags.lr * flags.min_lr_fraction

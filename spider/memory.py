@@ -100,8 +100,8 @@ class EngramTable(nn.Module):
     The address in a table is the hash of the last n bytes (see gram_keys) mod a prime of that
     table. All tables are concatenated in `weight`. Rows that were never looked up stay zero.
 
-    Gradients of lookups are not in weight.grad but in `gathered`, until `forget`. Only
-    optim.RowwiseAdagrad reads them there, and sets `claimed`."""
+    Gradients of lookups are not in weight.grad but gathered here, until `forget`. Only
+    optim.RowwiseAdagrad reads them, by `merged`, and sets `claimed`."""
 
     multiplier: Tensor  # int64 [longest order], odd
     prime: Tensor  # int64 [orders, heads], rows of each table
@@ -182,8 +182,10 @@ class EngramTable(nn.Module):
             return Lookups(torch.arange(len(sums), device=sums.device), sums)
         if not self.lookups:
             return None
-        row = torch.cat([lookup.row for lookup in self.lookups])
-        gradient = torch.cat([lookup.gradient for lookup in self.lookups])
+        row, gradient = self.lookups[0]
+        if len(self.lookups) > 1:
+            row = torch.cat([lookup.row for lookup in self.lookups])
+            gradient = torch.cat([lookup.gradient for lookup in self.lookups])
         # Among the lookups of a row, one is chosen to hold the sum: whichever is written last.
         lookup = torch.arange(len(row), device=row.device)
         chosen = torch.empty(len(self.weight), dtype=torch.int64, device=row.device)

@@ -231,7 +231,7 @@ def test_the_horizon_is_bytes_or_flops_or_bytes_per_parameter():
 
 
 def test_the_rate_of_a_recipe_falls_with_steps_and_width():
-    """0.116 / steps^0.4, times sqrt(128 / width), at most 0.02; half for AdamW."""
+    """0.116 / steps^0.4, at most 0.02, times sqrt(128 / width); half for AdamW."""
     few = "--target_tokens 4096000"  # a thousand steps
     lr = of_horizon(few).lr
     assert lr == pytest.approx(0.116 / 1000**0.4, rel=0.001)
@@ -241,6 +241,7 @@ def test_the_rate_of_a_recipe_falls_with_steps_and_width():
     assert of_horizon("--target_tokens 4096").lr == 0.02
     wide = replace(TINY, hidden_size=512)
     assert of_horizon(few, config=wide).lr == pytest.approx(lr / 2, rel=0.002)
+    assert of_horizon("--target_tokens 4096", config=wide).lr == 0.01
     assert of_horizon(few, "1b").lr == of_horizon(few, "base").lr == lr
     assert of_horizon(few, "original").lr == 3e-4
     for optimizer in ("adamw", "adamw8bit"):
@@ -255,6 +256,28 @@ def test_a_small_recipe_warms_up_briefly_and_evaluates_ten_times(steps, warmup_s
     flags = of_horizon(f"--target_tokens {4096 * steps}")
     assert (flags.warmup_steps, flags.eval_every) == (warmup_steps, eval_every)
     assert of_horizon(f"--target_tokens {4096 * steps} --warmup_steps 7").warmup_steps == 7
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    (
+        (
+            "--model tiny --target_tokens 4e6",
+            "--lr 0.00739 follows from 977 steps and a width of 128",
+        ),
+        (
+            "--model base --target_tokens 1e9",
+            "--lr 0.000812 follows from 7,630 steps and a width of 2,048, extrapolated from runs "
+            "of up to 6,760 steps and 256 wide (docs/results/learning.md)",
+        ),
+        ("--model original --target_tokens 1e9", None),
+        ("--model tiny --lr 0.1", None),
+    ),
+)
+def test_the_log_says_what_a_computed_rate_follows_from(argv, expected):
+    plan = settled(*argv.split())
+    lines = train.describe_plan(plan, command(argv), world_of())
+    assert [line for line in lines if "follows from" in line] == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize("flag", ("--keep_best", "--patience 2"))
@@ -383,10 +406,19 @@ def test_minutes_are_refused_on_several_ranks(tmp_path, monkeypatch):
         ("--target_tokens 640 --max_steps 5", ["ends the run at 69% of the peak"]),
         ("--target_tokens 640 --max_steps 10", []),
         ("--target_tokens 64 --max_steps 3", ["of 1 steps: the steps after it run at the minimum"]),
+        (
+            "--target_tokens 31872 --micro_batch 2",
+            ["only 249 steps: the same bytes in smaller ones (--global_batch 64)"],
+        ),
+        (
+            "--target_tokens 256000 --micro_batch 30",
+            ["134 steps: the same bytes in smaller ones (--global_batch 256)"],
+        ),
+        ("--target_tokens 32000 --micro_batch 2", []),
     ),
 )
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
-    base = "--model 1b --seq_len 32 --micro_batch 2 --warmup_steps 0 --data_dir none"
+    base = "--model 1b --seq_len 64 --micro_batch 1 --warmup_steps 0 --data_dir none"
     plan = settled(*base.split(), *argv.split())
     lines = train.horizon_warnings(plan, Loader([mock_source(0)], 32, 0), plan.horizon)
     for line, words in zip(lines, warned, strict=True):
