@@ -511,8 +511,8 @@ TINY = Recipe(
     rules=FITTED | dict(eval_every=even_evaluations),
 )
 RECIPES = {
-    "1b": Recipe({}, FITTED),
-    "base": Recipe(dict(n_loops=1), FITTED),
+    "1b": Recipe(dict(engram_reset=True), FITTED),
+    "base": Recipe(dict(n_loops=1, engram_reset=True), FITTED),
     "original": Recipe({}, {}),  # the flags of the project that this one began from
     "small": Recipe(
         TINY.values | dict(target_tokens=30_000_000, eval_tokens=1_048_576), TINY.rules
