@@ -1704,7 +1704,7 @@ def pasteable(name: str, value: object) -> str:
 
 
 MAX_EPOCHS = 20  # of a horizon without a warning
-MIN_STEPS = 250  # the same; a run loses about 4.5 / steps nats per byte (docs/results/learning.md)
+MIN_STEPS = 250  # the same; a run loses about 5 / steps nats per byte (docs/results/learning.md)
 MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
 
 
