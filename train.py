@@ -465,7 +465,8 @@ def steps_of(flags: Flags) -> float:
     return flags.target_tokens / flags.global_batch
 
 
-FITTED_STEPS = 2930  # the most for which rates were compared, and the widest model
+# The longest horizon and the widest model for which rates were compared
+FITTED_STEPS = 2930
 FITTED_WIDTH = 256
 
 
@@ -1704,7 +1705,7 @@ def pasteable(name: str, value: object) -> str:
 
 
 MAX_EPOCHS = 20  # of a horizon without a warning
-MIN_STEPS = 250  # of a horizon without a warning; a run loses 3 to 6 nats per byte / steps
+MIN_STEPS = 250  # of a horizon without a warning; a run loses 3 to 6 nats, divided by its steps
 MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
 
 
@@ -1723,7 +1724,7 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
     if horizon < MIN_STEPS and plan.step_bytes > smallest and not flags.mock_data:
         better = max(1, flags.target_tokens // (4 * MIN_STEPS * smallest)) * smallest
         warnings.append(
-            f"the horizon is only {horizon:,} steps: smaller ones (--global_batch {better} "
+            f"the horizon is only {horizon:,} steps: fewer bytes a step (--global_batch {better}, "
             f"without --micro_batch and --grad_accum) give a lower loss, more slowly on a GPU"
         )
     if flags.max_steps > horizon:

@@ -390,9 +390,9 @@ class RowwiseAdagrad(torch.optim.Optimizer):
     up, so the cost of a step does not depend on the size of the tables.
 
     A row's step is lr * g / sqrt(sum of mean(g^2) over all steps so far), where g is the sum of the
-    gradients of the step's lookups of that row, in all micro-steps. So the root mean
-    square of a row's step is at most lr, however often a batch looks the row up
-    (docs/results/learning.md). It neither sorts nor synchronizes.
+    gradients of the step's lookups of that row, in all micro-steps. So the root mean square of a
+    row's step is at most lr, however often a batch looks the row up (docs/results/learning.md). It
+    neither sorts nor synchronizes.
     """
 
     def __init__(self, tables: Sequence[EngramTable], lr: float):

@@ -408,11 +408,11 @@ def test_minutes_are_refused_on_several_ranks(tmp_path, monkeypatch):
         ("--target_tokens 64 --max_steps 3", ["of 1 steps: the steps after it run at the minimum"]),
         (
             "--target_tokens 31872 --micro_batch 2",
-            ["only 249 steps: smaller ones (--global_batch 64 "],
+            ["only 249 steps: fewer bytes a step (--global_batch 64,"],
         ),
         (
             "--target_tokens 256000 --micro_batch 30",
-            ["only 134 steps: smaller ones (--global_batch 256 "],
+            ["only 134 steps: fewer bytes a step (--global_batch 256,"],
         ),
         ("--target_tokens 32000 --micro_batch 2", []),
     ),
