@@ -76,8 +76,8 @@ from spider.memory import (
 from spider.noise import byte_noise, dropped
 from spider.packing import Packing, document_cu_seqlens, mark_rows_dynamic, round_up, row_step
 from spider.segments import last_byte_of, pool_segments, segment_offsets, unpool_segments
+from spider.vocabulary import EOS_ID, PAD_ID
 from tile_moe import Balance, MoE, Routing, balance, resolve_backend
-from tokenizer import EOS_ID, PAD_ID
 
 # Sites of dropout: each draws another mask from the same noise. Site 5 is boundaries.STRAY_SITE.
 BYTES_BEFORE_CORE = 0

@@ -15,10 +15,9 @@ never a target.
 
 from collections.abc import Iterable
 
-PAD_ID = 256
-BOS_ID = 257
-EOS_ID = 258
-VOCAB_SIZE = 272
+from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+__all__ = ["BOS_ID", "EOS_ID", "PAD_ID", "VOCAB_SIZE", "decode", "encode"]
 
 # The original's image sentinels. They alias the control bytes 0x00-0x03 and cannot be told from
 # them, so `encode` and `decode` treat them as bytes.

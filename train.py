@@ -532,7 +532,6 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import tokenizer
 from data import (
     Batch,
     Feed,
@@ -571,8 +570,10 @@ from spider.run import (
 )
 from spider.scoring import IGNORED, Totals, score_model
 from spider.state import gather_model, load_model, model_state
+from spider.vocabulary import BOS_ID, VOCAB_SIZE
 from spider_model import Spider, SpiderOutput
 from tile_moe import KERNELS, multiplies_at_once, resolve_backend
+from tokenizer import decode
 
 # --------------------------------------------------------------------------------------------------
 # The plan of a run: stages from flags to Plan, each a function of values
@@ -711,7 +712,7 @@ def model_config(
     if origin.state is None:
         return fresh
     saved = SpiderConfig.from_saved(origin.state["cfg"])
-    config = apply_settings(replace(saved, vocab_size=tokenizer.VOCAB_SIZE), flags.set)
+    config = apply_settings(replace(saved, vocab_size=VOCAB_SIZE), flags.set)
     check_same_model(saved, config, origin.path, model_class)
     if flags.model != "auto":
         check_same_model(saved, fresh, origin.path, model_class)
@@ -1305,7 +1306,7 @@ def log_sample(
     BOS alone is a bad prompt, because a text file is one document and has it only once."""
     prompt = [ord("\n")]
     if flags.sample_prompt:
-        prompt = [tokenizer.BOS_ID, *os.fsencode(flags.sample_prompt)]
+        prompt = [BOS_ID, *os.fsencode(flags.sample_prompt)]
     elif validation:
         ids, _ = next(iter(validation.values()))
         prompt = ids[0, :SAMPLE_START].tolist()
@@ -1314,8 +1315,8 @@ def log_sample(
     model.eval()
     try:
         generated = model.generate(prompt, 200, generator=generator, n_loops=flags.n_loops)
-        text = tokenizer.decode(list(generated))
-        logger.info(f"step {step} continues {tokenizer.decode(prompt)!r}: {text!r}")
+        text = decode(list(generated))
+        logger.info(f"step {step} continues {decode(prompt)!r}: {text!r}")
     except FloatingPointError as fault:
         logger.warning(f"step {step}: no sample: {fault}")
     model.train()

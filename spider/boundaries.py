@@ -22,7 +22,7 @@ from spider.layers import WideLinear
 from spider.noise import splitmix, uniform
 from spider.packing import Packing
 from spider.segments import last_boundary
-from tokenizer import EOS_ID, PAD_ID
+from spider.vocabulary import EOS_ID, PAD_ID
 
 # --------------------------------------------------------------------------------------------------
 # FlexiTokens

@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
-from tokenizer import BOS_ID, EOS_ID, PAD_ID
+from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 
 ROOT = Path(__file__).resolve().parents[1]
 PARENT = os.getppid()  # the process that started this one, noted before the slow import of torch

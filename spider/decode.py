@@ -31,7 +31,7 @@ from spider.config import SpiderConfig
 from spider.memory import MatchHistory, MatchMemory, SegmentEngram
 from spider.packing import Packing, document_starts
 from spider.segments import last_byte_of, sum_segments
-from tokenizer import EOS_ID, PAD_ID
+from spider.vocabulary import EOS_ID, PAD_ID
 
 PIECE = 256  # bytes of a row that one pass of decoding takes, which bounds its memory
 

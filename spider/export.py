@@ -29,11 +29,11 @@ from spider.checkpoint import PREFIX, is_export, safetensors
 from spider.common import ROOT, CheckpointError, locked, sync
 from spider.config import SpiderConfig
 from spider.run import read_lines
-from tokenizer import BOS_ID, EOS_ID, PAD_ID
+from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 
 ADAPTER = "modeling_spider"
 UNFINISHED = ".unfinished-export"  # ends the names of temporary directories
-PROJECT = ("spider", "spider_model", "tile_moe", "tokenizer")  # what the adapter may import
+PROJECT = ("spider", "spider_model", "tile_moe")  # what the adapter may import
 
 
 def write_export(path: Path, saved: dict, directory: str):

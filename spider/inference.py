@@ -48,8 +48,8 @@ from spider.memory import EngramTable
 from spider.optim import RowwiseAdagrad
 from spider.scoring import IGNORED, Reading, Totals, score_batches, score_model
 from spider.state import load_optimizer
+from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID
 from spider_model import Spider
-from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 # --------------------------------------------------------------------------------------------------
 # Loading. `saved` is the content of a checkpoint, as load_checkpoint returns it.

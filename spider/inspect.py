@@ -38,8 +38,8 @@ from spider.config import SpiderConfig
 from spider.export import facts_of
 from spider.layers import rms_norm
 from spider.memory import OutputEngram
+from spider.vocabulary import BOS_ID
 from spider_model import RecurrentCore, Spider
-from tokenizer import BOS_ID
 
 TEMPLATE = Path(__file__).with_name("page.html")
 LONGEST = 1 << 20  # maximum bytes of a text, for a page that a browser can open

@@ -32,7 +32,7 @@ from spider.attention import ActiveRows, Cache
 from spider.config import WORD_BYTES, SpiderConfig, primes_below
 from spider.layers import Linear, inverse_rms, rms_norm, wide
 from spider.packing import mark_rows_dynamic, round_up
-from tokenizer import PAD_ID
+from spider.vocabulary import PAD_ID
 
 # --------------------------------------------------------------------------------------------------
 # Hashes of n-grams, and ends of words

@@ -31,8 +31,8 @@ from spider.config import SpiderConfig
 from spider.decode import DecodingState, check_ids
 from spider.memory import EngramTable
 from spider.packing import document_cu_seqlens
+from spider.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 from spider_model import Spider
-from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 require_version(
     "transformers>=5.24",

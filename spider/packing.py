@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spider.config import SpiderConfig
-from tokenizer import BOS_ID, EOS_ID
+from spider.vocabulary import BOS_ID, EOS_ID
 
 # --------------------------------------------------------------------------------------------------
 # Documents

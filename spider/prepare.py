@@ -39,7 +39,7 @@ from spider.inputs import (
     uncompressed_name,
 )
 from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
-from tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE
+from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16

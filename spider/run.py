@@ -17,7 +17,7 @@ from loguru import logger
 
 from spider import common
 from spider.common import Stopped, UsageError
-from tokenizer import VOCAB_SIZE
+from spider.vocabulary import VOCAB_SIZE
 
 # --------------------------------------------------------------------------------------------------
 # Progress

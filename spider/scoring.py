@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spider.common import ProgressBar
 from spider.distributed import World
 from spider.layers import cast_weights_once
-from tokenizer import PAD_ID
+from spider.vocabulary import PAD_ID
 
 IGNORED = -100  # a label that does not count, as in torch's cross_entropy
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spider.common import DataError
-from tokenizer import VOCAB_SIZE
+from spider.vocabulary import VOCAB_SIZE
 
 SPLITS = ("train", "val")
 METADATA = "metadata.json"
