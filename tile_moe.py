@@ -23,12 +23,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from spider.config import SpiderConfig  # before torch: the package sets its threads
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spider.common import SpiderError
-from spider.config import SpiderConfig
 from spider.layers import SwiGLU, WideLinear
 from spider.packing import round_up
 
