@@ -17,6 +17,8 @@ from spider.vocabulary import VOCAB_SIZE
 SPLITS = ("train", "val")
 METADATA = "metadata.json"
 ID_BYTES = 2  # of an id in a shard
+# a relative path without . and .., which would lead elsewhere
+SHARD_NAME = re.compile(r"((?!\.\.?/)[^/\0]+/)*[^/\0]*\.bin")
 
 
 class ShardEntry(NamedTuple):
@@ -106,9 +108,7 @@ def invalid_field(entry: object) -> str | None:
     if not isinstance(entry, dict):
         return "entry"
     name = entry.get("name")
-    if not isinstance(name, str) or not name.endswith(".bin") or "\0" in name:
-        return "name"
-    if os.path.isabs(name) or ".." in Path(name).parts or name != os.path.normpath(name):
+    if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
         return "name"
     if entry.get("split") not in SPLITS:
         return "split"
