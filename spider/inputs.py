@@ -391,7 +391,8 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
             return without_field(field, record)
         text = record[field]
     if not isinstance(text, str):
-        return Fault(f"without a text in {field!r}", f": it is {reprlib.repr(text)}")
+        remedy = "; chat data: see docs/guide/data.md" if isinstance(text, dict | list) else ""
+        return Fault(f"without a text in {field!r}", f": it is {reprlib.repr(text)}{remedy}")
     try:
         return text.encode()
     except UnicodeEncodeError:

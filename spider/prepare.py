@@ -55,7 +55,7 @@ from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
 
 # How a file is read, by its extension.
-KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
+KINDS = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON"}
 KINDS |= dict.fromkeys(TABLES, "table")
 
 # --------------------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ class Documents:
             self.skip(fault, path)
         elif kind == "table":
             yield from self._documents_of_records(table_cells(path, file, self.field), path)
-        elif kind == "lines":
+        elif kind == "JSON lines":
             yield from self._documents_of_records(json_lines(file), path)
-        elif kind == "json":
+        elif kind == "JSON":
             yield from self._documents_of_records(json_records(file), path)
         elif kind == "document":
             split = self._draw_split(pieces(file, size, path))
@@ -233,12 +233,12 @@ class Documents:
 
 def guess_kind(head: bytes) -> str:
     """Guess the kind of standard input by its first bytes, and say which one it is."""
-    kind, description = "text", "text"
+    kind = "text"
     if re.match(rb'\s*\{\s*"', head):
-        kind, description = "lines", "JSON lines"
+        kind = "JSON lines"
     elif re.match(rb'\s*\[\s*\{\s*"', head):
-        kind, description = "json", "a JSON array"
-    note(f"prepare: -: read as {description}, by its first bytes")
+        kind = "JSON"
+    note(f"prepare: -: read as {kind}, by its first bytes")
     return kind
 
 

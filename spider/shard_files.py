@@ -31,22 +31,22 @@ class ShardEntry(NamedTuple):
     sha256: str  # of the file, in hexadecimal digits
 
 
+def raise_error(error: OSError):
+    raise error
+
+
 def files_below(
-    directory: str, on_unreadable: Callable[[OSError], None] | None = None
+    directory: str, on_unreadable: Callable[[OSError], None] = raise_error
 ) -> list[str]:
     """List the files below a directory, sorted, without hidden names.
 
     Links are followed. A file to which several paths lead is listed once, by the first of them, and
     a directory is searched once. The error of a directory that cannot be read is passed to
-    `on_unreadable`, or raised if that is None.
+    `on_unreadable`, or raised.
     """
-
-    def raise_error(error: OSError):
-        raise error
-
     searched = set()  # real paths of directories
     path_of: dict[str, str] = {}  # real path of a file -> the first path to it
-    walk = os.walk(directory, onerror=on_unreadable or raise_error, followlinks=True)
+    walk = os.walk(directory, onerror=on_unreadable, followlinks=True)
     for folder, subfolders, names in walk:
         real_folder = os.path.realpath(folder)
         if real_folder in searched:  # links may form a circle
