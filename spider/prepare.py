@@ -101,14 +101,8 @@ class Documents:
         """List the inputs that an argument of the command line names."""
         if argument == "-":
             return [Input("-", "stdin")]
-        if os.path.isdir(argument):
-            return self._find_in_directory(argument)
         if os.path.exists(argument):
-            path = str(Path(argument))
-            kind = self._kind_of(path)
-            if kind is None:
-                raise self._nothing_to_read(argument)
-            return [Input(path, kind)]
+            return self._find_files(argument)
         refuse_address(argument)
         # Neither a dead link nor a mistyped name of a file is looked up at the hub.
         extension = Path(argument).suffix.lower()
@@ -117,24 +111,29 @@ class Documents:
             raise DataError(f"{argument}: no such file or directory")
         return [Input(argument, "hub")]
 
-    def _find_in_directory(self, directory: str) -> list[Input]:
-        """List the inputs below a directory in sorted order; say how many files are left out."""
+    def _find_files(self, argument: str) -> list[Input]:
+        """List a file, or the inputs below a directory in sorted order; say how many files are left
+        out."""
         unreadable: list[OSError] = []  # errors of directories
-        paths = sorted(map(Path, files_below(directory, unreadable.append)))
+        paths = [Path(argument)]
+        is_named = not os.path.isdir(argument)
+        if not is_named:
+            paths = sorted(map(Path, files_below(argument, unreadable.append)))
         for error in unreadable:
-            if error.filename == directory:
+            if error.filename == argument:
                 raise error
             self.skip(f"unreadable: {error.strerror}", error.filename)
         inputs = []
         for path in paths:
             kind = self._kind_of(path)
             if kind is not None:
-                inputs.append(Input(str(path), kind, is_named=False))
+                inputs.append(Input(str(path), kind, is_named))
         if not inputs and not unreadable:
-            raise self._nothing_to_read(directory)
+            extensions = " ".join(self.endings or KINDS)
+            raise DataError(f"{argument}: no {extensions} file; --ext names other text files")
         if len(inputs) < len(paths):
             note(
-                f"prepare: {directory}: skipped {len(paths) - len(inputs):,} other files; --ext "
+                f"prepare: {argument}: skipped {len(paths) - len(inputs):,} other files; --ext "
                 "names those to read as documents"
             )
         return inputs
@@ -145,10 +144,6 @@ class Documents:
         if self.endings:
             return "document" if name.endswith(self.endings) else None
         return KINDS.get(Path(name).suffix)
-
-    def _nothing_to_read(self, argument: str) -> DataError:
-        extensions = " ".join(self.endings or KINDS)
-        return DataError(f"{argument}: no {extensions} file; --ext names other text files")
 
     def read(self, source: Input, scratch: Path) -> Iterator[Document]:
         """Yield the documents of an input. `scratch`: directory for temporary copies, see
