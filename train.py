@@ -1365,7 +1365,7 @@ def print_dry_run(
     if flags.precision == "fp8":
         print(describe_fp8(plan.model, flags.fp8_experts))
     for source in sources:
-        say(f"data: {source}")
+        say(str(source))
     for line in remarks:
         say(line)
     loader = Loader(sources, flags.seq_len, flags.seed)
