@@ -2135,7 +2135,7 @@ def main(
         return print_dry_run(plan, opened.remarks, opened.sources, world)
     start = start_of(opened.origin, plan, opened.sources)
     if not world.on_rank0(lambda: has_work(start, plan.flags)):
-        describe_end(plan, start, "before this command, which writes nothing")
+        describe_end(plan, start, "nothing left to train")
         return 0
     memory = machine.memory_of(world.device, world.local_ranks)
     for line in (*opened.remarks, *map(str, opened.sources)):
