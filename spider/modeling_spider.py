@@ -10,7 +10,9 @@ Shapes in names: B rows, T bytes of a row.
 
 import logging
 import re
+from copy import copy
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -176,8 +178,21 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         elif isinstance(module, LogitsLayer):
             module.weight.copy_(torch.eye(len(module.weight)))
 
-    def get_input_embeddings(self) -> None:  # type: ignore[override]  # which may not be None
-        """Return None: bytes are embedded with n-grams, by no module that could be replaced."""
+    @property
+    def base_model(self) -> "SpiderForCausalLM":
+        """Return the model itself. Where another library has replaced its `forward`, as TRL does,
+        which calls base_model inside, return a view of it with its own `forward`: under autocast
+        the other one must not be entered twice."""
+        if "forward" not in vars(self):
+            return self
+        view = copy(self)
+        del view.forward
+        return view
+
+    def get_input_embeddings(self) -> SimpleNamespace:  # type: ignore[override]  # not a module
+        """Return the embeddings of bytes as a weight alone, whose size PEFT reads. Bytes are
+        embedded with n-grams, by no module that could be replaced."""
+        return SimpleNamespace(weight=self.spider.embed_tokens)
 
     def get_output_embeddings(self) -> LogitsLayer:
         return self.logits_layer
@@ -507,6 +522,14 @@ class SpiderTokenizer(PreTrainedTokenizer):
                 "text.encode(), in order"
             )
         return super()._encode_plus(*args, **others)
+
+    def apply_chat_template(self, *args, return_assistant_tokens_mask: bool = False, **others):
+        if return_assistant_tokens_mask:
+            raise NotImplementedError(
+                "return_assistant_tokens_mask is not available in Spider; for TRL, instead of "
+                "assistant_only_loss, split records into prompt and completion"
+            )
+        return super().apply_chat_template(*args, **others)
 
     def _tokenize(self, text: str, **_) -> list[str]:
         # U+DC80 to U+DCFF stand for bytes that are not UTF-8; other surrogates stand for no byte

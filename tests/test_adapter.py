@@ -77,6 +77,8 @@ def test_without_labels_training_mode_computes_the_logits_of_evaluation(exported
     product = torch.nn.functional.linear(out.last_hidden_state, head.weight, head.bias)
     assert torch.equal(product, out.logits)
     assert torch.equal(product, model.eval()(ids).logits)
+    model.forward = lambda *_: None  # as TRL and accelerate replace it
+    assert torch.equal(product, model.base_model(ids).logits)
 
 
 def test_loss_of_training_mode_is_spiders_own():
@@ -659,9 +661,11 @@ def test_added_tokens_take_the_reserved_ids_until_these_are_used_up(exported, tm
     assert tokenizer.add_tokens(names[:10]) == 10
 
 
-def test_offsets_are_refused(tokenizer):
+def test_offsets_and_masks_that_need_them_are_refused(tokenizer):
     with pytest.raises(NotImplementedError, match="ids are the bytes of text.encode"):
         tokenizer("a", return_offsets_mapping=True)
+    with pytest.raises(NotImplementedError, match="split records into prompt and completion"):
+        tokenizer.apply_chat_template([], return_assistant_tokens_mask=True)
 
 
 def test_special_ids_are_decoded_by_name_or_skipped(tokenizer):
