@@ -296,8 +296,11 @@ def test_generate_refuses_what_the_model_lacks(model):
         continuation(model, [BOS_ID, *b"abcabcabc"], prompt_lookup_num_tokens=2)
 
 
-def test_the_vocabulary_keeps_its_size_and_loops_begin_at_one(model):
-    model.resize_token_embeddings(272)
+def test_the_vocabulary_keeps_its_size_and_loops_begin_at_one(model, tokenizer):
+    model.resize_token_embeddings(len(tokenizer))
+    # as TRL's clone_chat_template and PEFT's AutoPeftModel read it
+    assert model.vocab_size == len(tokenizer.vocab) == 272
+    assert len(model.get_input_embeddings().weight) == 272
     with pytest.raises(ValueError, match="pass len.tokenizer."):
         model.resize_token_embeddings(300)
     for use_cache in (False, True):
