@@ -959,6 +959,7 @@ class Spider(DecodingMixin, nn.Module):
         longest: int | None = None,
         dropout: float = 0.0,
         halting_warmup: float = 1.0,
+        segment_noise: bool = True,
     ) -> SpiderOutput:
         """Compute logits and, given labels, the loss.
 
@@ -972,7 +973,7 @@ class Spider(DecodingMixin, nn.Module):
         noise_seed: the noise of row i, for segments and dropout, is a function of noise_seed + i;
         without a seed, torch's default generator draws it. dropout: its rate at the core's input
         and output; bytes have a fifth of it. halting_warmup: factor on halting probabilities and
-        ponder_weight.
+        ponder_weight. segment_noise=False: without dropout, segments end as in evaluation mode.
 
         Raise ValueError for bad shapes or dtypes.
         """
@@ -988,7 +989,8 @@ class Spider(DecodingMixin, nn.Module):
 
         rows = self._pack(input_ids, cu_seqlens, longest)
         noise_M = None
-        if self.training and (dropout or self.boundary_predictor is not None):
+        draws_ends = segment_noise and self.boundary_predictor is not None
+        if self.training and (dropout or draws_ends):
             noise_M = byte_noise(noise_seed, sequences, length, input_ids.device).flatten()
 
         x_MD = self.before_core(rows.ids_M, rows.packing, rows.shifted_WM, rows.matches)

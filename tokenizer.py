@@ -8,9 +8,9 @@ special.
     259-271   boundary and loop sentinels: reserved and not used here
 
 There is nothing to train or load, and any file can be modeled. `data.py prepare` only produces
-bytes, BOS and EOS; no text can spell a special id. In shards of other programs every id up to 271
-is accepted: BOS and EOS begin and end documents and are targets like bytes; PAD is an input but
-never a target.
+bytes, BOS and EOS; no text can spell a special id, as it can for an export's tokenizer. In shards
+of other programs every id up to 271 is accepted: BOS and EOS begin and end documents and are
+targets like bytes; PAD is an input but never a target.
 """
 
 from collections.abc import Iterable

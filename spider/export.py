@@ -147,7 +147,7 @@ def texts_of(path: Path, saved: dict) -> dict[str, str]:
     texts = flat_modules(f"spider.{ADAPTER}")
     texts["LICENSE"] = license_text()
     texts["config.json"] = as_json(model_settings(saved, config, facts))
-    texts["generation_config.json"] = as_json(generation_settings(config))
+    texts["generation_config.json"] = as_json(GENERATION_SETTINGS)
     texts["tokenizer_config.json"] = as_json(TOKENIZER_SETTINGS)
     texts["README.md"] = CARD.format(facts=as_json({"checkpoint": path.name} | facts))
     return texts
@@ -159,6 +159,14 @@ TOKENIZER_SETTINGS = {
     "auto_map": {"AutoTokenizer": [f"{ADAPTER}.SpiderTokenizer", None]},
     "errors": "replace",
     "padding_side": "left",
+}
+GENERATION_SETTINGS = {
+    **SPECIAL_IDS,
+    "do_sample": True,
+    "temperature": 0.8,
+    "top_k": 0,
+    # not the reserved ids: fine-tuning may give them a meaning, and before they are never a target
+    "suppress_tokens": [PAD_ID, BOS_ID],
 }
 
 
@@ -178,18 +186,6 @@ def model_settings(saved: dict, config: SpiderConfig, facts: dict) -> dict:
         "n_loops": saved.get("n_loops", config.n_loops),
         "spider": asdict(config),
         "training": facts,
-    }
-
-
-def generation_settings(config: SpiderConfig) -> dict:
-    """Return the content of generation_config.json."""
-    never_written = [PAD_ID, BOS_ID, *range(EOS_ID + 1, config.vocab_size)]
-    return {
-        **SPECIAL_IDS,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_k": 0,
-        "suppress_tokens": never_written,
     }
 
 

@@ -10,17 +10,25 @@ Shapes in names: B rows, T bytes of a row.
 
 import logging
 import re
+from copy import copy
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # transformers imports torchao, which warns of each kernel that it cannot load
 level = logging.root.manager.disable
 logging.disable(logging.WARNING)
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from transformers import (
+    AddedToken,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizer,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils.versions import require_version
@@ -100,6 +108,26 @@ class SpiderCausalLMOutput(ModelOutput):
     cache: SpiderCache | None = None
     nats_per_byte: Tensor | None = None  # the cross-entropy of this pass
 
+    @property
+    def last_hidden_state(self) -> Tensor | None:
+        """Return the logits, see LogitsLayer."""
+        return self.logits
+
+
+class LogitsLayer(nn.Module):
+    """The identity, for libraries that multiply last_hidden_state by the weight of the output
+    embeddings, as TRL's trainers do.
+
+    Spider's logits are no such product, since its memories vote on them and PEFT may adapt
+    lm_head. So last_hidden_state is the logits already."""
+
+    bias = None
+    weight: Tensor  # [vocab_size, vocab_size]
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.register_buffer("weight", torch.eye(vocab_size), persistent=False)
+
 
 class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     """Spider as a causal language model.
@@ -137,22 +165,37 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         self.spider = Spider(SpiderConfig.from_saved(config.spider)).float()
         if isinstance(config.dtype, torch.dtype):
             self.spider.compute_dtype = config.dtype
+        self.logits_layer = LogitsLayer(config.vocab_size)
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Set the constants of tables that are not in the files; Spider or the files set all other
-        values."""
+        """Set the constants that are not in the files; Spider or the files set all other values."""
         if isinstance(module, EngramTable):
             multiplier = module.multiplier.clone()  # this one is in the files
             module.init_hash(0)
             module.multiplier.copy_(multiplier)
+        elif isinstance(module, LogitsLayer):
+            module.weight.copy_(torch.eye(len(module.weight)))
 
-    def get_input_embeddings(self) -> None:  # type: ignore[override]  # which may not be None
-        """Return None: bytes are embedded with n-grams, by no module that could be replaced."""
+    @property
+    def base_model(self) -> "SpiderForCausalLM":
+        """Return the model itself. Where another library has replaced its `forward`, as TRL does,
+        which calls base_model inside, return a view of it with its own `forward`: under autocast
+        the other one must not be entered twice."""
+        if "forward" not in vars(self):
+            return self
+        view = copy(self)
+        del view.forward
+        return view
 
-    def get_output_embeddings(self) -> torch.nn.Linear:
-        return self.spider.lm_head
+    def get_input_embeddings(self) -> SimpleNamespace:  # type: ignore[override]  # not a module
+        """Return the embeddings of bytes as a weight alone, whose size PEFT reads. Bytes are
+        embedded with n-grams, by no module that could be replaced."""
+        return SimpleNamespace(weight=self.spider.embed_tokens)
+
+    def get_output_embeddings(self) -> LogitsLayer:
+        return self.logits_layer
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -171,8 +214,13 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_, **__):
         """Accept the present size alone, which fine-tuning scripts ask for; raise ValueError for
         any other."""
-        if new_num_tokens not in (None, self.spider.config.vocab_size):
-            raise ValueError("the vocabulary of bytes is fixed")
+        size = self.spider.config.vocab_size
+        if new_num_tokens not in (None, size):
+            raise ValueError(
+                f"resize_token_embeddings: the vocabulary has {size} ids, of which the tokenizer "
+                f"gives {size - EOS_ID - 1} to added tokens; pass len(tokenizer)"
+            )
+        self.vocab_size = size
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -298,6 +346,8 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             shifted,
             n_loops,
             cu_seqlens=document_cu_seqlens(text.ids),
+            # without labels the loss is another library's, which compares passes in both modes
+            segment_noise=labels is not None,
         )
         loss = out.loss if self.training else out.nats_per_byte
         if loss is not None:
@@ -403,16 +453,18 @@ def share_of_step(
 
 
 SPECIAL = {PAD_ID: "<pad>", BOS_ID: "<bos>", EOS_ID: "<eos>"}
-SPECIAL |= {i: f"<reserved_{i}>" for i in range(EOS_ID + 1, VOCAB_SIZE)}
-SPECIAL_IDS = {name: i for i, name in SPECIAL.items()}
+RESERVED = {i: f"<reserved_{i}>" for i in range(EOS_ID + 1, VOCAB_SIZE)}
 
 
 class SpiderTokenizer(PreTrainedTokenizer):
     """The byte tokenizer: ids 0-255 are the UTF-8 bytes of a text, see tokenizer.py.
 
-    A pair of texts is two documents. No text can spell a special id. BOS is only added with
-    add_bos_token, since most texts are excerpts of a document, and lm-evaluation-harness adds its
-    own.
+    Special tokens that are spelled in a text are special, as everywhere in transformers; with
+    split_special_tokens=True they are bytes, as in `data.py prepare`. Added tokens take the
+    reserved ids.
+
+    A pair of texts is two documents. BOS is only added with add_bos_token, since most texts are
+    excerpts of a document, and lm-evaluation-harness adds its own.
 
     `errors` is that of bytes.decode for decoding. With "surrogateescape" any bytes survive the
     round trip."""
@@ -428,7 +480,6 @@ class SpiderTokenizer(PreTrainedTokenizer):
             "pad_token": SPECIAL[PAD_ID],
             "bos_token": SPECIAL[BOS_ID],
             "eos_token": SPECIAL[EOS_ID],
-            "split_special_tokens": True,
             "padding_side": "left",
         }
         super().__init__(errors=errors, add_bos_token=add_bos_token, **(settings | others))
@@ -437,8 +488,50 @@ class SpiderTokenizer(PreTrainedTokenizer):
     def vocab_size(self) -> int:
         return VOCAB_SIZE
 
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.get_vocab()
+
     def get_vocab(self) -> dict[str, int]:
-        return {chr(i): i for i in range(256)} | SPECIAL_IDS
+        added = {i: token.content for i, token in self._added_tokens_decoder.items()}
+        names = SPECIAL | RESERVED | added
+        return {chr(i): i for i in range(256)} | {name: i for i, name in names.items()}
+
+    def _add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
+        """Give reserved ids, in order, to tokens that have no id; return the number of these. Raise
+        ValueError if there are too few, or a token is a character that stands for a byte."""
+        vocabulary = self.get_vocab()
+        names = dict.fromkeys(str(token) for token in new_tokens)  # an ordered set
+        new = [name for name in names if name and name not in vocabulary]
+        free = [i for i in RESERVED if i not in self._added_tokens_decoder]
+        if len(new) > len(free):
+            raise ValueError(
+                f"{len(new)} tokens to add, but {len(free)} of {len(RESERVED)} reserved ids are "
+                f"free: add fewer; a marker that is not added is spelled in bytes"
+            )
+        for name in names:
+            if len(name) == 1 and "\x80" <= name <= "\xff":
+                raise ValueError(f"{name!r} cannot be added: use two characters or more")
+        for i, name in zip(free, new, strict=False):
+            self._added_tokens_decoder[i] = AddedToken(name)
+        super()._add_tokens(new_tokens, special_tokens)  # finds the ids in get_vocab
+        return len(new)
+
+    def _encode_plus(self, *args, return_offsets_mapping: bool = False, **others):
+        if return_offsets_mapping:
+            raise NotImplementedError(
+                "return_offsets_mapping is not available in Spider: ids are the bytes of "
+                "text.encode(), in order"
+            )
+        return super()._encode_plus(*args, **others)
+
+    def apply_chat_template(self, *args, return_assistant_tokens_mask: bool = False, **others):
+        if return_assistant_tokens_mask:
+            raise NotImplementedError(
+                "return_assistant_tokens_mask is not available in Spider; for TRL, instead of "
+                "assistant_only_loss, split records into prompt and completion"
+            )
+        return super().apply_chat_template(*args, **others)
 
     def _tokenize(self, text: str, **_) -> list[str]:
         # U+DC80 to U+DCFF stand for bytes that are not UTF-8; other surrogates stand for no byte
@@ -448,18 +541,23 @@ class SpiderTokenizer(PreTrainedTokenizer):
     def _convert_token_to_id(self, token: str) -> int | None:
         if len(token) == 1 and ord(token) < 256:
             return ord(token)
-        return SPECIAL_IDS.get(token)
+        return self.get_vocab().get(token)
 
     def _convert_id_to_token(self, index: int) -> str:
-        if index in SPECIAL:
-            return SPECIAL[index]
+        if index in RESERVED:
+            return RESERVED[index]
         return bytes([index]).decode("latin-1")  # an error for ids that do not exist
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         text = b""
         for token in tokens:
-            text += token.encode("latin-1" if len(token) == 1 else "ascii")
+            is_byte = len(token) == 1 and ord(token) < 256
+            text += token.encode("latin-1" if is_byte else "utf-8")
         return text.decode("utf-8", self.errors)
+
+    def _is_special(self, index: int) -> bool:
+        token = self._added_tokens_decoder.get(index)
+        return index > 255 if token is None else token.special
 
     def _decode(
         self,
@@ -468,12 +566,12 @@ class SpiderTokenizer(PreTrainedTokenizer):
         clean_up_tokenization_spaces: bool | None = None,
         **_,
     ) -> str:
-        """Decode ids; those above 255 are dropped with skip_special_tokens, else written by
-        name."""
+        """Decode ids: special and reserved ones are dropped with skip_special_tokens, else written
+        by name."""
         ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
         if skip_special_tokens:
-            ids = [i for i in ids if i < 256]
-        return self.convert_tokens_to_string([self._convert_id_to_token(i) for i in ids])
+            ids = [i for i in ids if not self._is_special(i)]
+        return self.convert_tokens_to_string(self.convert_ids_to_tokens(ids))
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
@@ -490,7 +588,7 @@ class SpiderTokenizer(PreTrainedTokenizer):
         ids = token_ids_0
         if not already_has_special_tokens:
             ids = self.build_inputs_with_special_tokens(token_ids_0, token_ids_1)
-        return [int(i > 255) for i in ids]
+        return [int(self._is_special(i)) for i in ids]
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple:
         return ()

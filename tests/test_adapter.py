@@ -68,6 +68,19 @@ def test_forward_takes_the_arguments_of_transformers(model, spider):
         model(ids, labels=ids, use_cache=True)
 
 
+def test_without_labels_training_mode_computes_the_logits_of_evaluation(exported):
+    """TRL compares passes of both modes, and multiplies last_hidden_state by the head itself."""
+    model = load_model(exported).train()
+    ids = text(2, 40)
+    out = model(ids)
+    head = model.get_output_embeddings()
+    product = torch.nn.functional.linear(out.last_hidden_state, head.weight, head.bias)
+    assert torch.equal(product, out.logits)
+    assert torch.equal(product, model.eval()(ids).logits)
+    model.forward = lambda *_: None  # as TRL and accelerate replace it
+    assert torch.equal(product, model.base_model(ids).logits)
+
+
 def test_loss_of_training_mode_is_spiders_own():
     model = adapter()
     ids = text(2, 40)
@@ -196,7 +209,7 @@ def test_drawn_bytes_have_the_models_probabilities_and_no_id_that_texts_lack(mod
     prompt = torch.tensor([[BOS_ID, 97]])
     drawn = model.generate(prompt, max_new_tokens=1, num_return_sequences=4000, temperature=1.0)
     share = torch.bincount(drawn[:, 2], minlength=272) / 4000
-    never = [PAD_ID, BOS_ID, *range(EOS_ID + 1, 272)]
+    never = [PAD_ID, BOS_ID]
     assert share[never].sum() == 0
     logits = spider(prompt, n_loops=3).logits[0, -1].detach()
     logits[never] = -torch.inf
@@ -283,9 +296,12 @@ def test_generate_refuses_what_the_model_lacks(model):
         continuation(model, [BOS_ID, *b"abcabcabc"], prompt_lookup_num_tokens=2)
 
 
-def test_the_vocabulary_keeps_its_size_and_loops_begin_at_one(model):
-    model.resize_token_embeddings(272)
-    with pytest.raises(ValueError, match="vocabulary"):
+def test_the_vocabulary_keeps_its_size_and_loops_begin_at_one(model, tokenizer):
+    model.resize_token_embeddings(len(tokenizer))
+    # as TRL's clone_chat_template and PEFT's AutoPeftModel read it
+    assert model.vocab_size == len(tokenizer.vocab) == 272
+    assert len(model.get_input_embeddings().weight) == 272
+    with pytest.raises(ValueError, match="pass len.tokenizer."):
         model.resize_token_embeddings(300)
     for use_cache in (False, True):
         with pytest.raises(ValueError, match="n_loops must be at least 1"):
@@ -520,7 +536,7 @@ def test_lora_trains_saves_and_loads_by_the_standard_task_type(
         if frozen in before:
             assert torch.equal(p, before[frozen]), name
         else:
-            assert "lora_" in name and "lm_head" not in name
+            assert "lora_" in name
 
     lora.eval()
     with lora.disable_adapter():
@@ -533,6 +549,60 @@ def test_lora_trains_saves_and_loads_by_the_standard_task_type(
     written = again.generate(**greedy)
     assert torch.equal(written, again.generate(**greedy, use_cache=False))
     assert torch.equal(written, again.merge_and_unload().generate(**greedy))
+
+
+# --------------------------------------------------------------------------------------------------
+# TRL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", (None, "all-linear"), ids=("plain", "lora"))
+def test_trl_trains_on_the_models_own_probabilities(exported, model, tokenizer, tmp_path, targets):
+    """SFT's first loss is the model's cross-entropy of the completions, DPO's is ln 2."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    lora = None
+    if targets is not None:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets)
+    prompts = ["abc ", "é: ", "x" * 30]
+    answers = dict(completion="yes", chosen="yes", rejected="no, never")
+    records = [dict(prompt=prompt, **answers) for prompt in prompts]
+
+    def nats_per_record(answer: str) -> float:
+        ids = [*answer.encode(), EOS_ID]
+        return sum(nats(model, list(prompt.encode()), ids) for prompt in prompts) / len(prompts)
+
+    def first_log(trainer_class, config_class, *columns, **more) -> dict:
+        """Train two steps, the defaults but for precision; return what the first one logs."""
+        short = dict(max_steps=2, logging_steps=1, save_strategy="no", report_to="none")
+        rate = dict(learning_rate=1e-3, bf16=False, use_cpu=True)
+        trainer = trainer_class(
+            model=load_model(exported),
+            args=config_class(output_dir=str(tmp_path), **short, **rate, **more),
+            train_dataset=Dataset.from_list(records).select_columns(list(columns)),
+            processing_class=tokenizer,
+            peft_config=lora,
+        )
+        weights = dict(trainer.model.named_parameters())
+        before = {name: p.detach().clone() for name, p in weights.items()}
+        trainer.train()
+        moved = {name for name, p in weights.items() if not torch.equal(p, before[name])}
+        assert any("lm_head" in name for name in moved)
+        assert all("lora_" in name for name in moved) == (lora is not None)
+        assert not any("table" in name for name in moved)  # which need RowwiseAdagrad
+        return trainer.state.log_history[0]
+
+    tuned = first_log(trl.SFTTrainer, trl.SFTConfig, "prompt", "completion")
+    assert tuned["loss"] == pytest.approx(nats_per_record("yes") / 4, rel=1e-4)
+    preferred = first_log(
+        trl.DPOTrainer, trl.DPOConfig, "prompt", "chosen", "rejected", trust_remote_code=True
+    )
+    assert preferred["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    for kind in ("chosen", "rejected"):
+        expected = -nats_per_record(answers[kind])
+        assert preferred[f"logps/{kind}"] == pytest.approx(expected, rel=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -562,11 +632,43 @@ def test_a_surrogate_that_stands_for_no_byte_is_a_replacement_character(tokenize
     assert tokenizer("")["input_ids"] == []
 
 
-def test_no_text_spells_a_special_id(tokenizer):
-    assert tokenizer("<bos><eos> <pad>")["input_ids"] == list(b"<bos><eos> <pad>")
+def test_special_tokens_in_a_text_are_special_unless_they_are_split(exported, tokenizer, tmp_path):
+    spelled = "<bos>a<eos> <pad><reserved_270>"
+    reserved = list(b"<reserved_270>")  # no special token until it is added
+    assert tokenizer(spelled)["input_ids"] == [BOS_ID, 97, EOS_ID, 32, PAD_ID, *reserved]
+    assert tokenizer(spelled, split_special_tokens=True)["input_ids"] == list(spelled.encode())
+    load_tokenizer(exported, split_special_tokens=True).save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path)(spelled)["input_ids"] == list(spelled.encode())
     special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
     assert special == (PAD_ID, BOS_ID, EOS_ID)
     assert len(tokenizer) == tokenizer.vocab_size == len(tokenizer.get_vocab()) == 272
+
+
+def test_added_tokens_take_the_reserved_ids_until_these_are_used_up(exported, tmp_path):
+    tokenizer = load_tokenizer(exported)
+    assert tokenizer.add_special_tokens({"extra_special_tokens": ["<|user|>", "→"]}) == 2
+    assert tokenizer.add_tokens(["<tool>", "<|user|>", "\n"]) == 1
+    tokenizer.save_pretrained(tmp_path)
+    for one in (tokenizer, load_tokenizer(tmp_path)):
+        ids = one("é<|user|>→<tool>\n")["input_ids"]
+        assert ids == [*"é".encode(), 259, 260, 261, 10]
+        assert one.decode(ids) == "é<|user|>→<tool>\n"
+        assert one.decode(ids, skip_special_tokens=True) == "é<tool>\n"
+        assert one.get_special_tokens_mask(ids) == [0, 0, 1, 1, 0, 0]
+        assert len(one) == len(one.get_vocab()) == 272
+    with pytest.raises(ValueError, match="two characters or more"):
+        tokenizer.add_tokens("§")  # chr(0xA7), which stands for this byte
+    names = [f"<{i}>" for i in range(11)]
+    with pytest.raises(ValueError, match="11 tokens to add, but 10 of 13 reserved ids are free"):
+        tokenizer.add_tokens(names)
+    assert tokenizer.add_tokens(names[:10]) == 10
+
+
+def test_offsets_and_masks_that_need_them_are_refused(tokenizer):
+    with pytest.raises(NotImplementedError, match="ids are the bytes of text.encode"):
+        tokenizer("a", return_offsets_mapping=True)
+    with pytest.raises(NotImplementedError, match="split records into prompt and completion"):
+        tokenizer.apply_chat_template([], return_assistant_tokens_mask=True)
 
 
 def test_special_ids_are_decoded_by_name_or_skipped(tokenizer):
