@@ -229,6 +229,8 @@ class StopSignals:
     signal that was sent to both. A second signal of another kind changes nothing, since systemd and
     Slurm send two kinds in a row. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
 
+    Only the main thread can handle signals: a run in another one says so, and does not.
+
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and
     they `agree`."""
 
@@ -242,6 +244,9 @@ class StopSignals:
 
     def __enter__(self):
         self.before = {}
+        if threading.current_thread() is not threading.main_thread():
+            common.note("this run is in a thread: no signal, nor Ctrl-C, stops it and saves")
+            return self
         for number in STOPS:
             handler = signal.getsignal(number)
             if number in QUITS or handler is not signal.SIG_IGN:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from conftest import SMALL, final_state, refused, run_flags, settled, world_of
+from conftest import SMALL, final_state, metrics, refused, run_flags, settled, world_of
 from data import Loader, mock_source
 from spider import estimate, machine
 from spider.checkpoint import FROM_SCRATCH, Origin
@@ -102,9 +102,9 @@ def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens
 @pytest.mark.parametrize(
     "recorded, resume, remedy",
     (
-        ({}, None, "started without --minutes: leave it out"),
-        (dict(minutes=0.03), None, "started for --minutes 0.03: give that"),
-        (dict(minutes=0.03), "run", "add --reset_steps to start another"),
+        ({}, None, "started without --minutes: leave --minutes out to continue it"),
+        (dict(minutes=0.03), None, "give --minutes 0.03 to continue it, or name a new --ckpt_dir"),
+        (dict(minutes=0.03), "run", "or add --reset_steps and name a new --ckpt_dir"),
     ),
 )
 def test_other_minutes_than_those_of_the_run_are_refused(recorded, resume, remedy):
@@ -320,7 +320,7 @@ def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(tmp_pat
     state = final_state(tmp_path / "run")
     assert (state["step"], state["flags"]["target_tokens"]) == (2, horizon)
     assert "settings differ" not in capsys.readouterr().err
-    assert "give that" in refused([*argv, "--minutes", "0.05"], capsys)
+    assert "give --minutes 0.003" in refused([*argv, "--minutes", "0.05"], capsys)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -395,6 +395,27 @@ def test_minutes_are_refused_on_several_ranks(tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
+# Other weights
+
+
+def test_a_run_from_other_weights_evaluates_first_which_changes_no_step(
+    trained, train_small, capsys
+):
+    """It is a line of the log alone."""
+    begin = ("--reset_steps --resume", trained)
+    directory = train_small(*begin, steps=3)
+    before, first, after = capsys.readouterr().err.partition("before the first step:")
+    val_loss = metrics(trained)[-1]["val_loss"]
+    assert f"validation: loss {val_loss:.4f}" in after.partition("step 1/3")[0]
+    train_small(*begin, steps=4)  # resumes
+    assert first not in capsys.readouterr().err
+    other = train_small(*begin, "--eval_every 0", steps=3, ckpt="other")
+    assert first not in capsys.readouterr().err
+    for line, of_other in zip(metrics(directory)[:3], metrics(other), strict=True):
+        assert line["loss"] == of_other["loss"]
+
+
+# --------------------------------------------------------------------------------------------------
 # Warnings
 
 
@@ -415,6 +436,15 @@ def test_minutes_are_refused_on_several_ranks(tmp_path, monkeypatch):
             ["only 134 steps: fewer bytes a step (--global_batch 256,"],
         ),
         ("--target_tokens 32000 --micro_batch 2", []),
+        (
+            "--target_tokens 640 --warmup_steps 10",
+            ["is 91% of the peak: lower --warmup_steps from"],
+        ),
+        ("--target_tokens 640 --warmup_steps 9", []),
+        (
+            "--target_tokens 6400 --warmup_steps 99 --max_steps 5",
+            ["not over at step 5, where the learning rate is 5% of the peak: lower --warmup_steps"],
+        ),
     ),
 )
 def test_a_horizon_that_does_not_suit_data_or_steps_is_a_warning(argv, warned):
