@@ -93,7 +93,10 @@ def test_help_has_the_defaults_of_the_recipe_without_importing_torch(
     assert [choices for choices in CHOICES if choices not in done.stdout] == []
     words = " ".join(done.stdout.split())
     assert f"defaults below are those of --model {recipe}." in words
-    found = [re.search(rf"--{flag} .*?default: (.*?)\)", words)[1] for flag in ("seq_len", "lr")]
+    found = [
+        re.search(rf"--{flag} .*?default: (.*?)\)", words)[1]
+        for flag in ("seq_len BYTES", "lr RATE")
+    ]
     assert (*found,) == defaults
 
 
