@@ -150,7 +150,10 @@ def limits_of(logged: np.ndarray, validation: np.ndarray) -> tuple[float, float]
 
 def draw_curves(out: Path, runs: Runs):
     """Draw runs into a PNG, a color per run; raise ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    try:
+        import matplotlib  # noqa: F401
+    except ValueError:  # MPLBACKEND is that of a notebook, which is not installed here
+        os.environ.pop("MPLBACKEND", None)
     from matplotlib.figure import Figure
 
     charts = [chart for chart in CHARTS if has_curve(chart, runs)]
@@ -161,7 +164,6 @@ def draw_curves(out: Path, runs: Runs):
     keys = 1 if len(runs) == 1 else len(runs) + 3  # rows of the legend
     size = (3.6 * columns, 3.1 * rows + 0.25 * keys)  # inches
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)  # MPLBACKEND may name a notebook's
     for number, chart in enumerate(charts, 1):
         draw_chart(figure.add_subplot(rows, columns, number), chart, runs)
     if has_sources:

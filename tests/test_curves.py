@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import train
-from conftest import make_shards, run_flags
+from conftest import ROOT, make_shards, run_flags
 from spider import curves
 from spider.curves import draw_curves
 
@@ -162,7 +164,6 @@ def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
         assert train.command_line(run_flags(shards, directory, steps=steps)) == 0
         return capsys.readouterr().err
 
-    monkeypatch.setenv("MPLBACKEND", "module://of_a_notebook")  # which is not installed
     assert "could not draw" not in log_of_run(2)
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
@@ -233,3 +234,14 @@ def test_several_runs_of_odd_names_are_drawn_without_a_warning(
     assert curves.main([str(out), *runs]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().err == "" and not recwarn.list
+
+
+@pytest.mark.slow
+def test_the_backend_of_a_notebook_that_is_not_installed_does_not_matter(metrics):
+    """matplotlib reads the variable when it is imported, so this needs a process of its own."""
+    pytest.importorskip("matplotlib")
+    out = metrics / "out.png"
+    argv = [sys.executable, "-m", "spider.curves", out, metrics]
+    environ = os.environ | dict(MPLBACKEND="module://of_a_notebook")
+    assert subprocess.run(argv, cwd=ROOT, env=environ).returncode == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
