@@ -150,10 +150,9 @@ def limits_of(logged: np.ndarray, validation: np.ndarray) -> tuple[float, float]
 
 def draw_curves(out: Path, runs: Runs):
     """Draw runs into a PNG, a color per run; raise ImportError without matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ValueError:  # MPLBACKEND is that of a notebook, which is not installed here
-        os.environ.pop("MPLBACKEND", None)
+    of_notebook = "matplotlib_inline" in os.environ.get("MPLBACKEND", "")
+    if of_notebook and importlib.util.find_spec("matplotlib_inline") is None:
+        del os.environ["MPLBACKEND"]  # that of the notebook which started this process
     from matplotlib.figure import Figure
 
     charts = [chart for chart in CHARTS if has_curve(chart, runs)]

@@ -242,6 +242,6 @@ def test_the_backend_of_a_notebook_that_is_not_installed_does_not_matter(metrics
     pytest.importorskip("matplotlib")
     out = metrics / "out.png"
     argv = [sys.executable, "-m", "spider.curves", out, metrics]
-    environ = os.environ | dict(MPLBACKEND="of_a_notebook")
+    environ = os.environ | dict(MPLBACKEND="module://matplotlib_inline.backend_inline")
     assert subprocess.run(argv, cwd=ROOT, env=environ).returncode == 0
     assert out.read_bytes().startswith(b"\x89PNG")
