@@ -244,6 +244,7 @@ class Parser(argparse.ArgumentParser):
         is an error."""
         known = {name for parser in self.parsers for name in parser._option_string_actions}
         words = list(sys.argv[1:] if args is None else args)
+        unknown = []
         kept = []
         switched_off = []
         for i, word in enumerate(words):
@@ -253,12 +254,15 @@ class Parser(argparse.ArgumentParser):
                 break
             name = word.partition("=")[0]
             if is_flag and name not in known:
-                self.error(self.describe_unknown(name))
+                unknown.append(self.describe_unknown(name))
+                continue
             shorter = self.without_truth(word)
             if shorter is not None:
                 kept.append(shorter)
             elif self._option_string_actions[name].const is True:  # not that of an alias
                 switched_off.append(self._option_string_actions[name].dest)
+        if unknown:
+            self.error("; ".join(unknown))
         namespace, rest = super().parse_known_args(kept, namespace)
         for name in switched_off:
             setattr(namespace, name, False)

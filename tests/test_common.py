@@ -149,7 +149,7 @@ PARSERS = {
         ("train.py --num_train_epochs 3", "use --target_tokens BYTES (epochs times the text)"),
         ("train.py --grad_acum 3", "the nearest is --grad_accum"),
         ("train.py -model tiny", "unknown flag -model: use --model"),
-        ("train.py --zzz", "unknown flag --zzz; see python train.py --help"),
+        ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
         ("train.py batch_size=8", "use --micro_batch"),
         ("train.py lr=8", "use --lr=8"),
         ("train.py configs/cpu.toml", "by --config"),
