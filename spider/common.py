@@ -236,7 +236,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         namespace, rest = self.parse_known_args(args, namespace)
         if rest:
-            self.error(self.describe_word(rest[0]))
+            self.error(self.describe_unknown(rest[0].partition("=")[0]))
         return namespace
 
     def parse_known_args(self, args=None, namespace=None):
@@ -284,7 +284,7 @@ class Parser(argparse.ArgumentParser):
         return None
 
     def describe_unknown(self, name: str) -> str:
-        """Describe an unknown flag, with the one that is meant, if any is like it."""
+        """Describe an unknown flag or word, with the flag that is meant, if any is like it."""
         meant: dict[str, str] = {}  # what to use, by a name without dashes
         for parser in self.parsers:
             script = parser.prog.partition(" ")[0]  # of a subcommand, too
@@ -293,24 +293,13 @@ class Parser(argparse.ArgumentParser):
         for parser in self.parsers:
             meant |= {without_dashes(flag): flag for flag in parser._option_string_actions}
         plain = without_dashes(name)
+        if plain.endswith((".toml", ".py")) and "config" in meant:
+            return f"{name}: give a config file, which is TOML, by --config"
         if plain in meant:
             return f"unknown flag {name}: use {meant[plain]}"
         for nearest in difflib.get_close_matches(plain, meant, 1):
             return f"unknown flag {name}: the nearest is {meant[nearest]}"
         return f"unknown flag {name}"
-
-    def describe_word(self, word: str) -> str:
-        """Describe a word that no flag takes, such as nanoGPT's config files and name=value."""
-        if word.endswith((".toml", ".py")) and "--config" in self._option_string_actions:
-            return f"{word}: give a config file, which is TOML, by --config"
-        if word.lower() in ("true", "false"):
-            return f"unrecognized argument: {word}: a switch takes it as --NAME={word}"
-        name, equals, _ = word.partition("=")
-        if not equals:
-            return f"unrecognized argument: {word}"
-        if f"--{name}" in self._option_string_actions:
-            return f"unrecognized argument: {word}: use --{word}"
-        return self.describe_unknown(f"--{name}")
 
     def given(self, argv: Sequence[str] | None) -> dict:
         """Parse argv; return the values of the flags that it sets, without defaults."""
