@@ -71,12 +71,6 @@ def test_an_installation_is_found_from_a_directory_that_holds_a_folder_called_da
     assert done.stdout.strip() == str(ROOT / "data.py"), done.stderr
 
 
-CHOICES = """
-    {auto,1b,base,original,small,tiny} {auto,adamw,adamw8bit,muon} {cosine,wsd}
-    {auto,fp8,bf16,fp32} {auto,on,off} {auto,loop,grouped,triton,tile} {auto,nothing,core,all}
-""".split()
-
-
 @pytest.mark.parametrize(
     "flags, environ, recipe, defaults",
     (
@@ -90,7 +84,6 @@ def test_help_has_the_defaults_of_the_recipe_without_importing_torch(
 ):
     done = run_python(EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, f"{flags} --help", PATH="", **environ)
     assert done.returncode == 0 and done.stderr == ""
-    assert [choices for choices in CHOICES if choices not in done.stdout] == []
     words = " ".join(done.stdout.split())
     assert f"defaults below are those of --model {recipe}." in words
     found = [
