@@ -292,7 +292,9 @@ class StopSignals:
         if number in self.received:
             is_copy = self.repeats and time.monotonic() < self.received[number] + REPEATED
             if number in QUITS and not is_copy:
-                before = self.before[number]  # a notebook's interrupts the cell, not the kernel
+                before = self.before[
+                    signal.Signals(number)
+                ]  # a notebook's interrupts the cell, not the kernel
                 signal.signal(number, before if callable(before) else signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
