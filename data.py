@@ -52,6 +52,7 @@ from spider.common import (
     printable,
     quoted,
     real,
+    refuse_address,
     run_program,
     say,
 )
@@ -238,10 +239,11 @@ class Source:
     held_out: bool = False  # whether `val` is the end of the training shards
 
     def __str__(self) -> str:
-        validation = f"{len(self.val):,} validation ids" if len(self.val) else "no validation ids"
+        n_val = f"{len(self.val):,}" if len(self.val) else "no"
+        line = f"data: {len(self.train):,} training and {n_val} validation ids in {self.name}"
         if self.held_out:
-            validation += " (the end of its data, held out: it has no validation shard)"
-        return f"{self.name}: {len(self.train):,} training and {validation}"
+            line += " (the end of its data, held out: it has no validation shard)"
+        return line
 
     def documents_per_byte(self) -> float:
         """Estimate how many documents begin per byte of training text, by its first million ids."""
@@ -270,6 +272,7 @@ def open_data(spec: str) -> list[Source]:
             weights.append(math.nan)
     total = sum(weights)
     if not (all(names) and all(weight > 0 for weight in weights) and total < math.inf):
+        refuse_address(spec)
         raise DataError(
             f"{spec}: neither a directory nor a mixture dir:weight,dir:weight with positive weights"
         )
@@ -301,17 +304,14 @@ def open_source(directory: str, weight: float) -> Source:
 def raise_file_limit():
     """Let the process open up to 65,536 files, where it may: a mapped shard keeps its
     descriptor."""
-    with suppress(ImportError):  # Windows has no such limit
+    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        for most in (1 << 16, 10_240):  # macOS may refuse the first, but not the second
-            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            if limit <= soft:
-                return
-            with suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-                return
+        # macOS has no hard limit, but may refuse more
+        limit = 10_240 if hard == resource.RLIM_INFINITY else min(1 << 16, hard)
+        if limit > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def mock_source(seed: int) -> Source:
@@ -411,16 +411,12 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return out
 
 
-class Deal(NamedTuple):
-    """How the slots of a block are dealt to the sources; int64 [slots]."""
-
-    source: np.ndarray  # number of the slot's source, in the order of --data_dir
-    position: np.ndarray  # how many slots before it in the block have the same source
-
-
 @lru_cache(maxsize=4)
-def deal(seed: int, counts: tuple[int, ...], block: int) -> Deal:
-    """Deal the slots of a block to the sources, in random order. counts: slots of each source."""
+def deal(seed: int, counts: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Deal the slots of a block to the sources, in random order. counts: slots of each source.
+
+    Return for each slot the number of its source, in the order of --data_dir, and how many slots
+    before it in the block have the same source; int64 [slots]."""
     ends = np.cumsum(counts)
     slots = np.arange(ends[-1])
     shuffled = permute(slots, len(slots), key(seed, 0, np.full_like(slots, block)))
@@ -430,14 +426,7 @@ def deal(seed: int, counts: tuple[int, ...], block: int) -> Deal:
     sorted_position = np.empty_like(slots)
     sorted_position[np.argsort(source, kind="stable")] = slots
     starts = ends - counts
-    return Deal(source, sorted_position - starts[source])
-
-
-class SourceSequences(NamedTuple):
-    """Result of step 1 of the order (see Loader); int64 [n]."""
-
-    source: np.ndarray  # number of the source
-    position: np.ndarray  # how many sequences of this source were before it, in all epochs
+    return source, sorted_position - starts[source]
 
 
 class Windows(NamedTuple):
@@ -447,14 +436,6 @@ class Windows(NamedTuple):
     epoch: np.ndarray  # of this source, int64
     epoch_key: np.ndarray  # random number of this source and epoch, uint64
     window: np.ndarray  # number of the window, in the order of the text, int64
-
-
-class Spans(NamedTuple):
-    """Result of step 3 of the order: inputs are ids start .. stop - 1 of the joined stream, labels
-    those one further; int64 [n]."""
-
-    start: np.ndarray
-    stop: np.ndarray
 
 
 class Location(NamedTuple):
@@ -542,20 +523,22 @@ class Loader:
     def rows(self, g: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return sequences g [n] as (input_ids, labels), int64 [n, seq_len]. Labels are shifted;
         those that are IGNORED do not count."""
-        spans = self._cut_spans(self._pick_windows(self._pick_sources(g)))
-        return self.stream.rows(spans.start, spans.stop, self.seq_len)
+        start, stop = self._cut_spans(self._pick_windows(*self._pick_sources(g)))
+        return self.stream.rows(start, stop, self.seq_len)
 
     def locate(self, g: int) -> Location:
         """Return where the text of sequence g is."""
-        windows = self._pick_windows(self._pick_sources(np.array([g])))
-        start = int(self._cut_spans(windows).start[0])
-        return Location(int(windows.source[0]), int(windows.epoch[0]), self.stream.where(start))
+        windows = self._pick_windows(*self._pick_sources(np.array([g])))
+        start, _ = self._cut_spans(windows)
+        offset = self.stream.where(int(start[0]))
+        return Location(int(windows.source[0]), int(windows.epoch[0]), offset)
 
     def epochs(self, g: int) -> np.ndarray:
         """Count the passes over each source that are complete before sequence g; int64
         [sources]."""
         block, slot = divmod(g, self.block)
-        in_this_block = np.bincount(self._deal(block).source[:slot], minlength=len(self.counts))
+        sources, _ = self._deal(block)
+        in_this_block = np.bincount(sources[:slot], minlength=len(self.counts))
         return (block * self.counts + in_this_block) // self.windows
 
     def epoch(self, g: int) -> int:
@@ -563,35 +546,35 @@ class Loader:
         weight, rounded down."""
         return int(self.counts @ self.epochs(g)) // self.block
 
-    def _deal(self, block: int) -> Deal:
+    def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         return deal(self.seed, tuple(self.counts.tolist()), block)
 
-    def _pick_sources(self, g: np.ndarray) -> SourceSequences:
-        """Step 1: find the source of sequences g [n], and the number of that source's sequences
-        before each."""
+    def _pick_sources(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Step 1: return the source of sequences g [n], and the number of that source's sequences
+        before each, in all epochs; int64 [n]."""
         block, slot = np.divmod(g, self.block)
         source = np.empty_like(g)
         position = np.empty_like(g)
         for number in np.unique(block).tolist():
             in_block = block == number
-            dealt = self._deal(number)
-            sources = dealt.source[slot[in_block]]
-            in_blocks_before = number * self.counts[sources]
-            source[in_block] = sources
-            position[in_block] = in_blocks_before + dealt.position[slot[in_block]]
-        return SourceSequences(source, position)
+            sources, positions = self._deal(number)
+            slots = slot[in_block]
+            source[in_block] = sources[slots]
+            position[in_block] = number * self.counts[sources[slots]] + positions[slots]
+        return source, position
 
-    def _pick_windows(self, sequences: SourceSequences) -> Windows:
+    def _pick_windows(self, source: np.ndarray, position: np.ndarray) -> Windows:
         """Step 2: find the epoch of each sequence, and permute the epoch's windows."""
-        source = sequences.source
         windows = self.windows[source]
-        epoch, position_in_epoch = np.divmod(sequences.position, windows)
+        epoch, position_in_epoch = np.divmod(position, windows)
         epoch_key = key(self.seed, 1 + source, epoch)
         window = permute(position_in_epoch, windows, epoch_key)
         return Windows(source, epoch, epoch_key, window)
 
-    def _cut_spans(self, windows: Windows) -> Spans:
-        """Step 3: cut the text of each source into the windows of an epoch.
+    def _cut_spans(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+        """Step 3: cut the text of each source into the windows of an epoch. Return start and stop
+        of each: inputs are ids start .. stop - 1 of the joined stream, labels those one further;
+        int64 [n].
 
         Windows end after `head` targets, head + seq_len, and so on; the last one ends with the
         text. If seq_len does not divide the targets, `head` is random, between rest and seq_len -
@@ -606,7 +589,7 @@ class Loader:
         stop = head + windows.window * seq_len
         start = np.maximum(stop - seq_len, 0)
         offset = self.offsets[windows.source]
-        return Spans(offset + start, offset + np.minimum(stop, targets))
+        return offset + start, offset + np.minimum(stop, targets)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -844,6 +827,11 @@ def add_prepare_flags(parser: argparse.ArgumentParser):
     )
     add("--config", "--name", help="configuration of a data set of the hub")
     add("--split", default="train", help="split of a data set of the hub")
+    add(
+        "--binary",
+        action="store_true",
+        help="read any bytes as text, instead of skipping binary files, UTF-16 and PDFs",
+    )
     add("--strict", action="store_true", help="stop at the first bad record instead of skipping it")
     add("--shard_mb", type=real(1e-6, 1e9), default=256, metavar="MB", help="size of a shard")
 
@@ -874,6 +862,7 @@ def run_command(args: argparse.Namespace):
             hub_config=args.config,
             hub_split=args.split,
             strict=args.strict,
+            binary=args.binary,
         )
         shard_ids = max(1, int(args.shard_mb * 1e6 / ID_BYTES))
         prepare(args.inputs, Path(args.directory), documents, shard_ids)

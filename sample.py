@@ -54,6 +54,7 @@ from spider.common import (
     path_name,
     quoted,
     real,
+    refuse_address,
     run_program,
     say,
 )
@@ -352,6 +353,7 @@ Text = Stream | list[Source]  # a file, or a prepared directory
 
 def open_text(name: str, field: str) -> Text:
     """Open a directory of shards as sources, any other file as a stream of ids."""
+    refuse_address(name)
     if os.path.isdir(name):
         return open_data(name)
     if not name.endswith(".bin"):
@@ -369,7 +371,7 @@ def read_ids(name: str, field: str) -> np.ndarray:
             f"{name}: prepare it first, by python data.py prepare {quoted(name)} --val_fraction 0 "
             f"--out DIR, then --eval DIR/train-00000.bin"
         )
-    documents = Documents(field, val_fraction=0.0, strict=True)
+    documents = Documents(field, val_fraction=0.0, strict=True, binary=True)
     parts: list[np.ndarray | list[int]] = []
     for _, pieces in documents.read(Input(name, kind), Path()):
         text = np.frombuffer(b"".join(pieces), np.uint8)

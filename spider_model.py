@@ -44,6 +44,9 @@ from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
+from spider.config import BACKENDS, SpiderConfig  # before torch: the package sets its threads
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,7 +54,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from spider.attention import ALL_ROWS, MLA, ActiveRows, Cache
 from spider.boundaries import Observed, SurprisePredictor, boundary_loss, flexitokens_boundaries
-from spider.config import BACKENDS, SpiderConfig
 from spider.decode import DecodingMixin, check_ids
 from spider.layers import (
     Linear,

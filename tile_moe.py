@@ -23,12 +23,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from spider.config import SpiderConfig  # before torch: the package sets its threads
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spider.common import SpiderError
-from spider.config import SpiderConfig
 from spider.layers import SwiGLU, WideLinear
 from spider.packing import round_up
 
@@ -506,8 +508,10 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by a softmax over the scores; return topk_idx and topk_weights.
 
-    The selection uses probability + expert_bias, the weights only the probabilities. The rows of
-    the weights sum to 1. A topk_idx of an earlier pass is reused (recomputation).
+    The selection uses probability + expert_bias, the weights only the probabilities. Those of
+    several experts are scaled to a sum of 1. The weight of a single one is its probability, as in
+    Switch Transformer (arXiv 2101.03961): a weight of 1 would leave the router no gradient from the
+    loss. A topk_idx of an earlier pass is reused (recomputation).
 
     Returns topk_idx [N, K] int64 and topk_weights [N, K] fp32.
     """
@@ -517,6 +521,8 @@ def route(
         topk_idx_NK = top_k(score_NE.detach().softmax(-1) + expert_bias_E, k)
         if tile:  # it returns 2^31 - 1 for NaN scores; the loss will be NaN anyway
             topk_idx_NK.clamp_(0, len(expert_bias_E) - 1)
+    if k == 1:
+        return topk_idx_NK, score_NE.softmax(-1).gather(1, topk_idx_NK)
     if tile:
         return topk_idx_NK, _Normalize.apply(score_NE.softmax(-1).gather(1, topk_idx_NK))
     # the same as dividing probabilities by their sum, since the common factor cancels

@@ -1391,7 +1391,7 @@ def print_dry_run(
     if flags.precision == "fp8":
         print(describe_fp8(plan.model, flags.fp8_experts))
     for source in sources:
-        say(f"data: {source}")
+        say(str(source))
     for line in remarks:
         say(line)
     loader = Loader(sources, flags.seq_len, flags.seed)
@@ -1434,48 +1434,101 @@ COMPARED = [name for name in RECORDED if name != "minutes"]
 MIXTURE = {"targets", "shares"}  # of the sources, see Loader.mixture
 READS = {name for name, spec in SPECS.items() if spec.reads} | MIXTURE
 EVALUATES = {name for name, spec in SPECS.items() if spec.evaluates} | MIXTURE
+MOVED = {"data_dir"}  # no change by itself: the same data may have moved
 
 
-def restore(
-    origin: Origin, plan: Plan, model: Spider, optimizers: Optimizers, loader: Loader
-) -> RunProgress:
-    """Load a checkpoint into model and optimizers, or only its weights; return the run's progress.
+class Start(NamedTuple):
+    """Where a run begins, and where it ends."""
 
-    Log what is loaded, and the settings that have changed since."""
+    path: Path | None  # the checkpoint that it begins with
+    loader: Loader
+    progress: RunProgress
+    changed: dict[str, str]  # settings that differ from those of the run so far, described
+    in_place: bool  # the run resumes in its own directory
+    horizon: int  # steps done plus steps left at the current batch size
+    last_step: int
+
+
+def start_of(origin: Origin, plan: Plan, sources: Sequence[Source]) -> Start:
+    """Find where a run begins, by its checkpoint, and where it ends."""
     flags = plan.flags
-    state = origin.state
-    if state is None:
-        return RunProgress(n_loops=flags.n_loops)
-    what = "resuming from" if origin.resumes else "weights of"
-    logger.info(f"{what} {origin.path} (step {state['step']})")
-    load_model(model, state["model_state_dict"])
-    if not origin.resumes:
-        return RunProgress(n_loops=flags.n_loops)
-    optimizers.load_state_dict(state["optimizer_state_dict"])
-    known = {one.name for one in fields(RunProgress)}
-    progress = RunProgress(**{name: value for name, value in state.items() if name in known})
-    progress.n_loops = flags.n_loops
-
-    changed = changes_since(state, plan, loader.mixture)
-    if changed:
-        logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
-    if changed.keys() - {"data_dir"}:  # the same data may have moved
-        if READS & changed.keys():
-            logger.warning(
-                "they change which text a step reads: until each source begins its next epoch, "
-                "some of its text is read again, and some is skipped"
-            )
+    loader = Loader(sources, flags.seq_len, flags.seed)
+    progress = RunProgress()
+    changed: dict[str, str] = {}
+    in_place = False
+    if origin.resumes:
+        assert origin.state is not None and origin.path is not None
+        known = {one.name for one in fields(RunProgress)}
+        saved = {name: value for name, value in origin.state.items() if name in known}
+        progress = RunProgress(**saved)
+        changed = changes_since(origin.state, plan, loader.mixture)
+        in_place = origin.path.parent == Path(flags.ckpt_dir)
+    if changed.keys() - MOVED:
         progress.forget_losses(evaluations=bool(EVALUATES & changed.keys()))
         # With more data the position may be in an earlier epoch; tables are cleared when an epoch
         # exceeds this one.
         epoch = loader.epoch(progress.next_sequence(flags.seq_len))
         progress.epoch = min(progress.epoch, epoch)
-    if progress.exploded:
+    progress.n_loops = flags.n_loops
+    bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
+    horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)
+    last_step = flags.max_steps or horizon
+    return Start(origin.path, loader, progress, changed, in_place, horizon, last_step)
+
+
+def has_work(start: Start, flags: Flags) -> bool:
+    """Return whether a run has a step to train, or its last evaluation to make up for, which a
+    signal had cut short. One without work writes nothing.
+
+    Raise UsageError if a run without work has other settings than its checkpoint, or another
+    directory, and Diverged if it had diverged."""
+    progress = start.progress
+    if progress.step < start.last_step and not progress.out_of_patience(flags.patience):
+        return True
+    progress.check_divergence(flags.max_skipped)
+    nothing_left = f"{start.path}: no step is left to train"
+    longer = "train longer (--max_steps, --target_tokens, --patience)"
+    if not start.in_place:
+        raise UsageError(
+            f"--resume: {nothing_left}: {longer}, or add --reset_steps to begin a new run from its "
+            f"weights"
+        )
+    changed = [line for name, line in start.changed.items() if name not in MOVED]
+    if changed:
+        raise UsageError(
+            f"{nothing_left}, but settings differ: {'; '.join(changed)}: leave them as they were, "
+            f"{longer}, or name a new --ckpt_dir"
+        )
+    evaluated = progress.metrics is None or "val_loss" in progress.metrics
+    return flags.eval_every > 0 and not evaluated and progress.step == start.last_step
+
+
+def restore(origin: Origin, start: Start, model: Spider, optimizers: Optimizers):
+    """Load a checkpoint into model and optimizers, or only its weights.
+
+    Log what is loaded, and the settings that have changed since."""
+    state = origin.state
+    if state is None:
+        return
+    what = "resuming from" if origin.resumes else "weights of"
+    logger.info(f"{what} {origin.path} (step {state['step']})")
+    load_model(model, state["model_state_dict"])
+    if not origin.resumes:
+        return
+    optimizers.load_state_dict(state["optimizer_state_dict"])
+    if start.changed:
+        changes = "; ".join(start.changed.values())
+        logger.warning(f"settings differ from the run so far: {changes}")
+    if READS & start.changed.keys():
+        logger.warning(
+            "they change which text a step reads: until each source begins its next epoch, some of "
+            "its text is read again, and some is skipped"
+        )
+    if start.progress.exploded:
         logger.warning(
             f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
             f"by --resume, and a new --ckpt_dir"
         )
-    return progress
 
 
 def changes_since(state: dict, plan: Plan, mixture: dict[str, Any]) -> dict[str, str]:
@@ -1549,13 +1602,11 @@ class Run:
         best = self.flags.keep_best and progress.is_best
         return (regular or best) and not progress.skipped
 
-    def out_of_patience(self) -> bool:
-        """Return whether --patience ends the run."""
-        return 0 < self.flags.patience <= self.progress.unimproved
-
     def ends(self) -> bool:
         """Return whether the run ends after this step."""
-        return self.is_done() or self.stop.agreed is not None or self.out_of_patience()
+        if self.is_done() or self.stop.agreed is not None:
+            return True
+        return self.progress.out_of_patience(self.flags.patience)
 
     def evaluate_and_sample(self):
         """Evaluate and sample, if it is due.
@@ -1624,15 +1675,6 @@ class Run:
                 self.model, length, n_loops, self.flags.seq_len
             )
         return self.costs[key]
-
-    def check_divergence(self):
-        """Raise Diverged after --max_skipped steps in a row that were not finite."""
-        skipped = self.progress.skipped
-        if skipped >= self.flags.max_skipped:
-            raise Diverged(
-                f"the last {skipped} steps had no finite loss or gradient, and changed no weight: "
-                f"resume with a lower --lr or more --warmup_steps"
-            )
 
 
 def train_step(run: Run) -> StepEvents:
@@ -1822,12 +1864,11 @@ def describe_start(run: Run, in_place: bool):
         f"{cost / 1e9:.2g} GFLOP per byte at {length:.2g} bytes per segment; checkpoints in "
         f"{flags.ckpt_dir}"
     )
-    if not run.is_done():
-        horizon = run.schedule.horizon
-        for line in horizon_warnings(plan, run.loader, horizon):
-            logger.warning(line)
-        for line in rise_warnings(plan, run.loader, progress, horizon, in_place):
-            logger.warning(line)
+    horizon = run.schedule.horizon
+    for line in horizon_warnings(plan, run.loader, horizon):
+        logger.warning(line)
+    for line in rise_warnings(plan, run.loader, progress, horizon, in_place):
+        logger.warning(line)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1885,9 +1926,8 @@ class StepLog:
         self.began = time.perf_counter()
         self.logged = self.began  # time of the last line
         self.paused = 0.0  # seconds, see pause
-        if progress.step < last_step:
-            meanings = ", ".join(column.meaning for column in self.columns)
-            logger.info(f"columns of a step: {meanings}")
+        meanings = ", ".join(column.meaning for column in self.columns)
+        logger.info(f"columns of a step: {meanings}")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -1948,28 +1988,29 @@ def odd_step_line(progress: RunProgress, plan: Plan) -> str:
     )
 
 
-def describe_end(run: Run, seconds: float):
-    """Log what a run that has ended by itself gave, and what a user can do next."""
-    progress = run.progress
+def describe_end(plan: Plan, start: Start, how: str):
+    """Log what a run that has ended by itself gave, and what a user can do next.
+
+    how: it ended, the last words of the line."""
+    progress = start.progress
     best = ""
     if math.isfinite(progress.best_loss):
         best = f"best validation loss {progress.best_loss:.4f}, "
-    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{seconds:.0f} s")
-    if run.plan.model_class is Spider:  # sample.py loads no other
-        logger.info(f"next: python sample.py {quoted(run.flags.ckpt_dir)}")
-    logger.info(outlook(run))
+    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{how}")
+    if plan.model_class is Spider:  # sample.py loads no other
+        logger.info(f"next: python sample.py {quoted(plan.flags.ckpt_dir)}")
+    logger.info(outlook(plan.flags, start))
 
 
-def outlook(run: Run) -> str:
+def outlook(flags: Flags, start: Start) -> str:
     """Return how to train longer after a run that has ended by itself."""
-    flags = run.flags
-    progress = run.progress
-    if run.out_of_patience():
+    progress = start.progress
+    if progress.out_of_patience(flags.patience):
         return (
             f"ended by --patience {flags.patience}: the last {progress.unimproved} evaluations did "
             f"not lower the validation loss; to continue, raise it, or set it to 0"
         )
-    if progress.step < run.schedule.horizon:
+    if progress.step < start.horizon:
         return "to continue, raise --max_steps"
     ends_it = [
         f"--{name}"
@@ -2039,24 +2080,21 @@ def open_run(
     return Opened(plan, describe_plan(plan, command, world), sources, origin)
 
 
-def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStack) -> Run:
-    """Build model and optimizers, restore the checkpoint, and open what a run writes."""
+def start_run(
+    opened: Opened, start: Start, world: World, stop: StopSignals, closing: ExitStack
+) -> Run:
+    """Build model and optimizers, and restore the checkpoint."""
     plan = opened.plan
-    origin = opened.origin
     flags = plan.flags
-    loader = Loader(opened.sources, flags.seq_len, flags.seed)
+    loader = start.loader
+    progress = start.progress
     validation = {}
     if flags.eval_every:
         validation = validation_sets(opened.sources, flags.seq_len, flags.eval_tokens)
     model = build_model(plan.model, plan, world)
     optimizers = optimizers_of(flags, model)
-    progress = restore(origin, plan, model, optimizers, loader)
-
-    bytes_left = max(0, flags.target_tokens - progress.bytes_seen)
-    horizon = progress.step + math.ceil(bytes_left / plan.step_bytes)
-    directory = Path(flags.ckpt_dir)
-    in_place = origin.resumes and origin.path is not None and origin.path.parent == directory
-    writer = open_writer(flags, progress, world, in_place)
+    restore(opened.origin, start, model, optimizers)
+    writer = open_writer(flags, progress, world, start.in_place)
     first = progress.next_sequence(flags.seq_len)
     run = Run(
         plan=plan,
@@ -2064,21 +2102,20 @@ def start_run(opened: Opened, world: World, stop: StopSignals, closing: ExitStac
         optimizers=optimizers,
         loader=loader,
         feed=Feed(loader, plan.layout, world.rank, world.device, progress.step, first),
-        schedule=Schedule(flags, loader, horizon),
+        schedule=Schedule(flags, loader, start.horizon),
         progress=progress,
         world=world,
         stop=stop,
         validation=validation,
         writer=writer,
-        last_step=flags.max_steps or horizon,
+        last_step=start.last_step,
     )
     if world.is_rank0:
-        open_logs(run, closing, in_place)
-    closing.callback(writer.thread.shutdown)
-    describe_start(run, in_place)
-    # A checkpoint has the optimizers' rate, here that of the last step. If this run ends without a
-    # step, its checkpoint must have it, too.
-    optimizers.set_lr(flags.lr, lr_factor(max(0, progress.step - 1), horizon, flags))
+        settings = asdict(flags)
+        run.tracker = start_wandb(flags.run, settings, progress, closing, start.in_place)
+    describe_start(run, start.in_place)
+    # A checkpoint has the rate of the last step, also where only its evaluation is left.
+    optimizers.set_lr(flags.lr, lr_factor(max(0, progress.step - 1), start.horizon, flags))
     return run
 
 
@@ -2103,15 +2140,13 @@ def open_writer(
     )
 
 
-def open_logs(run: Run, closing: ExitStack, in_place: bool):
-    """Open metrics.jsonl, wandb, and the curves that are drawn at the end."""
-    flags = run.flags
+def open_metrics(run: Run, closing: ExitStack):
+    """Open metrics.jsonl, and have the curves drawn at the end."""
     progress = run.progress
     stop = run.stop
-    directory = Path(flags.ckpt_dir)
+    directory = Path(run.flags.ckpt_dir)
     first_line = progress.step if progress.metrics else progress.step + 1
     run.metrics_file = closing.enter_context(Metrics(directory / "metrics.jsonl", first_line))
-    run.tracker = start_wandb(flags.run, asdict(flags), progress, closing, in_place)
     closing.callback(lambda: write_curves(directory, stop.agreed or stop.asked))
 
 
@@ -2133,6 +2168,10 @@ def main(
         if not world.is_rank0:
             return 0
         return print_dry_run(plan, opened.remarks, opened.sources, world)
+    start = start_of(opened.origin, plan, opened.sources)
+    if not world.on_rank0(lambda: has_work(start, plan.flags)):
+        describe_end(plan, start, "nothing left to train")
+        return 0
     memory = machine.memory_of(world.device, world.local_ranks)
     for line in (*opened.remarks, *map(str, opened.sources)):
         logger.info(line)
@@ -2140,10 +2179,10 @@ def main(
 
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
-    run = start_run(opened, world, stop, closing)
+    run = start_run(opened, start, world, stop, closing)
     has_others_weights = opened.origin.path is not None and not opened.origin.resumes
     del opened  # frees the checkpoint's state, which is in the model now, before passes take memory
-    if not run.is_done() and (plan.flags.precision == "fp8" or plan.flags.compile != "off"):
+    if plan.flags.precision == "fp8" or plan.flags.compile != "off":
         warm_up(run.model, plan, world.device)
     progress = run.progress
     if has_others_weights and run.validation:
@@ -2153,6 +2192,9 @@ def main(
     profiler = None
     if plan.flags.profile and world.is_rank0:
         profiler = start_profiler(Path(plan.flags.ckpt_dir), closing)
+    if world.is_rank0:  # not before: a signal up to here leaves the file as it is
+        open_metrics(run, closing)
+    closing.callback(run.writer.thread.shutdown)  # before the file is closed, which it syncs
     stop.begin_steps()
 
     # ----------------------------------------------------------------------------------------------
@@ -2167,7 +2209,7 @@ def main(
         ends = run.ends()  # asked once: a signal may arrive at any time
         if run.due_save(ends):
             run.save()
-        run.check_divergence()
+        progress.check_divergence(plan.flags.max_skipped)
         if ends:
             break
 
@@ -2195,7 +2237,7 @@ def main(
             f"stopped after step {progress.step}, which is saved in {directory}; the same command "
             f"resumes"
         )
-    describe_end(run, log.seconds())
+    describe_end(plan, start, f"{log.seconds():.0f} s")
     return 0
 
 

@@ -463,6 +463,14 @@ def path_name(text: str) -> str:
     return text
 
 
+def refuse_address(path: str):
+    """Raise DataError for an address, where a path of a file or directory is expected."""
+    if "://" in path and not os.path.exists(path):
+        raise DataError(
+            f"{path}: an address: download it first; a data set of the hub is named OWNER/NAME"
+        )
+
+
 def run_program(
     main: Callable[[], int | None],
     prog: str,

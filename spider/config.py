@@ -44,7 +44,7 @@ class SpiderConfig:
     intermediate_size: int = 4096  # width of the dense feed-forward in prelude and coda
     n_routed_experts: int = 32  # 0: only the shared expert, a dense feed-forward
     n_shared_experts: int = 1  # one SwiGLU of width n_shared_experts * moe_intermediate_size
-    n_experts_per_tok: int = 2
+    n_experts_per_tok: int = 2  # weighted to a sum of 1; a single one by its probability
     moe_intermediate_size: int = 512  # width of a routed expert; a multiple of 16
     expert_bias_rate: float = 0.001  # the selection bias moves by this in an optimizer step
     aux_loss_weight: float = 0.01

@@ -4,7 +4,7 @@
     json_records(file)                      # .json: an array, objects in a row, or JSON lines
     table_cells("a.parquet", file, "text")  # .parquet, .csv, .arrow
     hub_cells("HuggingFaceFW/fineweb-edu", "text", "sample-10BT", "train")
-    text_of(record, "text")                 # the text of a record, in UTF-8
+    text_of(record, "text")                 # the text of a record, in UTF-8, or why it has none
 
 Each reader holds a few MB at a time.
 
@@ -19,13 +19,15 @@ import csv
 import io
 import json
 import re
+import reprlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from spider.common import DataError, SpiderError
 
@@ -33,6 +35,17 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # file extension -> fsspec's nam
 MIB = 1 << 20
 LINE_LIMIT = 32 * MIB  # bytes of a JSON line. Parsing one may take 30 times its size.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8
+GIT_LFS = b"version https://git-lfs.github.com/spec/"
+UTF_16 = "UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`"
+# How files begin that are not the text that is meant, and what to do about them
+STARTS = {
+    b"\xff\xfe": UTF_16,
+    b"\xfe\xff": UTF_16,
+    GIT_LFS: "a Git LFS pointer instead of the file: run `git lfs pull`",
+    b"%PDF-": "a PDF: extract its text first, as by pdftotext",
+}
+# The bytes of text in all encodings but UTF-16 and UTF-32; BEL, BS and ESC are for terminals.
+TEXT_BYTES = b"\a\b\t\n\v\f\r\x1b" + bytes(range(32, 256))
 INSTALL = 'run: pip install -e ".[data]"'
 
 
@@ -49,6 +62,13 @@ def uncompressed_name(path: str | Path) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # Errors
+
+
+class Fault(NamedTuple):
+    """Why a record is skipped."""
+
+    kind: str  # faults are counted by it, so that it has nothing of the record
+    detail: str = ""  # of this record
 
 
 @contextmanager
@@ -92,19 +112,22 @@ def open_input(path: str, scratch: Path) -> IO[bytes]:
             raise DataError("-: standard input is closed")
         return copy_of(sys.stdin.buffer, path, scratch)
     file = open(path, "rb", MIB)
+    stream: IO[bytes] = file
     if is_compressed(path):
-        with file:
-            return copy_of(decompressed(file, path), path, scratch)
-    if file.seekable():
+        stream = decompressed(file, path)
+    elif file.seekable():
         return file
     with file:
-        return copy_of(file, path, scratch)
+        return copy_of(stream, path, scratch)
 
 
 def decompressed(file: IO[bytes], path: str) -> IO[bytes]:
-    """Return a stream of the content of a compressed file."""
+    """Return a stream of the content of a compressed file; of a Git LFS pointer, the pointer."""
     from fsspec.compression import compr  # torch needs fsspec, too
 
+    with any_error_as_data_error(path):
+        if file.peek().startswith(GIT_LFS):  # type: ignore[attr-defined]  # a BufferedReader
+            return file
     compression = COMPRESSIONS[Path(path).suffix.lower()]
     if compression not in compr:
         raise DataError(f"{path}: .zst needs backports.zstd; {INSTALL}")
@@ -156,7 +179,8 @@ def json_records(file: IO[bytes]) -> Iterator[object]:
     row, over several lines or not. Or they are its lines, if a line is a whole value by itself.
     """
     start = file.tell()
-    lines = first_two_lines(file)
+    not_blank = filter(bytes.strip, json_lines(file))
+    lines = list(islice(not_blank, 2))
     file.seek(start)
     first = lines[0].lstrip() if lines else b""
     if first.startswith(b"["):
@@ -169,17 +193,6 @@ def json_records(file: IO[bytes]) -> Iterator[object]:
     return json_lines(file) if has_line_records else json_values(file)
 
 
-def first_two_lines(file: IO[bytes]) -> list[bytes]:
-    """Return up to two lines that are not blank."""
-    lines: list[bytes] = []
-    for line in json_lines(file):
-        if line.strip():
-            lines.append(line)
-        if len(lines) == 2:
-            break
-    return lines
-
-
 def is_json(text: bytes, kind: type) -> bool:
     with suppress(ValueError, RecursionError):
         return isinstance(json.loads(text), kind)
@@ -189,8 +202,8 @@ def is_json(text: bytes, kind: type) -> bool:
 def json_values(file: IO[bytes]) -> Iterator[object]:
     """Yield the elements of a JSON array, or objects that follow one another in a file.
 
-    After a syntax error, or a value longer than LINE_LIMIT, no further value can be found: raise
-    ValueError with the kind of bad record.
+    After a syntax error, or a value longer than LINE_LIMIT, no further value can be found: the last
+    record is then a Fault.
 
     `datasets` is not used for this. It holds the whole array several times, and it changes texts: a
     date (2020-01-01) becomes a time, and a text beside a number in the same field gets quotes.
@@ -220,7 +233,7 @@ def json_values(file: IO[bytes]) -> Iterator[object]:
         if len(text) > LINE_LIMIT:
             break
     if text.strip() != (closing or ""):
-        raise ValueError(
+        yield Fault(
             f"not JSON, or longer than {LINE_LIMIT:,} bytes, and nothing is read from there on"
         )
 
@@ -237,11 +250,11 @@ def table_cells(path: str, file: IO[bytes], field: str) -> Iterator[object]:
         yield from read_cells(file, field)
 
 
-def check_column(field: str, names: Sequence[str]):
+def check_column(field: str, names: Collection[str]):
     """Raise ValueError if a table has no column `field`. In a CSV file without a header, the first
     row is taken for one."""
     if field not in names:
-        raise ValueError(f"no column {field!r} (--field), but {', '.join(names)[:200]}")
+        raise ValueError("".join(without_field(field, names)))
 
 
 def parquet_cells(file: IO[bytes], field: str) -> Iterator[object]:
@@ -251,8 +264,7 @@ def parquet_cells(file: IO[bytes], field: str) -> Iterator[object]:
     table = ParquetFile(file, buffer_size=MIB, pre_buffer=False)
     check_column(field, table.schema_arrow.names)
     for batch in table.iter_batches(100, columns=[field]):
-        for cell in batch.column(field):
-            yield cell.as_py()
+        yield from batch.column(field).to_pylist()
 
 
 def arrow_cells(file: IO[bytes], field: str) -> Iterator[object]:
@@ -275,8 +287,8 @@ def arrow_cells(file: IO[bytes], field: str) -> Iterator[object]:
 
 
 def csv_cells(file: IO[bytes], field: str) -> Iterator[object]:
-    """Yield the cells of a column as they stand; None for a row with more or fewer fields than the
-    header."""
+    """Yield the cells of a column as they stand; a Fault for a row with more or fewer fields than
+    the header."""
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
 
     def bounded_lines() -> Iterator[str]:
@@ -293,7 +305,8 @@ def csv_cells(file: IO[bytes], field: str) -> Iterator[object]:
         column = names.index(field)
         for row in rows:
             if row:
-                yield row[column] if len(row) == len(names) else None
+                is_whole = len(row) == len(names)
+                yield row[column] if is_whole else Fault("with more or fewer fields than line 1")
     except csv.Error as error:
         raise ValueError(f"line {rows.line_num:,}: {error}") from None
 
@@ -319,33 +332,68 @@ def hub_cells(name: str, field: str, config: str | None, split: str) -> Iterator
         # what it would log is in the exception
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         table = datasets.load_dataset(name, config, split=split, streaming=True)
+        if table.column_names is not None:
+            check_column(field, table.column_names)
         for row in table.select_columns([field]):
             yield row[field]
 
 
 # --------------------------------------------------------------------------------------------------
-# The text of a record
+# Texts
 
 
-def text_of(record: object, field: str) -> bytes | None:
+def fault_of(head: bytes, is_text: bool) -> str | None:
+    """Return why a file is not what is meant, given its first bytes; None if they show nothing.
+
+    is_text: it is read as it stands. Then its first 8 KiB (git judges by as many) may have at most
+    4 NULs and 5% of control bytes that texts do not have. A log may have a few of both; random
+    bytes have 9%, and formats that store texts among numbers have more NULs.
+    """
+    for start, fault in STARTS.items():
+        if head.startswith(start):
+            return fault
+    sample = head[:8192]
+    controls = sample.translate(None, TEXT_BYTES)
+    if is_text and (len(controls) > len(sample) / 20 or controls.count(0) > 4):
+        return "binary, or UTF-16 without a byte order mark: --binary takes any bytes"
+    return None
+
+
+def without_field(field: str, names: Collection[str]) -> Fault:
+    """Describe a record or a table that has fields of other names."""
+    shown = [name[:40] for name in islice(names, 12)]
+    if len(names) > len(shown):
+        shown.append("...")
+    return Fault(
+        f"without a text in {field!r}", f": it has {', '.join(shown) or 'nothing'}: --field NAME"
+    )
+
+
+def text_of(record: object, field: str) -> bytes | Fault | None:
     """Return the text of a record in UTF-8, None for a blank line.
 
     A record of type bytes is a JSON line. The text is an object's `field`, or the record itself.
-    Raise ValueError with the kind of bad record.
     """
+    if isinstance(record, Fault):
+        return record
     if isinstance(record, bytes):
         if not record.strip():
             return None
         if len(record) > LINE_LIMIT:
-            raise ValueError(f"longer than {LINE_LIMIT:,} bytes")
+            return Fault(f"longer than {LINE_LIMIT:,} bytes")
         try:
             record = json.loads(record.removeprefix(BYTE_ORDER_MARK).decode())
         except (ValueError, RecursionError):
-            raise ValueError("not JSON in UTF-8") from None
-    text = record.get(field) if isinstance(record, dict) else record
+            return Fault("not JSON in UTF-8")
+    text = record
+    if isinstance(record, dict):
+        if field not in record:
+            return without_field(field, record)
+        text = record[field]
     if not isinstance(text, str):
-        raise ValueError(f"without a text in {field!r} (--field)")
+        remedy = "; chat data: see docs/guide/data.md" if isinstance(text, dict | list) else ""
+        return Fault(f"without a text in {field!r}", f": it is {reprlib.repr(text)}{remedy}")
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise ValueError("with a lone surrogate, or not UTF-8") from None
+        return Fault("with a lone surrogate, or not UTF-8")

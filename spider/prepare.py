@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,23 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from spider.common import DataError, ProgressBar, durable, locked, note, say, sync
+from spider.common import (
+    DataError,
+    ProgressBar,
+    durable,
+    locked,
+    note,
+    refuse_address,
+    say,
+    sync,
+)
 from spider.inputs import (
     BYTE_ORDER_MARK,
     COMPRESSIONS,
     MIB,
     TABLES,
+    Fault,
+    fault_of,
     hub_cells,
     is_compressed,
     json_lines,
@@ -42,10 +53,9 @@ from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
-UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks of UTF-16
 
 # How a file is read, by its extension.
-KINDS = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "json"}
+KINDS = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON"}
 KINDS |= dict.fromkeys(TABLES, "table")
 
 # --------------------------------------------------------------------------------------------------
@@ -63,24 +73,12 @@ class Input(NamedTuple):
         """Return how many bytes will be read, None if that is not known before."""
         if self.kind in ("table", "hub", "stdin") or is_compressed(self.path):
             return None
-        try:
-            status = os.stat(self.path)
-        except OSError:  # opening it will fail, and report why
-            return 0
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+        return os.path.getsize(self.path) if os.path.isfile(self.path) else None
 
 
 class Document(NamedTuple):
     split: str
     pieces: Iterable[bytes]  # its text; read once, before the next document
-
-
-@dataclass
-class Skipped:
-    """Bad records or files of one kind."""
-
-    count: int
-    first_place: str
 
 
 @dataclass
@@ -94,20 +92,18 @@ class Documents:
     hub_config: str | None = None  # configuration of a data set of the hub
     hub_split: str = "train"  # split of a data set of the hub
     strict: bool = False
-    skipped: dict[str, Skipped] = dataclasses.field(default_factory=dict)  # by kind
+    binary: bool = False  # read any bytes as text
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by kind
+    # of each kind, the first one and its place
+    first_skipped: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def find(self, argument: str) -> list[Input]:
         """List the inputs that an argument of the command line names."""
         if argument == "-":
             return [Input("-", "stdin")]
-        if os.path.isdir(argument):
-            return self._find_in_directory(argument)
         if os.path.exists(argument):
-            path = str(Path(argument))
-            kind = self._kind_of(path)
-            if kind is None:
-                raise self._nothing_to_read(argument)
-            return [Input(path, kind)]
+            return self._find_files(argument)
+        refuse_address(argument)
         # Neither a dead link nor a mistyped name of a file is looked up at the hub.
         extension = Path(argument).suffix.lower()
         is_file = os.path.lexists(argument) or extension in KINDS or extension in COMPRESSIONS
@@ -115,24 +111,29 @@ class Documents:
             raise DataError(f"{argument}: no such file or directory")
         return [Input(argument, "hub")]
 
-    def _find_in_directory(self, directory: str) -> list[Input]:
-        """List the inputs below a directory in sorted order; say how many files are left out."""
+    def _find_files(self, argument: str) -> list[Input]:
+        """List a file, or the inputs below a directory in sorted order; say how many files are left
+        out."""
         unreadable: list[OSError] = []  # errors of directories
-        paths = sorted(map(Path, files_below(directory, unreadable.append)))
+        paths = [Path(argument)]
+        is_named = not os.path.isdir(argument)
+        if not is_named:
+            paths = sorted(map(Path, files_below(argument, unreadable.append)))
         for error in unreadable:
-            if error.filename == directory:
+            if error.filename == argument:
                 raise error
             self.skip(f"unreadable: {error.strerror}", error.filename)
         inputs = []
         for path in paths:
             kind = self._kind_of(path)
             if kind is not None:
-                inputs.append(Input(str(path), kind, is_named=False))
+                inputs.append(Input(str(path), kind, is_named))
         if not inputs and not unreadable:
-            raise self._nothing_to_read(directory)
+            extensions = " ".join(self.endings or KINDS)
+            raise DataError(f"{argument}: no {extensions} file; --ext names other text files")
         if len(inputs) < len(paths):
             note(
-                f"prepare: {directory}: skipped {len(paths) - len(inputs):,} other files; --ext "
+                f"prepare: {argument}: skipped {len(paths) - len(inputs):,} other files; --ext "
                 "names those to read as documents"
             )
         return inputs
@@ -144,10 +145,6 @@ class Documents:
             return "document" if name.endswith(self.endings) else None
         return KINDS.get(Path(name).suffix)
 
-    def _nothing_to_read(self, argument: str) -> DataError:
-        extensions = " ".join(self.endings or KINDS)
-        return DataError(f"{argument}: no {extensions} file; --ext names other text files")
-
     def read(self, source: Input, scratch: Path) -> Iterator[Document]:
         """Yield the documents of an input. `scratch`: directory for temporary copies, see
         open_input."""
@@ -155,25 +152,19 @@ class Documents:
             cells = hub_cells(source.path, self.field, self.hub_config, self.hub_split)
             yield from self._documents_of_records(cells, source.path)
             return
-        file = self._open(source, scratch)
-        if file is not None:
-            with file, naming(source.path):
-                yield from self._documents_of_file(file, source)
-
-    def _open(self, source: Input, scratch: Path) -> IO[bytes] | None:
-        """Open an input. One in a directory that cannot be opened is skipped: return None."""
-        if source.is_named:
-            return open_input(source.path, scratch)
-        if not os.path.isfile(source.path):
+        if not source.is_named and not os.path.isfile(source.path):
             self.skip("missing, a dead link or no regular file", source.path)
-            return None
+            return
         try:
-            return open_input(source.path, scratch)
+            file = open_input(source.path, scratch)
         except OSError as error:
-            if error.filename != source.path:  # of the copy in `scratch`
+            # a file that the command names, or the copy in `scratch`
+            if source.is_named or error.filename != source.path:
                 raise
             self.skip(f"unreadable: {error.strerror}", source.path)
-            return None
+            return
+        with file, naming(source.path):
+            yield from self._documents_of_file(file, source)
 
     def _documents_of_file(self, file: IO[bytes], source: Input) -> Iterator[Document]:
         path = source.path
@@ -182,15 +173,16 @@ class Documents:
         size = file.seek(0, os.SEEK_END) - start
         file.seek(start)
         kind = guess_kind(head[start:]) if source.kind == "stdin" else source.kind
+        fault = None if self.binary else fault_of(head, kind in ("text", "document"))
         if size == 0:
             self.skip("empty", path)
-        elif head.startswith(UTF_16_MARKS):
-            self.skip("UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`", path)
+        elif fault is not None:
+            self.skip(fault, path)
         elif kind == "table":
             yield from self._documents_of_records(table_cells(path, file, self.field), path)
-        elif kind == "lines":
+        elif kind == "JSON lines":
             yield from self._documents_of_records(json_lines(file), path)
-        elif kind == "json":
+        elif kind == "JSON":
             yield from self._documents_of_records(json_records(file), path)
         elif kind == "document":
             split = self._draw_split(pieces(file, size, path))
@@ -206,17 +198,11 @@ class Documents:
     def _documents_of_records(self, records: Iterator[object], path: str) -> Iterator[Document]:
         """Yield the documents of an input's records (see text_of), but for bad ones and blank
         lines."""
-        number = 0
-        while True:
-            number += 1
-            try:
-                text = text_of(next(records), self.field)
-            except StopIteration:
-                return
-            except ValueError as error:
-                self.skip(str(error), f"{path}:{number}")
-                continue
-            if text is not None:
+        for number, record in enumerate(records, 1):
+            text = text_of(record, self.field)
+            if isinstance(text, Fault):
+                self.skip(text.kind, f"{path}:{number}", text.detail)
+            elif text is not None:
                 yield Document(self._draw_split([text]), [text])
 
     def _draw_split(self, text: Iterable[bytes]) -> str:
@@ -231,33 +217,28 @@ class Documents:
         number = int.from_bytes(digest.digest(), "little")
         return "val" if number < self.val_fraction * 2**64 else "train"
 
-    def skip(self, kind: str, place: str):
-        """Count a bad record or file. kind: what is wrong with it; place: where it is."""
+    def skip(self, kind: str, place: str, detail: str = ""):
+        """Count a bad record or file. kind: what is wrong with it; place: where it is; detail: what
+        is printed of it, if it is the first of its kind."""
         if self.strict:
-            raise DataError(f"{place}: {kind}")
-        self.skipped.setdefault(kind, Skipped(0, place)).count += 1
+            raise DataError(f"{place}: {kind}{detail}")
+        self.skipped[kind] += 1
+        self.first_skipped.setdefault(kind, f"{kind}{detail} (first: {place})")
 
 
 def guess_kind(head: bytes) -> str:
     """Guess the kind of standard input by its first bytes, and say which one it is."""
-    kind, description = "text", "text"
+    kind = "text"
     if re.match(rb'\s*\{\s*"', head):
-        kind, description = "lines", "JSON lines"
+        kind = "JSON lines"
     elif re.match(rb'\s*\[\s*\{\s*"', head):
-        kind, description = "json", "a JSON array"
-    note(f"prepare: -: read as {description}, by its first bytes")
+        kind = "JSON"
+    note(f"prepare: -: read as {kind}, by its first bytes")
     return kind
 
 
 # --------------------------------------------------------------------------------------------------
 # Documents become shards
-
-
-class Totals(NamedTuple):
-    """Counts of a split. The fields are keys in metadata.json, in this order."""
-
-    ids: int
-    documents: int
 
 
 class UnfinishedShard:
@@ -330,10 +311,10 @@ class ShardWriter:
         self.unfinished = None
         self.new_documents = 0
 
-    def totals(self) -> Totals:
-        ids = sum(entry.ids for entry in self.entries)
+    def totals(self) -> dict[str, int]:
+        """Count ids and documents, by key of metadata.json."""
         documents = sum(entry.documents or 0 for entry in self.entries)
-        return Totals(ids, documents)
+        return dict(ids=sum(entry.ids for entry in self.entries), documents=documents)
 
 
 def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids: int):
@@ -369,7 +350,7 @@ def prepare(arguments: Sequence[str], out: Path, documents: Documents, shard_ids
                 ) from None
             raise
     counts = "; ".join(
-        f"{split} {total.ids:,} ids, {total.documents:,} documents"
+        f"{split} {total['ids']:,} ids, {total['documents']:,} documents"
         for split, total in totals.items()
     )
     say(f"{out}: {counts}")
@@ -402,9 +383,8 @@ def write_shards(
     """Write the documents of all inputs; return a writer for each split."""
     writers = {split: ShardWriter(out, split, shard_ids) for split in SPLITS}
     sizes = [source.size() for source in inputs]
-    known_sizes = [size for size in sizes if size is not None]
-    all_known = len(known_sizes) == len(sizes)
-    progress = ProgressBar("prepare", sum(known_sizes) if all_known else 0)
+    total = 0 if None in sizes else sum(size or 0 for size in sizes)
+    progress = ProgressBar("prepare", total)
     end = 0  # bytes of the inputs up to this one
     for source, size in zip(inputs, sizes, strict=True):
         for document in documents.read(source, out):
@@ -417,22 +397,21 @@ def write_shards(
     return list(writers.values())
 
 
-def report(arguments: Sequence[str], documents: Documents, totals: dict[str, Totals]):
+def report(arguments: Sequence[str], documents: Documents, totals: dict[str, dict[str, int]]):
     """Print what was skipped, and whether there is a validation split. Raise DataError without
     training data."""
     skipped = ", ".join(
-        f"{of_kind.count:,} {kind} (first: {of_kind.first_place})"
-        for kind, of_kind in documents.skipped.items()
+        f"{count:,} {documents.first_skipped[kind]}" for kind, count in documents.skipped.items()
     )
-    if not totals["train"].ids:
-        if totals["val"].ids:
+    if not totals["train"]["ids"]:
+        if totals["val"]["ids"]:
             reason = "every document fell into the validation split: lower --val_fraction"
         else:
             reason = skipped or "no document"
         raise DataError(f"{', '.join(arguments)}: nothing to train on: {reason}")
     if skipped:
         note(f"prepare: skipped {skipped}")
-    if not totals["val"].ids:
+    if not totals["val"]["ids"]:
         note(
             "prepare: no validation split: training will hold out the last 1% of its data; for a "
             "real one raise --val_fraction or add documents"
@@ -443,19 +422,20 @@ def write_metadata(
     arguments: Sequence[str],
     out: Path,
     documents: Documents,
-    totals: dict[str, Totals],
+    totals: dict[str, dict[str, int]],
     entries: Sequence[ShardEntry],
 ):
     metadata = dict(
         vocab_size=VOCAB_SIZE,
         dtype="uint16",
-        totals={split: total._asdict() for split, total in totals.items()},
+        totals=totals,
         inputs=arguments,
         field=documents.field,
         ext=documents.endings,
+        binary=documents.binary,
         val_fraction=documents.val_fraction,
         split_by="blake2b of the text",
-        skipped={kind: of_kind.count for kind, of_kind in documents.skipped.items()},
+        skipped=documents.skipped,
         shards=[entry._asdict() for entry in entries],
     )
     with durable(out / METADATA) as file:

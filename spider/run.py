@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from loguru import logger
 
 from spider import common
-from spider.common import Stopped, UsageError
+from spider.common import Diverged, Stopped, UsageError
 from spider.vocabulary import VOCAB_SIZE
 
 # --------------------------------------------------------------------------------------------------
@@ -94,6 +94,18 @@ class RunProgress:
     def is_best(self) -> bool:
         """Return whether the last step was evaluated, with the lowest loss so far."""
         return self.val_loss is not None and self.val_loss == self.best_loss
+
+    def out_of_patience(self, patience: int) -> bool:
+        """Return whether --patience ends the run."""
+        return 0 < patience <= self.unimproved
+
+    def check_divergence(self, max_skipped: int):
+        """Raise Diverged after --max_skipped steps in a row that were not finite."""
+        if self.skipped >= max_skipped:
+            raise Diverged(
+                f"the last {self.skipped} steps had no finite loss or gradient, and changed no "
+                f"weight: resume with a lower --lr or more --warmup_steps"
+            )
 
     def next_sequence(self, seq_len: int) -> int:
         """Return the index, from 0, of the next sequence of the data to train on."""

@@ -17,6 +17,8 @@ from spider.vocabulary import VOCAB_SIZE
 SPLITS = ("train", "val")
 METADATA = "metadata.json"
 ID_BYTES = 2  # of an id in a shard
+# a relative path without . and .., which would lead elsewhere
+SHARD_NAME = re.compile(r"((?!\.\.?/)[^/\0]+/)*[^/\0]*\.bin")
 
 
 class ShardEntry(NamedTuple):
@@ -29,22 +31,22 @@ class ShardEntry(NamedTuple):
     sha256: str  # of the file, in hexadecimal digits
 
 
+def raise_error(error: OSError):
+    raise error
+
+
 def files_below(
-    directory: str, on_unreadable: Callable[[OSError], None] | None = None
+    directory: str, on_unreadable: Callable[[OSError], None] = raise_error
 ) -> list[str]:
     """List the files below a directory, sorted, without hidden names.
 
     Links are followed. A file to which several paths lead is listed once, by the first of them, and
     a directory is searched once. The error of a directory that cannot be read is passed to
-    `on_unreadable`, or raised if that is None.
+    `on_unreadable`, or raised.
     """
-
-    def raise_error(error: OSError):
-        raise error
-
     searched = set()  # real paths of directories
     path_of: dict[str, str] = {}  # real path of a file -> the first path to it
-    walk = os.walk(directory, onerror=on_unreadable or raise_error, followlinks=True)
+    walk = os.walk(directory, onerror=on_unreadable, followlinks=True)
     for folder, subfolders, names in walk:
         real_folder = os.path.realpath(folder)
         if real_folder in searched:  # links may form a circle
@@ -106,9 +108,7 @@ def invalid_field(entry: object) -> str | None:
     if not isinstance(entry, dict):
         return "entry"
     name = entry.get("name")
-    if not isinstance(name, str) or not name.endswith(".bin") or "\0" in name:
-        return "name"
-    if os.path.isabs(name) or ".." in Path(name).parts or name != os.path.normpath(name):
+    if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
         return "name"
     if entry.get("split") not in SPLITS:
         return "split"

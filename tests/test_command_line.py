@@ -174,7 +174,7 @@ def test_smoke_run_learns_and_leaves_a_checkpoint_and_metrics(tmp_path, processe
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
 
     status, _, log = forked(processes, tmp_path, *argv)
-    assert status == 0 and "step 20)" in log
+    assert status == 0 and "done: step 20" in log
     assert "| loss" not in log  # nothing was left to do
 
 

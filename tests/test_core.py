@@ -111,6 +111,33 @@ def test_recomputation_keeps_the_first_routing_even_if_the_scores_change(monkeyp
     assert len(chosen) == 2 and torch.equal(*chosen)
 
 
+@pytest.mark.parametrize("backend", ("loop", "grouped"))
+@pytest.mark.parametrize("k", (1, 2, 3))
+def test_the_router_has_the_gradient_of_the_language_models_loss(k, backend):
+    """By the finite difference in its direction, in which the chosen experts stay the same."""
+    model = awake(small_config(n_experts_per_tok=k), dtype=torch.float64)
+    model.set_backend(backend)
+    router = model.core.layers[0].moe.router.weight
+    ids = text(2, 64)
+
+    def losses_and_loads(shift: float) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            router.add_(shift * direction)
+            out = model(ids, ids, noise_seed=0)
+            router.sub_(shift * direction)
+        return out.nats_per_byte, out.tokens_per_expert
+
+    out = model(ids, ids, noise_seed=0)
+    (gradient,) = torch.autograd.grad(out.nats_per_byte, router)
+    slope = gradient.norm()
+    direction = gradient / slope
+    before, load_before = losses_and_loads(-1e-4)
+    after, load_after = losses_and_loads(1e-4)
+    assert torch.equal(load_before, load_after)
+    assert slope > 1e-4
+    torch.testing.assert_close((after - before) / 2e-4, slope, rtol=1e-4, atol=0)
+
+
 def test_the_expert_bias_moves_towards_an_even_load():
     model = awake(small_config())
     model.update_expert_bias(torch.tensor([[4.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]))

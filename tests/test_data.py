@@ -395,6 +395,8 @@ def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
     assert found.val.read(0, 10).tolist() == [i % 256 for i in range(995, 1005)]
     assert found.val.where(0) == f"{tmp_path}/a.bin: byte offset 1990"
     assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
+    line = f"data: 995 training and 10 validation ids in {tmp_path} (the end of its data"
+    assert str(found).startswith(line)
 
 
 def test_mixture_names_directories_and_weights(tmp_path, in_tmp_path):
@@ -623,6 +625,7 @@ FAULTS = {
     "zero weight": (nothing, "web:0,code:1", "positive weights"),
     "nan weight": (nothing, "web:nan,code:1", "positive weights"),
     "no name": (nothing, ":1,code:1", "dir:weight"),
+    "address": (nothing, "https://host/web", "^https://host/web: an address: download it first"),
     "missing part": (nothing, "D/web:1,code:1", "^D/web: no such directory"),
 }
 
@@ -644,7 +647,7 @@ def test_bad_data_is_refused_with_its_place(tmp_path, make, spec, message):
 @pytest.fixture
 def prepared(in_tmp_path, capsys) -> Path:
     """Prepare eight shards in a directory `o`; return the path of one."""
-    Path("a.txt").write_bytes(bytes(range(256)) * 300)
+    Path("a.txt").write_bytes(bytes(range(32, 256)) * 343)
     prepare("a.txt --out o --shard_mb 0.02")
     capsys.readouterr()
     return Path("o/train-00001.bin")

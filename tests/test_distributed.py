@@ -393,13 +393,19 @@ def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(
     tmp_path, shards, processes, victim
 ):
     """Instead of the evaluation that is due then, which the next run catches up on. All leave their
-    group."""
+    group, also where no step is left, and where settings then differ."""
     argv = run_flags(shards, tmp_path / "run", "--eval_every", "5", steps=100)
     statuses, log = Job(processes, tmp_path, 2, argv, faults=[(signalled, victim, 4)]).end()
     assert statuses == [143, 143], log
     assert len(last_lines(log)) == 1 and IN_GROUP not in log, log
     assert "SIGTERM: stopped after step 5" in log
     assert final_state(tmp_path / "run")["step"] == len(metrics(tmp_path / "run")) == 5
+    ends = [*argv, "--max_steps", "5"]
+    statuses, log = Job(processes, tmp_path, 2, ends, ends, [*ends, "--lr", "0.5"]).end()
+    assert statuses == [2, 2], log
+    assert log.count("validation: loss") == log.count("writes nothing") == 1, log
+    (line,) = last_lines(log)
+    assert "settings differ: lr was" in line
 
 
 @pytest.mark.slow

@@ -149,14 +149,14 @@ def test_empty_cell_of_parquet_is_skipped(capsys):
     prepare("null.parquet --val_fraction 0 --out o")
     assert documents("o", "train") == [b"a", b"b"]
     err = capsys.readouterr().err
-    assert "skipped 1 without a text in 'text' (--field) (first: null.parquet:2)" in err
+    assert "skipped 1 without a text in 'text': it is None (first: null.parquet:2)" in err
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("a.parquet --field body", "no column 'body' (--field), but id, text"),
-        ("a.csv --field body", "no column 'body' (--field), but id, text"),
+        ("a.parquet --field body", "without a text in 'body': it has id, text: --field NAME"),
+        ("a.csv --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("broken.parquet", "magic bytes"),
         ("owner/set", "Hugging Face hub"),  # the tests are offline
     ],

@@ -1,5 +1,6 @@
 """data.py prepare: inputs and their documents, bad records, splits, kills; its command line."""
 
+import bz2
 import errno
 import gzip
 import io
@@ -37,6 +38,11 @@ def write(name: str, content: bytes):
     path.write_bytes(content)
 
 
+def random_text(n_bytes: int) -> bytes:
+    """Return random bytes in hexadecimal digits."""
+    return random.Random(0).randbytes(n_bytes).hex().encode()
+
+
 def json_line(text: str) -> str:
     return json.dumps(dict(text=text)) + "\n"
 
@@ -48,7 +54,7 @@ def json_line(text: str) -> str:
 def test_text_is_split_at_the_byte_where_everyone_splits_tinyshakespeare():
     text = random.Random(0).randbytes(1_115_394)
     write("in.txt", text)
-    prepare("in.txt --out o")
+    prepare("in.txt --binary --out o")
     assert documents("o", "train") == [text[:1_003_854]]
     assert documents("o", "val") == [text[1_003_854:]]
     [source] = open_data("o")
@@ -107,7 +113,7 @@ def test_same_text_falls_into_the_same_split_from_any_input(monkeypatch):
 def mixed() -> str:
     """Write a directory with a text, JSON lines (unicode, blank and long lines) and other files;
     return its name."""
-    write("in/a.txt", random.Random(0).randbytes(5000))
+    write("in/a.txt", random_text(2500))
     texts = ["plain", "", "na\u00efve \u4f60\u597d \U0001f577", 'quote " and \\ and\nnewline']
     texts += ["x" * n for n in range(0, 3000, 40)]
     lines = []
@@ -143,14 +149,14 @@ def test_with_ext_each_file_is_one_document_in_sorted_order():
     rng = random.Random(1)
     files = {}
     for i in range(100):
-        extension = ("py", "md", "RST")[i % 3]
+        extension = ("py", "txt", "RST")[i % 3]
         name = f"{'sub/' * (i % 3)}{rng.choice('abcdef')}{i}.{extension}"
-        files[name] = f"# \u00fc{i}\n".encode() + rng.randbytes(rng.randrange(300))
+        files[name] = f"# \u00fc{i}\n".encode() + random_text(rng.randrange(150))
     for name, content in files.items():
         write(f"in/{name}", content)
     write("in/sub/__init__.py", b"")
     write("in/x.jsonl", b"no JSON")
-    prepare("in --ext .py,md,.rst --out o")
+    prepare("in --ext .py,txt,.rst --out o")
     assert metadata("o")["skipped"] == {"empty": 1}
     train = documents("o", "train")
     val = documents("o", "val")
@@ -160,21 +166,11 @@ def test_with_ext_each_file_is_one_document_in_sorted_order():
     assert 3 < len(val) < 25
 
 
-def test_with_ext_a_txt_file_is_not_cut():
-    write("a.txt", b"0123456789")
-    prepare("a.txt --val_fraction 0.5 --out cut")
-    assert documents("cut", "train") == [b"01234"]
-    assert documents("cut", "val") == [b"56789"]
-    prepare("a.txt --ext .txt --out whole")
-    assert documents("whole", "train") == [b"0123456789"]
-    assert documents("whole", "val") == []
-
-
 @pytest.mark.parametrize(
     "raw, kind, train, val",
     [
         (b"0123456789" * 3, "text", [b"012345678901234"], [b"567890123456789"]),
-        (b'[\n {"text": "one"}, {"text": "two"}]', "a JSON array", [b"one", b"two"], []),
+        (b'[\n {"text": "one"}, {"text": "two"}]', "JSON", [b"one", b"two"], []),
         (b'\n{ "text": "one"}\n{"text": "two"}\n', "JSON lines", [b"one", b"two"], []),
     ],
 )
@@ -196,7 +192,7 @@ def test_text_that_spells_special_ids_becomes_bytes_alone():
     line = BYTE_ORDER_MARK + json_line(spelled).encode()
     write("a.txt", BYTE_ORDER_MARK + spelled.encode() + b"\xff\xfe")
     write("b.jsonl", line + line)
-    prepare("a.txt --val_fraction 0 --out a")
+    prepare("a.txt --binary --val_fraction 0 --out a")
     prepare("b.jsonl --val_fraction 0 --out b")
     assert documents("a", "train") == [spelled.encode() + b"\xff\xfe"]
     assert documents("b", "train") == 2 * [spelled.encode()]
@@ -220,16 +216,17 @@ def test_empty_split_is_a_warning_or_an_error_with_the_remedy(capsys):
 # JSON
 
 BAD_LINES = {
-    b"null": "without a text in 'text'",
-    b'["text"]': "without a text",
-    b'{"text": null}': "without a text",
-    b'{"body": "x"}': "without a text",
-    b'{"text": 5}': "without a text",
+    b"null": "without a text in 'text': it is None",
+    b'["text"]': "without a text in 'text': it is ['text']; chat data: see docs",
+    b'{"text": null}': "without a text in 'text': it is None",
+    b'{"body": "x", "id": 5}': "without a text in 'text': it has body, id: --field NAME",
+    b"{}": "without a text in 'text': it has nothing: --field NAME",
+    b'{"text": 5}': "without a text in 'text': it is 5",
+    b'{"text": [{"role": "a"}]}': "without a text in 'text': it is [{'role': 'a'}]; chat data: ",
     b'{"text": "fi': "not JSON",
     b"[" * 100_000: "not JSON",
     b'{"text": "\xff"}': "not JSON in UTF-8",
     b'{"text": "ab\\ud800"}': "with a lone surrogate",
-    b"5": "without a text",
     b'{"text": "' + b"x" * 150_000 + b'"}': "longer than",
 }
 
@@ -244,11 +241,18 @@ def test_bad_lines_are_skipped_and_counted_by_kind(monkeypatch, capsys, bad, kin
     err = capsys.readouterr().err
     assert f"prepare: skipped 2 {kind}" in err
     assert "(first: a.jsonl:3)" in err
-    [(skipped_kind, count)] = metadata("o")["skipped"].items()
-    assert skipped_kind.startswith(kind)
-    assert count == 2
+    assert list(metadata("o")["skipped"].values()) == [2]
     assert f"a.jsonl:3: {kind}" in error_line(capsys, "prepare a.jsonl --strict --out strict")
     assert os.listdir("strict") == []
+
+
+def test_records_with_other_fields_are_one_kind_of_which_little_is_printed(capsys):
+    records = [{"x" * 9999: "a"} | {f"{i} {k}": "b" for k in range(i)} for i in range(99)]
+    write("a.jsonl", LINE + "\n".join(map(json.dumps, reversed(records))).encode())
+    prepare("a.jsonl --val_fraction 0 --out o")
+    assert metadata("o")["skipped"] == {"without a text in 'text'": 99}
+    names = ", ".join(["x" * 40, *(f"98 {k}" for k in range(11)), "..."])
+    assert f": it has {names}: --field NAME (first: a.jsonl:2)\n" in capsys.readouterr().err
 
 
 JSON_LAYOUTS = {
@@ -285,7 +289,7 @@ def test_texts_of_a_json_array_are_not_changed():
     write("in.json", json.dumps(records).encode())
     prepare("in.json --val_fraction 0 --out o")
     assert documents("o", "train") == [text.encode() for text in texts]
-    assert metadata("o")["skipped"] == {"without a text in 'text' (--field)": 2}
+    assert metadata("o")["skipped"] == {"without a text in 'text'": 2}
 
 
 BAD_ENDS = [
@@ -317,12 +321,68 @@ def test_json_array_is_read_up_to_a_syntax_error(monkeypatch, capsys, end):
 # --------------------------------------------------------------------------------------------------
 # Bad files
 
+ENGLISH = b"It is a truth universally acknowledged, that a single man in possession\n" * 20
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+# what a file holds that is no text, and what the error says
+NO_TEXT = {
+    "UTF-16": (ENGLISH.decode().encode("utf-16"), "1 UTF-16: convert it by `iconv"),
+    "UTF-16 without a mark": (ENGLISH.decode().encode("utf-16-le"), "1 binary, or UTF-16"),
+    "UTF-16 of Chinese": ("\u4f60\u597d\uff0c\u5927\n".encode("utf-16-be") * 50, "1 binary"),
+    "PDF": (b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n", "1 a PDF: extract its text"),
+    "LFS": (POINTER, "1 a Git LFS pointer instead of the file: run `git lfs pull`"),
+    "PNG": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\2\0\0\0", "1 binary"),
+    "gzip": (gzip.compress(b"hello\n"), "1 binary, or UTF-16"),
+    "bzip2": (bz2.compress(ENGLISH), "1 binary"),
+    "random": (random.Random(0).randbytes(9000), "1 binary"),
+    "records of texts": ((b"\xd0\7\0\0\0\0\0\0" + ENGLISH) * 9, "1 binary"),
+}
 
-def test_utf_16_is_refused_with_the_remedy(capsys):
-    for name in ("a.txt", "a.jsonl"):
-        write(name, "some text".encode("utf-16"))
-        line = error_line(capsys, f"prepare {name} --out o")
-        assert f"UTF-16: convert it by `iconv -f UTF-16 -t UTF-8` (first: {name})" in line
+
+@pytest.mark.parametrize("content, message", NO_TEXT.values(), ids=NO_TEXT)
+def test_file_that_is_no_text_is_skipped_by_what_it_holds_unless_binary(
+    monkeypatch, capsys, content, message
+):
+    write("in/a.txt", content)
+    write("in/b.md", content)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    for command in ("in/a.txt", "in/b.md --ext .md", "-"):
+        line = error_line(capsys, f"prepare {command} --out none")
+        assert f"nothing to train on: {message}" in line
+    write("in/c.txt", ENGLISH)
+    assert "error: in/a.txt: " in error_line(capsys, "prepare in --strict --out none")
+    prepare("in --val_fraction 0 --out o")
+    assert documents("o", "train") == [ENGLISH]
+    assert f"prepare: skipped {message}" in capsys.readouterr().err
+    prepare("in --binary --val_fraction 0 --out all")
+    assert documents("all", "train") == [content, ENGLISH]
+
+
+@pytest.mark.parametrize("name", "a.jsonl a.json a.csv a.parquet a.txt.gz a.json.gz".split())
+def test_git_lfs_pointer_is_named_in_place_of_any_file(capsys, name):
+    write(name, POINTER)
+    assert f"run `git lfs pull` (first: {name})" in error_line(capsys, f"prepare {name} --out o")
+
+
+TEXTS = {
+    "UTF-8 with bad bytes": ENGLISH.replace(b"truth", b"tr\xffth"),
+    "Latin-1": "B\u00e4cker s\u00fc\u00dft \u00e7a\r\n".encode("latin-1") * 50,
+    "Windows-1252": "\u201cd\u00e9j\u00e0\u201d \u2013 \u20ac\n".encode("cp1252") * 50,
+    "KOI8-R": "\u0441\u044a\u0435\u0448\u044c \u0435\u0449\u0451\n".encode("koi8-r") * 50,
+    "Shift-JIS": "\u65e5\u672c\u8a9e\u306e\u30c6\n".encode("shift-jis") * 50,
+    "ISO-2022-JP": "\u65e5\u672c\u8a9e\u306e\u30c6\n".encode("iso2022_jp") * 50,
+    "terminal": b"\x1b[31mred\x1b[0m\x07 N\x08NA\x08A\f\n" * 50,
+    "a NUL in a log": b"12:00 started\n" * 9 + b"\0" + b"12:01 ended\n",
+    "colors of IRC": (ENGLISH + b"<bot> \x0304hello\x03\x0f\n") * 9,
+    "end of file in DOS": ENGLISH.replace(b"\n", b"\r\n") + b"\x1a",
+    "source code": Path(__file__).read_bytes(),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_text_in_any_encoding_is_read_as_it_stands(text):
+    write("a.txt", text)
+    prepare("a.txt --strict --val_fraction 0 --out o")
+    assert documents("o", "train") == [text]
 
 
 # of a directory, in the order in which they are met: a part of the reason
@@ -407,13 +467,20 @@ def test_dead_link_named_like_a_data_set_is_not_looked_up_at_the_hub(capsys):
 
 # (file to write, its content, arguments, what the error says)
 FAULTY = {
-    "no field": ("x.jsonl", LINE, "x.jsonl --field body", "without a text in 'body' (--field)"),
+    "no field": (
+        "x.jsonl",
+        LINE,
+        "x.jsonl --field body",
+        "nothing to train on: 1 without a text in 'body': it has text: --field NAME",
+    ),
     "only blank": ("x.jsonl", b"\n \n", "x.jsonl", "x.jsonl: nothing to train on: no document"),
     "empty": ("x.txt", b"", "x.txt", "1 empty (first: x.txt)"),
     "empty table": ("x.csv", b"", "x.csv", "1 empty (first: x.csv)"),
     "empty array": ("x.json", b"[ ]", "x.json", "x.json: nothing to train on: no document"),
-    "other JSON": ("x.json", b'{"a": [\n1]}', "x.json", "1 without a text in 'text' (--field)"),
+    "other JSON": ("x.json", b'{"a": [\n1]}', "x.json", "1 without a text in 'text': it has a: "),
     "missing": ("y.txt", b"a", "x.txt", "x.txt: no such file"),
+    "address": ("y.txt", b"a", "https://host/x.txt", "x.txt: an address: download it first"),
+    "address of the hub": ("y.txt", b"a", "hf://owner/set", "of the hub is named OWNER/NAME"),
     "missing JSON": ("y.txt", b"a", "d/x.json", "d/x.json: no such file"),
     "other kind": (
         "x.odt",
@@ -426,6 +493,7 @@ FAULTY = {
     "fraction": ("x.txt", b"a", "x.txt --val_fraction 1", "--val_fraction: '1' is not a number"),
     "size": ("x.txt", b"a", "x.txt --shard_mb 0", "--shard_mb: '0' is not a number"),
     "endless": ("x.txt", b"a", "x.txt --shard_mb 1e308", "--shard_mb: '1e308' is not a number"),
+    "empty name": ("x.txt", b"a", "x.txt --out=", "--out: '' is not a path"),
     "no input": ("x.txt", b"a", "", "INPUT"),
 }
 
@@ -435,10 +503,6 @@ def test_faulty_command_is_one_line_and_leaves_no_shard(capsys, name, content, a
     write(name, content)
     assert message in error_line(capsys, f"prepare --out o {arguments}")
     assert not Path("o").exists() or os.listdir("o") == []
-
-
-def test_empty_name_is_no_path(capsys):
-    assert "--out: '' is not a path" in error_line(capsys, ["prepare", "x.txt", "--out", ""])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -531,7 +595,7 @@ def last_error(code: str, name: str) -> str:
 
 
 def test_error_of_writing_names_the_directory_and_error_of_reading_the_input():
-    text = random.Random(0).randbytes(200_000)
+    text = random_text(100_000)
     write("a.txt", text)
     write("a.txt.gz", gzip.compress(text))
     Path("b.txt").symlink_to("/proc/self/mem")  # a file whose bytes cannot be read
@@ -587,7 +651,7 @@ def test_prepare_takes_little_memory_and_does_not_import_torch(tmp_path):
         status = data.main(sys.argv[1:])
         assert "torch" not in sys.modules
         sys.exit(status)"""
-    done, peak = measured(code, "prepare", tmp_path, "--out", tmp_path / "o")
+    done, peak = measured(code, "prepare", tmp_path, "--binary", "--out", tmp_path / "o")
     assert done.returncode == 0
     assert f"1 longer than 33,554,432 bytes (first: {tmp_path}/b.jsonl:2)" in done.stderr
     assert f"there on (first: {tmp_path}/c.json:1)" in done.stderr

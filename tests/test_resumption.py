@@ -232,7 +232,7 @@ def test_signal_ends_the_run_after_its_step_and_saves_it(
 
 
 def test_after_a_signal_evaluation_and_sample_are_left_to_the_resumed_run(
-    tmp_path, shards, train_small, new_log
+    tmp_path, shards, train_small, error_of, new_log
 ):
     """Until the process is killed there may be time only for saving."""
     directory = tmp_path / "run"
@@ -244,18 +244,21 @@ def test_after_a_signal_evaluation_and_sample_are_left_to_the_resumed_run(
     log = new_log()
     assert "evaluating" not in log and "continues" not in log
     assert "val_bpb" not in metrics(directory)[-1]
+    assert "settings differ: lr was" in error_of("--lr 0.5", steps=4)
     train_small("--sample_every 4", steps=4)
     assert final_state(directory)["val_loss"] > 0
     assert "step 4 continues" in new_log()
 
 
 @pytest.mark.parametrize("slow", ("open_data", "load_origin", "warm_up"))
-def test_signal_before_the_first_step_ends_the_run_at_once_and_saves_nothing(
-    tmp_path, start_job, slow
+def test_signal_before_the_first_step_ends_the_run_at_once_and_writes_nothing(
+    train_small, start_job, slow
 ):
+    directory = train_small("--precision fp8", steps=2)
+    before = contents(directory)
     status, last_line = end_by(start_job("--precision fp8", slow=slow))
     assert status == 128 + signal.SIGTERM and "before the first step" in last_line
-    assert not saved_steps(tmp_path / "run")
+    assert contents(directory) == before
 
 
 def test_signal_in_the_loop_but_before_the_first_step_is_no_error(
@@ -412,10 +415,45 @@ def test_checkpoint_continues_exactly_in_an_empty_directory(train_small):
     assert [line["step"] for line in metrics(other)] == [4, 5, 6, 7]
 
 
-def test_run_that_ends_where_it_began_still_saves_into_its_own_directory(train_small):
+NOTHING_LEFT = "no step is left to train, but settings differ: "
+
+
+@pytest.mark.parametrize(
+    "flags, steps, status, expected",
+    (
+        ("", 6, 0, "to continue, raise --max_steps"),
+        ("", 4, 0, "to continue, raise --max_steps"),
+        ("--keep_last 3 --ckpt_every 2 --log_every 3 --sample_every 2 --profile", 6, 0, "done: "),
+        ("--precision bf16 --moe_backend loop --recompute core", 6, 0, "done: step 6, 384 bytes"),
+        ("--lr 0.5 --seed 7", 5, 2, f"{NOTHING_LEFT}seed was 0, is 7; lr was 0.01, is 0.5: "),
+        ("--target_tokens 64", 0, 2, f"{NOTHING_LEFT}target_tokens was 12000000, is 64; warmup"),
+        ("--eval_tokens 64", 6, 2, f"{NOTHING_LEFT}eval_tokens was "),
+        ("--n_loops 3", 6, 2, f"{NOTHING_LEFT}n_loops was 2, is 3: "),
+        ("--set core_loss_weight=0.5", 6, 2, f"{NOTHING_LEFT}core_loss_weight was 0.0, is 0.5: "),
+    ),
+)
+def test_command_that_trains_no_step_leaves_the_run_as_it_is(
+    tmp_path, shards, train_small, capsys, flags, steps, status, expected
+):
+    """Also lines of metrics.jsonl after the checkpoint."""
+    directory = train_small()
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7}\n')
+    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    written = contents(directory)
+    capsys.readouterr()
+    assert train.command_line(run_flags(shards, directory, flags, steps=steps)) == status
+    assert expected in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+    assert contents(directory) == written
+
+
+def test_checkpoint_without_a_step_left_begins_no_run_in_another_directory(train_small, error_of):
     first = train_small(steps=2, ckpt="first")
-    other = train_small("--resume", first / "spider-step2.pt", steps=2, ckpt="other")
-    assert_same(final_state(other)["model_state_dict"], final_state(first)["model_state_dict"])
+    line = error_of(f"--resume {first}", ckpt="other", steps=2)
+    assert "no step is left to train: train longer (--max_steps, " in line
+    assert "or add --reset_steps" in line
+    assert not saved_steps(first.parent / "other")
 
 
 def test_going_back_or_starting_over_in_a_directory_is_refused(train_small, error_of):
@@ -516,14 +554,6 @@ def test_other_data_or_another_order_is_logged_to_repeat_text(
     ):
         train_small(flags, "--eval_every 0", steps=steps)
         assert ("is read again" in new_log()) == repeats, flags
-
-
-def test_run_beyond_its_last_step_has_no_advice_about_further_ones(train_small, new_log):
-    train_small("--eval_every 0 --target_tokens 640 --warmup_steps 0", steps=0)
-    train_small("--eval_every 0 --target_tokens 6400", steps=5)
-    log = new_log()
-    assert "done: step 10" in log
-    assert "ends the run at" not in log and "rate rises from" not in log
 
 
 def test_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(

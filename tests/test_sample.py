@@ -358,7 +358,7 @@ def test_a_prepared_directory_has_the_val_bpb_of_training(trained, figures):
 
 def test_files_are_scored_by_their_bytes_each_document_from_bos(trained, tmp_path, figures):
     """Documents of each kind of file, within a window and longer than it; beside a sum by hand."""
-    texts = ("abc de\xe9", "f", "gh abcdef " * 5)
+    texts = ("abc de\xe9", "f", "gh\0abcdef " * 5)  # the last one would be binary to `prepare`
     model = decoder_of(read_checkpoint(str(trained), Spider)[1], CPU, Spider)
     bits = 0.0
     for number, text in enumerate(texts):

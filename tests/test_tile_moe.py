@@ -176,15 +176,18 @@ def test_every_expert_has_rows_and_every_slot_a_row_of_its_expert(backend, kind,
     assert (rows < end[topk_idx]).all()
 
 
-def test_routing_selects_by_bias_and_weighs_by_probability():
+@pytest.mark.parametrize("backend", ("loop", "grouped", "triton", "tile"))
+@pytest.mark.parametrize("k", (1, 2, 3))
+def test_routing_selects_by_bias_and_weighs_by_probability(k, backend, kernels):
+    """A single expert's probability is not divided by itself."""
     score = torch.randn(8, E, requires_grad=True)
     bias = torch.tensor([10.0, 0, 0, 0, 0])
-    topk_idx, weights = route(score, bias, K, "grouped")
+    topk_idx, weights = route(score, bias, k, backend)
     assert (topk_idx == 0).any(1).all()
     chosen = score.softmax(-1).gather(1, topk_idx)
-    expected = chosen / chosen.sum(1, True)
+    expected = chosen if k == 1 else chosen / chosen.sum(1, True)
     torch.testing.assert_close(weights, expected)
-    upstream = torch.arange(16).view(8, 2)
+    upstream = torch.arange(1, 1 + 8 * k).view(8, k)
     (grad,) = torch.autograd.grad((weights * upstream).sum(), score)
     (expected_grad,) = torch.autograd.grad((expected * upstream).sum(), score)
     torch.testing.assert_close(grad, expected_grad)
