@@ -32,6 +32,7 @@ from spider import common
 
 if __name__ == "__main__":
     common.set_allocator()  # before torch is imported
+    common.exit_on_error(common.check_installed, "bench.py")
 
 import torch
 from torch import Tensor
@@ -372,7 +373,7 @@ SECTIONS: dict[str, Callable[[Bench], object]] = {
 
 def run(argv: list[str] | None) -> int:
     """Run sections, or the first hour; return 1 if one fails."""
-    parser = Parser(prog="bench.py", description=__doc__)
+    parser = Parser((train.flag_parser(),), prog="bench.py", description=__doc__)
     parser.add_argument(
         "--only", metavar="NAME,...", help=f"sections to run: {', '.join(SECTIONS)}"
     )

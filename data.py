@@ -29,10 +29,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from spider import common
+
+if __name__ == "__main__":
+    common.exit_on_error(partial(common.check_installed, "numpy"), "data.py")
 
 import numpy as np
 
@@ -864,6 +869,7 @@ def run_command(args: argparse.Namespace):
     elif args.command == "verify":
         verify(args.directory)
     else:
+        common.check_installed("torch")
         sources = [mock_source(args.seed)] if args.mock_data else open_data(args.directory)
         show(sources, args.seq_len, args.seed, args.first, args.count)
 

@@ -547,13 +547,14 @@ def print_table(figures: list[Figure]):
     rows: dict[tuple[str, str], dict[int, Figure]] = {}  # by number of loops
     for figure in figures:
         rows.setdefault((figure.checkpoint, figure.file), {})[figure.n_loops] = figure
-    columns_of_loops = [f"n_loops={n}" for n in loops]
-    lines = [["checkpoint", "file", "bytes", *columns_of_loops]]
+    lines = [["checkpoint", "file", "bytes"]]
+    lines[0] += [f"bits/byte, n_loops={n}" for n in loops]
     with_characters = any(
         f"{figure.bits_per_character:.4f}" != f"{figure.bits_per_byte:.4f}" for figure in figures
     )
     if with_characters:
-        lines[0] += ["characters", *columns_of_loops]
+        lines[0].append("characters")
+        lines[0] += [f"bits/character, n_loops={n}" for n in loops]
     for (checkpoint, file), by_loops in rows.items():
         any_of_them = next(iter(by_loops.values()))
         line = [one_line(checkpoint), one_line(file), f"{any_of_them.bytes:,}"]

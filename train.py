@@ -5,9 +5,8 @@
     torchrun --standalone --nproc_per_node 8 train.py --data_dir data --shards 8  # several GPUs
 
 The same command again resumes from the newest checkpoint in --ckpt_dir. All randomness is a
-function of (--seed, step), so an interrupted run ends like an uninterrupted one. `python train.py
---help` lists the flags, with the defaults of `original`; other models have recipes of their own
-(RECIPES in train.py), and the log shows what they set.
+function of (--seed, step), so an interrupted run ends like an uninterrupted one. --model chooses a
+recipe, which sets the defaults of other flags (RECIPES in train.py); the log shows them.
 """
 
 # From top to bottom: flags -> Plan, in stages that take values and return values -> the schedule ->
@@ -17,10 +16,11 @@ function of (--seed, step), so an interrupted run ends like an uninterrupted one
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,7 +209,7 @@ class Flags:
         False,
         "clear the Engram tables at the start of each further epoch, since they memorize the text",
         recorded=True,
-        negatable=True,
+        alias=("no-engram_reset", False, "do not clear them"),
     )
     schedule: str = flag(
         "cosine",
@@ -407,7 +407,10 @@ def parse_args(
 
     Raise UsageError for a bad value, or for flags that contradict one another."""
     parser = flag_parser()
-    of_argv = parser.given(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if HELP & {*words}:
+        print_help([word for word in words if word not in HELP], environ)
+    of_argv = parser.given(words)
     of_environ: dict[str, Any] = {}
     for name in ENVIRONMENT:
         variable = environ.get(name.upper())
@@ -430,7 +433,8 @@ def merged(weaker: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Merge the flags of a weaker source into those given by stronger ones.
 
     A weaker value is dropped if the flag itself, or one of its ALTERNATIVES, is given."""
-    dropped = {name for names in ALTERNATIVES if given.keys() & {*names} for name in names}
+    chosen = {name for name, value in given.items() if value is not False}
+    dropped = {name for names in ALTERNATIVES if chosen & {*names} for name in names}
     kept = {name: value for name, value in weaker.items() if name not in dropped}
     return kept | given
 
@@ -444,6 +448,28 @@ def default_ckpt_dir(flags: Flags) -> str:
     if flags.reset_steps and flags.resume:
         directory = os.path.join(directory, f"from-{Path(flags.resume).stem}")
     return directory
+
+
+HELP = {"-h", "--help"}
+
+
+def print_help(words: list[str], environ: Mapping[str, str]):
+    """Print the flags, with the defaults of the recipe that a command line would take, and exit.
+
+    The recipe of a new run: torch, to look at the GPU or into a checkpoint, takes seconds."""
+    flags = Flags()
+    with suppress(UsageError):
+        flags = parse_args(words, environ).flags
+    recipe = flags.model
+    if recipe == "auto":
+        has_gpu = flags.device != "cpu" and shutil.which("nvidia-smi")
+        recipe = "1b" if has_gpu else "tiny"
+    parser = flag_parser()
+    parser.description = f"{__doc__}\nThe defaults below are those of --model {recipe}."
+    parser.set_defaults(**RECIPES[recipe].values)
+    parser.set_defaults(**dict.fromkeys(RECIPES[recipe].rules, "computed from the horizon"))
+    parser.print_help()
+    parser.exit()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -689,14 +715,14 @@ def check_minutes(flags: Flags, recorded: Mapping[str, Any]):
     if before == flags.minutes:
         return
     start = "without --minutes"
-    remedy = "leave it out"
+    remedy = "leave --minutes out"
     if before is not None:
-        start = f"for --minutes {before:g}"
-        remedy = "give that"
-    another = "add --reset_steps" if flags.resume else "name a new --ckpt_dir"
+        start = f"with --minutes {before:g}"
+        remedy = f"give --minutes {before:g}"
+    another = "add --reset_steps and " if flags.resume else ""
     raise UsageError(
-        f"--minutes {flags.minutes:g}: this resumes a run of {recorded.get('target_tokens', 0):,} "
-        f"bytes that was started {start}: {remedy} to continue it; or {another} to start another"
+        f"--minutes {flags.minutes:g}: the run that this command continues was started {start}: "
+        f"{remedy} to continue it, or {another}name a new --ckpt_dir to start another run"
     )
 
 
@@ -1587,17 +1613,18 @@ class Run:
 
         A signal interrupts both, but not the record of an evaluation: it would be half made."""
         progress = self.progress
-        numbers = self.stop.may_interrupt(self.evaluate)
+        numbers = self.stop.may_interrupt(self.evaluate_if_due)
         if numbers is not None:
             regular = progress.step % self.flags.eval_every == 0
             progress.record_evaluation(numbers, counts=regular)
             self.writer.mark_unsaved(progress.step)  # a resumed checkpoint lacks the evaluation
         self.stop.may_interrupt(self.sample)
 
-    def evaluate(self) -> dict[str, float] | None:
-        """Evaluate, if it is due."""
-        if not self.due_evaluation():
-            return None
+    def evaluate_if_due(self) -> dict[str, float] | None:
+        return self.evaluate() if self.due_evaluation() else None
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the model as it is."""
         rows = max(self.flags.micro_batch, EVAL_BYTES // self.flags.seq_len)
         return evaluate(self.model, self.validation, rows, self.flags.n_loops, self.world)
 
@@ -1713,8 +1740,8 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
         )
     if flags.minutes:
         lines.append(
-            f"--minutes chooses only at the start of a run, of which --target_tokens is "
-            f"{flags.target_tokens:,}; to train longer, replace it by --target_tokens"
+            f"--minutes {flags.minutes:g} set this run's horizon, {flags.target_tokens:,} bytes, "
+            f"when the run was started; to train longer, give --target_tokens instead"
         )
     recipe = RECIPES[plan.recipe]
     by_recipe = (recipe.values.keys() | recipe.rules.keys()) - given
@@ -1740,10 +1767,10 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
 
 def pasteable(name: str, value: object) -> str:
     """Format a flag as on the command line."""
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
+    if value is True:
+        return f"--{name}"
     text = str(value)
-    separator = "=" if text.startswith("-") else " "
+    separator = "=" if value is False or text.startswith("-") else " "
     return f"--{name}{separator}{shlex.quote(text)}"
 
 
@@ -1770,6 +1797,14 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
             f"the horizon is only {horizon:,} steps: fewer bytes a step (--global_batch {better}, "
             f"without --micro_batch and --grad_accum) give a lower loss, more slowly on a GPU"
         )
+    last = min(horizon, flags.max_steps or horizon)
+    ends_in_warmup = flags.warmup_steps >= last and not flags.mock_data
+    if ends_in_warmup:
+        factor = lr_factor(last - 1, horizon, flags)
+        warnings.append(
+            f"the warm-up is not over at step {last:,}, where the learning rate is {factor:.0%} of "
+            f"the peak: lower --warmup_steps from {flags.warmup_steps:,} to {last // 5:,}"
+        )
     if flags.max_steps > horizon:
         least = flags.lr * flags.min_lr_fraction
         warnings.append(
@@ -1777,7 +1812,7 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
             f"steps after it run at the minimum learning rate, {least:.2e}; raise --target_tokens "
             f"for a schedule over all of them"
         )
-    elif flags.max_steps and flags.max_steps < horizon and not flags.mock_data:
+    elif last < horizon and not flags.mock_data and not ends_in_warmup:
         factor = lr_factor(flags.max_steps - 1, horizon, flags)
         if factor > 2 * flags.min_lr_fraction:
             warnings.append(
@@ -2145,10 +2180,14 @@ def main(
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint
     run = start_run(opened, start, world, stop, closing)
+    has_others_weights = opened.origin.path is not None and not opened.origin.resumes
     del opened  # frees the checkpoint's state, which is in the model now, before passes take memory
     if plan.flags.precision == "fp8" or plan.flags.compile != "off":
         warm_up(run.model, plan, world.device)
     progress = run.progress
+    if has_others_weights and run.validation:
+        logger.info("before the first step:")
+        run.evaluate()  # for the log alone: step 0 is never saved, so it is no best loss
     log = StepLog(plan, world.device, progress, run.last_step)
     profiler = None
     if plan.flags.profile and world.is_rank0:

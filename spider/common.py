@@ -5,10 +5,13 @@ other people's names has its control characters escaped.
 """
 
 import argparse
+import difflib
 import errno
+import importlib.util
 import math
 import os
 import platform
+import re
 import secrets
 import shlex
 import signal
@@ -155,20 +158,148 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keep line breaks of the description, and show defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        is_switch = isinstance(action.default, bool)
-        hidden = is_switch or action.default in (None, argparse.SUPPRESS)
-        return action.help if hidden else f"{action.help} (default: {action.default})"
+        default = action.default
+        is_off = action.nargs == 0 and default != action.const
+        if is_off or default is None or default is argparse.SUPPRESS:
+            return action.help
+        return f"{action.help} (default: {default})"
+
+
+# By script: our flag, or what to give instead, and its names in nanoGPT, nanochat and the libraries
+# of Hugging Face
+OTHER_NAMES = {
+    "train.py": {
+        "--micro_batch": "batch_size device_batch_size per_device_train_batch_size",
+        "--grad_accum": "gradient_accumulation_steps grad_accum_steps",
+        "--global_batch BYTES": "total_batch_size",
+        "--seq_len": "block_size max_seq_len max_seq_length max_length context_length",
+        "--target_tokens BYTES (epochs times the text)": "epochs num_epochs num_train_epochs",
+        "--max_steps": "max_iters num_iterations num_steps steps",
+        "--lr": "learning_rate max_lr matrix_lr embedding_lr",
+        "--min_lr_fraction": "min_lr final_lr_frac",
+        "--warmup_steps": "warmup_iters warmup_ratio num_warmup_steps",
+        "--schedule": "lr_scheduler_type decay_lr",
+        "--beta1": "adam_beta1",
+        "--beta2": "adam_beta2",
+        "--optimizer": "optim",
+        "--grad_clip": "max_grad_norm gradient_clipping",
+        "--eval_every": "eval_interval eval_steps",
+        "--eval_tokens": "eval_iters",
+        "--ckpt_every": "save_interval save_steps save_every",
+        "--keep_last": "save_total_limit",
+        "--keep_best": "load_best_model_at_end",
+        "--log_every": "log_interval logging_steps",
+        "--ckpt_dir": "out_dir output_dir save_dir checkpoint_dir",
+        "--data_dir": "dataset dataset_name data train_file",
+        "--resume": "init_from resume_from_checkpoint resume_from_step",
+        "--resume DIR --reset_steps": "model_name_or_path",
+        "--run": "run_name wandb_run_name wandb_log wandb_project report_to",
+        "--model, or --set hidden_size=N": "depth n_layer n_embd n_head hidden_size",
+        "--precision": "dtype bf16 fp16 fp8 mixed_precision",
+        "--recompute": "gradient_checkpointing",
+        "--device": "device_type",
+    },
+    "sample.py": {
+        "--bytes": "max_new_tokens max_tokens max_length length",
+        "--samples": "num_samples num_return_sequences",
+        "--prompt": "start input",
+        "--temperature 0": "do_sample greedy",
+        "its path, without a flag": "ckpt checkpoint ckpt_dir out_dir model model_name_or_path",
+        "--batch": "batch_size",
+        "--seq_len": "block_size max_seq_len",
+        "--precision": "dtype",
+    },
+    "data.py": {
+        "--out": "output output_dir out_dir",
+        "--field": "text_column text_field column key",
+        "--config": "dataset_config subset",
+        "--val_fraction": "val_split val_ratio test_size",
+        "--shard_mb": "shard_size",
+        "its path, without a flag": "input input_file dataset data data_dir",
+    },
+}
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that refuses abbreviated flags, raises UsageError, and tells the flags that
+    """ArgumentParser that raises UsageError, with the flag that is meant for an unknown one. It
+    refuses abbreviations, takes --NAME=True and --NAME=False for a switch, and tells the flags that
     are given from those that are not."""
 
-    def __init__(self, **options):
+    def __init__(self, passes_on_to: tuple["Parser", ...] = (), **options):
+        """passes_on_to: parsers of the words that parse_known_args returns."""
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
+        self.parsers = (self, *passes_on_to)
 
     def error(self, message: str):
         raise UsageError(f"{message}; see python {self.prog} --help")
+
+    def parse_args(self, args=None, namespace=None):
+        namespace, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error(self.describe_unknown(rest[0].partition("=")[0]))
+        return namespace
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse the flags; return the namespace and the words that no flag takes. An unknown flag
+        is an error."""
+        known = {name for parser in self.parsers for name in parser._option_string_actions}
+        words = list(sys.argv[1:] if args is None else args)
+        unknown = []
+        kept = []
+        switched_off = []
+        for i, word in enumerate(words):
+            is_flag = re.match("--?[A-Za-z]", word) and " " not in word
+            if word == "--" or (self._subparsers and not is_flag):
+                kept += words[i:]  # these are no flags, or another parser's
+                break
+            name = word.partition("=")[0]
+            if is_flag and name not in known:
+                unknown.append(self.describe_unknown(name))
+                continue
+            shorter = self.without_truth(word)
+            if shorter is not None:
+                kept.append(shorter)
+            elif self._option_string_actions[name].const is True:  # not that of an alias
+                switched_off.append(self._option_string_actions[name].dest)
+        if unknown:
+            self.error("; ".join(unknown))
+        namespace, rest = super().parse_known_args(kept, namespace)
+        for name in switched_off:
+            setattr(namespace, name, False)
+        return namespace, rest
+
+    def without_truth(self, word: str) -> str | None:
+        """Return --NAME for --NAME=True of a switch, None for --NAME=False, and any other word as
+        it is."""
+        name, equals, value = word.partition("=")
+        action = self._option_string_actions.get(name)
+        if not equals or action is None or action.const is None:
+            return word
+        if value.lower() == "true":
+            return name
+        if action.nargs != 0:  # it takes other values, too
+            return word
+        if value.lower() != "false":
+            self.error(f"argument {name}: {value!r} is neither True nor False")
+        return None
+
+    def describe_unknown(self, name: str) -> str:
+        """Describe an unknown flag or word, with the flag that is meant, if any is like it."""
+        meant: dict[str, str] = {}  # what to use, by a name without dashes
+        for parser in self.parsers:
+            script = parser.prog.partition(" ")[0]  # of a subcommand, too
+            for remedy, names in OTHER_NAMES.get(script, {}).items():
+                meant |= dict.fromkeys(names.split(), remedy)
+        for parser in self.parsers:
+            meant |= {without_dashes(flag): flag for flag in parser._option_string_actions}
+        plain = without_dashes(name)
+        if plain.endswith((".toml", ".py")) and "config" in meant:
+            return f"{name}: give a config file, which is TOML, by --config"
+        if plain in meant:
+            return f"unknown flag {name}: use {meant[plain]}"
+        for nearest in difflib.get_close_matches(plain, meant, 1):
+            return f"unknown flag {name}: the nearest is {meant[nearest]}"
+        return f"unknown flag {name}"
 
     def given(self, argv: Sequence[str] | None) -> dict:
         """Parse argv; return the values of the flags that it sets, without defaults."""
@@ -183,17 +314,14 @@ class Parser(argparse.ArgumentParser):
     def value(self, name: str, value, source: str) -> dict:
         """Parse the value of a flag as read from `source`, as it would be parsed on the command
         line."""
-        flags = self._option_string_actions
-        words = [f"--{name}={value}"]
-        if value is True:
-            words = [f"--{name}"]
-        elif value is False and flags[f"--{name}"].nargs == 0:
-            can_be_negated = f"--no-{name}" in flags  # any other switch is off by default
-            words = [f"--no-{name}"] if can_be_negated else []
         try:
-            return self.given(words)
+            return self.given([f"--{name}={value}"])
         except UsageError as fault:
             raise UsageError(f"{source}: {fault}") from None
+
+
+def without_dashes(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_").lower()
 
 
 @dataclass(frozen=True)
@@ -206,7 +334,6 @@ class FlagSpec:
     recorded: bool  # checkpoints have its value
     reads: bool  # it decides which sequences a step reads
     evaluates: bool  # it decides which bytes an evaluation reads
-    negatable: bool  # a switch that is on or off by default: --NAME and --no-NAME
     alias: tuple[str, object, str] | None  # another flag that sets a value: name, value, help
     options: Mapping[str, Any]  # of argparse: type, choices, metavar, nargs, const
 
@@ -220,14 +347,11 @@ def flag(
     recorded: bool = False,
     reads: bool = False,
     evaluates: bool = False,
-    negatable: bool = False,
     alias: tuple[str, object, str] | None = None,
     **options: Any,
 ) -> Any:
     """Declare a flag as a field of a frozen dataclass; see FlagSpec."""
-    spec = FlagSpec(
-        help, heading, environment, recorded, reads, evaluates, negatable, alias, options
-    )
+    spec = FlagSpec(help, heading, environment, recorded, reads, evaluates, alias, options)
     return field(default=default, metadata={"flag": spec})
 
 
@@ -244,9 +368,7 @@ def add_flags(parser: argparse.ArgumentParser, table: type):
         if spec.heading:
             group = parser.add_argument_group(spec.heading)
         options = dict(spec.options)
-        if spec.negatable:
-            options["action"] = argparse.BooleanOptionalAction
-        elif isinstance(one.default, bool):
+        if isinstance(one.default, bool):
             options["action"] = "store_true"
         group.add_argument(f"--{one.name}", default=one.default, help=spec.help, **options)
         if spec.alias is not None:
@@ -270,7 +392,7 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
         raise UsageError(f"--config: {path}: {fault.strerror}") from None
     except (ValueError, RecursionError) as fault:
         raise UsageError(f"--config: {path}: {fault}") from None
-    # By first name: neither -h, --help nor --no-... of a switch
+    # By first name: not --help, whose first name is -h
     actions = {
         action.option_strings[0]: action for action in parser._actions if action.dest != "config"
     }
@@ -283,7 +405,7 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
             continue
         action = actions.get(f"--{name}")
         if action is None:
-            raise UsageError(f"--config: {path}: unknown flag {name}")
+            raise UsageError(f"--config: {path}: {parser.describe_unknown(name)}")
         if action.dest in assigned:
             raise UsageError(f"--config: {path}: {name} is set twice")
         assigned.add(action.dest)
@@ -400,6 +522,24 @@ def open_closed_streams():
             setattr(sys, name, open(os.devnull, "w"))
 
 
+def exit_on_error(check: Callable[[], None], prog: str):
+    """Run a check of a script before its imports; exit with one line if it raises an error."""
+    status = run_program(check, prog)
+    if status:
+        sys.exit(status)
+
+
+def check_installed(*packages: str):
+    """Raise UsageError if packages are missing, by default those that training imports."""
+    needed = packages or ("numpy", "torch", "loguru")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{sys.executable} has no {', '.join(missing)}: activate the environment that has "
+            f"Spider, or install it by pip install -e ."
+        )
+
+
 def check_flags_early(parse_args: Callable, prog: str):
     """Check the command line of a script before it imports torch, which takes seconds; exit if it
     is bad.
@@ -408,11 +548,10 @@ def check_flags_early(parse_args: Callable, prog: str):
 
     def check() -> None:
         parse_args()
+        check_installed()
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    status = run_program(check, prog)
-    if status:
-        sys.exit(status)
+    exit_on_error(check, prog)
     print(f"{prog}: starting", file=sys.stderr)
 
 

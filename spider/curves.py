@@ -3,10 +3,6 @@
     python -m spider.curves OUT.png checkpoints/a checkpoints/b
     python -m spider.curves OUT.png "default=checkpoints/a" "three loops=checkpoints/b"
 
-    charts_of      what is drawn of a run, as plain values
-    draw_curves    draw runs into a picture
-    write_curves   draw curves.png at a run's end
-
 Every chart shows one quantity over the bytes seen: the logged values as a thin line, their moving
 average as a thick one, validation as dots; vertical lines are the beginnings of epochs. Only charts
 with data are drawn. matplotlib is imported only to draw.
@@ -17,7 +13,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from loguru import logger
@@ -29,41 +25,24 @@ from spider.run import read_lines
 POINTS = 300  # per curve, each a mean over equally many steps
 SMOOTH = 1 / 40  # of a curve, to each side of a point in its moving average
 EPOCHS = 30  # the beginnings of more are not marked
+PANELS = 4  # at most, side by side
 
-
-class Point(NamedTuple):
-    x: float  # million bytes
-    y: float
-
-
-class Curve(NamedTuple):
-    style: str  # key of STYLES
-    label: str
-    points: list[Point]
-
-    @property
-    def values(self) -> list[float]:
-        return [point.y for point in self.points]
-
-
-Charts = dict[str, list[Curve]]  # of one run, by title
+Runs = dict[str, list[dict]]  # lines of metrics.jsonl by label
 
 
 class Chart(NamedTuple):
-    """A row of the table of charts."""
-
     title: str
     name: str  # key in metrics.jsonl
     factor: float = 1  # by which its values are multiplied
-    validation: str | None = None  # key of the validation values
+    validation: str = ""  # key of the validation values
 
 
-BITS = "bits per byte"
-LOOPS = "loops until halting"
+LOSS = Chart("bits per byte", "loss", 1 / math.log(2), "val_bpb")
+LOOPS = Chart("loops until halting", "mean_loops")
 CHARTS = (
-    Chart(BITS, "loss", 1 / math.log(2), "val_bpb"),
+    LOSS,
     Chart("bytes per segment", "bytes_per_segment", validation="val_bytes_per_segment"),
-    Chart(LOOPS, "mean_loops"),
+    LOOPS,
     Chart("learning rate", "lr"),
     Chart("gradient norm", "grad_norm"),
     Chart("load of the busiest expert (1 is even)", "expert_balance"),
@@ -72,18 +51,13 @@ CHARTS = (
 BY_SOURCE = "validation by source, bits per byte"
 SOURCE = "val_bpb/"  # prefix of its keys
 
-STYLES: dict[str, dict[str, Any]] = {
-    "raw": {"lw": 0.7, "alpha": 0.35},
-    "line": {"lw": 1.4},
-    "dot": {"marker": "o", "ms": 4, "ls": ""},
-    "epoch": {"lw": 0.8, "ls": ":"},
-}
-GREY = "0.4"
-PANELS = 4  # at most, side by side
-PANEL = (3.6, 3.1)  # inches
-
 # --------------------------------------------------------------------------------------------------
 # What is drawn
+
+
+class Curve(NamedTuple):
+    x: np.ndarray  # million bytes
+    y: np.ndarray
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -97,80 +71,42 @@ def finite(line: dict) -> dict:
     return {name: value for name, value in line.items() if value is not None}
 
 
-def charts_of(lines: list[dict]) -> Charts:
-    """Return the curves of a run by title of their chart. Curves without points are left out, and
-    charts without curves."""
-    charts: Charts = {}
-    for chart in CHARTS:
-        raw = points_of(lines, chart.name, chart.factor)
-        charts[chart.title] = [
-            Curve("raw", "", raw),
-            Curve("dot", "validation", points_of(lines, chart.validation)),
-            Curve("line", "training", smoothed(raw)),
-        ]
-    charts[BY_SOURCE] = []
-    for name in source_names(lines):
-        label = one_line(name.removeprefix(SOURCE))
-        charts[BY_SOURCE].append(Curve("line", label, points_of(lines, name)))
-
-    drawn = {}
-    for title, curves in charts.items():
-        with_points = [curve for curve in curves if curve.points]
-        if with_points:
-            drawn[title] = with_points
-    return drawn
-
-
-def source_names(lines: list[dict]) -> list[str]:
-    """Return the keys of sources' validation in metrics.jsonl, in their order there."""
-    names: dict[str, None] = {}  # an ordered set
-    for line in lines:
-        names |= dict.fromkeys(name for name in line if name.startswith(SOURCE))
-    return list(names)
-
-
-def points_of(lines: list[dict], name: str | None, factor: float = 1) -> list[Point]:
+def curve_of(lines: list[dict], name: str, factor: float = 1) -> Curve:
     """Return the values of `name` over million bytes, at most POINTS, each the mean of equally many
     steps."""
-    values = [
-        Point(line["bytes_seen"] / 1e6, line[name] * factor) for line in lines if name in line
-    ]
-    size = max(1, math.ceil(len(values) / POINTS))
-    points = []
-    for first in range(0, len(values), size):
-        group = values[first : first + size]
-        points.append(Point(group[-1].x, mean_of(group)))
-    return points
+    lines = [line for line in lines if name in line]
+    size = max(1, math.ceil(len(lines) / POINTS))
+    groups = [lines[first : first + size] for first in range(0, len(lines), size)]
+    x = [group[-1]["bytes_seen"] / 1e6 for group in groups]
+    y = [factor * np.mean([line[name] for line in group]) for group in groups]
+    return Curve(np.array(x), np.array(y))
 
 
-def smoothed(points: list[Point]) -> list[Point]:
+def smoothed(y: np.ndarray) -> np.ndarray:
     """Return the moving average of a curve. The window is shorter near the start, where a loss
     falls steeply."""
-    longest = math.ceil(len(points) * SMOOTH)
-    found = []
-    for i, point in enumerate(points):
+    longest = math.ceil(len(y) * SMOOTH)
+    means = []
+    for i in range(len(y)):
         reach = min(i, longest)
-        found.append(Point(point.x, mean_of(points[i - reach : i + reach + 1])))
-    return found
+        means.append(y[i - reach : i + reach + 1].mean())
+    return np.array(means)
 
 
-def mean_of(points: list[Point]) -> float:
-    return sum(point.y for point in points) / len(points)
+def has_curve(chart: Chart, runs: Runs) -> bool:
+    """Return whether any run has values for a chart; loops are drawn only if they vary."""
+    curves = [curve_of(lines, chart.name).y for lines in runs.values()]
+    logged = np.concatenate(curves)
+    if chart is LOOPS:
+        return len(logged) > 0 and np.ptp(logged) >= 0.005
+    validated = any(chart.validation in line for lines in runs.values() for line in lines)
+    return len(logged) > 0 or validated
 
 
-def titles_of(runs: list[Charts]) -> list[str]:
-    """Return the titles of the charts that are drawn: those that any run has, but loops only if
-    they vary."""
-    available = set().union(*runs)
-    titles = [chart.title for chart in CHARTS] + [BY_SOURCE]
-    titles = [title for title in titles if title in available]
-    loops = []
-    for run in runs:
-        for curve in run.get(LOOPS, ()):
-            loops += curve.values
-    if loops and max(loops) - min(loops) < 0.005:
-        titles.remove(LOOPS)
-    return titles
+def sources_of(lines: list[dict]) -> list[str]:
+    """Return the keys of sources' validation in metrics.jsonl, in their order there."""
+    names = dict.fromkeys(name for line in lines for name in line)  # an ordered set
+    return [name for name in names if name.startswith(SOURCE)]
 
 
 def beginnings(lines: list[dict]) -> list[float]:
@@ -183,34 +119,28 @@ def beginnings(lines: list[dict]) -> list[float]:
     return starts if len(starts) <= EPOCHS else []
 
 
-def final_numbers(title: str, curves: list[Curve]) -> str:
-    """Format the last values of a run's chart. Of a loss, add the lowest one of validation, if that
-    is not the last."""
-    by_label = {curve.label: curve.values for curve in curves}
-    training = by_label.get("training")
-    validation = by_label.get("validation")
-    if validation is None:
-        if training is None:
-            return ""
-        return f"{training[-1]:.4g}"
+def last_values(chart: Chart, lines: list[dict]) -> str:
+    """Format the last values of a run's chart. Of the loss, add the lowest one of validation, if
+    that is not the last."""
+    logged = smoothed(curve_of(lines, chart.name, chart.factor).y)
+    validation = curve_of(lines, chart.validation).y
+    if not len(validation):
+        return f"{logged[-1]:.4g}" if len(logged) else ""
     text = f"validation {validation[-1]:.4g}"
-    if title == BITS and min(validation) < validation[-1]:
-        text += f" (lowest {min(validation):.4g})"
-    if training is not None:
-        text = f"training {training[-1]:.4g}, {text}"
-    return text
+    if chart is LOSS and validation.min() < validation[-1]:
+        text += f" (lowest {validation.min():.4g})"
+    return f"training {logged[-1]:.4g}, {text}" if len(logged) else text
 
 
-def span(curves: list[list[Point]]) -> tuple[float, float]:
-    """Return the limits of a vertical axis. They leave out the few largest values, since a loss
-    starts high."""
-    values = sorted(point.y for points in curves for point in points)
-    low = values[0]
-    high = values[-1 - len(values) // 25]
-    # do not zoom into the rounding of a constant
-    room = max((high - low) * 0.06, abs(high) * 0.01)
-    if room == 0:  # a curve of zeros
-        room = 1.0
+def limits_of(logged: np.ndarray, validation: np.ndarray) -> tuple[float, float]:
+    """Return the limits of a vertical axis. They leave out the few largest of the logged values,
+    since a loss starts high, but no validation."""
+    shown = np.sort(logged)[: len(logged) - len(logged) // 25]
+    values = np.concatenate((shown, validation))
+    low = float(values.min())
+    high = float(values.max())
+    # do not zoom into the rounding of a constant; of zeros show -1 to 1
+    room = max((high - low) * 0.06, abs(high) * 0.01) or 1.0
     return low - room, high + room
 
 
@@ -218,112 +148,85 @@ def span(curves: list[list[Point]]) -> tuple[float, float]:
 # Drawing
 
 
-def draw_curves(out: Path, runs: dict[str, list[dict]]):
-    """Draw lines of metrics.jsonl by label into a PNG, a color per run; raise ImportError without
-    matplotlib."""
-    charts = {run: charts_of(lines) for run, lines in runs.items()}
-    epochs = [beginnings(lines) for lines in runs.values()]
-    titles = titles_of(list(charts.values()))
-    columns = max(1, min(PANELS, math.ceil(len(titles) / 2)))
-    rows = max(1, math.ceil(len(titles) / columns))
-    figure = empty_figure(rows, columns, len(runs))
-    for number, title in enumerate(titles, 1):
-        axes = figure.add_subplot(rows, columns, number, xlabel="million bytes")
-        if title == BY_SOURCE:
-            draw_sources(axes, charts)
-        else:
-            draw_chart(axes, title, charts)
-        mark_epochs(axes, epochs)
-    draw_legends(figure, charts, has_epochs=any(epochs))
+def draw_curves(out: Path, runs: Runs):
+    """Draw runs into a PNG, a color per run; raise ImportError without matplotlib."""
+    of_notebook = "matplotlib_inline" in os.environ.get("MPLBACKEND", "")
+    if of_notebook and importlib.util.find_spec("matplotlib_inline") is None:
+        del os.environ["MPLBACKEND"]  # that of the notebook which started this process
+    from matplotlib.figure import Figure
+
+    charts = [chart for chart in CHARTS if has_curve(chart, runs)]
+    has_sources = any(sources_of(lines) for lines in runs.values())
+    panels = max(1, len(charts) + has_sources)
+    columns = min(PANELS, math.ceil(panels / 2))
+    rows = math.ceil(panels / columns)
+    keys = 1 if len(runs) == 1 else len(runs) + 3  # rows of the legend
+    size = (3.6 * columns, 3.1 * rows + 0.25 * keys)  # inches
+    figure = Figure(figsize=size, layout="constrained")
+    for number, chart in enumerate(charts, 1):
+        draw_chart(figure.add_subplot(rows, columns, number), chart, runs)
+    if has_sources:
+        draw_sources(figure.add_subplot(rows, columns, panels), runs)
+    for axes in figure.axes:
+        axes.set_xlabel("million bytes")
+        for number, lines in enumerate(runs.values()):
+            for start in beginnings(lines):
+                axes.axvline(start, color=f"C{number}", lw=0.8, ls=":", zorder=0)
+    draw_legend(figure, runs)
     with durable(out, "wb") as file:
         figure.savefig(file, dpi=90, format="png")
 
 
-def empty_figure(rows: int, columns: int, runs: int):
-    """Make a figure with room for panels, and for legends above them."""
-    from matplotlib.figure import Figure
-
-    legends = 0.75 if runs == 1 else 0.55 + 0.25 * runs  # inches
-    width = PANEL[0] * columns
-    height = PANEL[1] * rows + legends
-    figure = Figure(figsize=(width, height))
-    figure.subplots_adjust(  # automatic layouts double the time
-        left=0.6 / width,
-        right=1 - 0.15 / width,
-        bottom=0.5 / height,
-        top=1 - legends / height,
-        wspace=0.24,
-        hspace=0.36,
-    )
-    return figure
-
-
-def mark_epochs(axes, epochs: list[list[float]]):
-    """Mark the beginnings of epochs of each run."""
-    for number, starts in enumerate(epochs):
-        color = GREY if len(epochs) == 1 else f"C{number}"
-        for start in starts:
-            axes.axvline(start, color=color, zorder=0, **STYLES["epoch"])
-
-
-def draw_chart(axes, title: str, charts: dict[str, Charts]):
-    """Draw the curves of all runs that have a chart. Of a single run, the heading has the last
-    values."""
-    drawn = []
-    for color, run in enumerate(charts.values()):
-        for curve in run.get(title, ()):
-            plot(axes, curve, color)
-            drawn.append(curve.points)
-    axes.set_ylim(*span(drawn))
-    heading = title
-    if len(charts) == 1:
-        (run,) = charts.values()
-        heading = f"{title}\n{final_numbers(title, run[title])}"
+def draw_chart(axes, chart: Chart, runs: Runs):
+    """Draw the curves of all runs. Of a single run, the heading has the last values."""
+    logged = []
+    validation = []
+    heading = chart.title
+    for number, lines in enumerate(runs.values()):
+        x, y = curve_of(lines, chart.name, chart.factor)
+        color = f"C{number}"
+        dots = curve_of(lines, chart.validation)
+        axes.plot(x, y, color, lw=0.7, alpha=0.35)
+        axes.plot(x, smoothed(y), color, lw=1.4, marker="o" if len(y) == 1 else "")
+        axes.plot(*dots, color, marker="o", ms=4, ls="")
+        logged.append(y)
+        validation.append(dots.y)
+        if len(runs) == 1:
+            heading += f"\n{last_values(chart, lines)}"
+    axes.set_ylim(*limits_of(np.concatenate(logged), np.concatenate(validation)))
     axes.set_title(heading, fontsize="medium")
 
 
-def draw_sources(axes, charts: dict[str, Charts]):
-    """Draw the validation of each source, a color per source and run, with a legend above the
-    curves."""
-    drawn: list[list[Point]] = []
-    for run, of_run in charts.items():
-        for curve in of_run.get(BY_SOURCE, ()):
-            label = f"{curve.label}: {curve.points[-1].y:.4g}"
-            if len(charts) > 1:
+def draw_sources(axes, runs: Runs):
+    """Draw the validation of each source, a color per source and run."""
+    for run, lines in runs.items():
+        for name in sources_of(lines):
+            x, y = curve_of(lines, name)
+            label = f"{name.removeprefix(SOURCE)}: {y[-1]:.4g}"
+            if len(runs) > 1:
                 label = f"{run} {label}"
-            plot(axes, curve, color=len(drawn), label=label)
-            drawn.append(curve.points)
-    low, high = span(drawn)
-    axes.set_ylim(low, high + (high - low) * 0.09 * len(drawn))
-    axes.legend(loc="upper right", fontsize="small")
+            axes.plot(x, y, lw=1.4, marker="o" if len(y) == 1 else "", label=plain(label))
+    axes.legend(fontsize="small")
     axes.set_title(BY_SOURCE, fontsize="medium")
 
 
-def plot(axes, curve: Curve, color: int, label: str = ""):
-    """Draw a curve. A line of one point would be invisible, so that is a dot."""
-    style = STYLES[curve.style] if len(curve.points) > 1 else STYLES["dot"]
-    x, y = np.transpose(curve.points)
-    axes.plot(x, y, color=f"C{color}", label=plain(label), **style)
-
-
-def draw_legends(figure, charts: dict[str, Charts], has_epochs: bool):
-    """Draw the legends above all charts: of styles, and of several runs their colors and last
+def draw_legend(figure, runs: Runs):
+    """Draw the legend above all charts: of styles, and of several runs their colors and last
     losses."""
     from matplotlib.lines import Line2D
 
-    def key(label: str, color: str, **style) -> Line2D:
-        return Line2D([], [], color=color, label=label, **style)
-
-    styles = [key("training", GREY, **STYLES["line"]), key("validation", GREY, **STYLES["dot"])]
-    if has_epochs:
-        styles.append(key("an epoch begins", GREY, **STYLES["epoch"]))
-    figure.legend(handles=styles, loc="upper left", ncols=len(styles), frameon=False)
-    if len(charts) > 1:
-        runs = []
-        for color, (run, of_run) in enumerate(charts.items()):
-            label = f"{run}: {final_numbers(BITS, of_run.get(BITS, []))}"
-            runs.append(key(plain(label), f"C{color}", lw=3))
-        figure.legend(handles=runs, loc="upper right", frameon=False)
+    keys = [
+        Line2D([], [], color="0.4", label="training"),
+        Line2D([], [], color="0.4", marker="o", ms=4, ls="", label="validation"),
+    ]
+    if any(map(beginnings, runs.values())):
+        keys.append(Line2D([], [], color="0.4", lw=0.8, ls=":", label="an epoch begins"))
+    if len(runs) > 1:
+        for number, (run, lines) in enumerate(runs.items()):
+            label = plain(f"{run}: {last_values(LOSS, lines)}")
+            keys.append(Line2D([], [], color=f"C{number}", lw=3, label=label))
+    columns = 1 if len(runs) > 1 else len(keys)
+    figure.legend(handles=keys, loc="outside upper left", ncols=columns, frameon=False)
 
 
 def plain(text: str) -> str:

@@ -33,13 +33,14 @@ from torch import Tensor
 from spider.checkpoint import (
     best_checkpoint,
     check_weights,
+    checkpoint_paths,
     find_checkpoints,
     is_export,
     load_checkpoint,
     load_newest,
     lowest_loss,
 )
-from spider.common import CheckpointError, ProgressBar, UsageError, one_line
+from spider.common import CheckpointError, ProgressBar, UsageError, one_line, quoted
 from spider.config import SpiderConfig
 from spider.decode import PIECE, DecodingState
 from spider.distributed import World
@@ -66,9 +67,10 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
     if path.exists() and not is_directory_of_checkpoints(path):
         saved = load_checkpoint(path)
     else:
+        check_holds_checkpoints(path)
         newest = load_newest(path)
         if newest is None:
-            raise UsageError(f"{name}: there is no usable checkpoint: name another, or train first")
+            raise UsageError(f"{name}: no checkpoint in it is usable: name another")
         path, saved = newest
         logger.info(f"{path}: the newest checkpoint in {name}, step {saved['step']}")
         mention_best(Path(name), saved)
@@ -76,6 +78,25 @@ def read_checkpoint(name: str, model_class: type[Spider]) -> tuple[Path, dict]:
         model = model_class(SpiderConfig.from_saved(saved["cfg"]))
     check_weights(path, saved, model)
     return path, saved
+
+
+RUNS_NAMED = 10  # at most, where a directory has none
+
+
+def check_holds_checkpoints(directory: Path):
+    """Raise UsageError for a directory without checkpoints, with those below it that have some, the
+    newest first."""
+    if checkpoint_paths(directory):
+        return
+    newest: dict[Path, float] = {}  # time of the newest checkpoint, by directory
+    for pattern in ("*/spider-step*.pt", "*/*/spider-step*.pt"):
+        for path in directory.glob(pattern):
+            newest[path.parent] = max(path.stat().st_mtime, newest.get(path.parent, 0))
+    runs = sorted(newest, key=newest.__getitem__, reverse=True)
+    remedy = "name another, or train first"
+    if runs:
+        remedy = f"name a run, the newest first: {' '.join(map(quoted, runs[:RUNS_NAMED]))}"
+    raise UsageError(f"{directory}: there is no checkpoint in it: {remedy}")
 
 
 def mention_best(directory: Path, newest: dict):
@@ -99,6 +120,7 @@ def best_of(name: str) -> str:
     UsageError for anything but a directory of checkpoints."""
     if not is_directory_of_checkpoints(Path(name)):
         raise UsageError(f"--best: {name} is not a directory of checkpoints")
+    check_holds_checkpoints(Path(name))
     best = best_checkpoint(Path(name))
     logger.info(f"{best.path}: lowest validation loss, {best.val_loss:.4f} nats per byte")
     return str(best.path)

@@ -237,9 +237,12 @@ class StopSignals:
 
     The first signal sets `asked`: the run stops after the step, and saves. While `raises` is set,
     as until `begin_steps`, it raises Stopped. The same signal again, if it is one of QUITS, ends
-    the process at once. Within REPEATED seconds a rank ignores it: it may be torchrun's copy of a
-    signal that was sent to both. A second signal of another kind changes nothing, since systemd and
-    Slurm send two kinds in a row. SIGHUP and SIGUSR1 stay ignored if they were, as under nohup.
+    the process at once, or does what the caller's handler does. Within REPEATED seconds a rank
+    ignores it: it may be torchrun's copy of a signal that was sent to both. A second signal of
+    another kind changes nothing, since systemd and Slurm send two kinds in a row. SIGHUP and
+    SIGUSR1 stay ignored if they were, as under nohup.
+
+    Only the main thread can handle signals: a run in another one says so, and does not.
 
     Several ranks stop after the same step: each adds its `votes` to the all-reduce of a step, and
     they `agree`."""
@@ -254,6 +257,9 @@ class StopSignals:
 
     def __enter__(self):
         self.before = {}
+        if threading.current_thread() is not threading.main_thread():
+            common.note("this run is in a thread: no signal, nor Ctrl-C, stops it and saves")
+            return self
         for number in STOPS:
             handler = signal.getsignal(number)
             if number in QUITS or handler is not signal.SIG_IGN:
@@ -298,7 +304,10 @@ class StopSignals:
         if number in self.received:
             is_copy = self.repeats and time.monotonic() < self.received[number] + REPEATED
             if number in QUITS and not is_copy:
-                signal.signal(number, signal.SIG_DFL)
+                before = self.before[
+                    signal.Signals(number)
+                ]  # a notebook's interrupts the cell, not the kernel
+                signal.signal(number, before if callable(before) else signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
         self.received[number] = time.monotonic()

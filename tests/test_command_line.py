@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib import metadata
 
@@ -35,12 +36,13 @@ def run_python(code: str, flags: str = "", cwd=ROOT, **environ) -> subprocess.Co
 
 # Run train.py; `found(name)` is called before torch, numpy or loguru is imported.
 TRAIN_UNTIL_IMPORT = """
-import os, runpy, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("torch", "numpy", "loguru"):
-            found(name)
-sys.meta_path.insert(0, Finder())
+import builtins, os, runpy, sys
+imported = builtins.__import__
+def find(name, *rest):
+    if name.partition(".")[0] in ("torch", "numpy", "loguru"):
+        found(name)
+    return imported(name, *rest)
+builtins.__import__ = find
 sys.argv = ["train.py", *sys.argv[1:]]
 runpy.run_path("train.py", run_name="__main__")
 """
@@ -69,31 +71,26 @@ def test_an_installation_is_found_from_a_directory_that_holds_a_folder_called_da
     assert done.stdout.strip() == str(ROOT / "data.py"), done.stderr
 
 
-CHOICES = """
-    {auto,1b,base,original,small,tiny} {auto,adamw,adamw8bit,muon} {cosine,wsd}
-    {auto,fp8,bf16,fp32} {auto,on,off} {auto,loop,grouped,triton,tile} {auto,nothing,core,all}
-""".split()
-
-
-def test_help_is_printed_without_importing_torch():
-    done = run_python(EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, "--help")
-    assert done.returncode == 0 and done.stderr == ""
-    assert [choices for choices in CHOICES if choices not in done.stdout] == []
-
-
 @pytest.mark.parametrize(
-    "flags, error",
+    "flags, environ, recipe, defaults",
     (
-        ("--learning_rate 1", "--learning_rate"),
-        ("--seq_len 1", "--seq_len: '1' is not a whole number from 2"),
-        ("--config none.toml", "--config: none.toml: No such file or directory"),
+        ("--model tiny", {}, "tiny", ("4096", "computed from the horizon")),
+        ("--device cpu", dict(SEQ_LEN="64"), "tiny", ("4096", "computed from the horizon")),
+        ("--model=original", {}, "original", ("2048", "0.0003")),
     ),
 )
-def test_mistyped_flags_are_one_line_without_importing_torch(flags, error):
-    done = run_python(EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, flags)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("train.py: error: ") and error in line
+def test_help_has_the_defaults_of_the_recipe_without_importing_torch(
+    flags, environ, recipe, defaults
+):
+    done = run_python(EXIT_AT_IMPORT + TRAIN_UNTIL_IMPORT, f"{flags} --help", PATH="", **environ)
+    assert done.returncode == 0 and done.stderr == ""
+    words = " ".join(done.stdout.split())
+    assert f"defaults below are those of --model {recipe}." in words
+    found = [
+        re.search(rf"--{flag} .*?default: (.*?)\)", words)[1]
+        for flag in ("seq_len BYTES", "lr RATE")
+    ]
+    assert (*found,) == defaults
 
 
 def test_first_line_of_a_good_command_comes_before_torch_is_imported():
@@ -126,6 +123,16 @@ def test_torchs_allocator_is_set_before_torch_is_imported(monkeypatch):
 
 # --------------------------------------------------------------------------------------------------
 # Runs
+
+
+def test_a_run_in_a_thread_says_that_it_catches_no_signals_and_trains(tmp_path, shards, capsys):
+    statuses = []
+    argv = run_flags(shards, tmp_path / "run", steps=1)
+    thread = threading.Thread(target=lambda: statuses.append(train.command_line(argv)))
+    thread.start()
+    thread.join()
+    assert statuses == [0] and "this run is in a thread: no signal" in capsys.readouterr().err
+
 
 METRICS = """
     loss grad_norm lr tok_per_sec bytes_per_segment mean_loops time bytes_seen epoch memory bf16_mfu

@@ -1,10 +1,12 @@
 """What all scripts share: errors of one line, flags, files that are complete or absent, locks."""
 
 import argparse
+import ast
 import errno
 import fcntl
 import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import bench
+import data
+import sample
+import train
 from conftest import ROOT, contents
 from spider import common
 from spider.common import (
@@ -114,17 +120,114 @@ def test_parser_tells_given_flags_from_defaults_and_takes_values_of_other_source
     parser = Parser(prog="x.py")
     parser.add_argument("--lr", type=real(0, 1), default=0.5)
     parser.add_argument("--loud", action="store_true")
-    parser.add_argument("--warm", action=argparse.BooleanOptionalAction, default=True)
     assert parser.given([]) == {}
-    assert parser.given(["--lr", "0.5", "--no-warm"]) == dict(lr=0.5, warm=False)
+    assert parser.given(["--lr", "0.5", "--loud"]) == dict(lr=0.5, loud=True)
+    assert parser.given(["--loud=false"]) == dict(loud=False)
     assert parser.value("lr", "0.25", "LR=0.25") == dict(lr=0.25)
-    assert parser.value("warm", False, "a.toml") == dict(warm=False)
     assert parser.value("loud", True, "a.toml") == dict(loud=True)
-    assert parser.value("loud", False, "a.toml") == {}
+    assert parser.value("loud", False, "a.toml") == dict(loud=False)
     with pytest.raises(UsageError, match="^LR=7: argument --lr: '7' is not a number"):
         parser.value("lr", "7", "LR=7")
-    with pytest.raises(UsageError, match="see python x.py --help"):
+    with pytest.raises(UsageError, match="unknown flag --lo: .* see python x.py --help"):
         parser.parse_args(["--lo"])
+
+
+PARSERS = {
+    "train.py": train.parse_args,
+    "sample.py": sample.parse_args,
+    "data.py": data.parse_args,
+    "bench.py": bench.run,
+}
+
+
+@pytest.mark.parametrize(
+    "command, remedy",
+    (
+        ("train.py --seq-len 64", "unknown flag --seq-len: use --seq_len"),
+        ("train.py --learning-rate=1", "unknown flag --learning-rate: use --lr"),
+        ("train.py --learnin_rate 1", "the nearest is --lr"),
+        ("train.py --num_train_epochs 3", "use --target_tokens BYTES (epochs times the text)"),
+        ("train.py --grad_acum 3", "the nearest is --grad_accum"),
+        ("train.py -model tiny", "unknown flag -model: use --model"),
+        ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
+        ("train.py batch_size=8", "use --micro_batch"),
+        ("train.py lr=8", "unknown flag lr: use --lr"),
+        ("train.py configs/cpu.toml", "by --config"),
+        ("train.py config/train_shakespeare_char.py --device=cpu", "by --config"),
+        ("train.py --keep_best=1", "argument --keep_best: '1' is neither True nor False"),
+        ("train.py data", "unknown flag data: use --data_dir"),
+        ("sample.py --max_new_tokens 9", "use --bytes"),
+        ("sample.py a --num-samples=9", "use --samples"),
+        ("sample.py --raw=no a", "argument --raw: 'no' is neither"),
+        ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
+        ("data.py prepare --input a", "use its path, without a flag"),
+        ("data.py show --data_dir a", "use its path, without a flag"),
+        ("data.py verify", "required: DIR"),
+        ("data.py --mock_data show", "unknown flag --mock_data"),
+        ("bench.py --batch_size 3", "use --micro_batch"),
+        ("bench.py --onyl machine", "the nearest is --only"),
+    ),
+)
+def test_a_flag_that_there_is_not_names_the_one_that_is_meant(command, remedy):
+    script, *words = command.split()
+    with pytest.raises(UsageError) as raised:
+        PARSERS[script](words)
+    assert remedy in str(raised.value)
+
+
+@pytest.mark.parametrize("script", common.OTHER_NAMES)
+def test_a_name_of_other_projects_is_none_of_ours_and_means_a_flag_that_there_is(script):
+    words = ["prepare"] if script == "data.py" else []
+    for meant, others in common.OTHER_NAMES[script].items():
+        for other in others.split():
+            line = f"unknown flag --{other}: use {meant}; "
+            with pytest.raises(UsageError, match=re.escape(line)):
+                PARSERS[script]([*words, f"--{other}=1"])
+        for flag in re.findall("--[a-z_0-9]+", meant):
+            try:
+                PARSERS[script]([*words, flag])
+            except UsageError as fault:
+                assert f"argument {flag}" in str(fault)  # it lacks its value
+
+
+def test_words_after_a_switch_and_values_with_dashes_stay_what_they_are():
+    args = sample.parse_args(["--raw", "a", "--prompt", "-- -x", "--no_echo=False"])
+    assert (args.raw, args.no_echo, args.checkpoint, args.prompt) == (True, False, ["a"], "-- -x")
+    assert data.parse_args(["show", "--mock_data=True", "--first", "3"]).mock_data
+
+
+OLD_PYTHON = """
+import runpy, sys
+sys.version_info = (3, 10)
+runpy.run_path(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "python, command, line",
+    (
+        ("-S", "train.py", "has no numpy, torch, loguru: activate the environment"),
+        ("-S", "sample.py", "pip install -e ."),
+        ("-S", "data.py", "pip install -e ."),
+        ("-S", "bench.py", "pip install -e ."),
+        ("-S", "train.py --seq_len 1", "--seq_len: '1' is not a whole number from 2"),
+        ("-S", "train.py --config none.toml", "--config: none.toml: No such file or directory"),
+        ("-S", "sample.py --promt x", "unknown flag --promt: the nearest is --prompt"),
+        *(("-c" + OLD_PYTHON, script, "python3.11 -m venv") for script in PARSERS),
+    ),
+)
+def test_a_bad_flag_or_installation_is_one_line_and_status_2_before_any_import(
+    python, command, line
+):
+    """-S hides all that was installed. What Python 3.10 reads before it is refused is in its
+    syntax."""
+    script, *words = command.split()
+    argv = [sys.executable, python, script, *words]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, env={})
+    (found,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line in found
+    for path in (script, "spider/__init__.py"):
+        ast.parse((ROOT / path).read_text(), feature_version=(3, 10))
 
 
 @pytest.mark.parametrize(

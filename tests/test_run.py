@@ -416,6 +416,13 @@ def test_signals_that_nohup_ignores_stay_ignored_but_not_ctrl_c(processes, numbe
     assert status_after(processes, 1, numbers, 0, numbers) == status
 
 
+def test_a_repeated_interrupt_of_a_notebook_ends_the_run_but_not_the_process():
+    with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
+        stop.begin_steps()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_handlers_of_signals_are_restored():
     before = [signal.getsignal(number) for number in STOPS]
     with StopSignals():

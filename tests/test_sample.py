@@ -399,7 +399,8 @@ def test_a_table_has_a_row_per_checkpoint_and_text_and_a_column_per_number_of_lo
         assert [entry["checkpoint"] for entry in row] == [str(checkpoints[i // 2])] * 2
         assert [entry["n_loops"] for entry in row] == [2, 1]
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["checkpoint", "file", "bytes", "n_loops=2", "n_loops=1"]
+    columns = ["checkpoint", "file", "bytes", "bits/byte, n_loops=2", "bits/byte, n_loops=1"]
+    assert re.split("  +", head) == columns
     for line, row in zip(lines, rows, strict=True):
         assert len(line) == len(head) and line.isprintable()
         assert line.split()[-2:] == [f"{entry['bits_per_byte']:.4f}" for entry in row]
@@ -452,8 +453,13 @@ def test_a_table_has_bits_per_character_where_they_differ(capsys):
     assert "characters" not in capsys.readouterr().out
     other = replace(FIGURE, file="g", characters=1_234, bits_per_character=6.0)
     sample.print_table([FIGURE, other])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["checkpoint", "file", "bytes", "n_loops=1", "characters", "n_loops=1"],
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[-3:] == [
+        "bits/byte, n_loops=1",
+        "characters",
+        "bits/character, n_loops=1",
+    ]
+    assert [line.split() for line in lines] == [
         ["a", "f", "9", "2.0000", "9", "2.0000"],
         ["a", "g", "9", "2.0000", "1,234", "6.0000"],
     ]
@@ -501,7 +507,14 @@ def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch, capsys):
         assert name in refusal(capsys, tmp_path / name)
     assert "a\\x1b[2J\\nb" in refusal(capsys, tmp_path / "a\x1b[2J\nb")
     monkeypatch.chdir(tmp_path)
-    assert "checkpoints: there is no usable checkpoint" in refusal(capsys)
+    assert "checkpoints: there is no checkpoint in it: name another" in refusal(capsys)
+    for name, modified in (("old", 1), ("a b", 3), ("mock/from-x", 2)):
+        path = tmp_path / "checkpoints" / name / "spider-step1.pt"
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (modified, modified))
+    runs = "the newest first: 'checkpoints/a b' checkpoints/mock/from-x checkpoints/old"
+    assert refusal(capsys).endswith(runs) and refusal(capsys, "--best").endswith(runs)
 
 
 @pytest.mark.parametrize("value", (math.inf, math.nan))
@@ -569,16 +582,3 @@ def test_a_bad_value_or_an_unread_flag_is_refused_before_the_work(
     before = contents(trained)
     assert words in refusal(capsys, trained, *argv.split())
     assert contents(tmp_path) == {"a.txt": b"abc"} and contents(trained) == before
-
-
-def test_a_mistyped_flag_is_answered_without_torch(tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    done = subprocess.run(
-        [sys.executable, ROOT / "sample.py", "--promt", "x"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("sample.py: error: unrecognized arguments: --promt")

@@ -574,7 +574,7 @@ def dropout(runs):
         yield float(without_padding(core_output).square().mean()), 1 / (1 - rate), 0.15
 
 
-@witness("--engram_reset")
+@witness("--engram_reset", "--no-engram_reset")
 def cleared_tables(runs):
     """After the first step of the second epoch all rows are 0."""
     for flag, cleared in (("--engram_reset", True), ("--no-engram_reset", False)):
@@ -1095,6 +1095,6 @@ def test_a_run_shows_what_the_formula_gives(row, runs):
 def test_every_flag_has_a_witness_or_a_reason_for_none(capsys):
     with pytest.raises(SystemExit):
         train.command_line(["--help"])
-    flags = re.findall(r"^  (--\w+)", capsys.readouterr().out, re.MULTILINE)
+    flags = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
     witnessed = [name for row in TABLE for name in row.id.split() if name.startswith("--")]
     assert sorted([*witnessed, *UNWITNESSED]) == sorted(flags)
