@@ -256,7 +256,7 @@ class StopSignals:
         self.raises = True
 
     def __enter__(self):
-        self.before = {}
+        self.before: dict[int, Any] = {}  # handlers of the caller
         if threading.current_thread() is not threading.main_thread():
             common.note("this run is in a thread: no signal, nor Ctrl-C, stops it and saves")
             return self
@@ -304,9 +304,7 @@ class StopSignals:
         if number in self.received:
             is_copy = self.repeats and time.monotonic() < self.received[number] + REPEATED
             if number in QUITS and not is_copy:
-                before = self.before[
-                    signal.Signals(number)
-                ]  # a notebook's interrupts the cell, not the kernel
+                before = self.before[number]  # a notebook's ends the cell, and not the kernel
                 signal.signal(number, before if callable(before) else signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return

@@ -403,7 +403,7 @@ def test_signal_to_one_rank_stops_all_after_the_same_step_with_one_line(
     ends = [*argv, "--max_steps", "5"]
     statuses, log = Job(processes, tmp_path, 2, ends, ends, [*ends, "--lr", "0.5"]).end()
     assert statuses == [2, 2], log
-    assert log.count("validation: loss") == log.count("writes nothing") == 1, log
+    assert log.count("validation: loss") == log.count("nothing left to train") == 1, log
     (line,) = last_lines(log)
     assert "settings differ: lr was" in line
 
