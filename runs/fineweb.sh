@@ -4,9 +4,9 @@
 #     git clone URL spider && cd spider
 #     screen -L -Logfile fineweb.log -S fineweb bash runs/fineweb.sh
 #
-# It needs Linux, GPUs of NVIDIA with at least 24 GB, Python 3.11 or later, and 60 GB of disk: 7 for the download, 21 for
-# shards, 22 for checkpoints, 6 for Python. By estimate it takes 14 hours on an H200, on eight of them two. Nothing has
-# run on a GPU yet. So begin with an hour of tests and measurements, and send what fails:
+# It needs Linux, GPUs of NVIDIA from Ampere on with at least 24 GB, Python 3.11 or later, and 60 GB of disk: 7 for the
+# download, 21 for shards, 22 for checkpoints, 6 for Python. By estimate it takes 14 hours on an H200, on eight of them
+# two. Nothing has run on a GPU yet. So begin with an hour of tests and measurements, and send what fails:
 #
 #     python bench.py --first_hour results
 #
@@ -21,8 +21,11 @@ base=${SPIDER_DIR:-.}  # data and checkpoints go here
 pages=$base/data/fineweb-pages
 data=$base/data/fineweb
 run=$base/checkpoints/fineweb
-gpus=$(nvidia-smi --list-gpus | wc -l)  # ends here where there are none
-export OMP_NUM_THREADS=1  # a process per GPU: they share the cores
+gpus=$(nvidia-smi --list-gpus 2> /dev/null | grep --count "^GPU " || true)
+if [ "$gpus" = 0 ]; then
+    echo "runs/fineweb.sh: nvidia-smi lists no GPU of NVIDIA here; for a CPU there is runs/shakespeare.sh" >&2
+    exit 2
+fi
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Python. An active virtual environment is used as it is; otherwise one is made in .venv-gpu:

@@ -29,24 +29,26 @@ def test_every_name_in_a_config_is_a_flag(config):
     assert {f"--{name}" for name in names} <= flags_of("train")
 
 
-def run_script(name: str, directory: Path, flags: str) -> str:
-    """Run a script of runs/ in this environment; return its stdout. The files of directory/bin are
-    found before other programs."""
+def run_script(name: str, directory: Path, flags: str = "", status: int = 0) -> str:
+    """Run a script of runs/ in this environment, without a network; return its output. The files of
+    directory/bin are found before other programs."""
     path = [directory / "bin", Path(sys.executable).parent, os.environ["PATH"]]
     changes = dict(
         SPIDER_DIR=str(directory),
         VIRTUAL_ENV=sys.prefix,
         PATH=os.pathsep.join(map(str, path)),
+        https_proxy="http://127.0.0.1:1",  # where nothing listens
     )
     done = subprocess.run(
         ["bash", ROOT / "runs" / name, *flags.split()],
         env=os.environ | changes,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stdout
     return done.stdout
 
 
@@ -57,18 +59,31 @@ def write_program(path: Path, command: str):
 
 
 @pytest.mark.slow
-def test_shakespeare_trains_measures_and_talks_and_a_second_run_keeps_what_is_done(tmp_path):
-    text = tmp_path / "data" / "shakespeare.txt"  # where the script looks before it downloads
-    text.parent.mkdir()
-    text.write_bytes(b"".join((ROOT / name).read_bytes() for name in ("LICENSE", "README.md")))
+@pytest.mark.parametrize(("text", "prompt"), [("shakespeare", "ROMEO:"), ("pydoc", "The ")])
+def test_shakespeare_trains_measures_and_talks_and_a_second_run_keeps_what_is_done(
+    text, prompt, tmp_path
+):
+    """Without a network it learns from the text that it finds, or else from Python's."""
+    if text == "shakespeare":
+        found = tmp_path / "data" / "shakespeare.txt"  # where the script looks before it downloads
+        found.parent.mkdir()
+        found.write_bytes((ROOT / "LICENSE").read_bytes())
     flags = "--device cpu --seq_len 256 --target_tokens 512 --eval_tokens 512"
     out = run_script("shakespeare.sh", tmp_path, flags)
-    assert "bits per byte" in out and "\nROMEO:" in out
-    run = tmp_path / "checkpoints" / "shakespeare"
+    assert ("cannot be downloaded" in out) == (text == "pydoc")
+    assert "bits per byte" in out and f"\n{prompt}" in out
+    run = tmp_path / "checkpoints" / text
     assert (run / "look.html").exists()
     lines = (run / "metrics.jsonl").read_text()
     run_script("shakespeare.sh", tmp_path, flags)
     assert (run / "metrics.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("answer", ["exit 127", "echo NVIDIA-SMI has failed; exit 9"])
+def test_fineweb_without_a_gpu_is_one_line(answer, tmp_path):
+    write_program(tmp_path / "bin" / "nvidia-smi", answer)
+    out = run_script("fineweb.sh", tmp_path, status=2)
+    assert "lists no GPU" in out and out.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -85,8 +85,8 @@ def test_every_path_of_the_project_that_a_page_names_exists(page):
         assert (ROOT / path).exists() or list(ROOT.glob(f"{path}*")) or "cuda" in path, path
 
 
-def test_the_tree_in_readme_has_a_line_for_every_script_module_and_folder_and_for_nothing_else():
-    tree = (ROOT / "README.md").read_text().split("## What is where\n")[1].split("\n## ")[0]
+def test_the_tree_has_a_line_for_every_script_module_and_folder_and_for_nothing_else():
+    tree = (ROOT / "CONTRIBUTING.md").read_text().split("## What is where\n")[1].split("\n## ")[0]
     listed = [line for line in tree.splitlines() if line.startswith("    ")]
     names = [line.split()[0] for line in listed]
     assert all(len(line.split()) > 3 for line in listed)  # and words for it
@@ -144,6 +144,12 @@ def test_the_range_of_torch_is_the_same_in_pyproject_the_install_commands_and_ci
     ends = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
     assert [end["torch"] for end in ends] == [f"2.{first}.0", f"2.{last - 1}.0"]
     assert f">={ends[0]['python']}" == project["requires-python"]
+
+
+def test_ci_runs_the_test_command_of_readme():
+    readme = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^    (pip install .* && pytest.*)$", readme, re.MULTILINE)
+    assert {*command.split(" && ")} <= {*(ROOT / ".ci/run").read_text().splitlines()}
 
 
 @pytest.mark.parametrize("script", ENTRIES)
