@@ -1,6 +1,5 @@
 """Measure Spider on this machine: peak rates, an optimizer step, the backends of the experts.
 
-    python bench.py --first_hour results  # on a new GPU: tests, runs, all sections
     python bench.py --only machine        # GPU, versions, compiler and headers
     python bench.py --device cpu --micro_batch 4  # all sections; takes train.py's flags
 
@@ -39,8 +38,8 @@ from torch import Tensor
 
 import train
 from data import Feed, Loader, mock_source, open_data
-from spider import estimate, first_hour, machine
-from spider.common import Parser, UsageError, path_name, run_program
+from spider import estimate, machine
+from spider.common import Parser, UsageError, run_program
 from spider.config import BACKENDS
 from spider.distributed import World
 from tile_moe import moe_forward
@@ -372,29 +371,12 @@ SECTIONS: dict[str, Callable[[Bench], object]] = {
 
 
 def run(argv: list[str] | None) -> int:
-    """Run sections, or the first hour; return 1 if one fails."""
+    """Run sections; return 1 if one fails."""
     parser = Parser((train.flag_parser(),), prog="bench.py", description=__doc__)
     parser.add_argument(
         "--only", metavar="NAME,...", help=f"sections to run: {', '.join(SECTIONS)}"
     )
-    parser.add_argument(
-        "--first_hour",
-        type=path_name,
-        metavar="DIR",
-        help="run everything that a GPU can show, in the order that finds most in the first "
-        "minutes; results are in DIR; the same command again runs what has not passed yet. "
-        "--only: items to run, also if they passed; --data_dir: text instead of the repository's "
-        "own; --device cpu: a small form, which tests the commands",
-    )
     args, flags = parser.parse_known_args(argv)
-    if args.first_hour:
-        # variables that set flags of train.py would change the items
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if name.lower() not in train.ENVIRONMENT
-        }
-        return first_hour.run(Path(args.first_hour), args.only, flags, environ)
     names = args.only.split(",") if args.only else list(SECTIONS)
     unknown = sorted(set(names) - SECTIONS.keys())
     if unknown:

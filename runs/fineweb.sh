@@ -8,7 +8,7 @@
 # download, 21 for shards, 22 for checkpoints, 6 for Python. By estimate it takes 14 hours on an H200, on eight of them
 # two. Nothing has run on a GPU yet. So begin with an hour of tests and measurements, and send what fails:
 #
-#     python bench.py --first_hour results
+#     bash runs/first_gpu.sh results
 #
 # After an interruption run the script again: whatever is done is kept, and training resumes. Flags go to train.py:
 #

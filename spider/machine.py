@@ -238,7 +238,6 @@ class GPUWork(NamedTuple):
     """What a GPU does in a profiler's trace."""
 
     busy: float  # ms in which it works
-    span: float  # ms from its first work to the end of its last
     kernels: int  # kernels and copies
 
 
@@ -250,15 +249,12 @@ def read_trace(path: Path) -> GPUWork:
         for event in events
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )  # in us
-    if not intervals:
-        return GPUWork(0.0, 0.0, 0)
     busy = 0.0
     end = -math.inf  # of all intervals so far
     for start, stop in intervals:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    span = end - intervals[0][0]
-    return GPUWork(busy / 1e3, span / 1e3, len(intervals))
+    return GPUWork(busy / 1e3, len(intervals))
 
 
 def escape_message(record: "loguru.Record"):

@@ -9,11 +9,12 @@ import torch
 
 import bench
 import train
+from conftest import SMALL as SIZES
 from spider import machine, optim
-from spider.first_hour import SMALL as SMALL_1B
 from spider_model import Spider
 
 SMALL = ["--device=cpu", "--seq_len=32", "--micro_batch=2"]
+SMALL_1B = [*SMALL, "--model=1b", "--n_loops=2", f"--set={SIZES}"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_failing_section_does_not_end_the_others_but_an_unusable_gpu_does(monk
 
 
 def test_a_step_is_a_whole_one_and_leaves_the_weights_as_they_were(monkeypatch):
-    b = bench.Bench([*SMALL, *SMALL_1B])
+    b = bench.Bench(SMALL_1B)
     step = bench.Step(b, b.plan())
     before = {name: p.clone() for name, p in step.model.named_parameters()}
     orthogonalize = optim.orthogonalize
@@ -84,12 +85,12 @@ def test_a_kind_of_step_is_built_and_measured_once_also_where_two_sections_ask(m
         return models[-1]
 
     monkeypatch.setattr(train, "build_model", recorded)
-    b = bench.Bench([*SMALL, *SMALL_1B])
+    b = bench.Bench(SMALL_1B)
     precision = f"--precision={b.plan().flags.precision}"
     rate = bench.measure_step(b, "--compile=off")
     assert bench.measure_step(b, "--compile=off", precision) == rate
     assert len(models) == 1
-    assert capsys.readouterr().out.count("### step of 2 x 64 bytes") == 1
+    assert capsys.readouterr().out.count("### step of 2 x 32 bytes") == 1
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_overlapping_kernels_of_a_trace_count_once(tmp_path):
         ("kernel", 1100, 10),
     )
     events = [{"ph": "X", "cat": kind, "ts": start, "dur": length} for kind, start, length in spans]
-    for found, wanted in ((events, (3.0, 4.5, 4)), (events[3:4], (0.0, 0.0, 0))):
+    for found, wanted in ((events, (3.0, 4)), (events[3:4], (0.0, 0))):
         (tmp_path / "trace.json").write_text(
             json.dumps(dict(traceEvents=[{"ph": "M", "name": "x"}, *found]))
         )

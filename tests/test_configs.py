@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import bench
+import data
+import sample
+import train
 from conftest import ROOT, SMALL
+from jobs import until
 from test_docs import flags_of
 from train import command_line
 
@@ -29,9 +34,9 @@ def test_every_name_in_a_config_is_a_flag(config):
     assert {f"--{name}" for name in names} <= flags_of("train")
 
 
-def run_script(name: str, directory: Path, flags: str = "", status: int = 0) -> str:
-    """Run a script of runs/ in this environment, without a network; return its output. The files of
-    directory/bin are found before other programs."""
+def start_script(name: str, directory: Path, flags: str) -> subprocess.Popen:
+    """Start a script of runs/ in this environment, without a network. The files of directory/bin
+    are found before other programs."""
     path = [directory / "bin", Path(sys.executable).parent, os.environ["PATH"]]
     changes = dict(
         SPIDER_DIR=str(directory),
@@ -39,17 +44,22 @@ def run_script(name: str, directory: Path, flags: str = "", status: int = 0) -> 
         PATH=os.pathsep.join(map(str, path)),
         https_proxy="http://127.0.0.1:1",  # where nothing listens
     )
-    done = subprocess.run(
+    return subprocess.Popen(
         ["bash", ROOT / "runs" / name, *flags.split()],
         env=os.environ | changes,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=600,
     )
-    assert done.returncode == status, done.stdout
-    return done.stdout
+
+
+def run_script(name: str, directory: Path, flags: str = "", status: int = 0) -> tuple[str, str]:
+    """Run a script of runs/; return its stdout and stderr."""
+    script = start_script(name, directory, flags)
+    out, err = script.communicate(timeout=600)
+    assert script.returncode == status, err
+    return out, err
 
 
 def write_program(path: Path, command: str):
@@ -69,7 +79,7 @@ def test_shakespeare_trains_measures_and_talks_and_a_second_run_keeps_what_is_do
         found.parent.mkdir()
         found.write_bytes((ROOT / "LICENSE").read_bytes())
     flags = "--device cpu --seq_len 256 --target_tokens 512 --eval_tokens 512"
-    out = run_script("shakespeare.sh", tmp_path, flags)
+    out, _ = run_script("shakespeare.sh", tmp_path, flags)
     assert ("cannot be downloaded" in out) == (text == "pydoc")
     assert "bits per byte" in out and f"\n{prompt}" in out
     run = tmp_path / "checkpoints" / text
@@ -82,8 +92,8 @@ def test_shakespeare_trains_measures_and_talks_and_a_second_run_keeps_what_is_do
 @pytest.mark.parametrize("answer", ["exit 127", "echo NVIDIA-SMI has failed; exit 9"])
 def test_fineweb_without_a_gpu_is_one_line(answer, tmp_path):
     write_program(tmp_path / "bin" / "nvidia-smi", answer)
-    out = run_script("fineweb.sh", tmp_path, status=2)
-    assert "lists no GPU" in out and out.count("\n") == 1
+    out, err = run_script("fineweb.sh", tmp_path, status=2)
+    assert out == "" and "lists no GPU" in err and err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -99,7 +109,7 @@ def test_fineweb_prepares_trains_and_exports_with_stand_ins_for_hub_and_gpu(tmp_
         tmp_path / "bin" / "hf",
         f'mkdir -p "$6/sample" && cp "{tmp_path}/pages.parquet" "$6/sample"',
     )
-    out = run_script(
+    out, _ = run_script(
         "fineweb.sh",
         tmp_path,
         f"--device cpu --set {SMALL} --n_loops 2 --seq_len 64 --global_batch 128 --max_steps 2 "
@@ -107,3 +117,116 @@ def test_fineweb_prepares_trains_and_exports_with_stand_ins_for_hub_and_gpu(tmp_
     )
     assert "n_loops=6" in out and "\nThe moon is" in out
     assert (tmp_path / "checkpoints" / "fineweb" / "exported" / "model.safetensors").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# runs/first_gpu.sh, with a stand-in for Python: the GPU works while the file `gpu` exists
+
+PYTHON = """
+[ "$1" = -c ] && exec cat "$SPIDER_DIR/gpu"
+echo "$*" >> "$SPIDER_DIR/commands"
+[ -e "$SPIDER_DIR/repaired" ] && exit 0
+case "$*" in
+    *test_tile_moe.py) sleep 0.3; kill -ALRM $PPID; exec sleep 60 ;;  # as timeout itself, later
+    *"--precision fp8"*) echo "error: a reason"; exit 3 ;;
+    *"--only ceilings") rm "$SPIDER_DIR/gpu"; exit 1 ;;
+    train.py*) for last; do :; done; mkdir -p "$last"; touch "$last/a.pt" "$last/metrics.jsonl" ;;
+esac
+"""
+KERNELS = "machine test_tile_moe test_grouped_triton test_tile_kernels test_compile".split()
+RUNS = "eager compiled fp8 memcheck".split()
+OTHERS = "test_train test_command_line test_resumption test_distributed".split()
+MEASUREMENTS = "ceilings step step_2048 step_eager short_documents experts".split()
+ALL = [*KERNELS, *RUNS, *OTHERS, *MEASUREMENTS]
+
+
+def commands_of(directory: Path) -> list[str]:
+    """Return and forget the command lines of Python so far."""
+    path = directory / "commands"
+    lines = path.read_text().splitlines()
+    path.unlink()
+    return lines
+
+
+def rows_of(directory: Path) -> dict[str, str]:
+    """Return the rows of the table in the directory of results, by name."""
+    table = (directory / "results" / "summary.txt").read_text().split("\n\n")[1]
+    return {line[:20].rstrip(): line[21:].rstrip() for line in table.splitlines()}
+
+
+def check_command(line: str):
+    """Check that a script takes its flags."""
+    script, *flags = line.split()
+    if script == "train.py":
+        train.parse_args(flags, {})
+    elif script == "bench.py":
+        assert set(flags[1].split(",")) <= bench.SECTIONS.keys()
+        train.parse_args(flags[2:], {})
+    elif script in ("data.py", "sample.py"):
+        {"data.py": data, "sample.py": sample}[script].parse_args(flags)
+    else:
+        assert line.startswith("-m pytest -q -m gpu -rs tests/")
+
+
+def test_first_gpu_runs_everything_in_order_past_failures_and_then_what_has_not_passed(tmp_path):
+    write_program(tmp_path / "bin" / "python", PYTHON)
+    write_program(tmp_path / "bin" / "compute-sanitizer", 'shift 3; exec "$@"')
+    (tmp_path / "gpu").write_text("a warning\nTrue\n")
+    out, _ = run_script("first_gpu.sh", tmp_path, f"{tmp_path}/results", status=1)
+    rows = rows_of(tmp_path)
+    assert list(rows) == ALL
+    assert rows["test_tile_moe"].startswith("FAILED (124)")
+    assert rows["fp8"] == "FAILED (3)    error: a reason"
+    assert rows["ceilings"].startswith("FAILED (1)")
+    assert [name for name in ALL if rows[name] == "not run"] == MEASUREMENTS[1:]
+    assert sum(row.startswith("passed") for row in rows.values()) == len(ALL) - 8
+    assert out.endswith(f"tar czf first-gpu.tgz -C '{tmp_path}/results' .\n")
+    assert [path.name for path in (tmp_path / "results/compiled").iterdir()] == ["metrics.jsonl"]
+    commands = commands_of(tmp_path)
+
+    (tmp_path / "gpu").write_text("True\n")
+    (tmp_path / "repaired").touch()
+    run_script("first_gpu.sh", tmp_path, f"{tmp_path}/results")
+    assert all(row.startswith("passed") for row in rows_of(tmp_path).values())
+    again = commands_of(tmp_path)
+    assert again[0].endswith("test_tile_moe.py") and "fp8" in again[1] and "ceilings" in again[2]
+    assert len(again) == 3 + len(MEASUREMENTS[1:]) + 1  # short documents are prepared and measured
+    for line in (*commands, *again):
+        check_command(line)
+
+
+def test_first_gpu_runs_each_file_with_tests_that_need_a_gpu_and_its_names_are_explained():
+    marked = {
+        path.stem
+        for path in ROOT.glob("tests/test_*.py")
+        if re.search(r"^@pytest.mark.gpu$", path.read_text(), re.MULTILINE)
+    }
+    assert {name for name in ALL if name.startswith("test_")} == marked
+    page = (ROOT / "docs/results/performance.md").read_text()
+    assert [name for name in ALL if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    "results, fragment", (("results", "nvidia-smi: cat: "), ("bin", "name a new directory"))
+)
+def test_first_gpu_without_a_gpu_or_a_directory_of_its_own_is_one_line(results, fragment, tmp_path):
+    write_program(tmp_path / "bin" / "python", PYTHON)
+    out, err = run_script("first_gpu.sh", tmp_path, f"{tmp_path}/{results}", status=2)
+    assert out == "" and err.count("\n") == 1 and fragment in err
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [
+        Path("bin"),
+        Path("bin/python"),
+    ]
+
+
+def test_a_signal_to_first_gpu_ends_the_command_that_runs(tmp_path):
+    sleep = 'echo $$ > "$SPIDER_DIR/started"; exec sleep 60'
+    write_program(tmp_path / "bin" / "python", f'[ "$1" = -c ] && exec echo True\n{sleep}')
+    script = start_script("first_gpu.sh", tmp_path, f"{tmp_path}/results")
+    started = tmp_path / "started"
+    until(lambda: started.exists() and started.read_text(), 20)
+    script.terminate()
+    script.communicate(timeout=20)
+    assert script.returncode == 130
+    process = Path("/proc") / started.read_text().strip()
+    until(lambda: not process.exists(), 20)

@@ -498,6 +498,25 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_like_an_uninterrupted_
     assert_same_runs(whole, killed)
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_rank_killed_on_a_gpu_ends_the_other_and_the_same_command_resumes(tmp_path, shards):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    directory = tmp_path / "run"
+    flags = "--device cuda --shards 2 --ckpt_every 3 --compile off".split()
+    job = torchrun(run_flags(shards, directory, *NO_EVAL, *flags, steps=1_000_000))
+    until(lambda: any(directory.glob("spider-step*.pt")))
+    os.kill(workers(directory)[1], signal.SIGKILL)
+    _, log = job.communicate(timeout=LIMIT)
+    assert job.returncode != 0, log
+    last = len(metrics(directory)) + 3
+    job = torchrun(run_flags(shards, directory, *NO_EVAL, *flags, steps=last))
+    _, log = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0 and "resuming from" in log, log
+    assert [line["step"] for line in metrics(directory)] == list(range(1, last + 1))
+
+
 @pytest.mark.slow
 def test_ranks_of_a_killed_torchrun_save_and_the_run_ends_like_an_uninterrupted_one(
     tmp_path, uninterrupted
