@@ -298,6 +298,8 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     dialogue."""
     if prompt is not None:
         return os.fsencode(prompt)
+    if "JPY_PARENT_PID" in os.environ and os.isatty(0):  # a cell's terminal, in which none can type
+        raise UsageError("a notebook has no input for a dialogue: give --prompt")
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
     with open(0, "rb", closefd=False) as stdin:

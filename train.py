@@ -568,7 +568,7 @@ from data import (
     open_data,
     validation_sets,
 )
-from spider import estimate, machine
+from spider import estimate, machine, threads
 from spider.checkpoint import (
     FROM_SCRATCH,
     CheckpointWriter,
@@ -1733,6 +1733,11 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
         f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
         *plan.reasons,
     ]
+    if world.device.type == "cpu" and torch.get_num_threads() > 1 and threads.spin():
+        lines.append(
+            "torch was imported before spider: its idle threads spin, which is slow beside other "
+            "programs; import spider first"
+        )
     if "global_batch" in given:
         lines.append(
             f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "

@@ -40,23 +40,26 @@ fi
 # Data: 1.1 MB of plays, or else Python's documentation. `prepare` turns any text into shards of byte ids, and holds its
 # last tenth out for validation.
 
-name=shakespeare
-prompt="ROMEO:"
 mkdir -p "$base/data"
-if ! [ -f "$base/data/$name.txt" ]; then
-    # --output under another name, so that half a download is no text
+if ! [ -f "$base/data/shakespeare.txt" ] && ! [ -f "$base/data/pydoc.txt" ]; then
+    # Under another name, so that half a text is none
     if curl --silent --show-error --fail --location --connect-timeout 10 --max-time 60 --output "$base/data/download" \
         https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt; then
-        mv "$base/data/download" "$base/data/$name.txt"
+        mv "$base/data/download" "$base/data/shakespeare.txt"
     else
         echo "Shakespeare cannot be downloaded: the model learns from Python's documentation instead."
-        name=pydoc
-        prompt="The "
         # Several topics share paragraphs. Each is written once, so that the last tenth is new to the model.
         python -c 'from pydoc_data.topics import topics
 paragraphs = "\n\n".join(topics.values()).split("\n\n")
-print(*dict.fromkeys(paragraphs), sep="\n\n")' > "$base/data/$name.txt"
+print(*dict.fromkeys(paragraphs), sep="\n\n")' > "$base/data/download"
+        mv "$base/data/download" "$base/data/pydoc.txt"
     fi
+fi
+name=shakespeare
+prompt="ROMEO:"
+if [ -f "$base/data/pydoc.txt" ]; then
+    name=pydoc
+    prompt="The "
 fi
 text=$base/data/$name.txt
 data=$base/data/$name

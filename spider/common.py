@@ -170,21 +170,21 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 OTHER_NAMES = {
     "train.py": {
         "--micro_batch": "batch_size device_batch_size per_device_train_batch_size",
-        "--grad_accum": "gradient_accumulation_steps grad_accum_steps",
+        "--grad_accum": "gradient_accumulation_steps",
         "--global_batch BYTES": "total_batch_size",
-        "--seq_len": "block_size max_seq_len max_seq_length max_length context_length",
+        "--seq_len": "block_size max_seq_length max_length context_length",
         "--target_tokens BYTES (epochs times the text)": "epochs num_epochs num_train_epochs",
-        "--max_steps": "max_iters num_iterations num_steps steps",
+        "--max_steps": "num_iterations steps",
         "--lr": "learning_rate max_lr matrix_lr embedding_lr",
-        "--min_lr_fraction": "min_lr final_lr_frac",
-        "--warmup_steps": "warmup_iters warmup_ratio num_warmup_steps",
+        "--min_lr_fraction, of the peak": "min_lr final_lr_frac",
+        "--warmup_steps STEPS": "warmup_ratio",
         "--schedule": "lr_scheduler_type decay_lr",
         "--beta1": "adam_beta1",
         "--beta2": "adam_beta2",
         "--optimizer": "optim",
         "--grad_clip": "max_grad_norm gradient_clipping",
         "--eval_every": "eval_interval eval_steps",
-        "--eval_tokens": "eval_iters",
+        "--eval_tokens BYTES": "eval_iters",
         "--ckpt_every": "save_interval save_steps save_every",
         "--keep_last": "save_total_limit",
         "--keep_best": "load_best_model_at_end",
@@ -195,25 +195,25 @@ OTHER_NAMES = {
         "--resume DIR --reset_steps": "model_name_or_path",
         "--run": "run_name wandb_run_name wandb_log wandb_project report_to",
         "--model, or --set hidden_size=N": "depth n_layer n_embd n_head hidden_size",
-        "--precision": "dtype bf16 fp16 fp8 mixed_precision",
+        "--precision": "dtype bf16 fp16 fp8",
         "--recompute": "gradient_checkpointing",
         "--device": "device_type",
     },
     "sample.py": {
         "--bytes": "max_new_tokens max_tokens max_length length",
-        "--samples": "num_samples num_return_sequences",
+        "--samples": "num_return_sequences",
         "--prompt": "start input",
         "--temperature 0": "do_sample greedy",
         "its path, without a flag": "ckpt checkpoint ckpt_dir out_dir model model_name_or_path",
         "--batch": "batch_size",
-        "--seq_len": "block_size max_seq_len",
+        "--seq_len": "block_size",
         "--precision": "dtype",
     },
     "data.py": {
         "--out": "output output_dir out_dir",
         "--field": "text_column text_field column key",
         "--config": "dataset_config subset",
-        "--val_fraction": "val_split val_ratio test_size",
+        "--val_fraction": "val_split test_size",
         "--shard_mb": "shard_size",
         "its path, without a flag": "input input_file dataset data data_dir",
     },
@@ -231,75 +231,104 @@ class Parser(argparse.ArgumentParser):
         self.parsers = (self, *passes_on_to)
 
     def error(self, message: str):
+        message = message.replace("ignored explicit argument", "is True or False, not")
+        if message.endswith("expected one argument"):
+            message += " (one that begins with - as --NAME=VALUE)"
         raise UsageError(f"{message}; see python {self.prog} --help")
 
     def parse_args(self, args=None, namespace=None):
         namespace, rest = self.parse_known_args(args, namespace)
         if rest:
-            self.error(self.describe_unknown(rest[0].partition("=")[0]))
+            self.error(self.describe_word(rest[0]))
         return namespace
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse the flags; return the namespace and the words that no flag takes. An unknown flag
-        is an error."""
-        known = {name for parser in self.parsers for name in parser._option_string_actions}
-        words = list(sys.argv[1:] if args is None else args)
-        unknown = []
-        kept = []
-        switched_off = []
-        for i, word in enumerate(words):
-            is_flag = re.match("--?[A-Za-z]", word) and " " not in word
-            if word == "--" or (self._subparsers and not is_flag):
-                kept += words[i:]  # these are no flags, or another parser's
-                break
-            name = word.partition("=")[0]
-            if is_flag and name not in known:
-                unknown.append(self.describe_unknown(name))
-                continue
-            shorter = self.without_truth(word)
-            if shorter is not None:
-                kept.append(shorter)
-            elif self._option_string_actions[name].const is True:  # not that of an alias
-                switched_off.append(self._option_string_actions[name].dest)
+        is an error, before one that is missing."""
+        if args is None and "ipykernel" in sys.modules:  # the words are the kernel's
+            self.error("in a notebook give the flags as a list")
+        self.add_truth_values()
+        words = [str(word) for word in (sys.argv[1:] if args is None else args)]
+        unknown = [self.describe_flag(name) for name in self.unknown_flags(words)]
         if unknown:
             self.error("; ".join(unknown))
-        namespace, rest = super().parse_known_args(kept, namespace)
-        for name in switched_off:
-            setattr(namespace, name, False)
-        return namespace, rest
+        return super().parse_known_args(words, namespace)
 
-    def without_truth(self, word: str) -> str | None:
-        """Return --NAME for --NAME=True of a switch, None for --NAME=False, and any other word as
-        it is."""
-        name, equals, value = word.partition("=")
-        action = self._option_string_actions.get(name)
-        if not equals or action is None or action.const is None:
-            return word
-        if value.lower() == "true":
-            return name
-        if action.nargs != 0:  # it takes other values, too
-            return word
-        if value.lower() != "false":
-            self.error(f"argument {name}: {value!r} is neither True nor False")
-        return None
+    def add_truth_values(self):
+        """Let a switch take True and False, and on and off too, as TOML and sweeps give them."""
+        for action in list(self._actions):
+            values: tuple[object, object] = (True, False)
+            if {"on", "off"} <= {*(action.choices or ())}:
+                values = ("on", "off")
+            elif not isinstance(action, argparse._StoreTrueAction):
+                continue
+            for text, value in zip(("true", "false"), values, strict=True):
+                name = f"{action.option_strings[0]}={text}"
+                groups = [g for g in self._mutually_exclusive_groups if action in g._group_actions]
+                if name not in self._option_string_actions:
+                    [self, *groups][-1].add_argument(
+                        name,
+                        name.replace(text, text.capitalize()),
+                        dest=action.dest,
+                        action="store_const",
+                        const=value,
+                        default=argparse.SUPPRESS,
+                        help=argparse.SUPPRESS,
+                    )
 
-    def describe_unknown(self, name: str) -> str:
-        """Describe an unknown flag or word, with the flag that is meant, if any is like it."""
-        meant: dict[str, str] = {}  # what to use, by a name without dashes
+    def unknown_flags(self, words: Sequence[str]) -> Iterator[str]:
+        """Yield the names of flags that neither this parser nor those of the other words have."""
+        known: dict[str, argparse.Action] = {}
+        for parser in self.parsers:
+            known |= parser._option_string_actions
+        takes_value = False  # argparse says so if there is none
+        for word in words:
+            if word == "--" or (self._subparsers and not word.startswith("-")):
+                return
+            name = word.partition("=")[0]
+            is_flag = re.match("--?[A-Za-z]", word) and " " not in word
+            if is_flag and name not in known and not takes_value:
+                yield name
+            takes_value = word in known and known[word].nargs is None
+
+    def meanings(self) -> dict[str, str]:
+        """Return what to use, by name without dashes."""
+        meanings: dict[str, str] = {}
         for parser in self.parsers:
             script = parser.prog.partition(" ")[0]  # of a subcommand, too
             for remedy, names in OTHER_NAMES.get(script, {}).items():
-                meant |= dict.fromkeys(names.split(), remedy)
+                meanings |= dict.fromkeys(names.split(), remedy)
         for parser in self.parsers:
-            meant |= {without_dashes(flag): flag for flag in parser._option_string_actions}
+            flags = [flag for flag in parser._option_string_actions if "=" not in flag]
+            meanings |= {without_dashes(flag): flag for flag in flags}
+        return meanings
+
+    def describe_flag(self, name: str) -> str:
+        """Describe an unknown flag, with the one that is meant, if any is like it."""
+        if self._subparsers:
+            return f"flag {name}: write it after the command"
+        meanings = self.meanings()
         plain = without_dashes(name)
-        if plain.endswith((".toml", ".py")) and "config" in meant:
-            return f"{name}: give a config file, which is TOML, by --config"
-        if plain in meant:
-            return f"unknown flag {name}: use {meant[plain]}"
-        for nearest in difflib.get_close_matches(plain, meant, 1):
-            return f"unknown flag {name}: the nearest is {meant[nearest]}"
+        positive = plain.removeprefix("no_")
+        if plain in meanings:
+            return f"unknown flag {name}: use {meanings[plain]}"
+        if f"--{positive}=false" in self._option_string_actions:
+            return f"unknown flag {name}: use --{positive}=False"
+        for nearest in difflib.get_close_matches(plain, meanings, 1, cutoff=0.75):
+            return f"unknown flag {name}: the nearest is {meanings[nearest]}"
         return f"unknown flag {name}"
+
+    def describe_word(self, word: str) -> str:
+        """Describe a word that is no flag and no flag's value, with the remedy."""
+        meanings = self.meanings()
+        name, equals, _ = word.partition("=")
+        if equals and name in meanings:
+            return f"{word}: use {meanings[name]}"
+        if word.endswith((".toml", ".py")) and "config" in meanings:
+            return f"{word}: give a config file, which is TOML, by --config"
+        if word.lower() in ("true", "false"):
+            return f"unexpected {word}: write --NAME={word}, without a space"
+        return f"unexpected word {word}"
 
     def given(self, argv: Sequence[str] | None) -> dict:
         """Parse argv; return the values of the flags that it sets, without defaults."""
@@ -314,6 +343,9 @@ class Parser(argparse.ArgumentParser):
     def value(self, name: str, value, source: str) -> dict:
         """Parse the value of a flag as read from `source`, as it would be parsed on the command
         line."""
+        flag = self._option_string_actions[f"--{name}"]
+        if isinstance(value, bool) and flag.const is None:  # else it would be a text
+            raise UsageError(f"{source}: --{name} is no switch, but {value} is given")
         try:
             return self.given([f"--{name}={value}"])
         except UsageError as fault:
@@ -405,7 +437,7 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
             continue
         action = actions.get(f"--{name}")
         if action is None:
-            raise UsageError(f"--config: {path}: {parser.describe_unknown(name)}")
+            raise UsageError(f"--config: {path}: {parser.describe_flag(name)}")
         if action.dest in assigned:
             raise UsageError(f"--config: {path}: {name} is set twice")
         assigned.add(action.dest)

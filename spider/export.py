@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -123,6 +124,8 @@ def exit_on_signals():
             signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
+    if threading.current_thread() is not threading.main_thread():  # others can handle none
+        caught = []
     for number in caught:
         signal.signal(number, stop)
     try:
@@ -257,7 +260,8 @@ print(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
 `n_loops=` of `generate` and of the model runs more or fewer loops than in training. `loss` is the
 cross-entropy in nats per byte, and in training mode the loss to minimize. `dtype=torch.bfloat16`
-sets the dtype of products; parameters stay fp32. To fine-tune all of it, run the project's
+sets the dtype of products; parameters stay fp32. The Trainer, TRL and PEFT train all but the Engram
+tables, which have most of the parameters. To train these too, run the project's
 `python train.py --resume DIR --reset_steps --data_dir ...`.
 """
 

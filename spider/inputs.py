@@ -354,7 +354,7 @@ def fault_of(head: bytes, is_text: bool) -> str | None:
             return fault
     sample = head[:8192]
     controls = sample.translate(None, TEXT_BYTES)
-    if is_text and (len(controls) > len(sample) / 20 or controls.count(0) > 4):
+    if is_text and (len(controls) > max(1, len(sample) / 20) or controls.count(0) > 4):
         return "binary, or UTF-16 without a byte order mark: --binary takes any bytes"
     return None
 

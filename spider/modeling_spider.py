@@ -126,7 +126,8 @@ class LogitsLayer(nn.Module):
 
     def __init__(self, vocab_size: int):
         super().__init__()
-        self.register_buffer("weight", torch.eye(vocab_size), persistent=False)
+        identity = torch.eye(vocab_size, dtype=torch.float32)  # as logits, whatever the default
+        self.register_buffer("weight", identity, persistent=False)
 
 
 class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
@@ -267,8 +268,13 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
         if inputs is not None and inputs.shape[-1] == 0:
             inputs = inputs.new_full((len(inputs), 1), BOS_ID, dtype=torch.int64)
             kwargs.pop("attention_mask", None)
-        with self.spider.cast_weights_once():
-            return super().generate(inputs, **kwargs)
+        was_training = self.training
+        self.eval()  # after or in a trainer's run it is not
+        try:
+            with self.spider.cast_weights_once():
+                return super().generate(inputs, **kwargs)
+        finally:
+            self.train(was_training)
 
     def forward(
         self,
@@ -383,7 +389,9 @@ class SpiderForCausalLM(PreTrainedModel, GenerationMixin):
             fed = text.ids
             ends_with_padding = text.kept.any(1) & ~text.kept[:, -1]
             cache.right_padded = bool(ends_with_padding.any())
-        logits = self.spider.step(fed, cache.state)
+        # accelerate leaves its autocast on after training, and states have the model's own dtypes
+        with torch.autocast(input_ids.device.type, enabled=False):
+            logits = self.spider.step(fed, cache.state)
         cache.ids = torch.cat((cache.ids, input_ids), dim=1)
         return SpiderCausalLMOutput(None, logits, cache)
 
@@ -544,8 +552,9 @@ class SpiderTokenizer(PreTrainedTokenizer):
         return self.get_vocab().get(token)
 
     def _convert_id_to_token(self, index: int) -> str:
-        if index in RESERVED:
-            return RESERVED[index]
+        names = SPECIAL | RESERVED
+        if index in names:
+            return names[index]
         return bytes([index]).decode("latin-1")  # an error for ids that do not exist
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:

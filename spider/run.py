@@ -306,6 +306,8 @@ class StopSignals:
             if number in QUITS and not is_copy:
                 before = self.before[number]  # a notebook's ends the cell, and not the kernel
                 signal.signal(number, before if callable(before) else signal.SIG_DFL)
+                with suppress(OSError):
+                    os.write(2, b"ended without saving\n")
                 os.kill(os.getpid(), number)
             return
         self.received[number] = time.monotonic()

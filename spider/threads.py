@@ -1,14 +1,15 @@
 """The threads of torch on a CPU: how many, and how long an idle one keeps its core.
 
 Importing the package calls `set_threads`, because OpenMP reads its variables once, when torch is
-loaded. Without it idle threads spin for milliseconds, on cores that other programs want, and in a
-container torch starts a thread for each core of the host (docs/results/performance.md has figures).
+loaded. By itself torch starts a thread for each core that the process may use, or in a container
+with a quota for each core of the host. Idle threads then spin for milliseconds, on cores that other
+programs want (docs/results/performance.md#threads).
 """
 
 import math
 import os
-from collections.abc import MutableMapping
-from contextlib import suppress
+import re
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 # How long a thread waits for work before it gives up its core: libgomp's in rounds of a loop,
@@ -16,37 +17,34 @@ from pathlib import Path
 WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
-def set_threads(environ: MutableMapping[str, str] = os.environ):
+def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Path("/")):
     """Set the variables of OpenMP that the user has not set."""
-    if "OMP_WAIT_POLICY" not in environ:
-        for name, value in WAITING.items():
-            environ.setdefault(name, value)
-    cores = usable_cores()
-    if cores is not None:
-        environ.setdefault("OMP_NUM_THREADS", str(cores))
+    variables = {} if environ.get("OMP_WAIT_POLICY") else dict(WAITING)
+    quota = cpu_quota(root)
+    # Not without need, since programs that this one starts, such as torchrun, inherit it.
+    if quota < (os.cpu_count() or 1):
+        variables["OMP_NUM_THREADS"] = str(max(1, int(quota)))
+    for name, value in variables.items():
+        environ[name] = environ.get(name) or value
 
 
-def usable_cores(root: Path = Path("/")) -> int | None:
-    """Return how many cores this process may use: those of its CPU affinity, or fewer if a
-    container's quota is smaller. None on macOS, which has neither."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    cores = set()  # a core may run several hardware threads, which do not help products
-    for cpu in os.sched_getaffinity(0):
-        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        cores.add(read(siblings) or str(cpu))
-    return max(1, int(min(len(cores), cpu_quota(root))))
+def spin(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether idle threads spin, because torch was imported before this package."""
+    return not (environ.get("GOMP_SPINCOUNT") or environ.get("OMP_WAIT_POLICY"))
 
 
-def cpu_quota(root: Path = Path("/")) -> float:
-    """Return the cores whose time the control groups of this process allow, of cgroup v1 and v2."""
+def cpu_quota(root: Path) -> float:
+    """Return the cores whose time the control groups of this process allow, of cgroup v1 and v2;
+    infinity without a limit, and on other systems than Linux."""
     quota = math.inf
-    for line in read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)  # of v2: 0::/path
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / controllers
-        group = mount / path.lstrip("/")  # in a container this may be a path of the host
+    groups = re.findall("^[0-9]+:(.*?):/(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE)
+    for controllers, path in groups:
+        mount = root / "sys/fs/cgroup"
+        if controllers:  # of version 1
+            if "cpu" not in controllers.split(","):
+                continue
+            mount /= "cpu"
+        group = mount / path  # in a container this may be a path of the host
         for directory in (group, *group.parents):
             if directory.is_relative_to(mount):
                 quota = min(quota, quota_of(directory))
@@ -58,16 +56,15 @@ def quota_of(directory: Path) -> float:
     of_v2 = read(directory / "cpu.max")
     of_v1 = read(directory / "cpu.cfs_quota_us") + " " + read(directory / "cpu.cfs_period_us")
     for text in (of_v2, of_v1):
-        with suppress(ValueError):  # "max", or no such file
-            time, period = map(int, text.split())
-            if time > 0:  # v1 says -1 for none
-                return time / period
+        numbers = re.fullmatch(r"(\d+) ([1-9]\d*)", text)  # not "max 100000", nor -1 of version 1
+        if numbers:
+            return int(numbers[1]) / int(numbers[2])
     return math.inf
 
 
 def read(path: Path) -> str:
     """Return the text of a file, "" if it cannot be read."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""

@@ -123,12 +123,13 @@ def test_parser_tells_given_flags_from_defaults_and_takes_values_of_other_source
     assert parser.given([]) == {}
     assert parser.given(["--lr", "0.5", "--loud"]) == dict(lr=0.5, loud=True)
     assert parser.given(["--loud=false"]) == dict(loud=False)
+    assert parser.given(["--loud=False", "--loud"]) == dict(loud=True)  # the last one counts
     assert parser.value("lr", "0.25", "LR=0.25") == dict(lr=0.25)
     assert parser.value("loud", True, "a.toml") == dict(loud=True)
     assert parser.value("loud", False, "a.toml") == dict(loud=False)
     with pytest.raises(UsageError, match="^LR=7: argument --lr: '7' is not a number"):
         parser.value("lr", "7", "LR=7")
-    with pytest.raises(UsageError, match="unknown flag --lo: .* see python x.py --help"):
+    with pytest.raises(UsageError, match="unknown flag --lo; see python x.py --help"):
         parser.parse_args(["--lo"])
 
 
@@ -151,19 +152,23 @@ PARSERS = {
         ("train.py -model tiny", "unknown flag -model: use --model"),
         ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
         ("train.py batch_size=8", "use --micro_batch"),
-        ("train.py lr=8", "unknown flag lr: use --lr"),
+        ("train.py lr=8", "lr=8: use --lr"),
+        ("train.py --no_keep_best", "use --keep_best=False"),
+        ("train.py --keep_best True", "write --NAME=True, without a space"),
+        ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
+        ("train.py --world_size 2", "unknown flag --world_size;"),
         ("train.py configs/cpu.toml", "by --config"),
         ("train.py config/train_shakespeare_char.py --device=cpu", "by --config"),
-        ("train.py --keep_best=1", "argument --keep_best: '1' is neither True nor False"),
-        ("train.py data", "unknown flag data: use --data_dir"),
+        ("train.py --keep_best=1", "argument --keep_best: is True or False, not '1'"),
+        ("train.py data", "unexpected word data"),
         ("sample.py --max_new_tokens 9", "use --bytes"),
-        ("sample.py a --num-samples=9", "use --samples"),
-        ("sample.py --raw=no a", "argument --raw: 'no' is neither"),
+        ("sample.py a --num-samples=9", "the nearest is --samples"),
+        ("sample.py --raw=no a", "argument --raw: is True or False, not 'no'"),
         ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
         ("data.py prepare --input a", "use its path, without a flag"),
         ("data.py show --data_dir a", "use its path, without a flag"),
         ("data.py verify", "required: DIR"),
-        ("data.py --mock_data show", "unknown flag --mock_data"),
+        ("data.py --mock_data show", "--mock_data: write it after the command"),
         ("bench.py --batch_size 3", "use --micro_batch"),
         ("bench.py --onyl machine", "the nearest is --only"),
     ),

@@ -173,7 +173,6 @@ def test_the_command_of_an_odd_step_shows_its_batch(name):
         ("lr = 2000", "--lr"),
         ("lr = [1]", "--lr"),
         ("lr = true", "--lr"),
-        ("compile = false", "--compile"),
         ("steps", ""),
         (b"\xff", ""),
         ("lr = 1\nlr = 1", ""),

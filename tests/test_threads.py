@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from conftest import ROOT
-from spider.threads import cpu_quota, set_threads, usable_cores
+from spider.threads import WAITING, cpu_quota, set_threads
 
-V1 = "4:memory:/job\n3:cpu,cpuacct:/job\n"
+V1 = "4:memory:/job\n3:cpuacct,cpu:/job\n"
+CPU = "cpu/job/cpu"
 
 
 def make_groups(root, groups: str, files: dict[str, str]):
@@ -24,14 +25,17 @@ def make_groups(root, groups: str, files: dict[str, str]):
 @pytest.mark.parametrize(
     "groups, files, quota",
     (
-        ("", {}, math.inf),
+        ("0::/\n", {}, math.inf),
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
         ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", {"cpu.max": "100000 0\n"}, math.inf),
+        ("no group\n", {"cpu.max": "250000 100000\n"}, math.inf),
         # the smallest of the groups that hold this one counts
         ("0::/pod/job\n", {"pod/cpu.max": "50000 100000", "pod/job/cpu.max": "400000 100000"}, 0.5),
-        (V1, {"cpu,cpuacct/job/cpu.cfs_quota_us": "300000"}, math.inf),  # without a period
         # in a container the path is the host's, and its own group is the root
         ("0::/docker/1f\n", {"cpu.max": "150000 50000"}, 3.0),
+        (V1, {f"{CPU}.cfs_quota_us": "300000", f"{CPU}.cfs_period_us": "200000"}, 1.5),
+        (V1, {f"{CPU}.cfs_quota_us": "-1", f"{CPU}.cfs_period_us": "100000"}, math.inf),
     ),
 )
 def test_quota_is_that_of_the_control_groups(tmp_path, groups, files, quota):
@@ -39,51 +43,32 @@ def test_quota_is_that_of_the_control_groups(tmp_path, groups, files, quota):
     assert cpu_quota(tmp_path) == quota
 
 
-@pytest.mark.parametrize("time, quota", (("300000", 3.0), ("-1", math.inf)))
-def test_quota_of_version_1_has_its_time_and_period_in_two_files(tmp_path, time, quota):
-    group = "sys/fs/cgroup/cpu,cpuacct/job"
-    files = {f"{group}/cpu.cfs_quota_us": time, f"{group}/cpu.cfs_period_us": "100000"}
-    make_groups(tmp_path, V1, files)
-    assert cpu_quota(tmp_path) == quota
-
-
-def test_cores_are_those_of_the_affinity_that_differ_and_of_a_quota_at_least_one(tmp_path):
-    cpus = os.sched_getaffinity(0)
-    assert usable_cores(tmp_path) == len(cpus)
-    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    files = {siblings.format(cpu): "0-99\n" for cpu in cpus}  # all threads of one core
-    make_groups(tmp_path, "0::/\n", files)
-    assert usable_cores(tmp_path) == 1
-
-    other = tmp_path / "other"
-    make_groups(other, "0::/\n", {"sys/fs/cgroup/cpu.max": "50000 100000"})
-    assert usable_cores(other) == 1
-    try:
-        os.sched_setaffinity(0, {min(cpus)})
-        assert usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, cpus)
-
-
-def test_variables_of_the_user_stay():
-    environ = {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "7"}
-    set_threads(environ)
-    assert environ == {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "7"}
-    environ = {"GOMP_SPINCOUNT": "5"}
-    set_threads(environ)
-    assert environ["GOMP_SPINCOUNT"] == "5"
-    assert environ["KMP_BLOCKTIME"] == "1"
-
-
-PRINT = "import os, torch; print(os.environ.get('GOMP_SPINCOUNT'), torch.get_num_threads())"
+@pytest.mark.parametrize(
+    "quota, before, after",
+    (
+        ("max", {}, {**WAITING}),
+        ("100000", {}, {**WAITING, "OMP_NUM_THREADS": "1"}),
+        ("50000", {}, {**WAITING, "OMP_NUM_THREADS": "1"}),
+        ("99999999999", {}, {**WAITING}),
+        ("100000", {"OMP_NUM_THREADS": "7"}, {**WAITING, "OMP_NUM_THREADS": "7"}),
+        ("max", {"GOMP_SPINCOUNT": "5", "KMP_BLOCKTIME": ""}, {**WAITING, "GOMP_SPINCOUNT": "5"}),
+        ("max", {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ),
+)
+def test_a_quota_limits_threads_and_variables_of_the_user_stay(tmp_path, quota, before, after):
+    make_groups(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": f"{quota} 100000"})
+    environ = dict(before)
+    set_threads(environ, tmp_path)
+    assert environ == after
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ("spider_model", "tile_moe", "train", "sample", "data", "bench"))
-def test_every_module_sets_threads_before_it_imports_torch(module, tmp_path):
-    ours = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-    environ = {name: value for name, value in os.environ.items() if name not in ours}
-    command = [sys.executable, "-c", f"import {module}; {PRINT}"]
+@pytest.mark.parametrize("module", ("spider_model", "tile_moe", "train"))
+def test_threads_are_set_before_torch_is_imported(module, tmp_path):
+    """The package leaves them alone where torch is loaded already."""
+    environ = {name: value for name, value in os.environ.items() if name not in WAITING}
     environ["PYTHONPATH"] = str(ROOT)
+    program = f"import {module}, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.split() == ["1000", str(usable_cores())], done.stderr
+    assert done.stdout.split() == [WAITING["GOMP_SPINCOUNT"]], done.stderr
