@@ -170,6 +170,11 @@ def find_shards(directory: str) -> list[ShardFile]:
     A shard without an entry in a metadata.json is for validation if a file or folder in its
     relative path has a name like val, val_00, valid or validation-1.
     """
+    if os.path.isfile(directory):
+        raise DataError(
+            f"{directory}: a file: name the directory of a shard; from a text make shards by "
+            f"`python data.py prepare {quoted(directory)} --out DIR`, and name DIR"
+        )
     remedy = f"make shards by `python data.py prepare INPUT --out {quoted(directory)}`"
     if not os.path.isdir(directory):
         raise DataError(f"{directory}: no such directory; {remedy}")
@@ -240,7 +245,9 @@ class Source:
 
     def __str__(self) -> str:
         n_val = f"{len(self.val):,}" if len(self.val) else "no"
-        line = f"data: {len(self.train):,} training and {n_val} validation ids in {self.name}"
+        folders = {os.path.dirname(shard.path) for shard in self.train.shards}
+        where = f"{len(folders)} folders of {self.name}" if len(folders) > 1 else self.name
+        line = f"data: {len(self.train):,} training and {n_val} validation ids in {where}"
         if self.held_out:
             line += " (the end of its data, held out: it has no validation shard)"
         return line

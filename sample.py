@@ -116,7 +116,7 @@ def add_model_flags(parser: Parser):
         nargs="*",
         type=path_name,
         default=["checkpoints"],
-        help="a file, an export or a directory",
+        help="a file, an export or a directory (default: checkpoints)",
     )
     parser.add_argument(
         "--best",
@@ -244,7 +244,9 @@ def refuse_unread_flags(parser: Parser, args: argparse.Namespace):
         parser.error(f"{as_flags(fixed)} cannot be used with --adapt")
     several = len(args.checkpoint) > 1 or len(args.n_loops or ()) > 1
     if several and command != "--eval":
-        parser.error("only --eval takes several checkpoints or numbers of loops")
+        parser.error(
+            "only --eval takes several checkpoints or numbers of loops; text is given by --prompt"
+        )
 
 
 def as_flags(names: set[str]) -> str:

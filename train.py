@@ -19,8 +19,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -1759,6 +1759,10 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
                 f"wide (docs/results/learning.md)"
             )
         lines.append(line)
+    elif "lr" in recipe.rules:
+        computed = recipe.rules["lr"](flags, plan.config)
+        if not computed / FAR < flags.lr < computed * FAR:
+            lines.append(f"--lr {flags.lr:g}: without it, the recipe would take {computed:g}")
     if "global_batch" in given:
         by_recipe.discard("micro_batch")
     if by_recipe:
@@ -1779,6 +1783,7 @@ def pasteable(name: str, value: object) -> str:
     return f"--{name}{separator}{shlex.quote(text)}"
 
 
+FAR = 4  # a given learning rate from the recipe's, for a line of the log
 MAX_EPOCHS = 20  # of a horizon without a warning
 MIN_STEPS = 250  # of a horizon without a warning; a run loses 3 to 6 nats, divided by its steps
 MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
@@ -1930,16 +1935,8 @@ class StepLog:
         self.every = plan.flags.log_every or math.ceil(last_step / LOG_LINES)
         self.began = time.perf_counter()
         self.logged = self.began  # time of the last line
-        self.paused = 0.0  # seconds, see pause
         meanings = ", ".join(column.meaning for column in self.columns)
         logger.info(f"columns of a step: {meanings}")
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Do not count what is done meanwhile as time of steps."""
-        began = time.perf_counter()
-        yield
-        self.paused += time.perf_counter() - began
 
     def log(self, events: StepEvents):
         """Log the last step, if a line is due, and its events."""
@@ -1949,7 +1946,7 @@ class StepLog:
         at_an_end = step in (self.first_step, self.last_step)
         if overdue or at_an_end or step % self.every == 0:
             self.logged = now
-            pace = (now - self.began - self.paused) / (step - self.first_step + 1)
+            pace = (now - self.began) / (step - self.first_step + 1)  # evaluations and all
             logger.info(self.line((self.last_step - step) * pace))
         if events.begins_epoch:
             logger.info(epoch_line(self.progress, events.cleared))
@@ -1998,10 +1995,12 @@ def describe_end(plan: Plan, start: Start, how: str):
 
     how: it ended, the last words of the line."""
     progress = start.progress
-    best = ""
-    if math.isfinite(progress.best_loss):
-        best = f"best validation loss {progress.best_loss:.4f}, "
-    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {best}{how}")
+    best = progress.best_loss
+    found = f"best validation loss {best:.4f}, " if math.isfinite(best) else ""
+    last = (progress.metrics or {}).get("val_loss")
+    if last is not None and last > best:
+        found = f"validation loss {last:.4f} (the best was {best:.4f}; --keep_best keeps it), "
+    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {found}{how}")
     if plan.model_class is Spider:  # sample.py loads no other
         logger.info(f"next: python sample.py {quoted(plan.flags.ckpt_dir)}")
     logger.info(outlook(plan.flags, start))
@@ -2206,8 +2205,7 @@ def main(
     # The loop: what is due after a step, then the next one
     while True:
         # Once in a while: evaluate and sample
-        with log.pause():
-            run.evaluate_and_sample()
+        run.evaluate_and_sample()
         run.record_metrics(log.first_step)
 
         # Once in a while: save
@@ -2234,8 +2232,8 @@ def main(
         raise Stopped("stopped before the first step")
     if not run.writer.holds(progress.step):
         raise CheckpointError(
-            f"--ckpt_dir: step {progress.step} could not be saved in {directory}; older "
-            f"checkpoints are intact: make room; the same command resumes"
+            f"--ckpt_dir: step {progress.step} could not be saved in {directory}: make room; the "
+            f"same command resumes from the older checkpoints that are there"
         )
     if stop.agreed:
         raise Stopped(

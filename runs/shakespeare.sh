@@ -21,7 +21,11 @@ base=${SPIDER_DIR:-.}  # data and checkpoints go here
 activate=""
 if [ -z "${VIRTUAL_ENV:-}" ]; then
     if ! [ -f .venv/installed ]; then
-        python3 -m venv .venv
+        if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            echo "runs/shakespeare.sh: needs Python 3.11 or later, and $(command -v python3) is older" >&2
+            exit 2
+        fi
+        python3 -m venv --clear .venv
         # PyTorch's build for CPUs; what PyPI has for Linux brings CUDA along, more than 2 GB
         index=https://download.pytorch.org/whl/cpu
         if curl --silent --fail --location --max-time 10 --output /dev/null "$index/torch/"; then
@@ -41,7 +45,7 @@ fi
 # last tenth out for validation.
 
 mkdir -p "$base/data"
-if ! [ -f "$base/data/shakespeare.txt" ] && ! [ -f "$base/data/pydoc.txt" ]; then
+if ! [ -f "$base/data/shakespeare.txt" ] && ! [ -f "$base/data/python-docs.txt" ]; then
     # Under another name, so that half a text is none
     if curl --silent --show-error --fail --location --connect-timeout 10 --max-time 60 --output "$base/data/download" \
         https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt; then
@@ -52,13 +56,13 @@ if ! [ -f "$base/data/shakespeare.txt" ] && ! [ -f "$base/data/pydoc.txt" ]; the
         python -c 'from pydoc_data.topics import topics
 paragraphs = "\n\n".join(topics.values()).split("\n\n")
 print(*dict.fromkeys(paragraphs), sep="\n\n")' > "$base/data/download"
-        mv "$base/data/download" "$base/data/pydoc.txt"
+        mv "$base/data/download" "$base/data/python-docs.txt"
     fi
 fi
 name=shakespeare
 prompt="ROMEO:"
-if [ -f "$base/data/pydoc.txt" ]; then
-    name=pydoc
+if [ -f "$base/data/python-docs.txt" ]; then
+    name=python-docs
     prompt="The "
 fi
 text=$base/data/$name.txt

@@ -160,7 +160,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
         is_off = action.nargs == 0 and default != action.const
-        if is_off or default is None or default is argparse.SUPPRESS:
+        if is_off or default in (None, argparse.SUPPRESS) or isinstance(default, list | tuple):
             return action.help
         return f"{action.help} (default: {default})"
 
@@ -169,16 +169,17 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 # of Hugging Face
 OTHER_NAMES = {
     "train.py": {
-        "--micro_batch": "batch_size device_batch_size per_device_train_batch_size",
+        "--micro_batch": "batch_size bs device_batch_size per_device_train_batch_size",
         "--grad_accum": "gradient_accumulation_steps",
         "--global_batch BYTES": "total_batch_size",
         "--seq_len": "block_size max_seq_length max_length context_length",
         "--target_tokens BYTES (epochs times the text)": "epochs num_epochs num_train_epochs",
+        "--target_tokens": "lr_decay_iters",
         "--max_steps": "num_iterations steps",
         "--lr": "learning_rate max_lr matrix_lr embedding_lr",
         "--min_lr_fraction, of the peak": "min_lr final_lr_frac",
         "--warmup_steps STEPS": "warmup_ratio",
-        "--schedule": "lr_scheduler_type decay_lr",
+        "--schedule cosine or wsd": "lr_scheduler_type decay_lr",
         "--beta1": "adam_beta1",
         "--beta2": "adam_beta2",
         "--optimizer": "optim",
@@ -187,22 +188,26 @@ OTHER_NAMES = {
         "--eval_tokens BYTES": "eval_iters",
         "--ckpt_every": "save_interval save_steps save_every",
         "--keep_last": "save_total_limit",
-        "--keep_best": "load_best_model_at_end",
+        "--keep_best": "load_best_model_at_end always_save_checkpoint",
+        "--patience": "early_stopping early_stopping_patience",
         "--log_every": "log_interval logging_steps",
         "--ckpt_dir": "out_dir output_dir save_dir checkpoint_dir",
         "--data_dir": "dataset dataset_name data train_file",
         "--resume": "init_from resume_from_checkpoint resume_from_step",
         "--resume DIR --reset_steps": "model_name_or_path",
-        "--run": "run_name wandb_run_name wandb_log wandb_project report_to",
-        "--model, or --set hidden_size=N": "depth n_layer n_embd n_head hidden_size",
+        "--run NAME": "run_name wandb_run_name wandb_log wandb_project report_to",
+        "--model, or --set n_prelude_layers=N": "depth n_layer",
+        "--model, or --set hidden_size=N": "n_embd n_head hidden_size",
         "--precision": "dtype bf16 fp16 fp8",
         "--recompute": "gradient_checkpointing",
         "--device": "device_type",
+        "torchrun --nproc_per_node N train.py": "gpus num_gpus nproc_per_node",
     },
     "sample.py": {
         "--bytes": "max_new_tokens max_tokens max_length length",
         "--samples": "num_return_sequences",
         "--prompt": "start input",
+        "--temperature": "temp",
         "--temperature 0": "do_sample greedy",
         "its path, without a flag": "ckpt checkpoint ckpt_dir out_dir model model_name_or_path",
         "--batch": "batch_size",
@@ -249,6 +254,9 @@ class Parser(argparse.ArgumentParser):
             self.error("in a notebook give the flags as a list")
         self.add_truth_values()
         words = [str(word) for word in (sys.argv[1:] if args is None else args)]
+        for word in words:
+            if word.startswith("--") and word.endswith("=--"):  # Python 3.11 makes it a list
+                self.error(f"{word[:-3]}: -- is not a value")
         unknown = [self.describe_flag(name) for name in self.unknown_flags(words)]
         if unknown:
             self.error("; ".join(unknown))
@@ -402,7 +410,10 @@ def add_flags(parser: argparse.ArgumentParser, table: type):
         options = dict(spec.options)
         if isinstance(one.default, bool):
             options["action"] = "store_true"
-        group.add_argument(f"--{one.name}", default=one.default, help=spec.help, **options)
+        help = spec.help
+        if spec.environment:
+            help += f"; in the environment {one.name.upper()}"
+        group.add_argument(f"--{one.name}", default=one.default, help=help, **options)
         if spec.alias is not None:
             name, value, help = spec.alias
             group.add_argument(
@@ -423,7 +434,7 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
     except OSError as fault:
         raise UsageError(f"--config: {path}: {fault.strerror}") from None
     except (ValueError, RecursionError) as fault:
-        raise UsageError(f"--config: {path}: {fault}") from None
+        raise UsageError(f"--config: {path}: a config file is TOML: {fault}") from None
     # By first name: not --help, whose first name is -h
     actions = {
         action.option_strings[0]: action for action in parser._actions if action.dest != "config"

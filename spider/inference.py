@@ -96,7 +96,8 @@ def check_holds_checkpoints(directory: Path):
     remedy = "name another, or train first"
     if runs:
         remedy = f"name a run, the newest first: {' '.join(map(quoted, runs[:RUNS_NAMED]))}"
-    raise UsageError(f"{directory}: there is no checkpoint in it: {remedy}")
+    fault = "there is no checkpoint in it" if directory.exists() else "no such file or directory"
+    raise UsageError(f"{directory}: {fault}: {remedy}")
 
 
 def mention_best(directory: Path, newest: dict):

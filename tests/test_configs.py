@@ -69,7 +69,7 @@ def write_program(path: Path, command: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "prompt"), [("shakespeare", "ROMEO:"), ("pydoc", "The ")])
+@pytest.mark.parametrize(("text", "prompt"), [("shakespeare", "ROMEO:"), ("python-docs", "The ")])
 def test_shakespeare_trains_measures_and_talks_and_a_second_run_keeps_what_is_done(
     text, prompt, tmp_path
 ):
@@ -80,7 +80,7 @@ def test_shakespeare_trains_measures_and_talks_and_a_second_run_keeps_what_is_do
         found.write_bytes((ROOT / "LICENSE").read_bytes())
     flags = "--device cpu --seq_len 256 --target_tokens 512 --eval_tokens 512"
     out, _ = run_script("shakespeare.sh", tmp_path, flags)
-    assert ("cannot be downloaded" in out) == (text == "pydoc")
+    assert ("cannot be downloaded" in out) == (text == "python-docs")
     assert "bits per byte" in out and f"\n{prompt}" in out
     run = tmp_path / "checkpoints" / text
     assert (run / "look.html").exists()
