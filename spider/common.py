@@ -201,7 +201,6 @@ OTHER_NAMES = {
         "--precision": "dtype bf16 fp16 fp8",
         "--recompute": "gradient_checkpointing",
         "--device": "device_type",
-        "torchrun --nproc_per_node N train.py": "gpus num_gpus nproc_per_node",
     },
     "sample.py": {
         "--bytes": "max_new_tokens max_tokens max_length length",

@@ -507,7 +507,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path, monkeypatch, capsys):
         assert name in refusal(capsys, tmp_path / name)
     assert "a\\x1b[2J\\nb" in refusal(capsys, tmp_path / "a\x1b[2J\nb")
     monkeypatch.chdir(tmp_path)
-    assert "checkpoints: there is no checkpoint in it: name another" in refusal(capsys)
+    assert "checkpoints: no such file or directory: name another" in refusal(capsys)
     for name, modified in (("old", 1), ("a b", 3), ("mock/from-x", 2)):
         path = tmp_path / "checkpoints" / name / "spider-step1.pt"
         path.parent.mkdir(parents=True)
