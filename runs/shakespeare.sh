@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a model that talks like Shakespeare, on a CPU: about five minutes after the installation.
-# TODO-THREADS: five minutes were of one core
+# From nothing to a model that talks like Shakespeare, on a CPU: two to five minutes after the installation.
 #
 #     git clone URL spider && cd spider
 #     bash runs/shakespeare.sh
@@ -72,8 +71,7 @@ run=$base/checkpoints/$name
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Train `tiny` for one pass over the plays. The log shows loss, speed and time left; metrics.jsonl in the directory of
-# the run has a line per step. Twelve passes (--target_tokens 12e6, half an hour) lower the loss from 1.28 to 1.23.
-# TODO-THREADS: half an hour was of one core
+# the run has a line per step. Twelve passes (--target_tokens 12e6) lower the loss from 1.28 to 1.23.
 
 python train.py --model tiny --data_dir "$data" --ckpt_dir "$run" --target_tokens 1003520 "$@"
 
