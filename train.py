@@ -407,7 +407,7 @@ def parse_args(
 
     Raise UsageError for a bad value, or for flags that contradict one another."""
     parser = flag_parser()
-    words = sys.argv[1:] if argv is None else argv
+    words = common.words_of(argv)
     if HELP & {*words}:
         print_help([word for word in words if word not in HELP], environ)
     of_argv = parser.given(words)
@@ -1477,8 +1477,8 @@ def start_of(origin: Origin, plan: Plan, sources: Sequence[Source]) -> Start:
 
 
 def has_work(start: Start, flags: Flags) -> bool:
-    """Return whether a run has a step to train, or its last evaluation to make up for, which a
-    signal had cut short. One without work writes nothing.
+    """Return whether a run has a step to train, or the evaluation of its last step to make up for,
+    as after a signal. One without work writes nothing.
 
     Raise UsageError if a run without work has other settings than its checkpoint, or another
     directory, and Diverged if it had diverged."""
@@ -1733,7 +1733,7 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
         f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
         *plan.reasons,
     ]
-    if world.device.type == "cpu" and torch.get_num_threads() > 1 and threads.spin():
+    if world.device.type == "cpu" and torch.get_num_threads() > 1 and threads.idle_threads_spin():
         lines.append(
             "torch was imported before spider: its idle threads spin, which is slow beside other "
             "programs; import spider first"

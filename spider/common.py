@@ -249,10 +249,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         """Parse the flags; return the namespace and the words that no flag takes. An unknown flag
         is an error, before one that is missing."""
-        if args is None and "ipykernel" in sys.modules:  # the words are the kernel's
-            self.error("in a notebook give the flags as a list")
         self.add_truth_values()
-        words = [str(word) for word in (sys.argv[1:] if args is None else args)]
+        words = words_of(args)
         for word in words:
             if word.startswith("--") and word.endswith("=--"):  # Python 3.11 makes it a list
                 self.error(f"{word[:-3]}: -- is not a value")
@@ -262,16 +260,16 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def add_truth_values(self):
-        """Let a switch take True and False, and on and off too, as TOML and sweeps give them."""
+        """Let switches, and flags that are on or off, take True and False as TOML and sweeps do."""
         for action in list(self._actions):
             values: tuple[object, object] = (True, False)
             if {"on", "off"} <= {*(action.choices or ())}:
                 values = ("on", "off")
             elif not isinstance(action, argparse._StoreTrueAction):
                 continue
+            groups = [g for g in self._mutually_exclusive_groups if action in g._group_actions]
             for text, value in zip(("true", "false"), values, strict=True):
                 name = f"{action.option_strings[0]}={text}"
-                groups = [g for g in self._mutually_exclusive_groups if action in g._group_actions]
                 if name not in self._option_string_actions:
                     [self, *groups][-1].add_argument(
                         name,
@@ -357,6 +355,15 @@ class Parser(argparse.ArgumentParser):
             return self.given([f"--{name}={value}"])
         except UsageError as fault:
             raise UsageError(f"{source}: {fault}") from None
+
+
+def words_of(argv: Sequence[object] | None) -> list[str]:
+    """Return the words of a command line, by default those of this process."""
+    if argv is None:
+        if "ipykernel" in sys.modules:  # they are the kernel's
+            raise UsageError('in a notebook give the flags as a list, ["--mock_data"]')
+        argv = sys.argv[1:]
+    return [str(word) for word in argv]
 
 
 def without_dashes(flag: str) -> str:

@@ -28,7 +28,7 @@ def set_threads(environ: MutableMapping[str, str] = os.environ, root: Path = Pat
         environ[name] = environ.get(name) or value
 
 
-def spin(environ: Mapping[str, str] = os.environ) -> bool:
+def idle_threads_spin(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether idle threads spin, because torch was imported before this package."""
     return not (environ.get("GOMP_SPINCOUNT") or environ.get("OMP_WAIT_POLICY"))
 

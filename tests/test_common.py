@@ -153,6 +153,7 @@ PARSERS = {
         ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
         ("train.py batch_size=8", "use --micro_batch"),
         ("train.py lr=8", "lr=8: use --lr"),
+        ("train.py --lr=--", "--lr: -- is not a value"),
         ("train.py --no_keep_best", "use --keep_best=False"),
         ("train.py --keep_best True", "write --NAME=True, without a space"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
@@ -193,6 +194,14 @@ def test_a_name_of_other_projects_is_none_of_ours_and_means_a_flag_that_there_is
                 PARSERS[script]([*words, flag])
             except UsageError as fault:
                 assert f"argument {flag}" in str(fault)  # it lacks its value
+
+
+@pytest.mark.parametrize("parse_args", (train.parse_args, sample.parse_args))
+def test_a_notebooks_own_words_are_no_flags(parse_args, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
+    with pytest.raises(UsageError, match="give the flags as a list"):
+        parse_args()
+    assert parse_args(["--seed", 3]) is not None
 
 
 def test_words_after_a_switch_and_values_with_dashes_stay_what_they_are():

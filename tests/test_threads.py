@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from spider.threads import WAITING, cpu_quota, set_threads
+from spider.threads import WAITING, cpu_quota, idle_threads_spin, set_threads
 
 V1 = "4:memory:/job\n3:cpuacct,cpu:/job\n"
 CPU = "cpu/job/cpu"
@@ -58,8 +58,9 @@ def test_quota_is_that_of_the_control_groups(tmp_path, groups, files, quota):
 def test_a_quota_limits_threads_and_variables_of_the_user_stay(tmp_path, quota, before, after):
     make_groups(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": f"{quota} 100000"})
     environ = dict(before)
+    assert idle_threads_spin(environ) == (not before or "OMP_NUM_THREADS" in before)
     set_threads(environ, tmp_path)
-    assert environ == after
+    assert environ == after and not idle_threads_spin(environ)
 
 
 @pytest.mark.slow
