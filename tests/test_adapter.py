@@ -198,6 +198,19 @@ def test_generate_writes_what_spider_writes_and_reads_every_byte_once(model, spi
     assert not lengths
 
 
+def test_generate_as_a_trainer_leaves_the_model_writes_the_same(model):
+    """In training mode, under accelerate's autocast; the mode stays."""
+    prompt = [BOS_ID, *b"abc def g"]
+    expected = continuation(model, prompt, 9)
+    model.train()
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert continuation(model, prompt, 9) == expected
+        assert model.training and model.spider.training
+    finally:
+        model.eval()
+
+
 def test_generate_takes_a_number_of_loops(model, spider):
     prompt = [BOS_ID, *b"abc def g"]
     expected = list(spider.generate(prompt, 9, temperature=0, n_loops=1))
@@ -637,6 +650,10 @@ def test_special_tokens_in_a_text_are_special_unless_they_are_split(exported, to
     reserved = list(b"<reserved_270>")  # no special token until it is added
     assert tokenizer(spelled)["input_ids"] == [BOS_ID, 97, EOS_ID, 32, PAD_ID, *reserved]
     assert tokenizer(spelled, split_special_tokens=True)["input_ids"] == list(spelled.encode())
+    other_end = load_tokenizer(exported, eos_token="<|im_end|>")
+    assert other_end.decode([104, EOS_ID, *other_end("<|im_end|>")["input_ids"]]) == (
+        "h<eos><|im_end|>"
+    )
     load_tokenizer(exported, split_special_tokens=True).save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path)(spelled)["input_ids"] == list(spelled.encode())
     special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)

@@ -594,6 +594,11 @@ def nothing(directory: Path):
 # (what makes the fault in directory D, --data_dir, a regular expression for the message)
 FAULTS = {
     "missing directory": (nothing, "D/nowhere", "^D/nowhere: no such directory; .*data.py prepare"),
+    "a file": (
+        lambda path: (path / "x.txt").write_text("x"),
+        "D/x.txt",
+        "^D/x.txt: a file: .*data.py prepare D/x.txt --out DIR",
+    ),
     "no shard": (
         lambda path: (path / "x.txt").write_text("x"),
         "D",

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,12 @@ def test_a_model_that_transformers_saves_and_loads_again_is_the_same(model, toke
     assert load_tokenizer(tmp_path)("a<bos>é")["input_ids"] == tokenizer("a<bos>é")["input_ids"]
     for name, weight in load_checkpoint(tmp_path)["model_state_dict"].items():
         assert torch.equal(weight, model.state_dict()[f"spider.{name}"])
+
+
+def test_an_export_can_be_written_in_a_thread(checkpoint, tmp_path):
+    argv = [str(checkpoint), "--export", str(tmp_path / "export")]
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(sample.main, argv).result() == 0
 
 
 def test_an_export_replaces_nothing(checkpoint, exported, tmp_path, capsys):

@@ -160,6 +160,7 @@ def test_run_ends_when_so_many_evaluations_have_not_improved(train_small, losses
         log = new_log()
         assert ("ended by --patience 2" in log) == ended
         assert last_step(directory) == last
+    assert "validation loss 2.4000 (the best was 2.0000; " in log
     assert "nothing left to train" in log
     for patience, last in ((3, 16), (0, 20)):
         train_small(f"--eval_every 2 --patience {patience}", steps=20)

@@ -249,13 +249,20 @@ def test_a_small_recipe_warms_up_briefly_and_evaluates_ten_times(steps, warmup_s
             "of up to 2,930 steps and 256 wide (docs/results/learning.md)",
         ),
         ("--model original --target_tokens 1e9", None),
-        ("--model tiny --lr 0.1", None),
+        ("--model original --lr 0.1", None),
+        ("--model tiny --target_tokens 4e6 --lr 0.0019", None),
+        (
+            "--model tiny --target_tokens 4e6 --lr 0.0018",
+            "--lr 0.0018: without it, the recipe would take 0.00739",
+        ),
     ),
 )
-def test_the_log_says_what_a_computed_rate_follows_from(argv, expected):
+def test_the_log_says_what_a_computed_rate_follows_from_and_if_a_given_one_is_far_from_it(
+    argv, expected
+):
     plan = settled(*argv.split())
     lines = train.describe_plan(plan, command(argv), world_of())
-    assert [line for line in lines if "follows from" in line] == ([expected] if expected else [])
+    assert [line for line in lines if line.startswith("--lr")] == ([expected] if expected else [])
 
 
 def test_a_run_fits_its_evaluations_into_its_minutes():
