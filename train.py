@@ -142,8 +142,8 @@ class Flags:
     )
     micro_batch: int = flag(
         64,
-        "sequences per device and micro-step; with --global_batch alone: chosen, the largest that "
-        "fits",
+        "sequences per device and micro-step; if --global_batch alone sets the bytes of a step: "
+        "chosen, the largest that fits",
         environment=True,
         recorded=True,
         type=COUNT,
@@ -466,6 +466,8 @@ def print_help(words: list[str], environ: Mapping[str, str]):
         recipe = "1b" if has_gpu else "tiny"
     parser = flag_parser()
     parser.description = f"{__doc__}\nThe defaults below are those of --model {recipe}."
+    if "global_batch" in RECIPES[recipe].values:
+        parser.set_defaults(micro_batch="chosen", grad_accum="chosen")
     parser.set_defaults(**RECIPES[recipe].values)
     parser.set_defaults(**dict.fromkeys(RECIPES[recipe].rules, "computed from the horizon"))
     parser.print_help()
@@ -538,8 +540,8 @@ TINY = Recipe(
     rules=FITTED | dict(eval_every=even_evaluations),
 )
 RECIPES = {
-    "1b": Recipe(dict(engram_reset=True), FITTED),
-    "base": Recipe(dict(n_loops=1, engram_reset=True), FITTED),
+    "1b": Recipe(dict(global_batch=131_072, engram_reset=True), FITTED),
+    "base": Recipe(dict(n_loops=1, global_batch=131_072, engram_reset=True), FITTED),
     "original": Recipe({}, {}),  # the flags of the project that this one began from
     "small": Recipe(
         TINY.values | dict(target_tokens=30_000_000, eval_tokens=1_048_576), TINY.rules
@@ -698,6 +700,8 @@ def with_recipe(command: CommandLine, recipe: str, origin: Origin) -> Flags:
     """Fill in the recipe's values, and what the checkpoint decides, of flags that are not given."""
     flags, given, _ = command
     defaults = dict(RECIPES[recipe].values)
+    if given & set(Split._fields):  # they say how many bytes a step has
+        defaults.pop("global_batch", None)
     if origin.state is not None:
         saved_config = SpiderConfig.from_saved(origin.state["cfg"])
         defaults["n_loops"] = origin.state.get("n_loops", saved_config.n_loops)
@@ -803,12 +807,16 @@ def splits_of(
 ) -> list[Split]:
     """Return the splits of a step that the flags allow, the preferred ones first.
 
-    With --global_batch these are all that give its bytes, the largest micro-batch first; memory
-    decides among them. An interrupted run prefers the split that it had."""
+    With --global_batch (given, or the recipe's) these are all that give its bytes, the largest
+    micro-batch first; memory decides among them. An interrupted run prefers the split that it
+    had."""
     if flags.global_batch is None:
         return [Split(flags.micro_batch, flags.grad_accum)]
     row_bytes = flags.seq_len * ranks  # of a sequence on every rank
     sequences, rest = divmod(flags.global_batch, row_bytes)
+    if rest and "global_batch" not in given:  # the recipe's: as many bytes or a few more
+        sequences += 1
+        rest = 0
     asked = {name: getattr(flags, name) for name in Split._fields if name in given}
     splits = []
     for micro_batch in range(min(sequences, MAX_MICRO_BATCH), 0, -1):
@@ -1065,7 +1073,7 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     It is initialized from --seed, gets precision, backend and compilation, and is sharded over the
     ranks. Raise TooLarge where a step surely needs more memory than there is."""
     flags = plan.flags
-    estimate.check_memory(plan.memory, world)
+    world.on_rank0(lambda: estimate.check_memory(plan, world))
     torch.manual_seed(flags.seed)
     model.to_empty(device=world.device)
     model.init_weights()
@@ -1397,16 +1405,9 @@ def print_dry_run(
     loader = Loader(sources, flags.seq_len, flags.seed)
     for line in horizon_warnings(plan, loader, plan.horizon):
         say(f"warning: {line}")
-    lacking = estimate.print_memory_and_disk(
-        plan, machine.memory_of(world.device, world.local_ranks)
-    )
+    lacking = estimate.print_memory_and_disk(plan, world)
 
-    peak = machine.product_rate(world.device) * world.ranks
-    if flags.precision == "fp8":
-        peak *= 2
-    bound = peak / estimate.flops_per_byte(
-        plan.model, plan.config.bytes_per_segment, flags.n_loops, flags.seq_len
-    )
+    bound, expected = estimate.rates(plan, machine.product_rate(world.device) * world.ranks)
     steps = flags.max_steps or plan.horizon
     n_bytes = steps * plan.step_bytes
     obstacle = estimate.obstacle_to_timing(plan, world, bound)
@@ -1418,9 +1419,14 @@ def print_dry_run(
             f"at least {estimate.describe_duration(n_bytes / bound)}: matrix products alone allow "
             f"{bound:,.0f} bytes/s (no step was timed: {obstacle})"
         )
+        if world.device.type == "cuda":
+            duration = (
+                f"about {estimate.describe_duration(n_bytes / expected)} at an expected "
+                f"{expected:,.0f} bytes/s, {duration}"
+            )
     say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
     if lacking:
-        say(f"verdict: NOT ENOUGH {' and '.join(lacking)}")
+        say(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
         return 1
     say("verdict: enough memory and disk")
     return 0
@@ -1738,7 +1744,8 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
             "torch was imported before spider: its idle threads spin, which is slow beside other "
             "programs; import spider first"
         )
-    if "global_batch" in given:
+    recipe = RECIPES[plan.recipe]
+    if "micro_batch" not in given | recipe.values.keys() or "global_batch" in given:
         lines.append(
             f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
             f"{flags.grad_accum}"
@@ -1748,7 +1755,6 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
             f"--minutes {flags.minutes:g} set this run's horizon, {flags.target_tokens:,} bytes, "
             f"when the run was started; to train longer, give --target_tokens instead"
         )
-    recipe = RECIPES[plan.recipe]
     by_recipe = (recipe.values.keys() | recipe.rules.keys()) - given
     if "lr" in by_recipe:
         width = plan.config.hidden_size
@@ -1765,6 +1771,8 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
             lines.append(f"--lr {flags.lr:g}: without it, the recipe would take {computed:g}")
     if "global_batch" in given:
         by_recipe.discard("micro_batch")
+    if given & set(Split._fields):
+        by_recipe.discard("global_batch")
     if by_recipe:
         chosen = [pasteable(name, getattr(flags, name)) for name in SPECS if name in by_recipe]
         lines.append(f"recipe of {plan.recipe}: {' '.join(chosen)}")
@@ -2282,10 +2290,7 @@ def command_line(argv: list[str] | None = None, model_class: type[Spider] = Spid
 
 def train(command: CommandLine, world: World, stop: StopSignals, model_class: type[Spider]) -> int:
     """Run main, close its resources, and leave the other ranks."""
-    advice = (
-        f"lower --micro_batch (now {command.flags.micro_batch}) and raise --grad_accum as much, "
-        f"or lower --seq_len"
-    )
+    advice = "give half of --micro_batch and twice --grad_accum, or lower --seq_len"
     try:
         with machine.memory_advice(advice), ExitStack() as closing:
             status = main(command, world, stop, closing, model_class)

@@ -5,7 +5,7 @@
 #     screen -L -Logfile fineweb.log -S fineweb bash runs/fineweb.sh
 #
 # It needs Linux, GPUs of NVIDIA from Ampere on with at least 24 GB, Python 3.11 or later, and 60 GB of disk: 7 for the
-# download, 21 for shards, 22 for checkpoints, 6 for Python. By estimate it takes 14 hours on an H200, on eight of them
+# download, 21 for shards, 22 for checkpoints, 6 for Python. By estimate it takes 13 hours on an H200, on eight of them
 # two. Nothing has run on a GPU yet. So begin with an hour of tests and measurements, and send what fails:
 #
 #     bash runs/first_gpu.sh results

@@ -73,7 +73,7 @@ done
 # Short runs: three steps of `1b` and the use of a checkpoint; compiled, with a trace; in FP8. The losses should be those
 # of the eager run but for 3%. Then every memory access of a step, if the CUDA toolkit is installed.
 
-steps="python train.py --device cuda --model 1b --seq_len 256 --mock_data --max_skipped 1 --eval_every 2"
+steps="python train.py --device cuda --model 1b --seq_len 256 --micro_batch 64 --mock_data --max_skipped 1 --eval_every 2"
 run eager 900 bash -ec '
     $1 --compile off --sample_every 3 --max_steps 3 --ckpt_dir "$0"
     python sample.py "$0" --prompt "def " --bytes 100

@@ -25,9 +25,7 @@ from spider.run import read_lines
 POINTS = 300  # per curve, each a mean over equally many steps
 SMOOTH = 1 / 40  # of a curve, to each side of a point in its moving average
 EPOCHS = 30  # the beginnings of more are not marked
-PANELS = 4  # at most, side by side
-
-Runs = dict[str, list[dict]]  # lines of metrics.jsonl by label
+COLUMNS = 4  # of charts, at most
 
 
 class Chart(NamedTuple):
@@ -37,19 +35,16 @@ class Chart(NamedTuple):
     validation: str = ""  # key of the validation values
 
 
-LOSS = Chart("bits per byte", "loss", 1 / math.log(2), "val_bpb")
-LOOPS = Chart("loops until halting", "mean_loops")
 CHARTS = (
-    LOSS,
+    Chart("bits per byte", "loss", 1 / math.log(2), "val_bpb"),
     Chart("bytes per segment", "bytes_per_segment", validation="val_bytes_per_segment"),
-    LOOPS,
+    Chart("loops until halting", "mean_loops"),
     Chart("learning rate", "lr"),
     Chart("gradient norm", "grad_norm"),
     Chart("load of the busiest expert (1 is even)", "expert_balance"),
     Chart("bytes per second", "tok_per_sec"),
 )
-BY_SOURCE = "validation by source, bits per byte"
-SOURCE = "val_bpb/"  # prefix of its keys
+SOURCE = "val_bpb/"  # prefix of the keys of a source's validation
 
 # --------------------------------------------------------------------------------------------------
 # What is drawn
@@ -63,12 +58,8 @@ class Curve(NamedTuple):
 def read_metrics(path: Path) -> list[dict]:
     """Read the finite numbers of each line of metrics.jsonl; return nothing if there is no such
     file."""
-    return [finite(line) for line in read_lines(path) if line.get("bytes_seen")]
-
-
-def finite(line: dict) -> dict:
-    """Return a line without the numbers that were not finite."""
-    return {name: value for name, value in line.items() if value is not None}
+    lines = [line for line in read_lines(path) if line.get("bytes_seen")]
+    return [{key: value for key, value in line.items() if value is not None} for line in lines]
 
 
 def curve_of(lines: list[dict], name: str, factor: float = 1) -> Curve:
@@ -93,20 +84,15 @@ def smoothed(y: np.ndarray) -> np.ndarray:
     return np.array(means)
 
 
-def has_curve(chart: Chart, runs: Runs) -> bool:
-    """Return whether any run has values for a chart; loops are drawn only if they vary."""
-    curves = [curve_of(lines, chart.name).y for lines in runs.values()]
-    logged = np.concatenate(curves)
-    if chart is LOOPS:
-        return len(logged) > 0 and np.ptp(logged) >= 0.005
-    validated = any(chart.validation in line for lines in runs.values() for line in lines)
-    return len(logged) > 0 or validated
-
-
-def sources_of(lines: list[dict]) -> list[str]:
-    """Return the keys of sources' validation in metrics.jsonl, in their order there."""
-    names = dict.fromkeys(name for line in lines for name in line)  # an ordered set
-    return [name for name in names if name.startswith(SOURCE)]
+def charts_of(lines: list[dict]) -> list[Chart]:
+    """Return the charts for which lines have values, one for each source of a mixture, too."""
+    names = dict.fromkeys(name for line in lines for name in line)  # in their order there
+    charts = [chart for chart in CHARTS if {chart.name, chart.validation} & names.keys()]
+    for name in names:
+        if name.startswith(SOURCE):
+            source = name.removeprefix(SOURCE)
+            charts.append(Chart(f"validation of {source}, bits per byte", name))
+    return charts
 
 
 def beginnings(lines: list[dict]) -> list[float]:
@@ -117,19 +103,6 @@ def beginnings(lines: list[dict]) -> list[float]:
         if line.get("epoch", 0) > before.get("epoch", 0):
             starts.append(before["bytes_seen"] / 1e6)
     return starts if len(starts) <= EPOCHS else []
-
-
-def last_values(chart: Chart, lines: list[dict]) -> str:
-    """Format the last values of a run's chart. Of the loss, add the lowest one of validation, if
-    that is not the last."""
-    logged = smoothed(curve_of(lines, chart.name, chart.factor).y)
-    validation = curve_of(lines, chart.validation).y
-    if not len(validation):
-        return f"{logged[-1]:.4g}" if len(logged) else ""
-    text = f"validation {validation[-1]:.4g}"
-    if chart is LOSS and validation.min() < validation[-1]:
-        text += f" (lowest {validation.min():.4g})"
-    return f"training {logged[-1]:.4g}, {text}" if len(logged) else text
 
 
 def limits_of(logged: np.ndarray, validation: np.ndarray) -> tuple[float, float]:
@@ -148,85 +121,48 @@ def limits_of(logged: np.ndarray, validation: np.ndarray) -> tuple[float, float]
 # Drawing
 
 
-def draw_curves(out: Path, runs: Runs):
-    """Draw runs into a PNG, a color per run; raise ImportError without matplotlib."""
+def draw_curves(out: Path, runs: dict[str, list[dict]]):
+    """Draw runs into a PNG, a color per run; raise ImportError without matplotlib.
+
+    runs: the lines of metrics.jsonl by label."""
     of_notebook = "matplotlib_inline" in os.environ.get("MPLBACKEND", "")
     if of_notebook and importlib.util.find_spec("matplotlib_inline") is None:
         del os.environ["MPLBACKEND"]  # that of the notebook which started this process
     from matplotlib.figure import Figure
 
-    charts = [chart for chart in CHARTS if has_curve(chart, runs)]
-    has_sources = any(sources_of(lines) for lines in runs.values())
-    panels = max(1, len(charts) + has_sources)
-    columns = min(PANELS, math.ceil(panels / 2))
-    rows = math.ceil(panels / columns)
-    keys = 1 if len(runs) == 1 else len(runs) + 3  # rows of the legend
-    size = (3.6 * columns, 3.1 * rows + 0.25 * keys)  # inches
-    figure = Figure(figsize=size, layout="constrained")
+    charts = charts_of([line for lines in runs.values() for line in lines])
+    columns = max(1, min(COLUMNS, math.ceil(len(charts) / 2)))
+    rows = max(1, math.ceil(len(charts) / columns))
+    figure = Figure(figsize=(3.6 * columns, 3.3 * rows), layout="constrained")
     for number, chart in enumerate(charts, 1):
         draw_chart(figure.add_subplot(rows, columns, number), chart, runs)
-    if has_sources:
-        draw_sources(figure.add_subplot(rows, columns, panels), runs)
-    for axes in figure.axes:
-        axes.set_xlabel("million bytes")
-        for number, lines in enumerate(runs.values()):
-            for start in beginnings(lines):
-                axes.axvline(start, color=f"C{number}", lw=0.8, ls=":", zorder=0)
-    draw_legend(figure, runs)
     with durable(out, "wb") as file:
         figure.savefig(file, dpi=90, format="png")
 
 
-def draw_chart(axes, chart: Chart, runs: Runs):
-    """Draw the curves of all runs. Of a single run, the heading has the last values."""
+def draw_chart(axes, chart: Chart, runs: dict[str, list[dict]]):
+    """Draw the curves of all runs; the legend has their last values."""
     logged = []
     validation = []
-    heading = chart.title
-    for number, lines in enumerate(runs.values()):
+    for number, (run, lines) in enumerate(runs.items()):
         x, y = curve_of(lines, chart.name, chart.factor)
-        color = f"C{number}"
         dots = curve_of(lines, chart.validation)
+        color = f"C{number}"
         axes.plot(x, y, color, lw=0.7, alpha=0.35)
         axes.plot(x, smoothed(y), color, lw=1.4, marker="o" if len(y) == 1 else "")
         axes.plot(*dots, color, marker="o", ms=4, ls="")
+        for start in beginnings(lines):
+            axes.axvline(start, color=color, lw=0.8, ls=":", zorder=0)
+        last = [f"{smoothed(y)[-1]:.4g}"] if len(y) else []
+        if len(dots.y):
+            last.append(f"validation {dots.y[-1]:.4g}, lowest {dots.y.min():.4g}")
+        axes.plot([], [], color, label=plain(f"{run} {', '.join(last)}"))
         logged.append(y)
         validation.append(dots.y)
-        if len(runs) == 1:
-            heading += f"\n{last_values(chart, lines)}"
     axes.set_ylim(*limits_of(np.concatenate(logged), np.concatenate(validation)))
-    axes.set_title(heading, fontsize="medium")
-
-
-def draw_sources(axes, runs: Runs):
-    """Draw the validation of each source, a color per source and run."""
-    for run, lines in runs.items():
-        for name in sources_of(lines):
-            x, y = curve_of(lines, name)
-            label = f"{name.removeprefix(SOURCE)}: {y[-1]:.4g}"
-            if len(runs) > 1:
-                label = f"{run} {label}"
-            axes.plot(x, y, lw=1.4, marker="o" if len(y) == 1 else "", label=plain(label))
+    axes.set_title(plain(chart.title), fontsize="medium")
+    axes.set_xlabel("million bytes")
     axes.legend(fontsize="small")
-    axes.set_title(BY_SOURCE, fontsize="medium")
-
-
-def draw_legend(figure, runs: Runs):
-    """Draw the legend above all charts: of styles, and of several runs their colors and last
-    losses."""
-    from matplotlib.lines import Line2D
-
-    keys = [
-        Line2D([], [], color="0.4", label="training"),
-        Line2D([], [], color="0.4", marker="o", ms=4, ls="", label="validation"),
-    ]
-    if any(map(beginnings, runs.values())):
-        keys.append(Line2D([], [], color="0.4", lw=0.8, ls=":", label="an epoch begins"))
-    if len(runs) > 1:
-        for number, (run, lines) in enumerate(runs.items()):
-            label = plain(f"{run}: {last_values(LOSS, lines)}")
-            keys.append(Line2D([], [], color=f"C{number}", lw=3, label=label))
-    columns = 1 if len(runs) > 1 else len(keys)
-    figure.legend(handles=keys, loc="outside upper left", ncols=columns, frameon=False)
 
 
 def plain(text: str) -> str:

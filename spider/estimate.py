@@ -9,10 +9,11 @@ step on fake tensors (tests/rehearsal).
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 from spider.checkpoint import checkpoint_paths
@@ -26,40 +27,15 @@ from spider.optim import ENGRAM_TABLES, Read, kinds_of
 from spider.packing import round_up, row_step
 
 
-class RunFlags(Protocol):
-    """The flags that an estimate reads, as train.Flags has them."""
-
-    @property
-    def precision(self) -> str: ...
-    @property
-    def optimizer(self) -> str: ...
-    @property
-    def compile(self) -> str: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def grad_accum(self) -> int: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def n_loops(self) -> int: ...
-    @property
-    def dropout(self) -> float: ...
-    @property
-    def ckpt_dir(self) -> str: ...
-    @property
-    def keep_last(self) -> int: ...
-    @property
-    def keep_best(self) -> int: ...
-
-
 class RunPlan(Protocol):
     """What an estimate reads of a train.Plan, since train.py imports this module."""
 
     @property
-    def flags(self) -> RunFlags: ...
+    def flags(self) -> Any: ...  # train.Flags
     @property
     def config(self) -> SpiderConfig: ...
+    @property
+    def model(self) -> nn.Module: ...
     @property
     def checkpoint_size(self) -> float: ...  # bytes
     @property
@@ -107,11 +83,18 @@ def parameter_table(model: nn.Module) -> dict[str, Count]:
     return table
 
 
-def flops_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int, seq_len: int) -> float:
+def flops_per_byte(
+    model: nn.Module,
+    bytes_per_segment: float,
+    n_loops: int,
+    seq_len: int,
+    fast: Container[str] = (),
+) -> float:
     """Count training FLOPs per byte: forward and backward, without recomputation, with causal
     attention.
 
-    Parameters are counted by name, since FP8 conversion replaces Linears.
+    Parameters are counted by name, since FP8 conversion replaces Linears. fast: names of weights
+    whose FLOPs count half, since FP8 products have twice the rate.
     """
     c = config_of(model)
     segments_per_byte = 1 / bytes_per_segment
@@ -123,7 +106,7 @@ def flops_per_byte(model: nn.Module, bytes_per_segment: float, n_loops: int, seq
         p = model.get_parameter(name)
         if p.ndim < 2 or kind.read is Read.LOOKUP:
             continue
-        uses: float = p.numel()
+        uses = p.numel() * (0.5 if name in fast else 1.0)
         if kind.read is Read.CHOSEN:
             uses *= c.n_experts_per_tok / c.n_routed_experts
         if kind.read is Read.ONE_LOOP:
@@ -347,7 +330,8 @@ def estimate_memory(
     if flags.precision != "fp32":
         casts = dense * step.size
     if flags.precision == "fp8":
-        casts -= converted_numbers(model)  # a converted weight takes one byte
+        # a converted weight takes one byte
+        casts -= sum(model.get_parameter(name).numel() for name in weights_in_fp8(model))
         kept += step.rows * 12 * c.intermediate_size  # gate and up go to fp32 and back
 
     # with one micro-step, gradients replace activations; with several, they exist before
@@ -410,13 +394,13 @@ def memory_of_shards(
     }
 
 
-def converted_numbers(model: nn.Module) -> int:
-    """Count the weights that --precision fp8 converts."""
-    return sum(
-        m.weight.numel()
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and takes_fp8(m, name)
-    )
+def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
+    """Name the weights whose products --precision fp8 makes in FP8. Call it before the conversion.
+
+    experts: with --fp8_experts."""
+    linears = [f"{name}.weight" for name, m in model.named_modules() if takes_fp8(m, name)]
+    routed = [name for name, kind in kinds_of(model).items() if kind.read is Read.CHOSEN]
+    return linears + routed if experts else linears
 
 
 def flash_backward(plan: RunPlan, rows: int) -> float:
@@ -511,31 +495,62 @@ def describe_memory(memory: Mapping[str, float], available: float) -> str:
     )
 
 
-def check_memory(memory: Mapping[str, float], world: World):
+def check_memory(plan: RunPlan, world: World):
     """Raise TooLarge if a local rank surely needs more memory than there is.
 
-    On a GPU that is certain only of its batches. On a CPU the kernel would kill the run without a
-    message, so there everything counts but the padding, which depends on the documents.
+    The kernel would kill a run on a CPU without a message, and on a GPU kernels would be compiled
+    for minutes first. The padding does not count, since it depends on the documents.
     """
     available = memory_of(world.device, world.local_ranks)
-    needed = memory[BATCHES]
-    limit = available
-    if world.device.type == "cpu":
-        needed = sum(memory.values()) - memory[PADDING]
-        limit = 1.25 * available
-    if needed <= limit:
-        return
+    batches = plan.memory[BATCHES]
+    needed = sum(plan.memory.values()) - plan.memory[PADDING]
     there = f"but this machine has {available * world.local_ranks / 1e9:.3g} GB"
-    if memory[BATCHES] > needed / 2:
-        batches = memory[BATCHES] * world.local_ranks / 1e9
+    too_large = needed > 1.25 * available or batches > available
+    if too_large and batches > needed / 2:
         raise TooLarge(
-            f"--grad_accum: the batches of a step and the next one take {batches:.3g} GB, {there}: "
-            f"lower it, or --micro_batch or --seq_len"
+            f"--grad_accum: the batches of a step and the next one take "
+            f"{batches * world.local_ranks / 1e9:.3g} GB, {there}: lower it, or --micro_batch or "
+            f"--seq_len"
         )
-    raise TooLarge(
-        f"--micro_batch: the run needs at least {needed * world.local_ranks / 1e9:.3g} GB, "
-        f"{there}: lower it and raise --grad_accum instead, or choose a smaller --seq_len or "
-        f"--model"
+    if too_large:
+        raise TooLarge(
+            f"--micro_batch: the run needs at least {needed * world.local_ranks / 1e9:.3g} GB, "
+            f"{there}: {memory_remedy(plan, world)}"
+        )
+    if lacks_host_memory(plan, world):
+        raise TooLarge(f"--ckpt_every: {describe_host_copy(plan)}: {HOST_REMEDY}")
+
+
+def memory_remedy(plan: RunPlan, world: World) -> str:
+    """Name the flags that lower the memory of a run."""
+    remedies = []
+    if plan.flags.micro_batch > 1:
+        remedies.append(
+            f"give --global_batch {plan.step_bytes} without --micro_batch and --grad_accum, for a "
+            f"micro-batch that fits"
+        )
+    if plan.flags.recompute != "all":
+        remedies.append("leave out --recompute")
+    if world.shards < world.ranks:
+        remedies.append(f"raise --shards to {world.ranks}")
+    remedies.append("choose a smaller --seq_len or --model")
+    return ", or ".join(remedies)
+
+
+HOST = torch.device("cpu")
+HOST_REMEDY = "free some of the host's memory, or choose a smaller --model"
+
+
+def lacks_host_memory(plan: RunPlan, world: World) -> bool:
+    """Return whether a checkpoint on its way from a GPU to the disk does not fit into the host's
+    memory."""
+    return world.device.type == "cuda" and plan.checkpoint_size > free_memory(HOST)
+
+
+def describe_host_copy(plan: RunPlan) -> str:
+    return (
+        f"a checkpoint is copied to host memory: {plan.checkpoint_size / 1e9:.2f} GB of "
+        f"{free_memory(HOST) / 1e9:.3g} GB that are free"
     )
 
 
@@ -543,6 +558,31 @@ def check_memory(memory: Mapping[str, float], world: World):
 # The dry run
 
 TOO_LONG = 30.0  # seconds: a step that takes longer even at the peak rate is not timed
+HOST_SECONDS = 0.07  # in which the host launches a micro-step on a GPU
+
+
+class Rates(NamedTuple):
+    """Rates of training in bytes/s, from that of matrix products."""
+
+    bound: float  # if nothing but products took time
+    expected: float  # of a GPU
+
+
+def rates(plan: RunPlan, peak: float) -> Rates:
+    """Compute the rates of a run. peak: FLOP/s of products in bf16.
+
+    To expect is that all else takes as long as products in bf16, and that the host keeps up with
+    the GPU: docs/results/performance.md has both by kernels, for `1b`.
+    """
+    flags = plan.flags
+    shape = (plan.config.bytes_per_segment, flags.n_loops, flags.seq_len)
+    others = flops_per_byte(plan.model, *shape) / peak  # seconds per byte
+    products = others
+    if flags.precision == "fp8":
+        fast = weights_in_fp8(plan.model, flags.fp8_experts)
+        products = flops_per_byte(plan.model, *shape, fast) / peak
+    launches = HOST_SECONDS * flags.grad_accum / plan.step_bytes
+    return Rates(1 / products, 1 / max(products + others, launches))
 
 
 def obstacle_to_timing(plan: RunPlan, world: World, bound: float) -> str | None:
@@ -575,18 +615,18 @@ def describe_duration(seconds: float) -> str:
     return f"{count:,.{digits}f} {unit}"
 
 
-def print_memory_and_disk(plan: RunPlan, available: float) -> list[str]:
-    """Print the estimates of memory and disk; return which of the two do not suffice.
-
-    available: bytes of memory.
-    """
+def print_memory_and_disk(plan: RunPlan, world: World) -> list[str]:
+    """Print the estimates of memory and disk; return what does not suffice, with remedies."""
     directory = Path(plan.flags.ckpt_dir).absolute()
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     wanted = plan.flags.keep_last + plan.flags.keep_best
     present = min(wanted, len(checkpoint_paths(directory)))
     missing = wanted + 1 - present  # one more, while the oldest is not yet deleted
+    available = memory_of(world.device, world.local_ranks)
     print(describe_memory(plan.memory, available))
+    if world.device.type == "cuda":
+        print(describe_host_copy(plan))
     print(
         f"disk: {free / 1e9:.1f} GB free for {wanted + 1} checkpoints of "
         f"{plan.checkpoint_size / 1e9:.2f} GB, {present} of which exist",
@@ -594,9 +634,11 @@ def print_memory_and_disk(plan: RunPlan, available: float) -> list[str]:
     )
     lacking = []
     if sum(plan.memory.values()) > available:
-        lacking.append("memory")
+        lacking.append(f"memory: {memory_remedy(plan, world)}")
+    if lacks_host_memory(plan, world):
+        lacking.append(f"host memory: {HOST_REMEDY}")
     if missing * plan.checkpoint_size > free:
-        lacking.append("disk")
+        lacking.append("disk: make room, or name a --ckpt_dir on another disk")
     return lacking
 
 

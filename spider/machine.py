@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -29,15 +29,77 @@ if TYPE_CHECKING:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Choose the device; `auto` is the GPU, if there is one. Raise UsageError for a `cuda` that is
-    missing."""
+    """Choose the device; `auto` is the GPU, if there is one. Raise UsageError for one that PyTorch
+    cannot use."""
     if name == "cpu":
         return torch.device("cpu")
-    if torch.cuda.is_available():
+    with quiet():  # torch has a paragraph for an old driver
+        has_gpu = torch.cuda.is_available()
+    obstacle = None
+    if not has_gpu:
+        obstacle = why_no_gpu(torch.version.cuda, cuda_of_driver())
+    elif torch.version.hip:
+        logger.warning("nothing was tried on AMD's GPUs (ROCm)")
+    else:
+        capability = torch.cuda.get_device_capability()
+        obstacle = why_no_code(capability, torch.cuda.get_arch_list())
+    if name == "cuda" and not has_gpu and obstacle is None:
+        obstacle = "no CUDA device is visible"
+    if obstacle:
+        raise UsageError(f"--device {name}: {obstacle}; or use --device cpu")
+    if has_gpu:
         return torch.device("cuda")
-    if name == "cuda":
-        raise UsageError("--device cuda: no CUDA device is visible; use --device cpu")
+    if torch.version.cuda is None and cuda_of_driver():
+        logger.warning("NVIDIA's GPU is not used: this PyTorch is made without CUDA")
+    if torch.backends.mps.is_available():
+        logger.info("Apple's GPU (MPS) is not used")
     return torch.device("cpu")
+
+
+def cuda_of_driver() -> int:
+    """Return the CUDA version that NVIDIA's driver supports (12040: 12.4), 0 without a driver."""
+    version = ctypes.c_int(0)
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def why_no_gpu(made_for: str | None, driver: int) -> str | None:
+    """Return why no GPU is visible although a driver is loaded, with the remedy; None without a
+    driver, or if this PyTorch is not made for CUDA.
+
+    made_for: the CUDA version of this PyTorch. driver: see cuda_of_driver."""
+    if made_for is None or driver == 0:
+        return None
+    major = driver // 1000
+    versions = (
+        f"no GPU is visible: this PyTorch is made for CUDA {made_for}, NVIDIA's driver supports "
+        f"CUDA {major}.{driver % 1000 // 10}"
+    )
+    if major < int(made_for.partition(".")[0]):
+        return (
+            f"{versions}: update the driver (CUDA 13 needs 580 or later), or install a PyTorch "
+            f"made for CUDA {major} (https://pytorch.org)"
+        )
+    return f"{versions}: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def why_no_code(capability: tuple[int, int], architectures: Sequence[str]) -> str | None:
+    """Return why PyTorch has no code for a GPU, with the remedy, or None if it has.
+
+    architectures: for which it has code, as torch lists them. sm_86 runs on 8.6 to 8.9; compute_86
+    is compiled for any later one."""
+    major, minor = capability
+    for architecture in architectures:
+        kind, _, number = architecture.partition("_")
+        made_for = divmod(int(number.rstrip("af")), 10)
+        runs = made_for[0] == major and made_for[1] <= minor
+        if runs or (kind == "compute" and made_for <= capability):
+            return None
+    return (
+        f"this PyTorch has no code for a GPU of compute capability {major}.{minor}, only for "
+        f"{', '.join(architectures)}: install one that has (https://pytorch.org)"
+    )
 
 
 def resolve_compile(name: str, device: torch.device) -> tuple[bool, str]:
@@ -95,16 +157,21 @@ def resolve_precision(name: str, device: torch.device) -> tuple[str, str]:
     """Choose the precision; return it and, for `auto`, why.
 
     `auto` is bf16 where the hardware has it, else fp32. It is never fp8, until a GPU has shown that
-    fp8 pays (bench.py prints the ratio). Raise UsageError for an fp8 that the GPU does not have.
+    fp8 pays (bench.py prints the ratio). Raise UsageError for one that the GPU does not have.
     """
-    if name == "fp8":
-        if device.type != "cuda":
-            logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
-        elif not has_fp8(device):
+    if device.type == "cuda":
+        if name == "fp8" and not has_fp8(device):
             raise UsageError(
                 "--precision fp8: this GPU has no FP8 (it needs compute capability 8.9); use "
-                "--precision bf16"
+                "--precision auto"
             )
+        if name == "bf16" and not multiplies_bf16(device):
+            raise UsageError(
+                "--precision bf16: this GPU has no bf16 (it needs compute capability 8.0); use "
+                "--precision fp32"
+            )
+    elif name == "fp8":
+        logger.warning("fp8 on a CPU is torchao's emulation: slow, for tests only")
     if name != "auto":
         return name, ""
     if multiplies_bf16(device):
@@ -168,6 +235,14 @@ def free_memory(device: torch.device) -> float:
     return min(available, memory_of(device))
 
 
+def check_lockable(n_bytes: int):
+    """Raise RuntimeError, as CUDA does, if so much page-locked memory would leave less than a
+    quarter of the host's to others, since the kernel cannot reclaim it."""
+    host = torch.device("cpu")
+    if free_memory(host) - n_bytes < memory_of(host) / 4:
+        raise RuntimeError("the host has little memory left")
+
+
 def peak_memory(device: torch.device) -> float:
     """Return the peak memory so far in GB, of the GPU or of the process."""
     if device.type == "cuda":
@@ -193,11 +268,15 @@ def keep_freed_memory():
         libc.mallopt(M_TOP_PAD, 1 << 26)
 
 
+# of host memory that CUDA cannot lock, or of a GPU that another program has filled
+CUDA_IS_FULL = "CUDA error: out of memory"
+
+
 def is_out_of_memory(fault: Exception) -> bool:
     """Return whether an error means out of memory, on the host or a GPU."""
     if isinstance(fault, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return "can't allocate memory" in str(fault)
+    return "can't allocate memory" in str(fault) or CUDA_IS_FULL in str(fault)
 
 
 @contextmanager
@@ -208,6 +287,8 @@ def memory_advice(advice: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as fault:
         if not is_out_of_memory(fault):
             raise
+        if CUDA_IS_FULL in str(fault):
+            advice = "CUDA can lock no more host memory, or another program uses the GPU"
         asked = re.search(r"llocate ([\d.]+ \w+)", str(fault))
         requested = f" ({asked[1]} requested)" if asked else ""
         raise TooLarge(f"out of memory{requested}: {advice}") from fault

@@ -15,13 +15,16 @@ each parameter, by its number.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spider import machine
 from spider.common import CheckpointError
 from spider.distributed import Sharded, ShardedParameter, Sharding, World, sharding_of
 
@@ -118,11 +121,23 @@ def exchange(operation: Callable, tensor: Tensor, rank: int):
 
 def host_buffer(shape: Sequence[int], like: Tensor, earlier: object) -> Tensor:
     """Return `earlier` if it is a tensor of this shape and of the dtype of `like`, else a new one
-    in host memory."""
+    in host memory, page-locked for a tensor on a GPU."""
     size = torch.Size(shape)
     if isinstance(earlier, Tensor) and earlier.shape == size and earlier.dtype == like.dtype:
         return earlier
-    return torch.empty(size, dtype=like.dtype, pin_memory=like.is_cuda)
+    if like.is_cuda:
+        try:
+            machine.check_lockable(size.numel() * like.element_size())
+            return torch.empty(size, dtype=like.dtype, pin_memory=True)
+        except RuntimeError as fault:
+            warn_of_pageable(str(fault).partition("\n")[0])
+    return torch.empty(size, dtype=like.dtype)
+
+
+@cache  # it warns once
+def warn_of_pageable(reason: str):
+    """Warn that a copy for checkpoints is not page-locked."""
+    logger.warning(f"checkpoints are copied to pageable memory, which takes longer: {reason}")
 
 
 def copy_to_host(value: Any, earlier: Any, keeps: bool) -> Any:

@@ -98,48 +98,34 @@ def drawn(monkeypatch, tmp_path):
     return draw
 
 
-def test_only_charts_with_data_are_drawn_and_loops_only_if_they_vary(drawn):
+def test_only_charts_with_data_are_drawn_and_one_for_each_source(drawn):
     def titles(**runs) -> list[str]:
-        return [axes.get_title().partition("\n")[0] for axes in drawn(**runs).axes]
+        return [axes.get_title() for axes in drawn(**runs).axes]
 
-    constant = lines_of(9, mean_loops=2.0)
-    assert titles(a=constant) == ["bits per byte"]
-    other = lines_of(9, mean_loops=3.0)
-    assert titles(a=constant, b=other) == ["bits per byte", "loops until halting"]
-    varying = [line | dict(mean_loops=1 + 1 / line["step"], lr=0.1) for line in lines_of(9)]
-    assert titles(a=varying) == ["bits per byte", "loops until halting", "learning rate"]
-    sources = lines_of(9, **{"val_bpb/a": 1.5, "val_bpb/b": 2.5})
-    assert titles(a=sources) == ["bits per byte", curves.BY_SOURCE]
+    looped = lines_of(9, mean_loops=2.0, **{"val_bpb/a": 1.5})
+    assert titles(a=lines_of(9)) == ["bits per byte"]
+    assert titles(a=lines_of(9), b=looped) == [
+        "bits per byte",
+        "loops until halting",
+        "validation of a, bits per byte",
+    ]
     assert titles(a=[dict(bytes_seen=1)]) == []
 
 
-def test_charts_of_one_run_mark_epochs_and_name_the_last_losses(drawn):
-    figure = drawn(run=lines_of(10, lr=0.125))
-    loss, lr = figure.axes
-    assert loss.get_title() == "bits per byte\ntraining 1.25, validation 2.4 (lowest 2)"
-    assert lr.get_title() == "learning rate\n0.125"
-    assert loss.get_legend() is None and len(figure.legends) == 1
-    for axes in figure.axes:
-        vertical = [line for line in axes.lines if [*line.get_ydata()] == [0, 1]]
-        # after steps 3 and 7, in million bytes
-        assert [line.get_xdata()[0] for line in vertical] == pytest.approx([0.3, 0.7])
-
-
-def test_charts_of_several_runs_have_a_legend_of_their_last_losses(drawn):
-    lines = lines_of(10)
-    (legend,) = drawn(first=lines, second=lines[:6]).legends
-    assert [text.get_text() for text in legend.texts][-2:] == [
-        "first: training 1.25, validation 2.4 (lowest 2)",
-        "second: training 1.25, validation 2",
+def test_a_chart_marks_epochs_and_names_the_last_values_of_each_run(drawn):
+    lines = lines_of(10, lr=0.125)
+    loss, lr = drawn(first=lines, second=lines[:6]).axes
+    texts = [text.get_text() for text in loss.get_legend().texts]
+    assert texts == [
+        "first 1.25, validation 2.4, lowest 2",
+        "second 1.25, validation 2, lowest 2",
     ]
-
-
-def test_each_source_has_a_color_and_its_last_value_in_the_legend(drawn):
-    lines = lines_of(9, **{f"val_bpb/{name}": 2.5 for name in "abcd"})
-    axes = drawn(run=lines).axes[-1]
-    labels = [text.get_text() for text in axes.get_legend().texts]
-    assert labels == [f"{name}: 2.5" for name in "abcd"]
-    assert len({line.get_color() for line in axes.lines if len(line.get_xdata()) == 9}) == 4
+    assert lr.get_legend().texts[0].get_text() == "first 0.125"
+    for axes in (loss, lr):
+        vertical = [line for line in axes.lines if [*line.get_ydata()] == [0, 1]]
+        # after steps 3 and 7, in million bytes; in the second run after step 3
+        starts = [line.get_xdata()[0] for line in vertical]
+        assert starts == pytest.approx([0.3, 0.7, 0.3])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,15 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from conftest import contents, refused, run_flags, settled, text, world_of
-from data import Batch, Feed, Loader, open_data
+from conftest import contents, refused, run_flags, settled, small_config, text, world_of
+from data import Batch, Feed, Loader, mock_source, open_data
 from jobs import command
 from spider import config, estimate, machine
 from spider.common import TooLarge
 from spider.estimate import FLASH_BACKWARD, choose_memory, estimate_memory
 from spider_model import Spider
+from tile_moe import moe_forward
 from tokenizer import BOS_ID, EOS_ID
-from train import time_steps
+from train import Plan, time_steps
 
 # --------------------------------------------------------------------------------------------------
 # Memory
@@ -95,22 +98,8 @@ def test_the_estimate_bounds_the_memory_of_a_step_whatever_its_documents(flags, 
     assert measured.peak < estimated < 2 * measured.peak
 
 
-def test_auto_recomputes_the_least_that_fits_with_room_to_spare_and_all_if_nothing_does():
-    needs = {
-        "nothing": dict(a=50.0, b=10.0),
-        "core": dict(a=30.0, b=10.0),
-        "all": dict(a=20.0, b=5.0),
-    }
-
-    def estimate(split, recompute):
-        return needs[recompute]
-
-    for available, chosen in ((71, "nothing"), (70, "core"), (48, "core"), (47, "all"), (5, "all")):
-        assert choose_memory(1, "auto", estimate, available) == (0, chosen, needs[chosen])
-    assert choose_memory(1, "core", estimate, 5) == (0, "core", needs["core"])
-
-
-def test_the_largest_micro_batch_that_fits_is_chosen_before_any_recomputation():
+def test_the_largest_micro_batch_is_chosen_that_fits_with_the_least_recomputation():
+    """With room to spare; if nothing fits, the least of all."""
     micro_batches = (8, 4, 2, 1)
     per_sequence = dict(nothing=10, core=5, all=3)
 
@@ -118,13 +107,84 @@ def test_the_largest_micro_batch_that_fits_is_chosen_before_any_recomputation():
         return {"activations": micro_batches[split] * per_sequence[recompute]}
 
     for available, wanted in (
-        (95, (0, "nothing")),
-        (80, (1, "nothing")),
-        (12, (3, "nothing")),
-        (6, (3, "core")),
+        (80 / 0.85, (0, "nothing")),
+        (80 / 0.86, (1, "nothing")),
+        (10 / 0.85, (3, "nothing")),
+        (5 / 0.85, (3, "core")),
+        (5 / 0.86, (3, "all")),
         (1, (3, "all")),
     ):
         assert choose_memory(4, "auto", estimate, available)[:2] == wanted
+    assert choose_memory(4, "core", estimate, 1)[:2] == (3, "core")
+
+
+class Card(NamedTuple):
+    capability: tuple[int, int]
+    memory: float  # bytes, as torch reports them
+    split_1b: tuple[int, int]  # micro-batch and accumulation
+    split_base: tuple[int, int]
+    fits_original: bool
+
+
+CARDS = {
+    "RTX 3090": Card((8, 6), 25.3e9, (4, 16), (8, 8), False),
+    "RTX 4090": Card((8, 9), 25.3e9, (4, 16), (8, 8), False),
+    "RTX 5090": Card((12, 0), 33.7e9, (8, 8), (8, 8), False),
+    "A100 40 GB": Card((8, 0), 42.3e9, (8, 8), (16, 4), True),
+    "L40S": Card((8, 9), 47.7e9, (8, 8), (16, 4), True),
+    "A100 80 GB": Card((8, 0), 85.0e9, (32, 2), (32, 2), True),
+    "H100": Card((9, 0), 85.0e9, (32, 2), (32, 2), True),
+    "RTX PRO 6000": Card((12, 0), 102e9, (32, 2), (32, 2), True),
+    "H200": Card((9, 0), 150.1e9, (64, 1), (64, 1), True),
+}
+
+
+@pytest.fixture
+def plan_on(monkeypatch):
+    """Settle the plan of a recipe on a card that only has properties."""
+
+    def settle_on(card: Card, *argv: str) -> Plan:
+        properties = SimpleNamespace(total_memory=card.memory)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: card.capability)
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (card.memory, card.memory))
+        no_kernels = "--compile off --moe_backend loop --deterministic".split()
+        return settled(*no_kernels, *argv, device="cuda", sources=[mock_source(0)])
+
+    return settle_on
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_a_card_trains_131072_bytes_a_step_in_the_largest_micro_batches_without_recomputation(
+    plan_on, card, monkeypatch, capsys
+):
+    monkeypatch.setattr(machine, "product_rate", lambda _: 1e14)
+    world = world_of("cuda")
+    for model, split in (("1b", card.split_1b), ("base", card.split_base)):
+        plan = plan_on(card, "--model", model)
+        flags = plan.flags
+        assert (flags.micro_batch, flags.grad_accum, flags.recompute) == (*split, "nothing")
+        assert flags.micro_batch * flags.grad_accum * 2048 == flags.global_batch == 131_072
+        needed = sum(plan.memory.values())
+        assert needed < 0.85 * card.memory
+        twice = sum(plan_on(card, "--model", model, *double(split)).memory.values())
+        assert needed == twice or twice > 0.85 * card.memory
+        estimate.check_memory(plan, world)
+        compiled = replace(plan, flags=replace(flags, compile="on"))
+        assert train.print_dry_run(compiled, [], [mock_source(0)], world) == 0
+        assert capsys.readouterr().out.count("enough memory and disk") == 1
+
+    original = plan_on(card, "--model", "original")
+    assert (original.flags.micro_batch, original.flags.grad_accum) == (64, 1)
+    assert (sum(original.memory.values()) < card.memory) == card.fits_original
+
+
+def double(split: tuple[int, int]) -> list[str]:
+    """Return the flags of twice the micro-batch, of at most 64 sequences in all."""
+    micro_batch = min(64, 2 * split[0])
+    flags = f"--micro_batch {micro_batch} --grad_accum {64 // micro_batch} --recompute nothing"
+    return flags.split()
 
 
 def gigabytes(flags: str = "", recompute: str = "nothing") -> float:
@@ -169,26 +229,80 @@ def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_byte
     assert size == pytest.approx(expected, rel=0.01)
 
 
+def test_an_expert_keeps_its_input_and_five_hidden_tensors_of_each_of_its_tokens():
+    """Gate, up, silu of the gate, their product, and that times the weight of the expert."""
+    c = small_config(n_routed_experts=4, n_experts_per_tok=2, hidden_size=64)
+    tokens = 4096
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(tokens, 4, generator=generator).softmax(-1)
+    topk_weights, topk_idx = weights.requires_grad_().topk(2)
+    x = torch.randn(tokens, 64, generator=generator).requires_grad_()
+    w_gate_up = torch.randn(4, 64, 2 * c.moe_intermediate_size).requires_grad_()
+    w_down = torch.randn(4, c.moe_intermediate_size, 64).requires_grad_()
+    before = storages((x, w_gate_up, w_down, topk_weights, topk_idx))
+    saved = set()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.update(storages(tensor)) or tensor, lambda tensor: tensor
+    ):
+        y = moe_forward(x, topk_idx, topk_weights, w_gate_up, w_down, "grouped")
+    measured = sum(storage.nbytes() for storage in saved - before)
+    assert y.requires_grad
+    without = replace(c, n_routed_experts=0, n_shared_experts=1)
+    shared = replace(c, n_shared_experts=1)
+    estimated = estimate.visit_kept(shared, 4, False) - estimate.visit_kept(without, 4, False)
+    assert tokens * (estimated - 12 * 4) == pytest.approx(measured, rel=0.05)
+
+
+def test_fp8_halves_the_flops_of_the_products_that_it_converts_and_no_others():
+    """At 2 bytes per segment and 3 loops, a core layer runs 1.5 times per byte."""
+    c = small_config(n_routed_experts=4, n_experts_per_tok=2)
+    with torch.device("meta"):
+        model = Spider(c)
+    cost = partial(estimate.flops_per_byte, model, 2.0, 3, 64)
+    gate = "prelude.0.ffn.gate_up_proj.weight"
+    assert cost() - cost([gate]) == 3 * model.get_parameter(gate).numel()
+    routed = "core.layers.0.moe.w_up"
+    assert cost() - cost([routed]) == 3 * 1.5 * 2 / 4 * model.get_parameter(routed).numel()
+    converted = estimate.weights_in_fp8(model)
+    assert gate in converted and routed not in converted and "lm_head.weight" not in converted
+    assert routed in estimate.weights_in_fp8(model, experts=True)
+
+
+@pytest.mark.parametrize(
+    "argv, bound, expected",
+    (
+        ("--precision bf16", 438e3, 219e3),
+        ("--precision fp8", 694e3, 1e6 / (1000 / 694 + 1000 / 438)),
+        ("--precision bf16 --micro_batch 1", 438e3, 2048 / 0.07),  # the host is too slow
+    ),
+)
+def test_the_rate_to_expect_of_a_gpu_is_below_that_of_its_products(
+    argv, bound, expected, plan_on, monkeypatch, capsys
+):
+    """On an H200 of 790 TFLOP/s; FP8 doubles the rate of what it converts alone."""
+    monkeypatch.setattr(machine, "product_rate", lambda _: 790e12)
+    plan = plan_on(CARDS["H200"], "--model", "1b", *argv.split())
+    rates = estimate.rates(plan, 790e12)
+    assert rates == pytest.approx((bound, expected), rel=0.01)
+    compiled = replace(plan, flags=replace(plan.flags, compile="on"))
+    train.print_dry_run(compiled, [], [mock_source(0)], world_of("cuda"))
+    shown = capsys.readouterr().out
+    assert f"at an expected {rates.expected:,.0f} bytes/s, at least" in shown
+    assert f"matrix products alone allow {rates.bound:,.0f} bytes/s" in shown
+
+
 def test_masks_of_dropout_take_a_byte_per_number():
     bytes_and_segments = 112 * 256 * (1 + 1 / config.SpiderConfig.preset("1b").bytes_per_segment)
     masks = gigabytes("--dropout 0.5") - gigabytes()
     assert masks * 1e9 == pytest.approx(2 * 2048 * bytes_and_segments, rel=0.02)
 
 
-def test_a_step_that_a_cpu_cannot_hold_is_refused_before_it_is_tried(tmp_path, shards, capsys):
-    argv = run_flags(shards, tmp_path / "run", "--micro_batch", str(1 << 20), "--seq_len", "600")
-    assert train.command_line(argv) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert "--micro_batch: the run needs at least" in lines[-1]
-    assert any("recompute all" in line for line in lines)
-    assert any("memory: about" in line and "NOT ENOUGH" in line for line in lines)
-
-
 @pytest.mark.slow
-def test_a_run_takes_about_the_memory_that_it_logs(tmp_path):
-    """With the process itself and the copy for checkpoints; upper bounds stand apart."""
+def test_a_run_takes_the_memory_that_it_logs(tmp_path):
+    """With the process itself and the copy for checkpoints. On a CPU with bf16 oneDNN keeps kernels
+    for each number of segments, so that the peak comes after some 300 steps."""
     flags = (
-        "--mock_data --model tiny --device cpu --seq_len 1024 --max_steps 3 --ckpt_every 2 "
+        "--mock_data --model tiny --device cpu --seq_len 512 --max_steps 320 --ckpt_every 310 "
         "--eval_every 0"
     )
     done = command(*flags.split(), "--ckpt_dir", tmp_path, cwd=tmp_path)
@@ -201,10 +315,8 @@ def test_a_run_takes_about_the_memory_that_it_logs(tmp_path):
     peak = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory"]
     total = float(re.search(r"about (\S+) GB", line)[1])
     assert total == pytest.approx(sum(logged.values()), abs=0.05)
-    sure = total - sum(size for name, size in logged.items() if "at most" in name)
     assert {"process at start", "checkpoint copy", "parameters"} <= logged.keys()
-    assert 0.6 * peak < sure
-    assert peak < 1.1 * total
+    assert peak == pytest.approx(total, rel=0.1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -216,14 +328,17 @@ def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(
     tmp_path, shards, monkeypatch, short, capsys
 ):
     if "memory" in short:
-        monkeypatch.setattr(machine, "memory_of", lambda *_: 1e6)
+        monkeypatch.setattr(estimate, "memory_of", lambda *_: 1e6)
     if "disk" in short:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e5))
     status = train.command_line(run_flags(shards, tmp_path / "run", "--dry_run"))
     assert status == (1 if short else 0)
     lines = capsys.readouterr().out.splitlines()
-    verdict = f"NOT ENOUGH {' and '.join(short)}" if short else "enough memory and disk"
-    assert lines[-1] == f"verdict: {verdict}"
+    remedies = dict(memory="choose a smaller --seq_len or --model", disk="name a --ckpt_dir")
+    verdict = "NOT ENOUGH" if short else "enough memory and disk"
+    assert lines[-1].startswith(f"verdict: {verdict}")
+    for lacking in short:
+        assert f"{lacking}: " in lines[-1] and remedies[lacking] in lines[-1]
     starts = (
         "parameters by component",
         "flags",
@@ -300,21 +415,64 @@ def test_the_dry_run_times_no_step_where_that_would_take_long(tmp_path, reason, 
     assert because in estimate.obstacle_to_timing(plan, world, bound)
 
 
-def test_memory_that_only_some_documents_need_refuses_no_run(monkeypatch):
-    monkeypatch.setattr(estimate, "memory_of", lambda *_: 100.0)
-    memory = {"parameters": 100.0, estimate.BATCHES: 1.0, estimate.PADDING: 900.0}
-    estimate.check_memory(memory, world_of())
-    with pytest.raises(TooLarge, match="--micro_batch"):
-        estimate.check_memory(memory | {"parameters": 130.0}, world_of())
-
-
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
-def test_batches_that_no_device_holds_are_refused_and_name_the_accumulation(monkeypatch, device):
+@pytest.mark.parametrize(
+    "needs, copy, refusal",
+    (
+        (dict(parameters=100.0, padding=900.0), 1.0, None),  # only some documents need padding
+        (dict(parameters=130.0), 1.0, "--micro_batch: the run needs"),
+        (dict(parameters=20.0, batches=99.0), 1.0, None),
+        (dict(parameters=20.0, batches=150.0), 1.0, "--grad_accum: the batches"),
+        (dict(parameters=20.0), 1e18, "--ckpt_every: a checkpoint is copied"),
+    ),
+)
+def test_a_run_that_needs_far_more_memory_than_there_is_is_refused(
+    monkeypatch, device, needs, copy, refusal
+):
+    """A device of 100 bytes; `copy`: bytes of a checkpoint."""
     monkeypatch.setattr(estimate, "memory_of", lambda *_: 100.0)
-    memory = {"parameters": 20.0, estimate.BATCHES: 99.0, estimate.PADDING: 0.0}
-    estimate.check_memory(memory, world_of(device))
-    with pytest.raises(TooLarge, match="--grad_accum: the batches"):
-        estimate.check_memory(memory | {estimate.BATCHES: 150.0}, world_of(device))
+    names = dict(parameters="parameters", batches=estimate.BATCHES, padding=estimate.PADDING)
+    memory = {name: needs.get(key, 0.0) for key, name in names.items()}
+    plan = replace(settled("--model", "tiny"), memory=memory, checkpoint_size=copy)
+    is_refused = refusal and (device == "cuda" or copy == 1.0)
+    with pytest.raises(TooLarge, match=refusal) if is_refused else nullcontext():
+        estimate.check_memory(plan, world_of(device))
+
+
+@pytest.mark.parametrize(
+    "argv, ranks, remedies",
+    (
+        ("--recompute core", 1, ["--global_batch 131072 without", "leave out --recompute"]),
+        ("--recompute all --micro_batch 1", 1, []),
+        ("--recompute all --micro_batch 1", 2, ["raise --shards to 2"]),
+    ),
+)
+def test_what_takes_too_much_memory_names_the_flags_that_help(argv, ranks, remedies):
+    world = world_of()
+    world.ranks = ranks
+    plan = settled("--model", "original", *argv.split())
+    line = estimate.memory_remedy(plan, world)
+    assert line.split(", or ")[-1] == "choose a smaller --seq_len or --model"
+    for remedy in remedies:
+        assert remedy in line
+    assert len(line.split(", or ")) == len(remedies) + 1
+
+
+@pytest.mark.parametrize("present", (0, 1, 5))
+def test_the_disk_needs_room_for_the_checkpoints_to_come_and_one_more(
+    present, tmp_path, monkeypatch, capsys
+):
+    """Of the last two and the best, at most three exist. 1,000 bytes each."""
+    for step in range(present):
+        (tmp_path / f"spider-step{step}.pt").touch()
+    plan = settled("--model", "tiny", "--keep_best", "--ckpt_dir", str(tmp_path))
+    plan = replace(plan, checkpoint_size=1000.0)
+    needed = 1000 * (4 - min(present, 3))
+    for free, lacks in ((needed - 1, True), (needed, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        lacking = estimate.print_memory_and_disk(plan, world_of())
+        assert [line[:4] for line in lacking] == ["disk"] * lacks
+    assert "for 4 checkpoints" in capsys.readouterr().out
 
 
 def test_the_estimate_counts_the_batches_of_a_step_and_of_the_next_one(shards):
@@ -333,11 +491,3 @@ def test_the_largest_batch_that_a_flag_takes_is_refused_before_anything_is_built
     named = "--micro_batch" if flag == "--micro_batch" else "--grad_accum"
     assert line.startswith(f"train.py: error: {named}: ")
     assert "but this machine has" in line
-
-
-@pytest.mark.parametrize("limit, most", (("5000\n", 5000), ("max\n", math.inf)))
-def test_a_containers_memory_is_its_limit(tmp_path, monkeypatch, limit, most):
-    of_machine = machine.memory_of(torch.device("cpu"))
-    monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "memory.max")
-    (tmp_path / "memory.max").write_text(limit)
-    assert machine.memory_of(torch.device("cpu"), 2) == min(of_machine, most) / 2

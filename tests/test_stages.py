@@ -183,6 +183,27 @@ def test_a_step_is_split_into_micro_steps_over_ranks(ranks, argv, first):
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.parametrize(
+    "argv, sequences, length",
+    (
+        ("--model 1b", 64, 2048),
+        ("--model base --seq_len 256", 512, 256),
+        ("--model 1b --seq_len 96", 1366, 96),  # 1365.3
+        ("--model 1b --seq_len 262144", 1, 262144),
+        ("--model 1b --micro_batch 2", 2, 2048),
+        ("--model 1b --grad_accum 2 --seq_len 16", 128, 16),
+        ("--model 1b --global_batch 4096 --micro_batch 1", 2, 2048),
+    ),
+)
+def test_1b_and_base_take_131072_bytes_a_step_unless_a_flag_sets_the_batch(
+    argv, sequences, length, monkeypatch
+):
+    monkeypatch.setattr(machine, "memory_of", lambda *_: 1e12)
+    flags = settled(*argv.split()).flags
+    assert flags.micro_batch * flags.grad_accum == sequences
+    assert flags.global_batch == sequences * length
+
+
 def test_a_resumed_run_prefers_its_split():
     flags, given, _ = command("--seq_len 32 --global_batch 4096")
     splits = train.splits_of(flags, given, 1, origin(flags=dict(micro_batch=16)))

@@ -1,0 +1,104 @@
+"""What a machine has: a GPU that PyTorch can use, precisions, memory."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spider import machine, state
+from spider.common import TooLarge, UsageError
+
+SM_75_ON = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # PyTorch 2.13's for CUDA 13
+
+
+@pytest.mark.parametrize(
+    "made_for, driver, fragments",
+    (
+        (None, 12040, None),
+        ("13.0", 0, None),
+        ("13.0", 12040, ("CUDA 13.0", "supports CUDA 12.4: update the driver", "580")),
+        ("12.8", 12040, ("CUDA 12.8", "supports CUDA 12.4: look at nvidia-smi")),
+        ("13.0", 13010, ("supports CUDA 13.1: look at nvidia-smi and CUDA_VISIBLE_DEVICES",)),
+    ),
+)
+def test_a_driver_without_a_visible_gpu_is_told_with_both_versions(made_for, driver, fragments):
+    line = machine.why_no_gpu(made_for, driver)
+    assert (line is None) == (fragments is None)
+    for fragment in fragments or ():
+        assert fragment in line
+
+
+@pytest.mark.parametrize(
+    "capability, architectures, runs",
+    (
+        ((7, 0), SM_75_ON, False),  # V100
+        ((7, 5), SM_75_ON, True),
+        ((8, 9), SM_75_ON, True),
+        ((8, 0), ["sm_86"], False),
+        ((10, 3), SM_75_ON, True),
+        ((11, 0), SM_75_ON, False),
+        ((12, 1), ["sm_90a", "compute_120"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((9, 0), ["compute_100f"], False),
+    ),
+)
+def test_a_gpu_runs_code_of_its_generation_or_compiles_that_of_an_earlier_one(
+    capability, architectures, runs
+):
+    line = machine.why_no_code(capability, architectures)
+    assert (line is None) == runs
+    if not runs:
+        assert f"{capability[0]}.{capability[1]}, only for {architectures[0]}" in line
+
+
+@pytest.mark.parametrize("capability, refused", (((7, 0), True), ((8, 0), False)))
+def test_a_gpu_without_code_is_refused_before_anything_runs_on_it(monkeypatch, capability, refused):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: SM_75_ON)
+    if refused:
+        with pytest.raises(UsageError, match="--device auto: .*no code for .*--device cpu"):
+            machine.resolve_device("auto")
+    else:
+        assert machine.resolve_device("auto").type == "cuda"
+    assert machine.resolve_device("cpu").type == "cpu"
+
+
+def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 5))
+    assert machine.resolve_precision("auto", gpu)[0] == "fp32"
+    for precision, remedy in (("bf16", "fp32"), ("fp8", "auto")):
+        with pytest.raises(UsageError, match=f"--precision {precision}: .*--precision {remedy}"):
+            machine.resolve_precision(precision, gpu)
+
+
+def test_a_full_host_is_told_as_such():
+    full = pytest.raises(TooLarge, match="host memory")
+    with full, machine.memory_advice("lower --micro_batch"):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+
+def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log):
+    """Without CUDA no memory is; and none that would leave less than a quarter to others."""
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32, element_size=lambda: 4)
+    state.warn_of_pageable.cache_clear()
+    machine.start_log()
+    for _ in range(2):
+        copy = state.host_buffer((3, 5), on_gpu, None)
+        assert copy.shape == (3, 5) and not copy.is_pinned()
+    assert new_log().count("pageable") == 1
+    free = machine.free_memory(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="little memory"):
+        machine.check_lockable(int(free))
+    machine.check_lockable(0)
+
+
+@pytest.mark.parametrize("limit, most", (("5000\n", 5000), ("max\n", math.inf)))
+def test_a_containers_memory_is_its_limit(tmp_path, monkeypatch, limit, most):
+    of_machine = machine.memory_of(torch.device("cpu"))
+    monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "memory.max")
+    (tmp_path / "memory.max").write_text(limit)
+    assert machine.memory_of(torch.device("cpu"), 2) == min(of_machine, most) / 2
