@@ -37,7 +37,10 @@ def resolve_device(name: str) -> torch.device:
         has_gpu = torch.cuda.is_available()
     obstacle = None
     if not has_gpu:
-        obstacle = why_no_gpu(torch.version.cuda, cuda_of_driver())
+        driver = cuda_of_driver()
+        if driver and torch.version.cuda is None:
+            logger.warning("NVIDIA's GPU is not used: this PyTorch is made without CUDA")
+        obstacle = why_no_gpu(torch.version.cuda, driver)
     elif torch.version.hip:
         logger.warning("nothing was tried on AMD's GPUs (ROCm)")
     else:
@@ -49,8 +52,6 @@ def resolve_device(name: str) -> torch.device:
         raise UsageError(f"--device {name}: {obstacle}; or use --device cpu")
     if has_gpu:
         return torch.device("cuda")
-    if torch.version.cuda is None and cuda_of_driver():
-        logger.warning("NVIDIA's GPU is not used: this PyTorch is made without CUDA")
     if torch.backends.mps.is_available():
         logger.info("Apple's GPU (MPS) is not used")
     return torch.device("cpu")

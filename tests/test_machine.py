@@ -65,6 +65,25 @@ def test_a_gpu_without_code_is_refused_before_anything_runs_on_it(monkeypatch, c
     assert machine.resolve_device("cpu").type == "cpu"
 
 
+@pytest.mark.parametrize(
+    "present, device, line",
+    (
+        ("torch.version.hip", "cuda", "nothing was tried on AMD's GPUs (ROCm)"),
+        ("spider.machine.cuda_of_driver", "cpu", "this PyTorch is made without CUDA"),
+        ("torch.backends.mps.is_available", "cpu", "Apple's GPU (MPS) is not used"),
+    ),
+)
+def test_the_log_says_what_of_a_gpu_is_untried_or_unused(
+    monkeypatch, new_log, present, device, line
+):
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
+    monkeypatch.setattr(present, lambda: 12040)
+    machine.start_log()
+    assert machine.resolve_device("auto").type == device
+    assert line in new_log()
+
+
 def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: False)
