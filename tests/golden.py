@@ -33,7 +33,7 @@ from torch import Tensor
 
 import spider_model
 import train
-from spider import optim
+from spider import machine, optim
 from spider.config import PRESETS
 from spider_model import Spider
 from tokenizer import encode
@@ -237,10 +237,12 @@ TRAINED = """
 
 
 def recipes() -> dict[str, dict]:
-    """Return the flags and the configuration of presets."""
+    """Return the flags and the configuration of presets, with memory for any micro-batch."""
     by_recipe = {}
     for name, argv in RECIPES.items():
-        plan = conftest.settled(*f"{argv} --recompute nothing".split())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine, "memory_of", lambda *_: math.inf)
+            plan = conftest.settled(*f"{argv} --recompute nothing".split())
         flags = {flag: getattr(plan.flags, flag) for flag in TRAINED}
         by_recipe[name] = dict(flags=flags, config=asdict(plan.config))
     return by_recipe

@@ -220,7 +220,8 @@ def test_first_gpu_without_a_gpu_or_a_directory_of_its_own_is_one_line(results, 
 
 
 def test_a_signal_to_first_gpu_ends_the_command_that_runs(tmp_path):
-    waits = """trap 'touch "$SPIDER_DIR/ended"; exit' TERM
+    # without a process of its own in the trap: `timeout` sends the signal twice
+    waits = """trap ': > "$SPIDER_DIR/ended"; exit' TERM
 touch "$SPIDER_DIR/started"
 while :; do sleep 0.1; done"""
     write_program(tmp_path / "bin" / "python", f'[ "$1" = -c ] && exec echo True\n{waits}')

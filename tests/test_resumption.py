@@ -330,7 +330,7 @@ def test_checkpoint_has_left_memory_when_the_warm_up_begins(train_small, monkeyp
     assert alive == [False]
 
 
-LACK_OF_MEMORY = "--micro_batch (now 2)"  # in the advice
+LACK_OF_MEMORY = "half of --micro_batch and twice --grad_accum"  # in the advice
 
 
 @pytest.mark.parametrize(
