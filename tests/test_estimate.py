@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from conftest import contents, refused, run_flags, settled, small_config, text, world_of
+from conftest import SMALL, contents, refused, run_flags, settled, small_config, text, world_of
 from data import Batch, Feed, Loader, mock_source, open_data
 from jobs import command
 from spider import config, estimate, machine
@@ -96,6 +96,20 @@ def test_the_estimate_bounds_the_memory_of_a_step_whatever_its_documents(flags, 
     }
     estimated = sum(size for name, size in memory.items() if name not in outside)
     assert measured.peak < estimated < 2 * measured.peak
+
+
+@pytest.mark.parametrize("optimizer", ("muon", "adamw"))
+def test_weights_and_the_state_of_an_optimizer_take_the_bytes_that_are_estimated(optimizer):
+    plan = settled(*f"--model tiny --set {SMALL} --optimizer {optimizer}".split())
+    model = train.build_model(plan.model, plan, world_of())
+    optimizers = train.optimizers_of(plan.flags, model)
+    ids = text(2, 64)
+    train.step_alone(model, optimizers, [Batch.of(ids, ids, 0)], train.StepSettings(1))
+    size = sum(storage.nbytes() for storage in storages(optimizers.state_dict()))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    estimated = estimate.state_size(model, optimizer)
+    assert estimated.parameters == weights
+    assert estimated.dense_state + estimated.table_state == pytest.approx(size, rel=0.01)
 
 
 def test_the_largest_micro_batch_is_chosen_that_fits_with_the_least_recomputation():
