@@ -37,6 +37,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -53,6 +54,7 @@ from spider.common import (
     one_line,
     path_name,
     quoted,
+    read_whole,
     real,
     refuse_address,
     run_program,
@@ -259,8 +261,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import numpy as np
 import torch
 
-from data import Shard, Source, Stream, map_shard, open_data, validation_sets
-from spider.export import write_export
+from data import Shard, Source, Stream, evaluated_streams, map_shard, open_data, validation_sets
+from spider.export import exit_on_signals, write_export
 from spider.inference import (
     CHUNK,
     Adaptation,
@@ -277,6 +279,7 @@ from spider.inference import (
     single_process,
     trained_loops,
 )
+from spider.inputs import naming
 from spider.inspect import show
 from spider.machine import (
     keep_freed_memory,
@@ -285,10 +288,9 @@ from spider.machine import (
     resolve_device,
     start_log,
 )
-from spider.prepare import KINDS, Documents, Input
+from spider.prepare import KINDS, Documents, Input, ShardWriter
 from spider.scoring import IGNORED
 from spider_model import Spider
-from tokenizer import BOS_ID, EOS_ID
 from train import EVAL_BYTES, evaluate
 
 # --------------------------------------------------------------------------------------------------
@@ -305,7 +307,7 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
     with open(0, "rb", closefd=False) as stdin:
-        return stdin.read()
+        return read_whole(stdin, "prompt")
 
 
 def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
@@ -361,14 +363,15 @@ def open_text(name: str, field: str) -> Text:
     if os.path.isdir(name):
         return open_data(name)
     if not name.endswith(".bin"):
-        return Stream([Shard(name, read_ids(name, field))])
+        return read_ids(name, field)
     stream = Stream([map_shard(name)])
     stream.check(0, len(stream))
     return stream
 
 
-def read_ids(name: str, field: str) -> np.ndarray:
-    """Return the ids of a text file, or of JSON with a document in each record."""
+def read_ids(name: str, field: str) -> Stream:
+    """Return the ids of a text file, or of JSON with a document in each record. They are written to
+    an unnamed temporary file, and mapped."""
     kind = KINDS.get(Path(name).suffix.lower(), "document")
     if kind == "table" or name.lower().endswith((".gz", ".zst")):
         raise DataError(
@@ -376,13 +379,18 @@ def read_ids(name: str, field: str) -> np.ndarray:
             f"--out DIR, then --eval DIR/train-00000.bin"
         )
     documents = Documents(field, val_fraction=0.0, strict=True, binary=True)
-    parts: list[np.ndarray | list[int]] = []
-    for _, pieces in documents.read(Input(name, kind), Path()):
-        text = np.frombuffer(b"".join(pieces), np.uint8)
-        parts += [[BOS_ID], text, [EOS_ID]]
-    if not parts:
-        raise DataError(f"{name}: no document in it")
-    return np.concatenate(parts).astype(np.uint16)
+    scratch = tempfile.gettempdir()
+    with tempfile.TemporaryFile(dir=scratch) as file, naming(scratch):
+        for _, pieces in documents.read(Input(name, kind), Path(scratch)):
+            file.write(ShardWriter.BOS.data)
+            for piece in pieces:
+                file.write(np.frombuffer(piece, np.uint8).astype("<u2").data)
+            file.write(ShardWriter.EOS.data)
+        if not file.tell():
+            raise DataError(f"{name}: no document in it")
+        file.flush()
+        ids = np.memmap(file, "<u2", "r").view(np.ndarray)
+    return Stream([Shard(name, ids)])
 
 
 @dataclass(frozen=True)
@@ -505,30 +513,26 @@ class Evaluation:
         eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
         row_length = CHUNK if self.args.adapt else self.seq_len_of(saved)
         sets = validation_sets(sources, row_length, eval_tokens)
-        n_targets = {}
+        n_targets = 0
         characters = 0
-        for name, (_, labels) in sets.items():
+        for _, labels in sets.values():
             targets = labels[labels != IGNORED].numpy()
-            n_targets[name] = len(targets)
+            n_targets += len(targets)
             characters += count_characters([targets], special=True)
         if self.args.adapt:
-            streams = [
-                source.val.slice(0, n_targets[source.name] + 1)
-                for source in sources
-                if source.name in n_targets
-            ]
+            streams = [*evaluated_streams(sources, eval_tokens).values()]
             totals = Adaptation(model, saved, n_loops).score(streams, special=True)
             return TextScore(totals.targets, characters, totals.bits_per_byte)
         world = single_process(self.device)
         val_bpb = evaluate(model, sets, self.batch_of(saved), n_loops, world)["val_bpb"]
-        return TextScore(sum(n_targets.values()), characters, val_bpb)
+        return TextScore(n_targets, characters, val_bpb)
 
 
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):
     """Print the figures of checkpoints on the texts of --eval as a table, and write them to
     --json. After an error, what was measured before it is printed."""
     evaluation = Evaluation(args, model_class)
-    with durable(Path(args.json)) if args.json else nullcontext() as out:
+    with exit_on_signals(), durable(Path(args.json)) if args.json else nullcontext() as out:
         texts = {name: open_text(name, args.field) for name in args.eval}  # errors come early
         figures: list[Figure] = []
         try:

@@ -50,15 +50,20 @@ def write_archive(file: IO[bytes], state: dict):
         raise fault.__context__ or OSError(str(fault)) from None
 
 
-def check_sums(path: Path):
-    """Raise ValueError or BadZipFile if an archive does not match its own checksums, which
-    torch.load ignores. The same if its records have more bytes than the file: a small file could
-    fill the memory."""
+def check_archive(path: Path, sums: bool):
+    """Raise ValueError or BadZipFile if the records of an archive have more bytes than the file, or
+    its pickle has too many: a small file could fill the memory.
+
+    sums: the same if they do not match the archive's own checksums, which torch.load ignores."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         if sum(record.file_size for record in records) > path.stat().st_size:
             raise ValueError("its records are compressed, or overlap")
-        damaged = archive.testzip()
+        limit = common.LIMITS["data.pkl"]
+        for record in records:
+            if record.filename.endswith("/data.pkl") and record.file_size > limit:
+                raise ValueError(f"{record.filename} is longer than {limit:,} bytes")
+        damaged = archive.testzip() if sums else None
         for record in records:
             if damaged is None and record.external_attr:
                 # torch.load does not read a record with the attribute of a directory
@@ -102,8 +107,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             state = read_export(path)
         else:
             check_regular(path)
-            if not mapped:
-                check_sums(path)
+            check_archive(path, sums=not mapped)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     check_state(path, state, required)
     return state
@@ -323,8 +327,7 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if only.exists() or not index.exists():
         return [only]
-    check_regular(index)
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    names = sorted(set(read_json(index)["weight_map"].values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(
@@ -339,6 +342,12 @@ def check_regular(path: Path):
         raise ValueError(f"{path.name} is not a regular file")
 
 
+def read_json(path: Path) -> Any:
+    check_regular(path)
+    with open(path, "rb") as file:
+        return json.loads(common.read_whole(file, "JSON file"))
+
+
 def read_export(path: Path) -> dict:
     """Read an export, a directory or one safetensors file with all weights, as the state of a
     checkpoint: weights, cfg, n_loops, step, recipe, and the flags of evaluation."""
@@ -349,13 +358,13 @@ def read_export(path: Path) -> dict:
         directory = path
         files = weight_files(path)
     config_file = directory / "config.json"
-    for file in (*files, config_file):
+    config = read_json(config_file)
+    for file in files:
         check_regular(file)
     weights: dict[str, Tensor] = {}
     for file in files:
         for name, weight in safetensors().torch.load_file(file).items():
             weights[name.removeprefix(PREFIX)] = weight
-    config = json.loads(config_file.read_bytes())
     training = config.get("training", {})
     flags = training.get("flags", {})
     state = dict(
@@ -618,7 +627,7 @@ class CheckpointWriter:
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[None] = self.thread.submit(lambda: None)
         if world.is_rank0:
-            common.delete_unfinished(directory, "spider-step*.pt", "metrics.jsonl", "curves.png")
+            common.delete_unfinished(directory, "spider-step*.pt")
 
     def save(self, state: dict, sync_metrics: Callable[[], None]):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it.

@@ -2,7 +2,9 @@
 --adapt`."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from spider.inference import CHUNK, DENSE_RATE, RATE, Adaptation, model_of, read
 from spider.memory import EngramTable
 from spider.scoring import Totals
 from spider_model import Spider
-from tokenizer import BOS_ID, EOS_ID
+from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
 @pytest.fixture
@@ -201,6 +203,16 @@ def test_prepared_data_is_scored_by_the_targets_of_training(trained, tmp_path, f
     (found,) = figures(trained, "--eval", data, "--adapt")
     assert found["bytes"] == 299
     assert found["bits_per_byte"] == pytest.approx(metrics(trained)[-1]["val_bpb"], rel=0.05)
+    ids = np.fromfile(data / "val-0.bin", "<u2")
+    ids[:100] = PAD_ID
+    for path in (tmp_path / "padded", tmp_path / "padded" / "val"):
+        path.mkdir()
+    shutil.copy(data / "train-0.bin", tmp_path / "padded")
+    ids.tofile(tmp_path / "padded" / "val" / "0.bin")
+    (plain,) = figures(trained, "--eval", tmp_path / "padded")
+    (found,) = figures(trained, "--eval", tmp_path / "padded", "--adapt")
+    assert found["bytes"] == plain["bytes"] == 200
+    assert found["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=0.05)
     for tokens in (64, 1):
         other = run(tmp_path, data, "--eval_tokens", str(tokens), steps=1, ckpt=str(tokens))
         (found,) = figures(other, "--eval", data, "--adapt")

@@ -25,6 +25,7 @@ from spider.common import (
     DataError,
     Diverged,
     Parser,
+    SpiderError,
     UsageError,
     durable,
     integer,
@@ -154,6 +155,9 @@ PARSERS = {
         ("train.py batch_size=8", "use --micro_batch"),
         ("train.py lr=8", "lr=8: use --lr"),
         ("train.py --lr=--", "--lr: -- is not a value"),
+        ("train.py --config /dev/zero", "/dev/zero: longer than 1,048,576 bytes"),
+        ("sample.py --prompt=--", "--prompt: -- is not a value"),
+        ("data.py prepare a --out=--", "--out: -- is not a value"),
         ("train.py --no_keep_best", "use --keep_best=False"),
         ("train.py --keep_best True", "write --NAME=True, without a space"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
@@ -176,7 +180,7 @@ PARSERS = {
 )
 def test_a_flag_that_there_is_not_names_the_one_that_is_meant(command, remedy):
     script, *words = command.split()
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(SpiderError) as raised:
         PARSERS[script](words)
     assert remedy in str(raised.value)
 
@@ -346,6 +350,7 @@ def test_durable_file_that_cannot_be_opened_is_named_as_the_user_does(tmp_path):
 
 @pytest.mark.parametrize("order", ("ab", "ba"))
 def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path, order):
+    (tmp_path / ".c.0123abcd.tmp").write_text("of a killed process")
     writers = {name: ExitStack() for name in "ab"}
     for name, stack in writers.items():
         file = stack.enter_context(durable(tmp_path / "c"))
@@ -353,6 +358,7 @@ def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path, order
     for name in order:
         writers[name].close()
         assert (tmp_path / "c").read_text() == name * 100_000
+    assert os.listdir(tmp_path) == ["c"]
 
 
 LINUX = "6.8.0-45-generic"

@@ -173,6 +173,7 @@ def test_the_command_of_an_odd_step_shows_its_batch(name):
         ("lr = 2000", "--lr"),
         ("lr = [1]", "--lr"),
         ("lr = true", "--lr"),
+        ('lr = "--"', "--lr: -- is not a value"),
         ("steps", ""),
         (b"\xff", ""),
         ("lr = 1\nlr = 1", ""),

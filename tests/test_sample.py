@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -481,6 +482,17 @@ def test_texts_that_cannot_be_scored_are_refused(trained, tmp_path, capsys):
     np.array([97, 300], "<u2").tofile(tmp_path / "odd.bin")
     for name in ("gone.txt", "empty.txt", "no.jsonl", "bare", "one.bin", "odd.bin"):
         assert name in refusal(capsys, trained, "--eval", tmp_path / name)
+
+
+def test_a_terminated_evaluation_leaves_no_json(trained, tmp_path, monkeypatch):
+    def forward(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    (tmp_path / "a.txt").write_text("abc")
+    monkeypatch.setattr(Spider, "forward", forward)
+    with pytest.raises(SystemExit):
+        sample.main([str(trained), "--eval", f"{tmp_path}/a.txt", "--json", f"{tmp_path}/out"])
+    assert os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_a_json_path_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
