@@ -603,34 +603,26 @@ class Loader:
 # The rows of an evaluation
 
 
-def evaluated_streams(sources: Sequence[Source], eval_tokens: int) -> dict[str, Stream]:
-    """Return by source name the ids that every evaluation reads: those of the first `eval_tokens`
-    validation targets, PAD included, split by weight. A source with fewer targets than its share
-    contributes all of them."""
-    counts = shares([source.weight for source in sources], eval_tokens)
-    streams = {}
-    for source, count in zip(sources, counts, strict=True):
-        streams[source.name] = source.val.slice(0, count + 1)
-    return streams
-
-
 def validation_sets(
     sources: Sequence[Source], seq_len: int, eval_tokens: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the rows of every evaluation by source name: (input_ids, labels), int64 [n, seq_len].
 
-    They have the ids of `evaluated_streams`. A source without targets, or with PAD alone, is left
+    They have the first `eval_tokens` validation targets, split by weight. A source with fewer
+    targets than its share contributes all of them. One without targets, or with PAD alone, is left
     out. Raise DataError if none is left.
     """
     sets = {}
-    for name, stream in evaluated_streams(sources, eval_tokens).items():
-        starts = np.arange(0, len(stream) - 1, seq_len)
-        if not len(starts):
+    counts = shares([source.weight for source in sources], eval_tokens)
+    for source, count in zip(sources, counts, strict=True):
+        n_targets = min(count, len(source.val) - 1)
+        if n_targets <= 0:
             continue
-        stops = np.minimum(starts + seq_len, len(stream) - 1)
-        input_ids, labels = stream.rows(starts, stops, seq_len)
+        starts = np.arange(0, n_targets, seq_len)
+        stops = np.minimum(starts + seq_len, n_targets)
+        input_ids, labels = source.val.rows(starts, stops, seq_len)
         if (labels != IGNORED).any():
-            sets[name] = input_ids, labels
+            sets[source.name] = input_ids, labels
     if not sets:
         names = ", ".join(source.name for source in sources)
         raise DataError(

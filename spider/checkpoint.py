@@ -116,41 +116,34 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
 # --------------------------------------------------------------------------------------------------
 # Values that a checkpoint may have
 
-
-class Rule(NamedTuple):
-    """What a value must be. `wanted` completes "must be ..." in the message of an error."""
-
-    wanted: str
-    holds: Callable[[object], bool]
+Rule = Callable[[Any], bool]  # whether a run may save a value
 
 
 def whole(low: int, high: int = (1 << 62) - 1) -> Rule:
-    """Make a rule for whole numbers from low to high. Within the default no sum of two
-    overflows 64 bits."""
-    bounds = f"from {low} to {high}" if high < 1 << 61 else f"of at least {low}"
-    return Rule(
-        f"a whole number {bounds}", lambda value: type(value) is int and low <= value <= high
-    )
+    """Make a rule for whole numbers from low to high. Within the default no sum of two overflows 64
+    bits."""
+    return lambda value: type(value) is int and low <= value <= high
 
 
 def optional(rule: Rule) -> Rule:
-    return Rule(f"{rule.wanted} or None", lambda value: value is None or rule.holds(value))
+    return lambda value: value is None or rule(value)
 
 
 def list_of(rule: Rule) -> Rule:
-    return Rule(
-        f"a list, each {rule.wanted}",
-        lambda value: type(value) is list and all(map(rule.holds, value)),
-    )
+    return lambda value: type(value) is list and all(map(rule, value))
 
 
 def dict_of(rule: Rule) -> Rule:
-    def holds(value: object) -> bool:
-        if not isinstance(value, dict):
+    def holds(value: Any) -> bool:
+        if not is_dict(value):
             return False
-        return all(type(name) is str and rule.holds(entry) for name, entry in value.items())
+        return all(type(name) is str and rule(entry) for name, entry in value.items())
 
-    return Rule(f"a dict, each value {rule.wanted}", holds)
+    return holds
+
+
+def is_dict(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def is_switch(value: object) -> bool:
@@ -184,55 +177,43 @@ def is_flag(value: object) -> bool:
     return is_finite(value) or is_switch(value) or is_text(value)
 
 
-def is_wandb_run(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return dict_of(TEXT).holds(value) and {"name", "id"} <= value.keys()
+def is_wandb_run(value: Any) -> bool:
+    return dict_of(is_text)(value) and {"name", "id"} <= value.keys()
 
 
 def is_preset(value: object) -> bool:
     return is_text(value) and value in PRESETS
 
 
-SWITCH = Rule("true or false", is_switch)
-TEXT = Rule("text", is_text)
-FINITE = Rule("a finite number", is_finite)
-NOT_NAN = Rule("a number and not NaN", is_ordered)
-METRIC = Rule("a number", is_metric)
-FLAG = Rule("a number or text", is_flag)
-DICT = Rule("a dict", lambda value: isinstance(value, dict))
-WANDB_RUN = Rule("a dict with the texts name and id", is_wandb_run)
-PRESET = Rule(f"one of {', '.join(PRESETS)}", is_preset)
-
 # By key; any key may be absent. Beside the keys that the docstring of this file lists, a key with a
 # dot is that of an entry: "flags.seq_len" of state["flags"]["seq_len"].
-RULES = {
-    "cfg": DICT,
-    "model_state_dict": DICT,
-    "optimizer_state_dict": DICT,
+RULES: dict[str, Rule] = {
+    "cfg": is_dict,
+    "model_state_dict": is_dict,
+    "optimizer_state_dict": is_dict,
     "step": whole(0),
     "bytes_seen": whole(0),
     "epoch": whole(0),
-    "best_loss": NOT_NAN,
-    "val_loss": optional(FINITE),
+    "best_loss": is_ordered,
+    "val_loss": optional(is_finite),
     "unimproved": whole(0),
-    "metrics": optional(dict_of(optional(METRIC))),
-    "recent": list_of(FINITE),
-    "lowest_peak": NOT_NAN,
-    "exploded": SWITCH,
+    "metrics": optional(dict_of(optional(is_metric))),
+    "recent": list_of(is_finite),
+    "lowest_peak": is_ordered,
+    "exploded": is_switch,
     "skipped": whole(0),
-    "wandb": optional(WANDB_RUN),
+    "wandb": optional(is_wandb_run),
     "n_loops": whole(1, MAX_LOOPS),
-    "recipe": PRESET,
+    "recipe": is_preset,
     "targets": list_of(whole(0)),
-    "shares": list_of(FINITE),
-    "flags": dict_of(optional(FLAG)),
+    "shares": list_of(is_finite),
+    "flags": dict_of(optional(is_flag)),
     # flags that have an effect before they are compared with the run's
     "flags.seq_len": whole(2, 1 << 24),
     "flags.eval_tokens": whole(1),
     "flags.target_tokens": whole(1),
-    "flags.minutes": optional(FINITE),
-    "flags.data_dir": TEXT,
+    "flags.minutes": optional(is_finite),
+    "flags.data_dir": is_text,
 }
 
 
@@ -251,8 +232,8 @@ def check_state(path: Path, state: object, required: set[str]):
             table, _, name = key.rpartition(".")
             # The rule of the table itself comes first in RULES, so the table is a dict here.
             values = state.get(table, {}) if table else state
-            if name in values and not rule.holds(values[name]):
-                raise ValueError(f"{key} must be {rule.wanted}")
+            if name in values and not rule(values[name]):
+                raise ValueError(f"{key} has a value that no run saves")
         SpiderConfig.from_saved(state["cfg"])
         check_tensors(state["model_state_dict"], state.get("optimizer_state_dict", {}))
     except (TypeError, ValueError, RecursionError) as fault:

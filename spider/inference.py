@@ -567,20 +567,16 @@ class Adaptation:
         targets = (labels != IGNORED).sum()
         return Reading(nats.detach().double(), targets, out.segments)
 
-    def score(self, streams: Sequence[TextStream], special: bool) -> Totals:
-        """Read streams in order, each with nothing in context at its start. special: whether ids
-        above 255 count, too."""
+    def score(self, stream: TextStream, special: bool) -> Totals:
+        """Read a stream. special: whether ids above 255 count, too."""
 
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
-            for stream in streams:
-                for span in chunks(len(stream)):
-                    ids, labels = read_rows(stream, [span], span.stop - span.start, special)
-                    if (labels != IGNORED).any():  # else there is no gradient to step by
-                        yield ids, labels
+            for span in chunks(len(stream)):
+                ids, labels = read_rows(stream, [span], span.stop - span.start, special)
+                if (labels != IGNORED).any():  # else there is no gradient to step by
+                    yield ids, labels
 
-        n_ids = 0
-        for stream in streams:
-            n_ids += sum(span.stop - span.start for span in chunks(len(stream)))
+        n_ids = sum(span.stop - span.start for span in chunks(len(stream)))
         return score_batches(
             rows(),
             self.learn,

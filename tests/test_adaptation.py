@@ -42,7 +42,7 @@ def text(length: int, seed: int = 0) -> torch.Tensor:
 
 
 def read(adaptation: Adaptation, ids: torch.Tensor) -> Totals:
-    return adaptation.score([stream(ids)], special=False)
+    return adaptation.score(stream(ids), special=False)
 
 
 @torch.no_grad()

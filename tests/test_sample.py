@@ -13,7 +13,6 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -388,23 +387,29 @@ def write_ids(path: Path, *documents: bytes):
     np.array(ids, "<u2").tofile(path)
 
 
-def test_a_table_has_a_row_per_checkpoint_and_text_and_a_column_per_number_of_loops(
+def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
     trained, tmp_path, figures, capsys
 ):
     text = tmp_path / "a\x1b.txt"
-    text.write_text("abc def")
+    text.write_text("abc d\u00e9f")
+    plain = trained.parent / "data"
     checkpoints = [trained / "spider-step1.pt", trained / "spider-step3.pt"]
-    found = figures(*checkpoints, "--n_loops", "2,1", "--eval", text, trained.parent / "data")
-    rows = [found[i : i + 2] for i in range(0, 8, 2)]
-    for i, row in enumerate(rows):
-        assert [entry["checkpoint"] for entry in row] == [str(checkpoints[i // 2])] * 2
-        assert [entry["n_loops"] for entry in row] == [2, 1]
-    head, *lines = capsys.readouterr().out.splitlines()
-    columns = ["checkpoint", "file", "bytes", "bits/byte, n_loops=2", "bits/byte, n_loops=1"]
-    assert re.split("  +", head) == columns
-    for line, row in zip(lines, rows, strict=True):
-        assert len(line) == len(head) and line.isprintable()
-        assert line.split()[-2:] == [f"{entry['bits_per_byte']:.4f}" for entry in row]
+    for texts, more in (([plain], []), ([text, plain], ["characters", "bits/character"])):
+        found = figures(*checkpoints, "--n_loops", "2,1", "--eval", *texts)
+        head, *lines = capsys.readouterr().out.splitlines()
+        assert re.split("  +", head)[2:] == ["n_loops", "bytes", "bits/byte", *more]
+        keys = [
+            (checkpoint, file, n) for checkpoint in checkpoints for file in texts for n in (2, 1)
+        ]
+        for line, entry, key in zip(lines, found, keys, strict=True):
+            assert (entry["checkpoint"], entry["file"], entry["n_loops"]) == (
+                *map(str, key[:2]),
+                key[2],
+            )
+            assert len(line) == len(head) and line.isprintable()
+            cells = [entry["n_loops"], entry["bytes"], f"{entry['bits_per_byte']:.4f}"]
+            cells += [entry["characters"], f"{entry['bits_per_character']:.4f}"]
+            assert line.split()[2:] == [str(cell) for cell in cells[: 3 + len(more)]]
 
 
 @pytest.mark.parametrize("flags", ("", "--adapt"))
@@ -433,45 +438,6 @@ def test_characters_are_counted_across_pieces():
     for size in range(1, 6):
         pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
         assert count_characters(pieces, special=True) == 4
-
-
-FIGURE = sample.Figure(
-    checkpoint="a",
-    file="f",
-    n_loops=1,
-    bytes=9,
-    characters=9,
-    bits_per_byte=2.0,
-    bits_per_character=2.0,
-    seq_len=32,
-    precision="fp32",
-    adapt=False,
-)
-
-
-def test_a_table_has_bits_per_character_where_they_differ(capsys):
-    sample.print_table([FIGURE])
-    assert "characters" not in capsys.readouterr().out
-    other = replace(FIGURE, file="g", characters=1_234, bits_per_character=6.0)
-    sample.print_table([FIGURE, other])
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split("  ")[-3:] == [
-        "bits/byte, n_loops=1",
-        "characters",
-        "bits/character, n_loops=1",
-    ]
-    assert [line.split() for line in lines] == [
-        ["a", "f", "9", "2.0000", "9", "2.0000"],
-        ["a", "g", "9", "2.0000", "1,234", "6.0000"],
-    ]
-
-
-def test_a_table_aligns_checkpoints_of_other_numbers_of_loops(capsys):
-    other = replace(FIGURE, checkpoint="b", n_loops=3, bits_per_byte=4.0, bits_per_character=4.0)
-    sample.print_table([FIGURE, other])
-    head, first, second = capsys.readouterr().out.splitlines()
-    assert first.index("2.0000") + 6 == head.index("n_loops=1") + 9
-    assert second.index("4.0000") + 6 == head.index("n_loops=3") + 9
 
 
 def test_texts_that_cannot_be_scored_are_refused(trained, tmp_path, capsys):
