@@ -2,6 +2,7 @@
 them."""
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -398,14 +399,9 @@ def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
         found = figures(*checkpoints, "--n_loops", "2,1", "--eval", *texts)
         head, *lines = capsys.readouterr().out.splitlines()
         assert re.split("  +", head)[2:] == ["n_loops", "bytes", "bits/byte", *more]
-        keys = [
-            (checkpoint, file, n) for checkpoint in checkpoints for file in texts for n in (2, 1)
-        ]
+        keys = itertools.product(map(str, checkpoints), map(str, texts), (2, 1))
         for line, entry, key in zip(lines, found, keys, strict=True):
-            assert (entry["checkpoint"], entry["file"], entry["n_loops"]) == (
-                *map(str, key[:2]),
-                key[2],
-            )
+            assert (entry["checkpoint"], entry["file"], entry["n_loops"]) == key
             assert len(line) == len(head) and line.isprintable()
             cells = [entry["n_loops"], entry["bytes"], f"{entry['bits_per_byte']:.4f}"]
             cells += [entry["characters"], f"{entry['bits_per_character']:.4f}"]
