@@ -354,7 +354,7 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{source}: --{name} is no switch, but {value} is given")
         try:
             return self.given([f"--{name}={value}"])
-        except UsageError as fault:
+        except (UsageError, ValueError) as fault:  # such as a number of too many digits to print
             raise UsageError(f"{source}: {fault}") from None
 
 

@@ -242,10 +242,12 @@ def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[dict[str, obj
 
 
 def check_column(field: str, names: Collection[str]):
-    """Raise ValueError if a table has no column `field`. In a CSV file without a header, the first
-    row is taken for one."""
+    """Raise ValueError if a table has no column `field`, or several. In a CSV file without a
+    header, the first row is taken for one."""
     if field not in names:
         raise ValueError("".join(without_field(field, names)))
+    if list(names).count(field) > 1:
+        raise ValueError(f"several columns have the name {field!r}")
 
 
 def parquet_cells(file: IO[bytes], field: str) -> Iterator[object]:

@@ -174,6 +174,7 @@ def test_the_command_of_an_odd_step_shows_its_batch(name):
         ("lr = [1]", "--lr"),
         ("lr = true", "--lr"),
         ('lr = "--"', "--lr: -- is not a value"),
+        ("lr = 0x" + "f" * 6000, "4300 digits"),
         ("steps", ""),
         (b"\xff", ""),
         ("lr = 1\nlr = 1", ""),

@@ -172,6 +172,7 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(
         ("a.parquet --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("a.csv --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("broken.parquet", "magic bytes"),
+        ("twice.csv", "several columns have the name 'text'"),
         ("owner/set", "Hugging Face hub"),  # the tests are offline
     ],
 )
@@ -179,6 +180,7 @@ def test_table_that_cannot_be_read_is_named(table, capsys, arguments, message):
     table.to_csv("a.csv", columns=["id", "text"])
     table.to_parquet("a.parquet")
     Path("broken.parquet").write_bytes(b"PAR1 and no more")
+    Path("twice.csv").write_bytes(b"text,text\na,b\n")
     capsys.readouterr()
     line = error_line(capsys, f"prepare {arguments} --out o")
     assert line.startswith(f"data.py: error: {arguments.split()[0]}: ")
