@@ -263,7 +263,6 @@ import torch
 from data import Shard, Source, Stream, map_shard, open_source, validation_sets
 from spider.export import exit_on_signals, write_export
 from spider.inference import (
-    CHUNK,
     Adaptation,
     Sampler,
     SampleSettings,
@@ -288,7 +287,7 @@ from spider.machine import (
     start_log,
 )
 from spider.prepare import KINDS, Documents, Input, ShardWriter
-from spider.scoring import IGNORED, Totals, score_model
+from spider.scoring import Totals, score_model
 from spider_model import Spider
 from train import EVAL_BYTES
 
@@ -442,19 +441,12 @@ class Evaluation:
         """Return the bytes per window: those of --seq_len, or those of training."""
         return self.args.seq_len or saved.get("flags", {}).get("seq_len", 2048)
 
-    def batch_of(self, saved: dict) -> int:
-        """Return the windows per batch."""
-        return self.args.batch or max(1, EVAL_BYTES // self.seq_len_of(saved))
-
     def figure(
         self, path: Path, saved: dict, model: Spider, file: str, text: Text, n_loops: int
     ) -> Figure:
         """Score a text by the model of a checkpoint, given its path and content. Raise DataError if
         it has no byte to predict, and FloatingPointError if the loss is not finite."""
-        if isinstance(text, Stream):
-            score, characters = self.score_file(saved, model, text, n_loops)
-        else:
-            score, characters = self.score_source(saved, model, text, n_loops)
+        score, characters = self.score(saved, model, text, n_loops)
         if not score.targets:
             raise DataError(f"{file}: no byte to predict")
         if not math.isfinite(score.loss):
@@ -474,34 +466,25 @@ class Evaluation:
             adapt=self.args.adapt,
         )
 
-    def score_file(
-        self, saved: dict, model: Spider, text: Stream, n_loops: int
-    ) -> tuple[Totals, int]:
-        """Score the bytes of a text, and count its characters."""
-        if self.args.adapt:
-            totals = Adaptation(model, saved, n_loops).score(text, special=False)
-        else:
-            seq_len = self.seq_len_of(saved)
-            totals = score_windows(model, text, seq_len, self.batch_of(saved), n_loops)
-        starts = range(1, len(text), PIECE)  # nothing predicts the first id
-        pieces = (text.read(start, min(start + PIECE, len(text))) for start in starts)
-        return totals, count_characters(pieces, special=False)
-
-    def score_source(
-        self, saved: dict, model: Spider, source: Source, n_loops: int
-    ) -> tuple[Totals, int]:
-        """Score the validation rows of a prepared directory, as the trainer evaluates them, and
-        count their characters."""
+    def score(self, saved: dict, model: Spider, text: Text, n_loops: int) -> tuple[Totals, int]:
+        """Score the bytes of a file, or the validation rows of a prepared directory as the trainer
+        evaluates them. Return the number of their characters, too."""
+        seq_len = self.seq_len_of(saved)
+        batch = self.args.batch or max(1, EVAL_BYTES // seq_len)
         eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
-        row_length = CHUNK if self.args.adapt else self.seq_len_of(saved)
-        ((ids, labels),) = validation_sets([source], row_length, eval_tokens).values()
-        characters = count_characters([labels[labels != IGNORED].numpy()], special=True)
+        is_source = isinstance(text, Source)
+        stream = text.val.slice(0, eval_tokens + 1) if isinstance(text, Source) else text
         if self.args.adapt:
-            stream = source.val.slice(0, eval_tokens + 1)  # the same ids, PAD included
-            return Adaptation(model, saved, n_loops).score(stream, special=True), characters
-        rows = self.batch_of(saved)
-        batches = zip(ids.split(rows), labels.split(rows), strict=True)
-        return score_model(model, batches, n_loops, single_process(self.device)), characters
+            totals = Adaptation(model, saved, n_loops).score(stream, special=is_source)
+        elif isinstance(text, Source):
+            ((ids, labels),) = validation_sets([text], seq_len, eval_tokens).values()
+            batches = zip(ids.split(batch), labels.split(batch), strict=True)
+            totals = score_model(model, batches, n_loops, single_process(self.device))
+        else:
+            totals = score_windows(model, stream, seq_len, batch, n_loops)
+        starts = range(1, len(stream), PIECE)  # nothing predicts the first id
+        pieces = (stream.read(start, min(start + PIECE, len(stream))) for start in starts)
+        return totals, count_characters(pieces, special=is_source)
 
 
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):
@@ -536,9 +519,7 @@ def print_table(figures: list[Figure]):
         lines.append(line)
     widths = [len(max(column, key=len)) for column in zip(*lines, strict=True)]
     for line in lines:
-        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        values = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        say("  ".join(names + values))
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -181,10 +181,6 @@ def is_wandb_run(value: Any) -> bool:
     return dict_of(is_text)(value) and {"name", "id"} <= value.keys()
 
 
-def is_preset(value: object) -> bool:
-    return is_text(value) and value in PRESETS
-
-
 # By key; any key may be absent. Beside the keys that the docstring of this file lists, a key with a
 # dot is that of an entry: "flags.seq_len" of state["flags"]["seq_len"].
 RULES: dict[str, Rule] = {
@@ -204,7 +200,7 @@ RULES: dict[str, Rule] = {
     "skipped": whole(0),
     "wandb": optional(is_wandb_run),
     "n_loops": whole(1, MAX_LOOPS),
-    "recipe": is_preset,
+    "recipe": lambda value: is_text(value) and value in PRESETS,
     "targets": list_of(whole(0)),
     "shares": list_of(is_finite),
     "flags": dict_of(optional(is_flag)),
@@ -240,20 +236,14 @@ def check_state(path: Path, state: object, required: set[str]):
         raise CheckpointError(f"{path}: {fault}") from None
 
 
-class WeightKind(NamedTuple):
-    """What a weight of a checkpoint must have in common with that of a model."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None: any of the WEIGHT_DTYPES
-
-
-def weight_kinds(weights: dict) -> dict[str, WeightKind]:
-    """Return the kind of each tensor among weights; other values are left out."""
+def weight_kinds(weights: dict) -> dict[str, tuple[torch.Size, torch.dtype | None]]:
+    """Return what a weight of a checkpoint must have in common with that of a model: its shape, and
+    its dtype, None for any of the WEIGHT_DTYPES. Values that are no tensors are left out."""
     kinds = {}
     for name, weight in weights.items():
         if isinstance(weight, Tensor):
             dtype = None if weight.dtype in WEIGHT_DTYPES else weight.dtype
-            kinds[name] = WeightKind(tuple(weight.shape), dtype)
+            kinds[name] = weight.shape, dtype
     return kinds
 
 

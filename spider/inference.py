@@ -499,10 +499,11 @@ def single_process(device: torch.device) -> World:
 
 def count_characters(pieces: Iterable[np.ndarray], special: bool) -> int:
     """Count the characters of ids, read in pieces: code points of UTF-8, and each byte that is not
-    UTF-8. special: whether ids above 255, such as EOS, count as one each."""
+    UTF-8. PAD is none. special: whether other ids above 255, such as EOS, count as one each."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     count = 0
-    for ids in pieces:
+    for padded in pieces:
+        ids = padded[padded != PAD_ID]
         above = ids > 255
         as_bytes = np.where(above, 0, ids).astype(np.uint8).tobytes()  # a special id is one NUL
         count += len(decoder.decode(as_bytes))
