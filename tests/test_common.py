@@ -341,13 +341,6 @@ def test_durable_file_has_the_permissions_of_any_new_file(tmp_path):
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_durable_file_that_cannot_be_opened_is_named_as_the_user_does(tmp_path):
-    path = tmp_path / "none" / "a"
-    with pytest.raises(FileNotFoundError) as fault, durable(path):
-        pass
-    assert fault.value.filename == str(path)
-
-
 @pytest.mark.parametrize("order", ("ab", "ba"))
 def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path, order):
     (tmp_path / ".c.0123abcd.tmp").write_text("of a killed process")

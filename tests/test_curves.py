@@ -73,12 +73,6 @@ def test_smoothing_does_not_shift_a_curve():
     np.testing.assert_allclose(found[8:], 5.0 - 0.01 * x[8:], atol=0.2)
 
 
-def test_beginnings_of_many_epochs_are_not_marked():
-    lines = [line | dict(epoch=line["step"]) for line in lines_of(curves.EPOCHS + 2)]
-    assert len(curves.beginnings(lines[:-1])) == curves.EPOCHS
-    assert curves.beginnings(lines) == []
-
-
 # --------------------------------------------------------------------------------------------------
 # Drawing
 
@@ -125,23 +119,6 @@ def test_charts_of_one_run_mark_epochs_and_name_the_last_losses(drawn):
         assert [line.get_xdata()[0] for line in vertical] == pytest.approx([0.3, 0.7])
 
 
-def test_charts_of_several_runs_have_a_legend_of_their_last_losses(drawn):
-    lines = lines_of(10)
-    (legend,) = drawn(first=lines, second=lines[:6]).legends
-    assert [text.get_text() for text in legend.texts][-2:] == [
-        "first: training 1.25, validation 2.4 (lowest 2)",
-        "second: training 1.25, validation 2",
-    ]
-
-
-def test_each_source_has_a_color_and_its_last_value_in_the_legend(drawn):
-    lines = lines_of(9, **{f"val_bpb/{name}": 2.5 for name in "abcd"})
-    axes = drawn(run=lines).axes[-1]
-    labels = [text.get_text() for text in axes.get_legend().texts]
-    assert labels == [f"{name}: 2.5" for name in "abcd"]
-    assert len({line.get_color() for line in axes.lines if len(line.get_xdata()) == 9}) == 4
-
-
 # --------------------------------------------------------------------------------------------------
 # At a run's end, and as a command
 
@@ -176,24 +153,6 @@ def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
     assert not picture.exists()
     picture.mkdir()
     assert "could not draw curves.png" in log_of_run(4)
-
-
-@pytest.mark.parametrize(
-    "argument, label, directory",
-    (
-        (".", "a", "."),
-        ("../x=y", "x=y", "../x=y"),
-        ("mine=../a", "mine", "../a"),
-        ("mine=../x=y", "mine", "../x=y"),
-    ),
-)
-def test_a_directory_without_a_label_has_its_name_for_one(
-    tmp_path, monkeypatch, argument, label, directory
-):
-    for name in ("a", "x=y"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    assert curves.labelled(argument) == (label, Path(directory))
 
 
 @pytest.fixture
