@@ -305,7 +305,10 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
     with open(0, "rb", closefd=False) as stdin:
-        return read_whole(stdin, "prompt")
+        try:
+            return read_whole(stdin, "prompt")
+        except ValueError as fault:
+            raise UsageError(f"standard input: {fault}") from None
 
 
 def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):

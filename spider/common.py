@@ -642,13 +642,12 @@ LIMITS = {
 
 
 def read_whole(file: IO[bytes], kind: str) -> bytes:
-    """Read an open file of one of the kinds of LIMITS. Raise DataError if it is longer, as a device
-    may be without end."""
+    """Read an open file of one of the kinds of LIMITS. Raise ValueError if it is longer, as a
+    device may be without end."""
     limit = LIMITS[kind]
     content = file.read(limit + 1)
     if len(content) > limit:
-        name = file.name or "-"  # standard input has the name 0
-        raise DataError(f"{name}: longer than {limit:,} bytes, the most of a {kind}")
+        raise ValueError(f"longer than {limit:,} bytes")
     return content
 
 

@@ -509,7 +509,7 @@ NO_JSON = ["[" * 100_000, '{"a":' * 100_000, "", "\xff", '{"vocab_size": %s}' % 
 
 @pytest.mark.parametrize(
     "text, message",
-    [("[]" + " " * 1_000_000, "longer than 1,000,000 bytes")]
+    [("[]" + " " * 1_000_000, "not JSON: longer than 1,000,000 bytes")]
     + [(text, "not JSON") for text in NO_JSON]
     + [(text, "has no list of shards") for text in NO_LIST],
     ids=lambda text: text[:30],

@@ -175,6 +175,7 @@ def test_the_command_of_an_odd_step_shows_its_batch(name):
         ("lr = true", "--lr"),
         ('lr = "--"', "--lr: -- is not a value"),
         ("lr = 0x" + "f" * 6000, "4300 digits"),
+        ("#" * 1_048_577, "longer than 1,048,576 bytes"),
         ("steps", ""),
         (b"\xff", ""),
         ("lr = 1\nlr = 1", ""),

@@ -23,6 +23,7 @@ import torch
 import sample
 import spider_model
 from conftest import ROOT, contents, final_state, metrics, refused
+from spider.common import LIMITS
 from spider.inference import count_characters, decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
@@ -161,11 +162,11 @@ def test_a_full_disk_is_one_line_and_torch_dynamo_is_not_imported(trained):
     assert not [line for line in imports if "torch._dynamo" in line]  # which takes a second
 
 
-def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, capsysbinary):
+def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, monkeypatch, capsysbinary):
     argv = [str(trained), *"--bytes 4 --raw --seed 3".split()]
     stdin = os.dup(0)
     try:
-        for text in (b"abc\n", b"a\xffb", b""):
+        for text in (b"abc\n", b"", b"a\xffb"):
             (tmp_path / "stdin").write_bytes(text)
             with open(tmp_path / "stdin", "rb") as file:
                 os.dup2(file.fileno(), 0)
@@ -174,6 +175,9 @@ def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, capsysbina
             assert sample.main([*argv, "--prompt", os.fsdecode(text)]) == 0
             assert written == capsysbinary.readouterr().out
             assert written.startswith(text) and len(written) > len(text)
+        monkeypatch.setitem(LIMITS, "prompt", 2)
+        os.lseek(0, 0, os.SEEK_SET)
+        assert sample.main(argv) == 2
     finally:
         os.dup2(stdin, 0)
         os.close(stdin)
