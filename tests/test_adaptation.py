@@ -207,7 +207,7 @@ def test_prepared_data_is_scored_by_the_targets_of_training(trained, tmp_path, f
     np.memmap(padded / "val-0.bin", "<u2", "r+")[:100] = PAD_ID
     for flags in ((), ("--adapt",)):
         (found,) = figures(trained, "--eval", padded, *flags)
-        assert found["bytes"] == 200
+        assert found["bytes"] == found["characters"] == 200
     for tokens in (64, 1):
         other = run(tmp_path, data, "--eval_tokens", str(tokens), steps=1, ckpt=str(tokens))
         (found,) = figures(other, "--eval", data, "--adapt")

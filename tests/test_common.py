@@ -147,7 +147,6 @@ PARSERS = {
         ("train.py --seq-len 64", "unknown flag --seq-len: use --seq_len"),
         ("train.py --learning-rate=1", "unknown flag --learning-rate: use --lr"),
         ("train.py --learnin_rate 1", "the nearest is --lr"),
-        ("train.py --grad_acum 3", "the nearest is --grad_accum"),
         ("train.py -model tiny", "unknown flag -model: use --model"),
         ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
         ("train.py batch_size=8", "use --micro_batch"),

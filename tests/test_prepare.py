@@ -469,28 +469,18 @@ def test_dead_link_named_like_a_data_set_is_not_looked_up_at_the_hub(capsys):
 
 # (file to write, its content, arguments, what the error says)
 FAULTY = {
-    "no field": (
-        "x.jsonl",
-        LINE,
-        "x.jsonl --field body",
-        "nothing to train on: 1 without a text in 'body': it has text: --field NAME",
-    ),
     "only blank": ("x.jsonl", b"\n \n", "x.jsonl", "x.jsonl: nothing to train on: no document"),
     "empty": ("x.txt", b"", "x.txt", "1 empty (first: x.txt)"),
-    "empty table": ("x.csv", b"", "x.csv", "1 empty (first: x.csv)"),
     "empty array": ("x.json", b"[ ]", "x.json", "x.json: nothing to train on: no document"),
     "other JSON": ("x.json", b'{"a": [\n1]}', "x.json", "1 without a text in 'text': it has a: "),
     "missing": ("y.txt", b"a", "x.txt", "x.txt: no such file"),
     "address": ("y.txt", b"a", "https://host/x.txt", "x.txt: an address: download it first"),
-    "address of the hub": ("y.txt", b"a", "hf://owner/set", "of the hub is named OWNER/NAME"),
-    "missing JSON": ("y.txt", b"a", "d/x.json", "d/x.json: no such file"),
     "other kind": (
         "x.odt",
         b"a",
         "x.odt",
         "x.odt: no .txt .jsonl .ndjson .json .parquet .csv .arrow file; --ext",
     ),
-    "nothing in it": ("d/x.odt", b"a", "d", "d: no .txt .jsonl"),
     "other ending": ("x.txt", b"a", "x.txt --ext .py,.md", "x.txt: no .py .md file"),
     "fraction": ("x.txt", b"a", "x.txt --val_fraction 1", "--val_fraction: '1' is not a number"),
     "empty name": ("x.txt", b"a", "x.txt --out=", "--out: '' is not a path"),
@@ -551,6 +541,8 @@ def test_killed_prepare_leaves_no_data_and_can_be_repeated(mixed, call, count, m
     assert contents(Path("o")) == contents(Path("undisturbed"))
 
 
+ENTRY = dict(name="x.bin", split="val", ids=1, sha256="0" * 64)
+LISTED = json.dumps(dict(vocab_size=VOCAB_SIZE, shards=[ENTRY])).encode()
 # what is added to a prepared directory, or to an empty one
 OTHERS = {
     "prepared": (True, {}),
@@ -558,6 +550,7 @@ OTHERS = {
     "prepared, one unnamed": (True, {"x.bin": b"abcd", ".train-00000.bin.tmp": b"a"}),
     "below": (False, {"below/x.bin": b"abcd"}),
     "of another program": (False, {"x.bin": b"ab", "metadata.json": b"{}", ".y.bin.tmp": b"a"}),
+    "listed as ours": (False, {"x.bin": b"ab", "metadata.json": LISTED, ".x.bin.tmp": b"a"}),
     "of a name of ours": (False, {"train-00000.bin": b"ab", ".train-00001.bin.tmp": b"a"}),
 }
 

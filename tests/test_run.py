@@ -235,7 +235,7 @@ def test_resumed_run_repairs_the_lines_of_an_interrupted_or_foreign_writer(train
     first, *others = path.read_text().splitlines()
     first = first.replace("{", '{"a": NaN, "b": Infinity, "c": "fast", "d": 1e999, ', 1)
     too_long = '{"step": 1, "x": "' + "x" * LIMITS["line"] + '"}'
-    lines = ['{"step": 1}', *others, *others, first, too_long]
+    lines = [*others, *others, '{"step": 1}', first, too_long]
     lines += ['{"step": Infinity}', "7", "\xff", "[" * 100_000, '{"step": -1}']
     lines += [f'{{"step": {10**400}}}', '{"step": 2, "lo']
     path.write_text("\n".join(lines))
