@@ -37,11 +37,11 @@ import math
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from spider.common import (
     DataError,
@@ -53,6 +53,7 @@ from spider.common import (
     one_line,
     path_name,
     quoted,
+    read_whole,
     real,
     refuse_address,
     run_program,
@@ -259,10 +260,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import numpy as np
 import torch
 
-from data import Shard, Source, Stream, map_shard, open_data, validation_sets
-from spider.export import write_export
+from data import Shard, Source, Stream, map_shard, open_source, validation_sets
+from spider.export import exit_on_signals, write_export
 from spider.inference import (
-    CHUNK,
     Adaptation,
     Sampler,
     SampleSettings,
@@ -277,6 +277,7 @@ from spider.inference import (
     single_process,
     trained_loops,
 )
+from spider.inputs import naming
 from spider.inspect import show
 from spider.machine import (
     keep_freed_memory,
@@ -285,11 +286,10 @@ from spider.machine import (
     resolve_device,
     start_log,
 )
-from spider.prepare import KINDS, Documents, Input
-from spider.scoring import IGNORED
+from spider.prepare import KINDS, Documents, Input, ShardWriter
+from spider.scoring import Totals, score_model
 from spider_model import Spider
-from tokenizer import BOS_ID, EOS_ID
-from train import EVAL_BYTES, evaluate
+from train import EVAL_BYTES
 
 # --------------------------------------------------------------------------------------------------
 # Talking
@@ -305,7 +305,10 @@ def bytes_to_continue(prompt: str | None) -> bytes | None:
     if os.isatty(0):
         return None if sys.stdout.isatty() else b""
     with open(0, "rb", closefd=False) as stdin:
-        return stdin.read()
+        try:
+            return read_whole(stdin, "prompt")
+        except ValueError as fault:
+            raise UsageError(f"standard input: {fault}") from None
 
 
 def talk(args: argparse.Namespace, name: str, model_class: type[Spider]):
@@ -352,23 +355,24 @@ def loops_of(args: argparse.Namespace, saved: dict) -> list[int]:
 
 PIECE = 1 << 20  # ids of a text that are decoded at once, to count characters
 
-Text = Stream | list[Source]  # a file, or a prepared directory
+Text = Stream | Source  # a file, or a prepared directory
 
 
 def open_text(name: str, field: str) -> Text:
-    """Open a directory of shards as sources, any other file as a stream of ids."""
+    """Open a directory of shards as a source, any other file as a stream of ids."""
     refuse_address(name)
     if os.path.isdir(name):
-        return open_data(name)
+        return open_source(name, 1.0)
     if not name.endswith(".bin"):
-        return Stream([Shard(name, read_ids(name, field))])
+        return read_ids(name, field)
     stream = Stream([map_shard(name)])
     stream.check(0, len(stream))
     return stream
 
 
-def read_ids(name: str, field: str) -> np.ndarray:
-    """Return the ids of a text file, or of JSON with a document in each record."""
+def read_ids(name: str, field: str) -> Stream:
+    """Return the ids of a text file, or of JSON with a document in each record. They are written to
+    an unnamed temporary file, and mapped."""
     kind = KINDS.get(Path(name).suffix.lower(), "document")
     if kind == "table" or name.lower().endswith((".gz", ".zst")):
         raise DataError(
@@ -376,51 +380,35 @@ def read_ids(name: str, field: str) -> np.ndarray:
             f"--out DIR, then --eval DIR/train-00000.bin"
         )
     documents = Documents(field, val_fraction=0.0, strict=True, binary=True)
-    parts: list[np.ndarray | list[int]] = []
-    for _, pieces in documents.read(Input(name, kind), Path()):
-        text = np.frombuffer(b"".join(pieces), np.uint8)
-        parts += [[BOS_ID], text, [EOS_ID]]
-    if not parts:
-        raise DataError(f"{name}: no document in it")
-    return np.concatenate(parts).astype(np.uint16)
-
-
-@dataclass(frozen=True)
-class TextScore:
-    """How well a model predicts a text. In prepared sources, BOS and EOS count as bytes and as
-    characters."""
-
-    bytes: int  # that were predicted
-    characters: int  # in these bytes
-    bits_per_byte: float
-
-    @property
-    def bits_per_character(self) -> float:
-        return self.bits_per_byte * self.bytes / self.characters
+    scratch = tempfile.gettempdir()
+    with tempfile.TemporaryFile(dir=scratch) as file, naming(scratch):
+        for _, pieces in documents.read(Input(name, kind), Path(scratch)):
+            file.write(ShardWriter.BOS.data)
+            for piece in pieces:
+                file.write(np.frombuffer(piece, np.uint8).astype("<u2").data)
+            file.write(ShardWriter.EOS.data)
+        if not file.tell():
+            raise DataError(f"{name}: no document in it")
+        file.flush()
+        ids = np.memmap(file, "<u2", "r").view(np.ndarray)
+    return Stream([Shard(name, ids)])
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The score of one checkpoint on one text with one number of loops: an entry of --json."""
+    """The score of one checkpoint on one text with one number of loops: an entry of --json. In a
+    prepared directory, BOS and EOS count as bytes and as characters."""
 
     checkpoint: str
     file: str
     n_loops: int
-    bytes: int
-    characters: int
+    bytes: int  # that were predicted
+    characters: int  # in these bytes
     bits_per_byte: float
     bits_per_character: float
     seq_len: int | None  # of the windows; None with --adapt
     precision: str
     adapt: bool
-
-
-class Loaded(NamedTuple):
-    """A checkpoint, and the model that was built of it."""
-
-    path: Path
-    saved: dict
-    model: Spider
 
 
 class Evaluation:
@@ -446,7 +434,7 @@ class Evaluation:
                     if model is None or self.args.adapt:  # which has changed the weights
                         model = None  # freed before the next one is built
                         model = self.build(saved)
-                    yield self.figure(Loaded(path, saved, model), file, text, n_loops)
+                    yield self.figure(path, saved, model, file, text, n_loops)
 
     def build(self, saved: dict) -> Spider:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -456,79 +444,57 @@ class Evaluation:
         """Return the bytes per window: those of --seq_len, or those of training."""
         return self.args.seq_len or saved.get("flags", {}).get("seq_len", 2048)
 
-    def batch_of(self, saved: dict) -> int:
-        """Return the windows per batch."""
-        return self.args.batch or max(1, EVAL_BYTES // self.seq_len_of(saved))
-
-    def figure(self, loaded: Loaded, file: str, text: Text, n_loops: int) -> Figure:
-        """Score a text. Raise DataError if it has no byte to predict, and FloatingPointError if the
-        loss is not finite."""
-        if isinstance(text, Stream):
-            score = self.score_file(loaded, text, n_loops)
-        else:
-            score = self.score_sources(loaded, text, n_loops)
-        if not score.bytes:
+    def figure(
+        self, path: Path, saved: dict, model: Spider, file: str, text: Text, n_loops: int
+    ) -> Figure:
+        """Score a text by the model of a checkpoint, given its path and content. Raise DataError if
+        it has no byte to predict, and FloatingPointError if the loss is not finite."""
+        score, characters = self.score(saved, model, text, n_loops)
+        if not score.targets:
             raise DataError(f"{file}: no byte to predict")
-        if not math.isfinite(score.bits_per_byte):
+        if not math.isfinite(score.loss):
             raise FloatingPointError(
-                f"{loaded.path}: the loss is not a finite number: its weights are ruined"
+                f"{path}: the loss is not a finite number: its weights are ruined"
             )
         return Figure(
-            checkpoint=str(loaded.path),
+            checkpoint=str(path),
             file=file,
             n_loops=n_loops,
-            bytes=score.bytes,
-            characters=score.characters,
+            bytes=score.targets,
+            characters=characters,
             bits_per_byte=score.bits_per_byte,
-            bits_per_character=score.bits_per_character,
-            seq_len=None if self.args.adapt else self.seq_len_of(loaded.saved),
+            bits_per_character=score.bits_per_byte * score.targets / characters,
+            seq_len=None if self.args.adapt else self.seq_len_of(saved),
             precision=self.precision,
             adapt=self.args.adapt,
         )
 
-    def score_file(self, loaded: Loaded, text: Stream, n_loops: int) -> TextScore:
-        """Score the bytes of a text."""
-        _, saved, model = loaded
-        if self.args.adapt:
-            totals = Adaptation(model, saved, n_loops).score([text], special=False)
-        else:
-            seq_len = self.seq_len_of(saved)
-            totals = score_windows(model, text, seq_len, self.batch_of(saved), n_loops)
-        starts = range(1, len(text), PIECE)  # nothing predicts the first id
-        pieces = (text.read(start, min(start + PIECE, len(text))) for start in starts)
-        characters = count_characters(pieces, special=False)
-        return TextScore(totals.targets, characters, totals.bits_per_byte)
-
-    def score_sources(self, loaded: Loaded, sources: list[Source], n_loops: int) -> TextScore:
-        """Score the validation rows of prepared sources, as the trainer evaluates them."""
-        _, saved, model = loaded
+    def score(self, saved: dict, model: Spider, text: Text, n_loops: int) -> tuple[Totals, int]:
+        """Score the bytes of a file, or the validation rows of a prepared directory as the trainer
+        evaluates them. Return the number of their characters, too."""
+        seq_len = self.seq_len_of(saved)
+        batch = self.args.batch or max(1, EVAL_BYTES // seq_len)
         eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
-        row_length = CHUNK if self.args.adapt else self.seq_len_of(saved)
-        sets = validation_sets(sources, row_length, eval_tokens)
-        n_targets = {}
-        characters = 0
-        for name, (_, labels) in sets.items():
-            targets = labels[labels != IGNORED].numpy()
-            n_targets[name] = len(targets)
-            characters += count_characters([targets], special=True)
+        is_source = isinstance(text, Source)
+        stream = text.val.slice(0, eval_tokens + 1) if isinstance(text, Source) else text
         if self.args.adapt:
-            streams = [
-                source.val.slice(0, n_targets[source.name] + 1)
-                for source in sources
-                if source.name in n_targets
-            ]
-            totals = Adaptation(model, saved, n_loops).score(streams, special=True)
-            return TextScore(totals.targets, characters, totals.bits_per_byte)
-        world = single_process(self.device)
-        val_bpb = evaluate(model, sets, self.batch_of(saved), n_loops, world)["val_bpb"]
-        return TextScore(sum(n_targets.values()), characters, val_bpb)
+            totals = Adaptation(model, saved, n_loops).score(stream, special=is_source)
+        elif isinstance(text, Source):
+            ((ids, labels),) = validation_sets([text], seq_len, eval_tokens).values()
+            batches = zip(ids.split(batch), labels.split(batch), strict=True)
+            totals = score_model(model, batches, n_loops, single_process(self.device))
+        else:
+            totals = score_windows(model, stream, seq_len, batch, n_loops)
+        starts = range(1, len(stream), PIECE)  # nothing predicts the first id
+        pieces = (stream.read(start, min(start + PIECE, len(stream))) for start in starts)
+        return totals, count_characters(pieces, special=is_source)
 
 
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):
     """Print the figures of checkpoints on the texts of --eval as a table, and write them to
     --json. After an error, what was measured before it is printed."""
     evaluation = Evaluation(args, model_class)
-    with durable(Path(args.json)) if args.json else nullcontext() as out:
+    with exit_on_signals(), durable(Path(args.json)) if args.json else nullcontext() as out:
         texts = {name: open_text(name, args.field) for name in args.eval}  # errors come early
         figures: list[Figure] = []
         try:
@@ -543,37 +509,20 @@ def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type
 
 
 def print_table(figures: list[Figure]):
-    """Print a row per checkpoint and text, and a column per number of loops.
-
-    There are bits per byte after the number of bytes. Where they differ, bits per character follow
-    after the number of characters."""
-    loops = list(dict.fromkeys(figure.n_loops for figure in figures))
-    rows: dict[tuple[str, str], dict[int, Figure]] = {}  # by number of loops
-    for figure in figures:
-        rows.setdefault((figure.checkpoint, figure.file), {})[figure.n_loops] = figure
-    lines = [["checkpoint", "file", "bytes"]]
-    lines[0] += [f"bits/byte, n_loops={n}" for n in loops]
-    with_characters = any(
-        f"{figure.bits_per_character:.4f}" != f"{figure.bits_per_byte:.4f}" for figure in figures
-    )
+    """Print a row per figure. Where characters are not bytes, their columns follow."""
+    lines = [["checkpoint", "file", "n_loops", "bytes", "bits/byte"]]
+    with_characters = any(figure.characters != figure.bytes for figure in figures)
     if with_characters:
-        lines[0].append("characters")
-        lines[0] += [f"bits/character, n_loops={n}" for n in loops]
-    for (checkpoint, file), by_loops in rows.items():
-        any_of_them = next(iter(by_loops.values()))
-        line = [one_line(checkpoint), one_line(file), f"{any_of_them.bytes:,}"]
-        line += [f"{by_loops[n].bits_per_byte:.4f}" if n in by_loops else "" for n in loops]
+        lines[0] += ["characters", "bits/character"]
+    for figure in figures:
+        line = [one_line(figure.checkpoint), one_line(figure.file), str(figure.n_loops)]
+        line += [f"{figure.bytes:,}", f"{figure.bits_per_byte:.4f}"]
         if with_characters:
-            line.append(f"{any_of_them.characters:,}")
-            line += [
-                f"{by_loops[n].bits_per_character:.4f}" if n in by_loops else "" for n in loops
-            ]
+            line += [f"{figure.characters:,}", f"{figure.bits_per_character:.4f}"]
         lines.append(line)
     widths = [len(max(column, key=len)) for column in zip(*lines, strict=True)]
     for line in lines:
-        names = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        values = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        say("  ".join(names + values))
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------

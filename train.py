@@ -1491,7 +1491,7 @@ def has_work(start: Start, flags: Flags) -> bool:
     progress = start.progress
     if progress.step < start.last_step and not progress.out_of_patience(flags.patience):
         return True
-    progress.check_divergence(flags.max_skipped)
+    progress.check_divergence(1)
     nothing_left = f"{start.path}: no step is left to train"
     longer = "train longer (--max_steps, --target_tokens, --patience)"
     if not start.in_place:
@@ -2248,6 +2248,7 @@ def main(
             f"stopped after step {progress.step}, which is saved in {directory}; the same command "
             f"resumes"
         )
+    progress.check_divergence(1)
     describe_end(plan, start, f"{log.seconds():.0f} s")
     return 0
 

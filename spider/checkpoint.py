@@ -50,15 +50,20 @@ def write_archive(file: IO[bytes], state: dict):
         raise fault.__context__ or OSError(str(fault)) from None
 
 
-def check_sums(path: Path):
-    """Raise ValueError or BadZipFile if an archive does not match its own checksums, which
-    torch.load ignores. The same if its records have more bytes than the file: a small file could
-    fill the memory."""
+def check_archive(path: Path, sums: bool):
+    """Raise ValueError or BadZipFile if the records of an archive have more bytes than the file, or
+    its pickle has too many: a small file could fill the memory.
+
+    sums: the same if they do not match the archive's own checksums, which torch.load ignores."""
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         if sum(record.file_size for record in records) > path.stat().st_size:
             raise ValueError("its records are compressed, or overlap")
-        damaged = archive.testzip()
+        limit = common.LIMITS["data.pkl"]
+        for record in records:
+            if record.filename.endswith("/data.pkl") and record.file_size > limit:
+                raise ValueError(f"{record.filename} is longer than {limit:,} bytes")
+        damaged = archive.testzip() if sums else None
         for record in records:
             if damaged is None and record.external_attr:
                 # torch.load does not read a record with the attribute of a directory
@@ -102,8 +107,7 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
             state = read_export(path)
         else:
             check_regular(path)
-            if not mapped:
-                check_sums(path)
+            check_archive(path, sums=not mapped)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     check_state(path, state, required)
     return state
@@ -112,41 +116,34 @@ def load_checkpoint(path: Path, mapped: bool = False) -> dict:
 # --------------------------------------------------------------------------------------------------
 # Values that a checkpoint may have
 
-
-class Rule(NamedTuple):
-    """What a value must be. `wanted` completes "must be ..." in the message of an error."""
-
-    wanted: str
-    holds: Callable[[object], bool]
+Rule = Callable[[Any], bool]  # whether a run may save a value
 
 
 def whole(low: int, high: int = (1 << 62) - 1) -> Rule:
-    """Make a rule for whole numbers from low to high. Within the default no sum of two
-    overflows 64 bits."""
-    bounds = f"from {low} to {high}" if high < 1 << 61 else f"of at least {low}"
-    return Rule(
-        f"a whole number {bounds}", lambda value: type(value) is int and low <= value <= high
-    )
+    """Make a rule for whole numbers from low to high. Within the default no sum of two overflows 64
+    bits."""
+    return lambda value: type(value) is int and low <= value <= high
 
 
 def optional(rule: Rule) -> Rule:
-    return Rule(f"{rule.wanted} or None", lambda value: value is None or rule.holds(value))
+    return lambda value: value is None or rule(value)
 
 
 def list_of(rule: Rule) -> Rule:
-    return Rule(
-        f"a list, each {rule.wanted}",
-        lambda value: type(value) is list and all(map(rule.holds, value)),
-    )
+    return lambda value: type(value) is list and all(map(rule, value))
 
 
 def dict_of(rule: Rule) -> Rule:
-    def holds(value: object) -> bool:
-        if not isinstance(value, dict):
+    def holds(value: Any) -> bool:
+        if not is_dict(value):
             return False
-        return all(type(name) is str and rule.holds(entry) for name, entry in value.items())
+        return all(type(name) is str and rule(entry) for name, entry in value.items())
 
-    return Rule(f"a dict, each value {rule.wanted}", holds)
+    return holds
+
+
+def is_dict(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def is_switch(value: object) -> bool:
@@ -180,55 +177,39 @@ def is_flag(value: object) -> bool:
     return is_finite(value) or is_switch(value) or is_text(value)
 
 
-def is_wandb_run(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return dict_of(TEXT).holds(value) and {"name", "id"} <= value.keys()
+def is_wandb_run(value: Any) -> bool:
+    return dict_of(is_text)(value) and {"name", "id"} <= value.keys()
 
-
-def is_preset(value: object) -> bool:
-    return is_text(value) and value in PRESETS
-
-
-SWITCH = Rule("true or false", is_switch)
-TEXT = Rule("text", is_text)
-FINITE = Rule("a finite number", is_finite)
-NOT_NAN = Rule("a number and not NaN", is_ordered)
-METRIC = Rule("a number", is_metric)
-FLAG = Rule("a number or text", is_flag)
-DICT = Rule("a dict", lambda value: isinstance(value, dict))
-WANDB_RUN = Rule("a dict with the texts name and id", is_wandb_run)
-PRESET = Rule(f"one of {', '.join(PRESETS)}", is_preset)
 
 # By key; any key may be absent. Beside the keys that the docstring of this file lists, a key with a
 # dot is that of an entry: "flags.seq_len" of state["flags"]["seq_len"].
-RULES = {
-    "cfg": DICT,
-    "model_state_dict": DICT,
-    "optimizer_state_dict": DICT,
+RULES: dict[str, Rule] = {
+    "cfg": is_dict,
+    "model_state_dict": is_dict,
+    "optimizer_state_dict": is_dict,
     "step": whole(0),
     "bytes_seen": whole(0),
     "epoch": whole(0),
-    "best_loss": NOT_NAN,
-    "val_loss": optional(FINITE),
+    "best_loss": is_ordered,
+    "val_loss": optional(is_finite),
     "unimproved": whole(0),
-    "metrics": optional(dict_of(optional(METRIC))),
-    "recent": list_of(FINITE),
-    "lowest_peak": NOT_NAN,
-    "exploded": SWITCH,
+    "metrics": optional(dict_of(optional(is_metric))),
+    "recent": list_of(is_finite),
+    "lowest_peak": is_ordered,
+    "exploded": is_switch,
     "skipped": whole(0),
-    "wandb": optional(WANDB_RUN),
+    "wandb": optional(is_wandb_run),
     "n_loops": whole(1, MAX_LOOPS),
-    "recipe": PRESET,
+    "recipe": lambda value: is_text(value) and value in PRESETS,
     "targets": list_of(whole(0)),
-    "shares": list_of(FINITE),
-    "flags": dict_of(optional(FLAG)),
+    "shares": list_of(is_finite),
+    "flags": dict_of(optional(is_flag)),
     # flags that have an effect before they are compared with the run's
     "flags.seq_len": whole(2, 1 << 24),
     "flags.eval_tokens": whole(1),
     "flags.target_tokens": whole(1),
-    "flags.minutes": optional(FINITE),
-    "flags.data_dir": TEXT,
+    "flags.minutes": optional(is_finite),
+    "flags.data_dir": is_text,
 }
 
 
@@ -247,28 +228,22 @@ def check_state(path: Path, state: object, required: set[str]):
             table, _, name = key.rpartition(".")
             # The rule of the table itself comes first in RULES, so the table is a dict here.
             values = state.get(table, {}) if table else state
-            if name in values and not rule.holds(values[name]):
-                raise ValueError(f"{key} must be {rule.wanted}")
+            if name in values and not rule(values[name]):
+                raise ValueError(f"{key} has a value that no run saves")
         SpiderConfig.from_saved(state["cfg"])
         check_tensors(state["model_state_dict"], state.get("optimizer_state_dict", {}))
     except (TypeError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path}: {fault}") from None
 
 
-class WeightKind(NamedTuple):
-    """What a weight of a checkpoint must have in common with that of a model."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None: any of the WEIGHT_DTYPES
-
-
-def weight_kinds(weights: dict) -> dict[str, WeightKind]:
-    """Return the kind of each tensor among weights; other values are left out."""
+def weight_kinds(weights: dict) -> dict[str, tuple[torch.Size, torch.dtype | None]]:
+    """Return what a weight of a checkpoint must have in common with that of a model: its shape, and
+    its dtype, None for any of the WEIGHT_DTYPES. Values that are no tensors are left out."""
     kinds = {}
     for name, weight in weights.items():
         if isinstance(weight, Tensor):
             dtype = None if weight.dtype in WEIGHT_DTYPES else weight.dtype
-            kinds[name] = WeightKind(tuple(weight.shape), dtype)
+            kinds[name] = weight.shape, dtype
     return kinds
 
 
@@ -323,8 +298,7 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if only.exists() or not index.exists():
         return [only]
-    check_regular(index)
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    names = sorted(set(read_json(index)["weight_map"].values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(
@@ -339,6 +313,12 @@ def check_regular(path: Path):
         raise ValueError(f"{path.name} is not a regular file")
 
 
+def read_json(path: Path) -> Any:
+    check_regular(path)
+    with open(path, "rb") as file:
+        return json.loads(common.read_whole(file, "JSON file"))
+
+
 def read_export(path: Path) -> dict:
     """Read an export, a directory or one safetensors file with all weights, as the state of a
     checkpoint: weights, cfg, n_loops, step, recipe, and the flags of evaluation."""
@@ -349,13 +329,13 @@ def read_export(path: Path) -> dict:
         directory = path
         files = weight_files(path)
     config_file = directory / "config.json"
-    for file in (*files, config_file):
+    config = read_json(config_file)
+    for file in files:
         check_regular(file)
     weights: dict[str, Tensor] = {}
     for file in files:
         for name, weight in safetensors().torch.load_file(file).items():
             weights[name.removeprefix(PREFIX)] = weight
-    config = json.loads(config_file.read_bytes())
     training = config.get("training", {})
     flags = training.get("flags", {})
     state = dict(
@@ -618,7 +598,7 @@ class CheckpointWriter:
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[None] = self.thread.submit(lambda: None)
         if world.is_rank0:
-            common.delete_unfinished(directory, "spider-step*.pt", "metrics.jsonl", "curves.png")
+            common.delete_unfinished(directory, "spider-step*.pt")
 
     def save(self, state: dict, sync_metrics: Callable[[], None]):
         """Wait for the previous write, copy a state, and start to write it. Every rank calls it.

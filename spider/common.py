@@ -7,6 +7,7 @@ other people's names has its control characters escaped.
 import argparse
 import difflib
 import errno
+import glob
 import importlib.util
 import math
 import os
@@ -353,7 +354,7 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{source}: --{name} is no switch, but {value} is given")
         try:
             return self.given([f"--{name}={value}"])
-        except UsageError as fault:
+        except (UsageError, ValueError) as fault:  # such as a number of too many digits to print
             raise UsageError(f"{source}: {fault}") from None
 
 
@@ -436,7 +437,8 @@ def read_toml(parser: Parser, path: str) -> dict[str, Any]:
     """Read the values of a parser's flags from a TOML file; sections are ignored, but group flags
     for the reader."""
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = tomllib.loads(read_whole(file, "config file").decode())
     except OSError as fault:
         raise UsageError(f"--config: {path}: {fault.strerror}") from None
     except (ValueError, RecursionError) as fault:
@@ -625,6 +627,40 @@ def print_error(prog: str, line: str):
 # --------------------------------------------------------------------------------------------------
 # Files
 
+MIB = 1 << 20
+# The most bytes that are read whole, by kind. Parsed, JSON and CSV may take 30 times as much
+# memory. What has no limit here is read in pieces, or mapped.
+LIMITS = {
+    "record": 32 * MIB,  # of JSON, or a row of CSV
+    "prompt": 32 * MIB,
+    "metadata.json": 32 * MIB,
+    "JSON file": 4 * MIB,  # of an export
+    "config file": MIB,
+    "line": MIB,  # of metrics.jsonl
+    "data.pkl": 16 * MIB,  # of a checkpoint: all but its tensors
+}
+
+
+def read_whole(file: IO[bytes], kind: str) -> bytes:
+    """Read an open file of one of the kinds of LIMITS. Raise ValueError if it is longer, as a
+    device may be without end."""
+    limit = LIMITS[kind]
+    content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"longer than {limit:,} bytes")
+    return content
+
+
+def bounded_lines(file: IO[bytes], kind: str) -> Iterator[bytes]:
+    """Yield each line of a file; of one that is longer than its kind may be, the first bytes alone,
+    one more than the limit."""
+    limit = LIMITS[kind]
+    while line := file.readline(limit + 1):
+        yield line
+        rest = line
+        while rest and not rest.endswith(b"\n"):  # skip what is left of a long line
+            rest = file.readline(MIB)
+
 
 @contextmanager
 def locked(directory: Path, file: Path | None = None):
@@ -673,16 +709,23 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     """Write a file atomically: yield a temporary file beside it, which replaces the old one once it
     is complete and synced.
 
-    A kill or a power loss leaves one of the two, an exception the old one. The temporary name is
-    random: two processes do not share it, and nobody can guess it and put a link there."""
+    A kill or a power loss leaves one of the two, an exception the old one. What a killed process
+    left of a file is deleted when it is written again. The temporary name is random: two processes
+    do not share it, and nobody can guess it and put a link there."""
     if path.exists() and not path.is_file():  # os.replace would replace a device such as /dev/null
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        file = open(temporary, mode.replace("w", "x"))
-    except OSError as fault:
-        fault.filename = str(path)  # the name that the user knows
-        raise
+    delete_unfinished(path.parent, glob.escape(path.name))
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            file = open(temporary, mode.replace("w", "x"))
+        except OSError as fault:
+            fault.filename = str(path)  # the name that the user knows
+            raise
+        hold(file.fileno(), waits=True)
+        if temporary.exists():
+            break
+        file.close()  # before it was held, another process took it for one that was left
     with file:
         try:
             yield file
@@ -695,14 +738,30 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     sync(path.parent)
 
 
-def delete_unfinished(directory: Path, *patterns: str):
-    """Delete the temporary files that killed processes left of `durable` files with these names."""
-    for pattern in patterns:
-        for unfinished in directory.glob(f".{pattern}*.tmp"):
+def hold(descriptor: int, waits: bool) -> bool:
+    """Lock an open file until its process ends or closes it; return whether that was possible.
+
+    waits: until another process has released it."""
+    import fcntl  # not at the top: exports have this module, and Windows lacks it
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another process holds it, or the file system has no locks
+        return False
+    return True
+
+
+def delete_unfinished(directory: Path, pattern: str):
+    """Delete the temporary files that killed processes left of `durable` files with such names. A
+    process that lives holds its own."""
+    digits = "[0-9a-f]" * 8
+    for unfinished in directory.glob(f".{pattern}.{digits}.tmp"):
+        try:
+            descriptor = os.open(unfinished, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                unfinished.unlink(missing_ok=True)
-            except OSError as fault:  # such as another owner's; it only takes space
-                note(
-                    f"{unfinished}, which a killed process left, cannot be deleted: "
-                    f"{fault.strerror}"
-                )
+                if hold(descriptor, waits=False):
+                    unfinished.unlink()
+            finally:
+                os.close(descriptor)
+        except OSError as fault:  # such as another owner's; it only takes space
+            note(f"{unfinished}, which a killed process left, cannot be deleted: {fault.strerror}")

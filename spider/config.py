@@ -121,6 +121,10 @@ class SpiderConfig:
                 "qk_nope_head_dim + qk_rope_head_dim must equal v_head_dim",
             ),
             (self.v_head_dim % 8 == 0, "v_head_dim must be a multiple of 8"),
+            (
+                self.n_prelude_layers + self.n_recurrent_layers + self.n_coda_layers > 0,
+                "n_prelude_layers, n_recurrent_layers, n_coda_layers: there must be a layer",
+            ),
             (self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even"),
             (self.boundaries in BOUNDARIES, f"boundaries must be one of {', '.join(BOUNDARIES)}"),
             (0 < self.act_threshold <= 1, "act_threshold must be above 0, at most 1"),

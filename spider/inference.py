@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -432,17 +433,15 @@ class Span(NamedTuple):
     context: int  # number of first labels that do not count: another row has scored them
 
 
-def half_overlapping(length: int, seq_len: int) -> list[Span]:
+def half_overlapping(length: int, seq_len: int) -> Iterator[Span]:
     """Cut a text of `length` ids into windows that overlap by half. Every id after the first counts
     once, in the first window that has it."""
-    spans = []
     if length > 1:
         last = length - 1
         stride = max(1, seq_len // 2)
         for start in range(0, max(1, last - seq_len + stride), stride):
             context = 0 if start == 0 else seq_len - stride
-            spans.append(Span(start, min(start + seq_len, last), context))
-    return spans
+            yield Span(start, min(start + seq_len, last), context)
 
 
 def read_rows(
@@ -467,8 +466,8 @@ def windows(stream: TextStream, seq_len: int, batch: int) -> Iterator[tuple[Tens
     """Cut a stream into batches of (ids, labels), int64 [n, seq_len], of windows that overlap by
     half. Every byte after the first id is a label once."""
     spans = half_overlapping(len(stream), seq_len)
-    for first in range(0, len(spans), batch):
-        yield read_rows(stream, spans[first : first + batch], seq_len, special=False)
+    while rows := list(islice(spans, batch)):
+        yield read_rows(stream, rows, seq_len, special=False)
 
 
 def progress_bar(title: str, n_ids: int) -> ProgressBar | None:
@@ -481,7 +480,7 @@ def score_windows(
 ) -> Totals:
     """Score the bytes of a stream by windows of at most seq_len bytes, `batch` at a time."""
     seq_len = min(seq_len, max(2, len(stream) - 1))
-    n_ids = seq_len * len(half_overlapping(len(stream), seq_len))
+    n_ids = seq_len * sum(1 for _ in half_overlapping(len(stream), seq_len))
     return score_model(
         model,
         windows(stream, seq_len, batch),
@@ -500,10 +499,11 @@ def single_process(device: torch.device) -> World:
 
 def count_characters(pieces: Iterable[np.ndarray], special: bool) -> int:
     """Count the characters of ids, read in pieces: code points of UTF-8, and each byte that is not
-    UTF-8. special: whether ids above 255, such as EOS, count as one each."""
+    UTF-8. PAD is none. special: whether other ids above 255, such as EOS, count as one each."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     count = 0
-    for ids in pieces:
+    for padded in pieces:
+        ids = padded[padded != PAD_ID]
         above = ids > 255
         as_bytes = np.where(above, 0, ids).astype(np.uint8).tobytes()  # a special id is one NUL
         count += len(decoder.decode(as_bytes))
@@ -522,14 +522,12 @@ CHUNK = 1024  # bytes between two steps
 CONTEXT = 1024  # bytes before a chunk that the model sees, at most
 
 
-def chunks(length: int) -> list[Span]:
+def chunks(length: int) -> Iterator[Span]:
     """Cut a text of `length` ids into chunks whose labels count, each with its context before."""
     last = length - 1
-    spans = []
     for begin in range(0, last, CHUNK):
         start = max(0, begin - CONTEXT)
-        spans.append(Span(start, min(begin + CHUNK, last), begin - start))
-    return spans
+        yield Span(start, min(begin + CHUNK, last), begin - start)
 
 
 class Adaptation:
@@ -570,20 +568,16 @@ class Adaptation:
         targets = (labels != IGNORED).sum()
         return Reading(nats.detach().double(), targets, out.segments)
 
-    def score(self, streams: Sequence[TextStream], special: bool) -> Totals:
-        """Read streams in order, each with nothing in context at its start. special: whether ids
-        above 255 count, too."""
+    def score(self, stream: TextStream, special: bool) -> Totals:
+        """Read a stream. special: whether ids above 255 count, too."""
 
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
-            for stream in streams:
-                for span in chunks(len(stream)):
-                    ids, labels = read_rows(stream, [span], span.stop - span.start, special)
-                    if (labels != IGNORED).any():  # else there is no gradient to step by
-                        yield ids, labels
+            for span in chunks(len(stream)):
+                ids, labels = read_rows(stream, [span], span.stop - span.start, special)
+                if (labels != IGNORED).any():  # else there is no gradient to step by
+                    yield ids, labels
 
-        n_ids = 0
-        for stream in streams:
-            n_ids += sum(span.stop - span.start for span in chunks(len(stream)))
+        n_ids = sum(span.stop - span.start for span in chunks(len(stream)))
         return score_batches(
             rows(),
             self.learn,

@@ -1,10 +1,9 @@
 """Open the inputs of `prepare`, compressed ones too, and read their records.
 
-    json_lines(file)                        # .jsonl
-    json_records(file)                      # .json: an array, objects in a row, or JSON lines
-    table_cells("a.parquet", file, "text")  # .parquet, .csv, .arrow
-    hub_cells("HuggingFaceFW/fineweb-edu", "text", "sample-10BT", "train")
-    text_of(record, "text")                 # the text of a record, in UTF-8, or why it has none
+    json_records(file)                     # .json: an array, objects in a row, or JSON lines
+    table_rows("a.parquet", file, "text")  # .parquet, .csv, .arrow
+    hub_rows("HuggingFaceFW/fineweb-edu", "text", "sample-10BT", "train")
+    text_of(record, "text")                # the text of a record, in UTF-8, or why it has none
 
 Each reader holds a few MB at a time.
 
@@ -29,11 +28,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from spider.common import DataError, SpiderError
+from spider.common import LIMITS, MIB, DataError, SpiderError, bounded_lines
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # file extension -> fsspec's name
-MIB = 1 << 20
-LINE_LIMIT = 32 * MIB  # bytes of a JSON line. Parsing one may take 30 times its size.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 UTF_16 = "UTF-16: convert it by `iconv -f UTF-16 -t UTF-8`"
@@ -163,13 +160,8 @@ def pieces(file: IO[bytes], size: int, path: str) -> Iterator[bytes]:
 # JSON
 
 
-def json_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield each line. Of a line longer than LINE_LIMIT, yield the first LINE_LIMIT + 1 bytes."""
-    while line := file.readline(LINE_LIMIT + 1):
-        yield line
-        rest = line
-        while rest and not rest.endswith(b"\n"):  # skip what is left of a long line
-            rest = file.readline(MIB)
+# A whole number may have more digits than Python makes an int of. None is a text.
+DECODER = json.JSONDecoder(parse_int=float)
 
 
 def json_records(file: IO[bytes]) -> Iterator[object]:
@@ -179,7 +171,7 @@ def json_records(file: IO[bytes]) -> Iterator[object]:
     row, over several lines or not. Or they are its lines, if a line is a whole value by itself.
     """
     start = file.tell()
-    not_blank = filter(bytes.strip, json_lines(file))
+    not_blank = filter(bytes.strip, bounded_lines(file, "record"))
     lines = list(islice(not_blank, 2))
     file.seek(start)
     first = lines[0].lstrip() if lines else b""
@@ -190,25 +182,25 @@ def json_records(file: IO[bytes]) -> Iterator[object]:
         has_line_records = any(is_json(line, dict) for line in lines)
     else:
         has_line_records = True
-    return json_lines(file) if has_line_records else json_values(file)
+    return bounded_lines(file, "record") if has_line_records else json_values(file)
 
 
 def is_json(text: bytes, kind: type) -> bool:
     with suppress(ValueError, RecursionError):
-        return isinstance(json.loads(text), kind)
+        return isinstance(DECODER.decode(text.decode()), kind)
     return False
 
 
 def json_values(file: IO[bytes]) -> Iterator[object]:
     """Yield the elements of a JSON array, or objects that follow one another in a file.
 
-    After a syntax error, or a value longer than LINE_LIMIT, no further value can be found: the last
-    record is then a Fault.
+    After a syntax error, or a value longer than a record may be, no further value can be found: the
+    last record is then a Fault.
 
     `datasets` is not used for this. It holds the whole array several times, and it changes texts: a
     date (2020-01-01) becomes a time, and a text beside a number in the same field gets quotes.
     """
-    decode = json.JSONDecoder().raw_decode
+    limit = LIMITS["record"]
     separators = re.compile(r"[\s,]*")
     chunks = iter(partial(file.read, MIB), b"")
     text = ""  # read but not decoded yet
@@ -227,34 +219,35 @@ def json_values(file: IO[bytes]) -> Iterator[object]:
                 gap = separators.match(text, position)
                 assert gap is not None  # it may be empty
                 position = gap.end()
-                value, position = decode(text, position)
+                value, position = DECODER.raw_decode(text, position)
                 yield value
         text = text[position:]
-        if len(text) > LINE_LIMIT:
+        if len(text) > limit:
             break
     if text.strip() != (closing or ""):
-        yield Fault(
-            f"not JSON, or longer than {LINE_LIMIT:,} bytes, and nothing is read from there on"
-        )
+        yield Fault(f"not JSON, or longer than {limit:,} bytes, and nothing is read from there on")
 
 
 # --------------------------------------------------------------------------------------------------
 # Tables
 
 
-def table_cells(path: str, file: IO[bytes], field: str) -> Iterator[object]:
-    """Yield the cells of the column `field` of a table. The extension of `path` names its format.
-    Raise DataError for anything that cannot be read."""
+def table_rows(path: str, file: IO[bytes], field: str) -> Iterator[dict[str, object]]:
+    """Yield the rows of a table, with the column `field` alone. The extension of `path` names its
+    format. Raise DataError for anything that cannot be read."""
     read_cells = TABLES[Path(uncompressed_name(path)).suffix]
     with any_error_as_data_error(path):
-        yield from read_cells(file, field)
+        for cell in read_cells(file, field):
+            yield {field: cell}
 
 
 def check_column(field: str, names: Collection[str]):
-    """Raise ValueError if a table has no column `field`. In a CSV file without a header, the first
-    row is taken for one."""
+    """Raise ValueError if a table has no column `field`, or several. In a CSV file without a
+    header, the first row is taken for one."""
     if field not in names:
         raise ValueError("".join(without_field(field, names)))
+    if list(names).count(field) > 1:
+        raise ValueError(f"several columns have the name {field!r}")
 
 
 def parquet_cells(file: IO[bytes], field: str) -> Iterator[object]:
@@ -290,20 +283,26 @@ def csv_cells(file: IO[bytes], field: str) -> Iterator[object]:
     """Yield the cells of a column as they stand; a Fault for a row with more or fewer fields than
     the header."""
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+    limit = LIMITS["record"]
+    size = 0  # of the row that is read, which may have several lines
 
-    def bounded_lines() -> Iterator[str]:
-        while line := text.readline(LINE_LIMIT + 1):
-            if len(line) > LINE_LIMIT:  # it would fill the memory
-                raise ValueError(f"line {rows.line_num + 1:,}: longer than {LINE_LIMIT:,} bytes")
+    def lines() -> Iterator[str]:
+        nonlocal size
+        while line := text.readline(limit + 1):
+            size += len(line)
+            if size > limit:  # it would fill the memory
+                raise ValueError(f"line {rows.line_num + 1:,}: a row longer than {limit:,} bytes")
             yield line
 
-    csv.field_size_limit(LINE_LIMIT)  # bounds a quoted cell of several lines
-    rows = csv.reader(bounded_lines(), strict=True)
+    csv.field_size_limit(limit)
+    rows = csv.reader(lines(), strict=True)
     try:
         names = next(rows, [])
+        size = 0
         check_column(field, names)
         column = names.index(field)
         for row in rows:
+            size = 0
             if row:
                 is_whole = len(row) == len(names)
                 yield row[column] if is_whole else Fault("with more or fewer fields than line 1")
@@ -318,8 +317,8 @@ TABLES: dict[str, Callable[[IO[bytes], str], Iterator[object]]] = {
 }
 
 
-def hub_cells(name: str, field: str, config: str | None, split: str) -> Iterator[object]:
-    """Yield the cells of the column `field` of a data set of the Hugging Face hub.
+def hub_rows(name: str, field: str, config: str | None, split: str) -> Iterator[dict]:
+    """Yield the rows of a data set of the Hugging Face hub, with the column `field` alone.
 
     name, config, split: owner/name, configuration and split of the data set. Raise DataError for
     anything that cannot be read.
@@ -334,8 +333,7 @@ def hub_cells(name: str, field: str, config: str | None, split: str) -> Iterator
         table = datasets.load_dataset(name, config, split=split, streaming=True)
         if table.column_names is not None:
             check_column(field, table.column_names)
-        for row in table.select_columns([field]):
-            yield row[field]
+        yield from table.select_columns([field])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -372,17 +370,17 @@ def without_field(field: str, names: Collection[str]) -> Fault:
 def text_of(record: object, field: str) -> bytes | Fault | None:
     """Return the text of a record in UTF-8, None for a blank line.
 
-    A record of type bytes is a JSON line. The text is an object's `field`, or the record itself.
+    A record of type bytes is a JSON line. The text is the `field` of an object or of a table's row,
+    where it may be bytes, which are taken as they are. Else it is the record itself.
     """
-    if isinstance(record, Fault):
-        return record
     if isinstance(record, bytes):
+        limit = LIMITS["record"]
         if not record.strip():
             return None
-        if len(record) > LINE_LIMIT:
-            return Fault(f"longer than {LINE_LIMIT:,} bytes")
+        if len(record) > limit:
+            return Fault(f"longer than {limit:,} bytes")
         try:
-            record = json.loads(record.removeprefix(BYTE_ORDER_MARK).decode())
+            record = DECODER.decode(record.removeprefix(BYTE_ORDER_MARK).decode())
         except (ValueError, RecursionError):
             return Fault("not JSON in UTF-8")
     text = record
@@ -390,6 +388,8 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
         if field not in record:
             return without_field(field, record)
         text = record[field]
+    if isinstance(text, bytes | Fault):
+        return text
     if not isinstance(text, str):
         remedy = "; chat data: see docs/guide/data.md" if isinstance(text, dict | list) else ""
         return Fault(f"without a text in {field!r}", f": it is {reprlib.repr(text)}{remedy}")

@@ -24,6 +24,8 @@ import numpy as np
 from spider.common import (
     DataError,
     ProgressBar,
+    bounded_lines,
+    delete_unfinished,
     durable,
     locked,
     note,
@@ -38,21 +40,21 @@ from spider.inputs import (
     TABLES,
     Fault,
     fault_of,
-    hub_cells,
+    hub_rows,
     is_compressed,
-    json_lines,
     json_records,
     naming,
     open_input,
     pieces,
-    table_cells,
+    table_rows,
     text_of,
     uncompressed_name,
 )
-from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below
+from spider.shard_files import METADATA, SPLITS, ShardEntry, files_below, read_metadata
 from spider.vocabulary import BOS_ID, EOS_ID, VOCAB_SIZE
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name of a data set
+WRITTEN = re.compile(r"(train|val)-[0-9]{5,}\.bin")  # the shards of `prepare`
 
 # How a file is read, by its extension.
 KINDS = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON"}
@@ -149,8 +151,8 @@ class Documents:
         """Yield the documents of an input. `scratch`: directory for temporary copies, see
         open_input."""
         if source.kind == "hub":
-            cells = hub_cells(source.path, self.field, self.hub_config, self.hub_split)
-            yield from self._documents_of_records(cells, source.path)
+            rows = hub_rows(source.path, self.field, self.hub_config, self.hub_split)
+            yield from self._documents_of_records(rows, source.path)
             return
         if not source.is_named and not os.path.isfile(source.path):
             self.skip("missing, a dead link or no regular file", source.path)
@@ -179,9 +181,9 @@ class Documents:
         elif fault is not None:
             self.skip(fault, path)
         elif kind == "table":
-            yield from self._documents_of_records(table_cells(path, file, self.field), path)
+            yield from self._documents_of_records(table_rows(path, file, self.field), path)
         elif kind == "JSON lines":
-            yield from self._documents_of_records(json_lines(file), path)
+            yield from self._documents_of_records(bounded_lines(file, "record"), path)
         elif kind == "JSON":
             yield from self._documents_of_records(json_records(file), path)
         elif kind == "document":
@@ -280,7 +282,7 @@ class ShardWriter:
         """Append ids to the unfinished shard, and to further ones where it is full."""
         while len(ids):
             if self.unfinished is None:
-                name = f"{self.split}-{len(self.entries):05d}.bin"
+                name = f"{self.split}-{len(self.entries):05d}.bin"  # see WRITTEN
                 self.unfinished = UnfinishedShard(self.out, name)
             shard = self.unfinished
             room = self.shard_ids - shard.n_ids
@@ -362,19 +364,25 @@ def temporary_path(out: Path, name: str) -> Path:
 
 
 def refuse_existing_shards(out: Path):
-    """Raise DataError if a directory has shards, unless a killed `prepare` left them."""
-    has_metadata = (out / METADATA).exists()
-    was_killed = has_metadata and any(out.glob(".*.bin.tmp"))
-    if not was_killed and (has_metadata or any(out.rglob("*.bin"))):
+    """Raise DataError if a directory has shards or a metadata.json, unless a killed `prepare` left
+    them: it had not yet given all of its shards their names, and there are no others."""
+    metadata = out / METADATA
+    listed = []
+    if metadata.exists():
+        listed = [entry.name for entry in read_metadata(str(metadata))]
+    unnamed = [name for name in listed if temporary_path(out, name).exists()]
+    others = {*out.rglob("*.bin")} - {out / name for name in listed if WRITTEN.fullmatch(name)}
+    if others or (metadata.exists() and not unnamed):
         raise DataError(f"{out}: has shards already: use another --out, or delete it")
 
 
 def delete_files(out: Path):
     """Delete all that `prepare` writes, under final and temporary names."""
-    shards = [*out.glob("*.bin"), *out.glob(".*.bin.tmp")]
-    unfinished_metadata = out.glob(f".{METADATA}.*.tmp")
-    for path in [*shards, *unfinished_metadata, out / METADATA]:
-        path.unlink(missing_ok=True)
+    delete_unfinished(out, METADATA)
+    for path in out.iterdir():
+        name = path.name.removeprefix(".").removesuffix(".tmp")
+        if path.name == METADATA or WRITTEN.fullmatch(name):
+            path.unlink()
 
 
 def write_shards(

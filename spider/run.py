@@ -100,10 +100,11 @@ class RunProgress:
         return 0 < patience <= self.unimproved
 
     def check_divergence(self, max_skipped: int):
-        """Raise Diverged after --max_skipped steps in a row that were not finite."""
+        """Raise Diverged after --max_skipped steps in a row that were not finite. At a run's end
+        one is too many: its weights are not those of its last step."""
         if self.skipped >= max_skipped:
             raise Diverged(
-                f"the last {self.skipped} steps had no finite loss or gradient, and changed no "
+                f"no finite loss or gradient in the last steps ({self.skipped}), which changed no "
                 f"weight: resume with a lower --lr or more --warmup_steps"
             )
 
@@ -149,20 +150,27 @@ class RunProgress:
 def read_lines(path: Path) -> Iterator[dict]:
     """Yield the numbers of each line of metrics.jsonl, None for those that were not finite.
 
+    They come in the order of steps, and of each step the last one, since a copy may have several.
     If there is no such file, yield nothing. Lines and values that no run writes are left out."""
     if not path.is_file():
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                numbers = json.loads(line)
-            except (ValueError, RecursionError):  # cut short by a kill, or not ours
-                continue
-            if not isinstance(numbers, dict):
-                continue
-            step = numbers.get("step")
+    lines: dict[int, bytes] = {}  # by step; parsed, they would take five times as much memory
+    with open(path, "rb") as file:
+        for line in common.bounded_lines(file, "line"):
+            step = numbers_of(line).get("step")
             if type(step) is int and 0 <= step < 1 << 62:
-                yield {name: value for name, value in numbers.items() if is_metric(value)}
+                lines[step] = line
+    for _, line in sorted(lines.items()):
+        yield numbers_of(line)
+
+
+def numbers_of(line: bytes) -> dict:
+    """Return the numbers of a line, nothing of one that is cut short or not ours."""
+    with suppress(ValueError, RecursionError):
+        values = json.loads(line.decode(errors="replace"))
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if is_metric(value)}
+    return {}
 
 
 def is_metric(value: object) -> bool:
@@ -177,9 +185,10 @@ class Metrics:
 
     def __init__(self, path: Path, step: int):
         """Keep the lines before `step`; the run writes all further ones again."""
-        before = [numbers for numbers in read_lines(path) if numbers["step"] < step]
         with common.durable(path) as file:
-            file.writelines(json.dumps(numbers) + "\n" for numbers in before)
+            for numbers in read_lines(path):
+                if numbers["step"] < step:
+                    file.write(json.dumps(numbers) + "\n")
         self.path = path
         self.pending = b""  # lines that are not written yet
         self.complete = True  # whether the last write succeeded

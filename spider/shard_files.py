@@ -8,10 +8,9 @@ import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-from spider.common import DataError
+from spider.common import DataError, read_whole
 from spider.vocabulary import VOCAB_SIZE
 
 SPLITS = ("train", "val")
@@ -79,7 +78,8 @@ def read_metadata(path: str) -> list[ShardEntry]:
     if not os.path.isfile(path):  # opening a pipe would wait for its writer
         raise DataError(f"{path}: not a regular file; {remedy}")
     try:
-        metadata = json.loads(Path(path).read_bytes())
+        with open(path, "rb") as file:
+            metadata = json.loads(read_whole(file, METADATA))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}; {remedy}") from None
     if not isinstance(metadata, dict) or metadata.get("vocab_size") != VOCAB_SIZE:

@@ -2,7 +2,9 @@
 --adapt`."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from spider.inference import CHUNK, DENSE_RATE, RATE, Adaptation, model_of, read
 from spider.memory import EngramTable
 from spider.scoring import Totals
 from spider_model import Spider
-from tokenizer import BOS_ID, EOS_ID
+from tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def text(length: int, seed: int = 0) -> torch.Tensor:
 
 
 def read(adaptation: Adaptation, ids: torch.Tensor) -> Totals:
-    return adaptation.score([stream(ids)], special=False)
+    return adaptation.score(stream(ids), special=False)
 
 
 @torch.no_grad()
@@ -201,6 +203,11 @@ def test_prepared_data_is_scored_by_the_targets_of_training(trained, tmp_path, f
     (found,) = figures(trained, "--eval", data, "--adapt")
     assert found["bytes"] == 299
     assert found["bits_per_byte"] == pytest.approx(metrics(trained)[-1]["val_bpb"], rel=0.05)
+    padded = shutil.copytree(data, tmp_path / "padded")
+    np.memmap(padded / "val-0.bin", "<u2", "r+")[:100] = PAD_ID
+    for flags in ((), ("--adapt",)):
+        (found,) = figures(trained, "--eval", padded, *flags)
+        assert found["bytes"] == found["characters"] == 200
     for tokens in (64, 1):
         other = run(tmp_path, data, "--eval_tokens", str(tokens), steps=1, ckpt=str(tokens))
         (found,) = figures(other, "--eval", data, "--adapt")

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conftest import gradients, small_config, text
@@ -69,7 +69,11 @@ def some_changes(draw) -> dict:
     return {field.name: draw(VALUES[type(field.default)]) for field in chosen}
 
 
+NO_LAYERS = dict(n_prelude_layers=0, n_recurrent_layers=0, n_coda_layers=0, engram_layers=())
+
+
 @settings(deadline=None, max_examples=40)
+@example(NO_LAYERS)
 @given(some_changes())
 def test_any_config_is_refused_by_a_fields_name_or_makes_a_model_that_trains(changes):
     try:

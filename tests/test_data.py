@@ -37,6 +37,7 @@ from data import (
 )
 from preparing import error_line, prepare, run_data, source, stream, write_shard
 from spider import common
+from spider.common import LIMITS
 from spider.packing import longest_bound
 from spider.shard_files import files_below
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -508,13 +509,15 @@ NO_JSON = ["[" * 100_000, '{"a":' * 100_000, "", "\xff", '{"vocab_size": %s}' % 
 
 @pytest.mark.parametrize(
     "text, message",
-    [(text, "not JSON") for text in NO_JSON]
+    [("[]" + " " * 1_000_000, "not JSON: longer than 1,000,000 bytes")]
+    + [(text, "not JSON") for text in NO_JSON]
     + [(text, "has no list of shards") for text in NO_LIST],
     ids=lambda text: text[:30],
 )
-def test_unreadable_metadata_is_refused(tmp_path, capsys, text, message):
+def test_unreadable_metadata_is_refused(tmp_path, monkeypatch, capsys, text, message):
     write_shard(tmp_path / "t.bin", [1, 2])
     (tmp_path / "metadata.json").write_text(text, encoding="latin-1")
+    monkeypatch.setitem(LIMITS, "metadata.json", 1_000_000)
     assert f"{tmp_path}/metadata.json: {message}" in error_line(capsys, ["verify", tmp_path])
 
 

@@ -30,6 +30,7 @@ from exporting import (
 from jobs import LIMIT, until
 from spider import export
 from spider.checkpoint import load_checkpoint
+from spider.common import LIMITS
 from spider.export import flat_modules
 from train import command_line
 
@@ -454,6 +455,11 @@ def test_an_export_with_a_bad_value_in_its_config_is_refused(copy, tmp_path, cap
 @pytest.mark.parametrize("content", ("no JSON", "[]", "{}", "[" * 100_000), ids=lambda it: it[:9])
 def test_an_export_whose_config_is_no_models_is_refused(copy, tmp_path, capsys, content):
     (copy / "config.json").write_text(content)
+    assert_refused(copy, tmp_path, capsys)
+
+
+def test_an_export_whose_config_is_too_long_is_refused(copy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(LIMITS, "JSON file", 100)
     assert_refused(copy, tmp_path, capsys)
 
 

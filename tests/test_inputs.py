@@ -9,7 +9,7 @@ import pytest
 from fsspec.compression import compr
 
 from conftest import contents
-from preparing import documents, error_line, joined, metadata, prepare
+from preparing import documents, error_line, joined, metadata, prepare, run_data
 from spider import common, inputs
 
 datasets = pytest.importorskip("datasets", reason='needs the extra: pip install -e ".[data]"')
@@ -133,23 +133,37 @@ def test_cells_of_csv_are_read_unchanged_and_bad_rows_are_counted(rows, texts, s
     "rows, message",
     [
         (b'1,"a\n2,b\n', "line 3: unexpected end of data"),
-        (b'1,"a"b\n', "line 2: ',' expected"),
-        (b"1," + b"x" * 3000, "line 2: longer than 2,000"),
-        (b'1,"' + b"x\n" * 3000, "line 1,002: field larger"),
+        (b"1,a\n" * 1000 + b'1,"a"b\n', "line 1,002: ',' expected"),
+        (b"1," + b"x" * 3000, "line 2: a row longer than 2,000"),
+        (b'1,"' + b"x\n" * 3000, "line 1,000: a row longer"),
+        (b"1," + b'"x\n",' * 1000, "line 402: a row longer"),
     ],
 )
 def test_csv_with_bad_quotes_is_refused_with_the_line(monkeypatch, capsys, rows, message):
-    monkeypatch.setattr(inputs, "LINE_LIMIT", 2000)
+    monkeypatch.setitem(common.LIMITS, "record", 2000)
     Path("a.csv").write_bytes(b"id,text\n" + rows)
     assert f"a.csv: {message}" in error_line(capsys, "prepare a.csv --out o")
 
 
-def test_empty_cell_of_parquet_is_skipped(capsys):
-    datasets.Dataset.from_dict(dict(text=["a", None, "b"])).to_parquet("null.parquet")
-    prepare("null.parquet --val_fraction 0 --out o")
-    assert documents("o", "train") == [b"a", b"b"]
-    err = capsys.readouterr().err
-    assert "skipped 1 without a text in 'text': it is None (first: null.parquet:2)" in err
+BYTES = [b'{"text": "in"}', b'"q"', b"[1]", b" \n", b"", b"\xef\xbb\xbfa", b"plain", b"\xff"]
+
+
+@pytest.mark.parametrize("name", ("a.parquet", "a.arrow"))
+@pytest.mark.parametrize(
+    "cells, texts, fault",
+    (
+        (BYTES, BYTES, ""),
+        (["a", None], [b"a"], "skipped 1 without a text in 'text': it is None (first: {}:2)"),
+        ([{"text": "in"}], [], "1 without a text in 'text': it is {'text': 'in'}"),
+    ),
+)
+def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(
+    capsys, name, cells, texts, fault
+):
+    write_table(datasets.Dataset.from_dict(dict(text=cells)), Path(name))
+    run_data(f"prepare {name} --val_fraction 0 --out o")
+    assert documents("o", "train") == texts
+    assert fault.replace("{}", name) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -158,6 +172,7 @@ def test_empty_cell_of_parquet_is_skipped(capsys):
         ("a.parquet --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("a.csv --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("broken.parquet", "magic bytes"),
+        ("twice.csv", "several columns have the name 'text'"),
         ("owner/set", "Hugging Face hub"),  # the tests are offline
     ],
 )
@@ -165,6 +180,7 @@ def test_table_that_cannot_be_read_is_named(table, capsys, arguments, message):
     table.to_csv("a.csv", columns=["id", "text"])
     table.to_parquet("a.parquet")
     Path("broken.parquet").write_bytes(b"PAR1 and no more")
+    Path("twice.csv").write_bytes(b"text,text\na,b\n")
     capsys.readouterr()
     line = error_line(capsys, f"prepare {arguments} --out o")
     assert line.startswith(f"data.py: error: {arguments.split()[0]}: ")
@@ -189,13 +205,14 @@ def test_data_set_of_the_hub_is_streamed_by_name_configuration_and_split(monkeyp
     assert len(documents("o", "train")) + len(documents("o", "val")) == len(TEXTS)
 
 
-def test_hub_cells_reads_the_files_of_a_split(table):
+def test_hub_rows_reads_the_files_of_a_split(table):
     """`datasets` reads a local directory as it reads one of the hub."""
     Path("set/data").mkdir(parents=True)
     table.to_parquet("set/data/train-0.parquet")
     table.select(range(3)).to_parquet("set/data/test-0.parquet")
-    assert list(inputs.hub_cells("set", "text", None, "train")) == TEXTS
-    assert list(inputs.hub_cells("set", "text", None, "test")) == TEXTS[:3]
+    for split, texts in (("train", TEXTS), ("test", TEXTS[:3])):
+        rows = inputs.hub_rows("set", "text", None, split)
+        assert list(rows) == [dict(text=text) for text in texts]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from conftest import SMALL, final_state, last_step, metrics, model_with_fault, r
 from jobs import Job, forked
 from spider import machine
 from spider.checkpoint import best_checkpoint
+from spider.common import LIMITS
 from spider.run import STOPS, Metrics, RunProgress, StepEvents, StopSignals, Tracker
 
 # --------------------------------------------------------------------------------------------------
@@ -228,11 +229,13 @@ def test_lines_that_a_full_disk_refuses_are_written_later_in_order(tmp_path, new
 
 
 def test_resumed_run_repairs_the_lines_of_an_interrupted_or_foreign_writer(train_small):
-    """A line cut short by a kill, numbers that are not JSON, steps that are no steps, nesting
-    without end."""
+    """A line cut short by a kill, numbers that are not JSON, steps that are no steps, repeat or
+    fall, a line and nesting without end."""
     path = train_small("--eval_every 0", steps=3) / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    lines[0] = lines[0].replace("{", '{"a": NaN, "b": Infinity, "c": "fast", "d": 1e999, ', 1)
+    first, *others = path.read_text().splitlines()
+    first = first.replace("{", '{"a": NaN, "b": Infinity, "c": "fast", "d": 1e999, ', 1)
+    too_long = '{"step": 1, "x": "' + "x" * LIMITS["line"] + '"}'
+    lines = [*others, *others, '{"step": 1}', first, too_long]
     lines += ['{"step": Infinity}', "7", "\xff", "[" * 100_000, '{"step": -1}']
     lines += [f'{{"step": {10**400}}}', '{"step": 2, "lo']
     path.write_text("\n".join(lines))

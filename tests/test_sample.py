@@ -2,17 +2,18 @@
 them."""
 
 import fcntl
+import itertools
 import json
 import math
 import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import termios
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import sample
 import spider_model
 from conftest import ROOT, contents, final_state, metrics, refused
+from spider.common import LIMITS
 from spider.inference import count_characters, decoder_of, read_checkpoint
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
@@ -160,11 +162,11 @@ def test_a_full_disk_is_one_line_and_torch_dynamo_is_not_imported(trained):
     assert not [line for line in imports if "torch._dynamo" in line]  # which takes a second
 
 
-def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, capsysbinary):
+def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, monkeypatch, capsysbinary):
     argv = [str(trained), *"--bytes 4 --raw --seed 3".split()]
     stdin = os.dup(0)
     try:
-        for text in (b"abc\n", b"a\xffb", b""):
+        for text in (b"abc\n", b"", b"a\xffb"):
             (tmp_path / "stdin").write_bytes(text)
             with open(tmp_path / "stdin", "rb") as file:
                 os.dup2(file.fileno(), 0)
@@ -173,6 +175,9 @@ def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, capsysbina
             assert sample.main([*argv, "--prompt", os.fsdecode(text)]) == 0
             assert written == capsysbinary.readouterr().out
             assert written.startswith(text) and len(written) > len(text)
+        monkeypatch.setitem(LIMITS, "prompt", 2)
+        os.lseek(0, 0, os.SEEK_SET)
+        assert sample.main(argv) == 2
     finally:
         os.dup2(stdin, 0)
         os.close(stdin)
@@ -387,23 +392,24 @@ def write_ids(path: Path, *documents: bytes):
     np.array(ids, "<u2").tofile(path)
 
 
-def test_a_table_has_a_row_per_checkpoint_and_text_and_a_column_per_number_of_loops(
+def test_a_table_has_a_row_per_checkpoint_text_and_number_of_loops(
     trained, tmp_path, figures, capsys
 ):
+    plain = trained.parent / "data"
     text = tmp_path / "a\x1b.txt"
-    text.write_text("abc def")
+    text.write_text("abc d\u00e9f")
     checkpoints = [trained / "spider-step1.pt", trained / "spider-step3.pt"]
-    found = figures(*checkpoints, "--n_loops", "2,1", "--eval", text, trained.parent / "data")
-    rows = [found[i : i + 2] for i in range(0, 8, 2)]
-    for i, row in enumerate(rows):
-        assert [entry["checkpoint"] for entry in row] == [str(checkpoints[i // 2])] * 2
-        assert [entry["n_loops"] for entry in row] == [2, 1]
+    found = figures(*checkpoints, "--n_loops", "2,1", "--eval", text, plain)
     head, *lines = capsys.readouterr().out.splitlines()
-    columns = ["checkpoint", "file", "bytes", "bits/byte, n_loops=2", "bits/byte, n_loops=1"]
-    assert re.split("  +", head) == columns
-    for line, row in zip(lines, rows, strict=True):
+    columns = "checkpoint file n_loops bytes bits/byte characters bits/character"
+    assert head.split() == columns.split()
+    keys = itertools.product(map(str, checkpoints), map(str, (text, plain)), (2, 1))
+    for line, entry, key in zip(lines, found, keys, strict=True):
+        assert (entry["checkpoint"], entry["file"], entry["n_loops"]) == key
         assert len(line) == len(head) and line.isprintable()
-        assert line.split()[-2:] == [f"{entry['bits_per_byte']:.4f}" for entry in row]
+        assert line.split()[4:6] == [f"{entry['bits_per_byte']:.4f}", str(entry["characters"])]
+    figures(trained, "--eval", plain)
+    assert "characters" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", ("", "--adapt"))
@@ -434,45 +440,6 @@ def test_characters_are_counted_across_pieces():
         assert count_characters(pieces, special=True) == 4
 
 
-FIGURE = sample.Figure(
-    checkpoint="a",
-    file="f",
-    n_loops=1,
-    bytes=9,
-    characters=9,
-    bits_per_byte=2.0,
-    bits_per_character=2.0,
-    seq_len=32,
-    precision="fp32",
-    adapt=False,
-)
-
-
-def test_a_table_has_bits_per_character_where_they_differ(capsys):
-    sample.print_table([FIGURE])
-    assert "characters" not in capsys.readouterr().out
-    other = replace(FIGURE, file="g", characters=1_234, bits_per_character=6.0)
-    sample.print_table([FIGURE, other])
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split("  ")[-3:] == [
-        "bits/byte, n_loops=1",
-        "characters",
-        "bits/character, n_loops=1",
-    ]
-    assert [line.split() for line in lines] == [
-        ["a", "f", "9", "2.0000", "9", "2.0000"],
-        ["a", "g", "9", "2.0000", "1,234", "6.0000"],
-    ]
-
-
-def test_a_table_aligns_checkpoints_of_other_numbers_of_loops(capsys):
-    other = replace(FIGURE, checkpoint="b", n_loops=3, bits_per_byte=4.0, bits_per_character=4.0)
-    sample.print_table([FIGURE, other])
-    head, first, second = capsys.readouterr().out.splitlines()
-    assert first.index("2.0000") + 6 == head.index("n_loops=1") + 9
-    assert second.index("4.0000") + 6 == head.index("n_loops=3") + 9
-
-
 def test_texts_that_cannot_be_scored_are_refused(trained, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "no.jsonl").write_text('{"a": 1}\n')
@@ -481,6 +448,17 @@ def test_texts_that_cannot_be_scored_are_refused(trained, tmp_path, capsys):
     np.array([97, 300], "<u2").tofile(tmp_path / "odd.bin")
     for name in ("gone.txt", "empty.txt", "no.jsonl", "bare", "one.bin", "odd.bin"):
         assert name in refusal(capsys, trained, "--eval", tmp_path / name)
+
+
+def test_a_terminated_evaluation_leaves_no_json(trained, tmp_path, monkeypatch):
+    def forward(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    (tmp_path / "a.txt").write_text("abc")
+    monkeypatch.setattr(Spider, "forward", forward)
+    with pytest.raises(SystemExit):
+        sample.main([str(trained), "--eval", f"{tmp_path}/a.txt", "--json", f"{tmp_path}/out"])
+    assert os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_a_json_path_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
@@ -492,8 +470,7 @@ def test_a_json_path_that_cannot_be_written_is_refused_before_the_work(tmp_path,
         (tmp_path, "not a regular"),
         ("/dev/null", "not a regular"),
     ):
-        line = refusal(capsys, *argv, "--json", out)
-        assert reason in line and "no checkpoint" not in line
+        assert f"error: {out}: {reason}" in refusal(capsys, *argv, "--json", out)
 
 
 # --------------------------------------------------------------------------------------------------

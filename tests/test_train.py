@@ -102,10 +102,13 @@ def test_several_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
     assert steps < 40
     assert [line["skipped"] for line in lines][-3:] == [True] * 3
     assert None in [line["grad_norm"] for line in lines]
-    # also where these steps are the last, and no further one is left
-    argv = run_flags(shards, directory, flags, steps=steps)
-    for _ in range(2):
-        assert "lower --lr" in refused(argv, capsys, status=1)
+    # also where these steps, or fewer, are the last, and no further one is left
+    for most in (3, 30):
+        argv = run_flags(shards, directory, flags, "--max_skipped", most, steps=steps)
+        for _ in range(2):
+            assert "lower --lr" in refused(argv, capsys, status=1)
+        for path in directory.glob(f"spider-step{steps}.pt"):
+            path.unlink()
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight_though_the_loss_is():
@@ -305,5 +308,5 @@ def test_ruined_weights_are_reported_instead_of_sampled(tmp_path, shards, capsys
     state["model_state_dict"]["lm_head.weight"][0, 0] = value
     torch.save(state, tmp_path / "ruined.pt")
     ruined = f"--resume {tmp_path / 'ruined.pt'} --sample_every 1"
-    run(tmp_path, shards, ruined, steps=4, ckpt="new")
+    assert train.command_line(run_flags(shards, tmp_path / "new", ruined, steps=4)) == 1
     assert "step 3: no sample" in capsys.readouterr().err
