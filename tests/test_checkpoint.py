@@ -33,12 +33,14 @@ from spider import checkpoint, state
 from spider.checkpoint import (
     REQUIRED,
     CheckpointWriter,
+    SavedCheckpoint,
     best_checkpoint,
     check_state,
     check_weights,
     find_checkpoints,
     load_checkpoint,
     load_newest,
+    lowest_loss,
 )
 from spider.common import CheckpointError, locked
 from spider.config import SpiderConfig
@@ -742,6 +744,22 @@ def test_keep_best_keeps_the_lowest_validation_loss_beside_the_newest(tmp_path, 
         assert best_checkpoint(directory).step == best
     assert steps_in_names(directory) == [10, 15, 18]
     assert best_checkpoint(directory).val_loss == 1.0
+
+
+def test_of_equal_losses_the_oldest_is_the_best():
+    saved = [
+        SavedCheckpoint(step, Path(), val_loss=loss, best_loss=1.0)
+        for step, loss in enumerate((2.0, 1.0, 1.0, None))
+    ]
+    assert lowest_loss(saved) is saved[1]
+
+
+def test_checkpoints_of_later_steps_do_not_count_as_saved(tmp_path, shards):
+    """They are damaged, as a look at their tensors alone shows."""
+    directory = run(tmp_path, shards, "--ckpt_every", "1", *NO_EVAL, steps=2)
+    flags = train.Flags(ckpt_dir=str(directory))
+    writer = train.open_writer(flags, RunProgress(step=1), World({}), in_place=True)
+    assert [one.step for one in writer.saved] == [1]
 
 
 def test_best_checkpoint_without_keep_best_is_the_best_of_the_newest(tmp_path, shards, losses):

@@ -72,8 +72,8 @@ def context_of_bytes(document: list[int], t: int, n: int) -> list[int] | None:
 
 def context_of_words(document: list[int], t: int, n: int) -> list[int]:
     """Return the bytes up to t after the n-th last end of a word; without one, the last 31, with
-    PAD before the document. Word bytes are A to D."""
-    word = {*b"ABCD"}
+    PAD before the document. Word bytes are A to C."""
+    word = {*b"ABC"}
     lately = range(t, max(t - 31, 0), -1)
     ends = [s for s in lately if document[s] not in word and document[s - 1] in word]
     if len(ends) >= n:
@@ -84,6 +84,7 @@ def context_of_words(document: list[int], t: int, n: int) -> list[int]:
 def rows_with_repeats(with_words: bool) -> torch.Tensor:
     """Return rows [3, 60] of few different bytes, in documents that end in different ways."""
     rows = torch.cat((text(2, 60, 3) % 4 + 65, documents(7, 2, 30, 21) % 3 + 65))
+    rows[rows == ord("D")] = 255
     if with_words:
         rows[rows == ord("B")] = ord(" ")
         rows[1][rows[1] == ord("C")] = 0
