@@ -541,8 +541,10 @@ def test_other_model_than_the_checkpoints_is_refused_with_its_fields(
     argv = run_flags(shards, tmp_path / "new", "--resume", origin, *flags)
     for setting, named in (
         ("hidden_size=64", "hidden_size is 32, not 64"),
-        ("act_threshold=0.5,segment_offsets=3", "segment_offsets is 1, not 3"),
-        ("boundaries=words", "boundaries is flexitokens, not words"),
+        (
+            "act_threshold=0.5,boundaries=words,segment_offsets=3",
+            "segment_offsets is 1, not 3; act_threshold is 0.99, not 0.5. Leave",
+        ),
     ):
         assert named in refused([*argv, "--set", setting], capsys)
     argv = f"--data_dir {shards} --ckpt_dir {tmp_path / 'new'} --model small --resume {origin}"

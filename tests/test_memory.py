@@ -30,7 +30,8 @@ from tokenizer import BOS_ID, EOS_ID, PAD_ID
         (b"self.x_1 = f(a2)\n\n  y", b"____x___x___x__x_____"),
         (b"  ,,", b"____"),
         ("gr\u00fc\u00df \u4f60\u597d".encode(), b"______x___x__"),
-        (b"a", b"_"),
+        (b"a`z{A@Z[0/9:_^", b"_x_x_x_x_x_x_x"),
+        (b"\x80\xe0\xc3\x7f\xbf\xc2\xdf\xff", b"_x_x_x_x"),
         ("\u0434\u0430\u00a0\u0438\u2026".encode(), b"____x___x__"),
     ),
 )

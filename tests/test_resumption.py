@@ -556,15 +556,6 @@ def test_other_data_or_another_order_is_logged_to_repeat_text(
         assert ("is read again" in new_log()) == repeats, flags
 
 
-def test_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(
-    tmp_path, shards, train_small, capsys
-):
-    directory = train_small(steps=1)
-    argv = f"--data_dir {shards} --ckpt_dir {directory} --device cpu --model small".split()
-    expected = f"error: {directory}/spider-step1.pt: holds another model: hidden_size is "
-    assert expected in refused(argv, capsys)
-
-
 def rise_warning(log: str) -> str:
     """Return the one line that warns of a rising learning rate."""
     (line,) = [line for line in log.splitlines() if "learning rate rises" in line]

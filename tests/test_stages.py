@@ -288,6 +288,7 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
     seldom = "--eval_tokens 1000 --eval_every 50000"
     assert fitted(10, seldom) == (600_000 - 1000 // 3 - 1, 1000)
     assert fitted(1, "--eval_every 0")[0] == 60_000
+    assert fitted(1e-5, "--eval_every 0")[0] == 100  # a step
 
 
 def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(tmp_path, shards, capsys):

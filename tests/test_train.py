@@ -58,26 +58,6 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 # The step
 
 
-def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
-    """Micro-steps see the rows, the noise and the mean of the whole batch, also where rows are
-    mostly PAD: every byte weighs the same in both cross-entropies."""
-    ids = text(8, 32, seed=1)
-    labels = text(8, 32, seed=2)
-    ids[:3, 5:] = PAD_ID
-    labels[:3, 4:] = -100
-    no_means_over_passes = dict(aux_loss_weight=0.0, z_loss_weight=0.0, ponder_weight=0.0)
-    results = []
-    for parts in (1, 2, 4):
-        model = awake(small_config(core_loss_weight=0.5, **no_means_over_passes))
-        optimizers = Optimizers(model, "adamw")
-        optimizers.set_lr(0.0, 0.0)
-        results.append(step_alone(model, optimizers, batches_of(ids, labels, parts), NOW))
-    names = "loss total_loss core_loss grad_norm bytes_per_segment expert_balance".split()
-    for other in results[1:]:
-        for name in names:
-            assert other[name] == pytest.approx(results[0][name], rel=1e-4), name
-
-
 def test_a_step_whose_loss_is_not_finite_changes_no_weight():
     model = awake(small_config())
     optimizers = Optimizers(model)
