@@ -335,6 +335,7 @@ NO_TEXT = {
     "bzip2": (bz2.compress(ENGLISH), "1 binary"),
     "random": (random.Random(0).randbytes(9000), "1 binary"),
     "five NULs": (b"\0" * 5 + ENGLISH, "1 binary"),
+    "6% of control bytes": (b"\3" * 6 + b"x" * 94, "1 binary"),
 }
 
 
@@ -372,7 +373,7 @@ TEXTS = {
     "ISO-2022-JP": "\u65e5\u672c\u8a9e\u306e\u30c6\n".encode("iso2022_jp") * 50,
     "terminal": b"\x1b[31mred\x1b[0m\x07 N\x08NA\x08A\f\n" * 50,
     "four NULs in a log": b"12:00 started\n" * 9 + b"\0" * 4 + b"12:01 ended\n",
-    "colors of IRC": (ENGLISH + b"<bot> \x0304hello\x03\x0f\n") * 9,
+    "5% of control bytes": b"\3" * 5 + b"x" * 95,
     "end of file in DOS": b"short\r\n\x1a",
     "NULs behind 8 KiB": ENGLISH * 6 + b"\0" * 9,
     "source code": Path(__file__).read_bytes(),

@@ -30,7 +30,7 @@ from data import Batch, mock_source, validation_sets
 from jobs import command, forked
 from spider.fp8 import convert_to_fp8
 from spider.optim import Optimizers
-from tokenizer import PAD_ID, decode
+from tokenizer import decode
 from train import StepSettings, step_alone
 
 NOW = StepSettings(n_loops=2)
@@ -56,6 +56,13 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 # --------------------------------------------------------------------------------------------------
 # The step
+
+
+@pytest.mark.parametrize("of_all", (None, torch.zeros((), dtype=torch.float64)), ids=str)
+def test_a_step_without_a_target_has_a_loss_of_zero(of_all):
+    ids = text(2, 32)
+    batches = batches_of(ids, torch.full_like(ids, -100))
+    assert train.accumulate(awake(small_config()), batches, NOW, of_all).terms["loss"] == 0
 
 
 def test_a_step_whose_loss_is_not_finite_changes_no_weight():
@@ -277,6 +284,14 @@ def test_samples_continue_a_prompt_or_held_out_text(tmp_path, shards, capsys):
         ckpt = f"run{flags}".replace(" ", "")
         run(tmp_path, shards, "--sample_every 2", flags, steps=2, ckpt=ckpt)
         assert f"step 2 continues '{start}" in capsys.readouterr().err
+
+
+def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training():
+    model = awake(small_config())
+    loops = []
+    model.generate = lambda *_, n_loops, **__: loops.append(n_loops) or b""
+    train.log_sample(model, 1, train.Flags(n_loops=3), {})
+    assert loops == [3] and model.training
 
 
 @pytest.mark.parametrize("value", (math.nan, math.inf))
