@@ -94,31 +94,6 @@ def steps_in_names(directory) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Contents
-
-
-def test_checkpoint_has_the_documented_keys_and_only_plain_values(trained):
-    documented = "model_state_dict optimizer_state_dict step epoch cfg best_loss"
-    assert set(documented.split()) <= trained.keys()
-    assert trained["step"] == 1
-    assert trained["cfg"]["hidden_size"] == 32
-    assert trained["recipe"] == "tiny"
-
-    def assert_plain(value):
-        if isinstance(value, dict):
-            for name, entry in value.items():
-                assert type(name) in (str, int)
-                assert_plain(entry)
-        elif isinstance(value, (list, tuple)):
-            for entry in value:
-                assert_plain(entry)
-        else:
-            assert value is None or isinstance(value, (torch.Tensor, str, int, float, bool)), value
-
-    assert_plain(trained)
-
-
-# --------------------------------------------------------------------------------------------------
 # Damaged and foreign files
 
 
@@ -148,7 +123,7 @@ def test_altered_byte_or_missing_end_is_refused_or_harmless(tmp_path, shards):
 
 
 @pytest.mark.parametrize(
-    "compression, copies", ((zipfile.ZIP_DEFLATED, 0), (zipfile.ZIP_STORED, 9))
+    "compression, copies", ((zipfile.ZIP_DEFLATED, 0), (zipfile.ZIP_STORED, 1))
 )
 def test_file_whose_records_exceed_its_size_is_refused(tmp_path, compression, copies):
     path = saved_again(tmp_path, dict(step=1, weight=torch.zeros(100_000)))

@@ -114,5 +114,6 @@ def test_any_config_is_refused_by_a_fields_name_or_makes_a_model_that_trains(cha
 def test_saved_config_is_read_and_unknown_fields_are_named():
     config = small_config(boundaries="learned")
     assert SpiderConfig.from_saved(dataclasses.asdict(config)) == config
+    assert not config.changed("act=False").act
     with pytest.raises(TypeError, match="'places'"):
         SpiderConfig.from_saved(dict(places=3))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import train
+from conftest import settled
 from data import Loader
 from preparing import source
 from spider.run import RunProgress
@@ -90,6 +91,14 @@ def test_tables_are_cleared_in_the_step_that_begins_an_epoch_if_half_of_it_is_le
     schedule = Schedule(flags, Loader([source([0] * 1001)], 10, 0), horizon=1000)
     progress = RunProgress(bytes_seen=10 * first, epoch=epoch)
     assert schedule.at(progress).clears_tables == clears
+
+
+@pytest.mark.parametrize("target_tokens, warnings", ((4000, 0), (4001, 1)))
+def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnings):
+    argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
+    plan = settled(*argv.split())
+    loader = mixture((1000, 0.5), (100, 0.5))
+    assert len(train.horizon_warnings(plan, loader, plan.horizon)) == warnings
 
 
 def cleared_at(loader: Loader, target_tokens: int) -> list[int]:

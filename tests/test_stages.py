@@ -240,12 +240,12 @@ def test_a_small_recipe_warms_up_briefly_and_evaluates_ten_times(steps, warmup_s
     "argv, expected",
     (
         (
-            "--model tiny --target_tokens 4e6",
-            "--lr 0.00739 follows from 977 steps and a width of 128",
+            "--model small --target_tokens 12e6",
+            "--lr 0.00337 follows from 2,930 steps and a width of 256",
         ),
         (
-            "--model base --target_tokens 1e9",
-            "--lr 0.000812 follows from 7,630 steps and a width of 2,048, extrapolated from runs "
+            "--model base --target_tokens 1e8",
+            "--lr 0.00204 follows from 763 steps and a width of 2,048, extrapolated from runs "
             "of up to 2,930 steps and 256 wide (docs/results/learning.md)",
         ),
         ("--model original --target_tokens 1e9", None),
@@ -391,6 +391,7 @@ def test_a_run_from_other_weights_evaluates_first_which_changes_no_step(
         ("--target_tokens 3e7", ["is 30 epochs"]),  # of a megabyte
         # 0.1 + 0.45 * (1 + cos(0.4 * pi))
         ("--target_tokens 640 --max_steps 5", ["ends the run at 69% of the peak"]),
+        ("--target_tokens 640 --max_steps 9", []),  # at less than twice the minimum
         ("--target_tokens 640 --max_steps 10", []),
         ("--target_tokens 64 --max_steps 3", ["of 1 steps: the steps after it run at the minimum"]),
         (

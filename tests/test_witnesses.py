@@ -982,6 +982,7 @@ def validation_loss(runs):
     nats = sum(nats_of(model, *window)[0] for window in windows)
     yield run.lines[-1]["val_loss"], nats / 100
     yield run.lines[-1]["val_bpb"], nats / 100 / math.log(2)
+    yield run.lines[-1]["val_bytes_per_segment"], 100.0  # all bytes, since there is no segment
 
 
 @witness("evaluation on two ranks")
