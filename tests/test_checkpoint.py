@@ -494,9 +494,11 @@ def test_run_whose_weights_do_not_fit_its_model_is_not_resumed(tmp_path, shards,
     directory = run(tmp_path, shards, steps=1)
     saved = final_state(directory)
     weights = saved["model_state_dict"]
-    weights["lm_head.weight"] = weights["lm_head.weight"][1:].clone()
+    for name in ("embed_tokens", "lm_head.weight", "null_segment"):
+        weights[name] = weights[name][1:].clone()
     torch.save(saved, directory / "spider-step1.pt")
-    assert "lm_head.weight" in refused(run_flags(shards, directory), capsys)
+    line = refused(run_flags(shards, directory), capsys)
+    assert "embed_tokens, lm_head.weight, null_segment: load it" in line
 
 
 def test_other_optimizer_than_the_checkpoints_is_refused_by_name(tmp_path, shards, capsys):
@@ -723,6 +725,14 @@ def test_keep_best_keeps_the_lowest_validation_loss_beside_the_newest(tmp_path, 
     assert best_checkpoint(directory).val_loss == 1.0
 
 
+def test_a_step_that_is_saved_again_counts_once(tmp_path):
+    writer = writer_in(tmp_path)
+    for step in (9, 10, 10):
+        save(writer, step)
+        assert writer.holds(step)
+    assert [path.stem[11:] for path in checkpoint.checkpoint_paths(tmp_path)] == ["9", "10"]
+
+
 def test_of_equal_losses_the_oldest_is_the_best():
     saved = [
         SavedCheckpoint(step, Path(), val_loss=loss, best_loss=1.0)
@@ -735,8 +745,10 @@ def test_checkpoints_of_later_steps_do_not_count_as_saved(tmp_path, shards):
     """They are damaged, as a look at their tensors alone shows."""
     directory = run(tmp_path, shards, "--ckpt_every", "1", *NO_EVAL, steps=2)
     flags = train.Flags(ckpt_dir=str(directory))
-    writer = train.open_writer(flags, RunProgress(step=1), World({}), in_place=True)
-    assert [one.step for one in writer.saved] == [1]
+    for in_place, saved_step in ((True, 1), (False, -1)):
+        writer = train.open_writer(flags, RunProgress(step=1), World({}), in_place)
+        assert [one.step for one in writer.saved] == [1]
+        assert writer.saved_step == saved_step
 
 
 def test_best_checkpoint_without_keep_best_is_the_best_of_the_newest(tmp_path, shards, losses):

@@ -160,10 +160,12 @@ def test_a_model_that_transformers_saves_and_loads_again_is_the_same(model, toke
         assert torch.equal(weight, model.state_dict()[f"spider.{name}"])
 
 
-def test_an_export_can_be_written_in_a_thread(checkpoint, tmp_path):
+def test_an_export_can_be_written_in_a_thread(checkpoint, tmp_path, capsys):
     argv = [str(checkpoint), "--export", str(tmp_path / "export")]
     with ThreadPoolExecutor() as threads:
         assert threads.submit(sample.main, argv).result() == 0
+    size = sum(file.stat().st_size for file in (tmp_path / "export").iterdir())
+    assert f": {size:,} bytes" in capsys.readouterr().err
 
 
 def test_an_export_replaces_nothing(checkpoint, exported, tmp_path, capsys):
@@ -408,6 +410,8 @@ def test_an_index_names_only_weights_of_its_directory(exported, in_several_files
         {("weight_map", "spider.null_segment"): name},
     )
     assert "can be read safely" in refusal(capsys, in_several_files, "--prompt", "a")
+    shutil.copy(exported / "model.safetensors", in_several_files)  # then no index counts
+    assert load_checkpoint(in_several_files)["step"] == 6
 
 
 def edit_json(path: Path, values: dict[tuple[str, ...], object]):

@@ -266,6 +266,7 @@ def test_metrics_have_every_step_and_the_log_ends_with_the_next_command(train_sm
     log = new_log()
     assert logged_steps(log) == [1, 4, 8, 10]
     assert [line["step"] for line in metrics(directory)] == [*range(1, 11)]
+    assert re.search(r"step 10/10 .* ETA 0.0 seconds", log)
     assert f"next: python sample.py {directory}" in log
 
 
