@@ -236,10 +236,13 @@ def test_a_killed_export_leaves_nothing_or_what_the_next_one_deletes(
 def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp_path):
     heading = "5\n\n# Not so <img src=x onerror=alert(1)>\n```\n\x1b[2J"
     saved = torch.load(checkpoint)
-    saved["flags"] |= {"data_dir": f"/home/me/{heading}", heading: heading, "seq_len": 48}
+    saved["flags"] |= {"data_dir": f"/home/me/{heading}/", heading: heading, "seq_len": 48}
+    saved["best_loss"] = float("inf")  # as without an evaluation
     torch.save(saved, tmp_path / "spider-step6.pt")
     shutil.copy(checkpoint.parent / "metrics.jsonl", tmp_path)
     last_step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "val_bpb": 1}\n')
     assert sample.main([str(tmp_path / "spider-step6.pt"), "--export", str(tmp_path / "out")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     above, _, rest = card.partition("```json\n")
@@ -249,6 +252,7 @@ def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp
     assert facts["checkpoint"] == "spider-step6.pt"
     assert facts["bytes_seen"] == saved["bytes_seen"]
     assert facts["val_bpb"] == last_step["val_bpb"] and facts["val_bpb_at_step"] == 6
+    assert "best_val_bpb" not in facts
     assert facts["flags"]["lr"] == 0.01
     assert facts["flags"][heading] == heading
     assert facts["flags"]["data_dir"] == heading  # a name, no private path
