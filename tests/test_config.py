@@ -115,5 +115,9 @@ def test_saved_config_is_read_and_unknown_fields_are_named():
     config = small_config(boundaries="learned")
     assert SpiderConfig.from_saved(dataclasses.asdict(config)) == config
     assert not config.changed("act=False").act
+    lookups = "engram_layers=,engram_orders=,engram_byte_orders=,engram_match_orders="
+    assert config.changed(lookups).longest_order == 2  # which the ends of words take
+    wide_band = small_config(boundary_alpha=0.25, boundary_sigma=1.0)
+    assert wide_band.bytes_per_segment == 8
     with pytest.raises(TypeError, match="'places'"):
         SpiderConfig.from_saved(dict(places=3))

@@ -168,6 +168,13 @@ def test_an_export_can_be_written_in_a_thread(checkpoint, tmp_path, capsys):
     assert f": {size:,} bytes" in capsys.readouterr().err
 
 
+def test_handlers_of_signals_are_restored_after_an_export():
+    before = signal.signal(signal.SIGTERM, print)
+    with export.exit_on_signals():
+        assert signal.getsignal(signal.SIGTERM) is not print
+    assert signal.signal(signal.SIGTERM, before) is print
+
+
 def test_an_export_replaces_nothing(checkpoint, exported, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     file = tmp_path / "full" / "mine.txt"
@@ -233,17 +240,18 @@ def test_a_killed_export_leaves_nothing_or_what_the_next_one_deletes(
     assert (tmp_path / "mine" / "kept.txt").exists()
 
 
-def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp_path):
+def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp_path, capsys):
     heading = "5\n\n# Not so <img src=x onerror=alert(1)>\n```\n\x1b[2J"
     saved = torch.load(checkpoint)
     saved["flags"] |= {"data_dir": f"/home/me/{heading}/", heading: heading, "seq_len": 48}
-    saved["best_loss"] = float("inf")  # as without an evaluation
+    saved |= dict(best_loss=float("inf"), exploded=True)  # never evaluated
     torch.save(saved, tmp_path / "spider-step6.pt")
     shutil.copy(checkpoint.parent / "metrics.jsonl", tmp_path)
     last_step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "val_bpb": 1}\n')
     assert sample.main([str(tmp_path / "spider-step6.pt"), "--export", str(tmp_path / "out")]) == 0
+    assert "the loss had exploded" in capsys.readouterr().err
     card = (tmp_path / "out" / "README.md").read_text()
     above, _, rest = card.partition("```json\n")
     block, _, below = rest.partition("\n```\n")
