@@ -295,7 +295,7 @@ def test_a_character_of_several_bytes_is_one_with_all_of_their_bits(ends_at):
 
 def test_a_page_has_the_likeliest_bytes_of_the_model():
     model = model_of()
-    text = b"abc"
+    text = text_of(40)
     data = inspect.page_data(inspect.read(model, text, 3), model, [])
     logits = model(torch.tensor([[BOS_ID, *text]]), n_loops=3).logits[0, :-1]
     share, likeliest = logits.softmax(-1).topk(3)

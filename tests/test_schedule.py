@@ -20,6 +20,7 @@ WSD = replace(FLAGS, schedule="wsd", wsd_decay_fraction=0.2)
     "flags, step, horizon, factor",
     (
         (FLAGS, 55, 100, 0.55),  # half of the cosine
+        (FLAGS, 10, 10, 1.0),
         (FLAGS, 11, 11, 0.1),  # one step after the warm-up
         (WSD, 80, 100, 1.0),
         (WSD, 91, 100, 0.1 + 0.9 * 0.5),
