@@ -924,7 +924,7 @@ class Spider(DecodingMixin, nn.Module):
         c = self.config
         if c.n_recurrent_layers == 0 or c.boundaries == "words":
             return None
-        if c.learns_boundaries:
+        if c.boundaries == "learned":
             return SurprisePredictor(c.hidden_size, c.vocab_size, c.boundary_rate)
         width = c.hidden_size // 4
         return nn.Sequential(

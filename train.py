@@ -1027,12 +1027,15 @@ def lr_factor(step: int, horizon: int, flags: Flags) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, horizon - warmup))
-    if flags.schedule == "cosine":
-        shape = 0.5 * (1 + math.cos(math.pi * done))
-    elif flags.wsd_decay_fraction:
-        shape = min(1.0, (1 - done) / flags.wsd_decay_fraction)
-    else:
-        shape = 1.0
+    match flags.schedule:
+        case "cosine":
+            shape = 0.5 * (1 + math.cos(math.pi * done))
+        case "wsd" if flags.wsd_decay_fraction:
+            shape = min(1.0, (1 - done) / flags.wsd_decay_fraction)
+        case "wsd":
+            shape = 1.0
+        case _:
+            raise ValueError(f"schedule: {flags.schedule!r} has no rates")
     return flags.min_lr_fraction + (1 - flags.min_lr_fraction) * shape
 
 

@@ -209,11 +209,6 @@ class SpiderConfig:
         """Return whether training has the loss of the core's own prediction."""
         return self.n_recurrent_layers > 0 and self.core_loss_weight > 0
 
-    @property
-    def learns_boundaries(self) -> bool:
-        """Return whether a SurprisePredictor decides where segments end."""
-        return self.n_recurrent_layers > 0 and self.boundaries == "learned"
-
     def changed(self, text: str) -> "SpiderConfig":
         """Return a config with the changes of --set, NAME=VALUE,...; raise ValueError for a bad
         name or value."""

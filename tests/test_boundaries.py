@@ -66,6 +66,8 @@ def test_eos_ends_a_segment_and_pad_never_does():
     bias = model.boundary_predictor[2].bias
     bias.data.fill_(-100)
     assert boundaries_of(model, ids).flatten().nonzero().flatten().tolist() == [8, 15]
+    loss = boundaries.boundary_loss(torch.zeros(4), ids[:, -4:], model.config)  # of PAD alone
+    assert loss == pytest.approx(1 / 3 - 3 * 0.023)
     bias.data.fill_(100)
     assert boundaries_of(model, ids).flatten().tolist() == [1] * 16 + [0] * 4
 
@@ -155,13 +157,20 @@ def test_scores_of_earlier_steps_fade_by_a_tenth_once_the_predictor_is_trusted(
     assert predictor.steps == steps + 1 and predictor.mean_loss == 2
 
 
+def test_a_step_without_scores_keeps_the_threshold():
+    predictor = predictor_of()
+    before = predictor.threshold.clone()
+    predictor.update(torch.zeros(N_BINS + 272**2), 2.0)
+    assert torch.equal(predictor.threshold, before)
+
+
 def test_pairs_lie_within_documents_and_entropies_are_those_of_the_next_byte():
     model = learner()
     predictor = model.boundary_predictor
     predictor.init_weights()
-    ids = torch.tensor([[BOS_ID, *b"abacab", EOS_ID, BOS_ID, *b"ba", EOS_ID, PAD_ID]])
+    ids = torch.tensor([[BOS_ID, *b"abacab", EOS_ID, BOS_ID, *b"ba", EOS_ID, *b"d", PAD_ID]])
     counts = model(ids, ids, noise_seed=0).boundary_counts
-    assert counts[:N_BINS].sum() == 10  # scores of all bytes but EOS and PAD
+    assert counts[:N_BINS].sum() == 11  # scores of all bytes but EOS and PAD
     model.update_boundaries(counts, 2.5)
     a, b, c = b"abc"
     pairs = {}

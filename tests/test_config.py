@@ -47,6 +47,25 @@ def test_number_at_its_upper_bound_makes_a_model_or_is_refused_by_its_name(name)
             assert all(p.numel() < 1 << 60 for p in Spider(config).parameters())
 
 
+@pytest.mark.parametrize(
+    "most, more",
+    (
+        (dict(engram_byte_orders=(1, 32)), dict(engram_byte_orders=(1, 33))),
+        (dict(engram_match_words=(16,)), dict(engram_match_words=(17,))),
+        (dict(engram_layers=(1,)), dict(engram_layers=(2,))),
+        (dict(act_threshold=1.0), dict(act_threshold=1.01)),
+        (dict(n_experts_per_tok=4), dict(n_experts_per_tok=5)),
+        (dict(engram_heads=2, engram_orders=(3,), engram_rows=3), dict(engram_heads=3)),
+        (dict(ponder_weight=1_000_000), dict(ponder_weight=1_000_001)),
+    ),
+    ids=str,
+)
+def test_the_largest_value_is_accepted_and_the_next_one_is_not(most, more):
+    small_config(**most)
+    with pytest.raises(ValueError, match="|".join(most)):
+        small_config(**most | more)
+
+
 def test_unknown_preset_is_refused_with_the_names_of_all():
     with pytest.raises(ValueError, match=f"'huge' is not one of {', '.join(PRESETS)}"):
         SpiderConfig.preset("huge")
@@ -99,5 +118,10 @@ def test_any_config_is_refused_by_a_fields_name_or_makes_a_model_that_trains(cha
 def test_saved_config_is_read_and_unknown_fields_are_named():
     config = small_config(boundaries="learned")
     assert SpiderConfig.from_saved(dataclasses.asdict(config)) == config
+    assert not config.changed("act=False").act
+    lookups = "engram_layers=,engram_orders=,engram_byte_orders=,engram_match_orders="
+    assert config.changed(lookups).longest_order == 2  # which the ends of words take
+    wide_band = small_config(boundary_alpha=0.25, boundary_sigma=1.0)
+    assert wide_band.bytes_per_segment == 8
     with pytest.raises(TypeError, match="'places'"):
         SpiderConfig.from_saved(dict(places=3))

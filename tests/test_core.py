@@ -138,14 +138,6 @@ def test_the_router_has_the_gradient_of_the_language_models_loss(k, backend):
     torch.testing.assert_close((after - before) / 2e-4, slope, rtol=1e-4, atol=0)
 
 
-def test_the_expert_bias_moves_towards_an_even_load():
-    model = awake(small_config())
-    model.update_expert_bias(torch.tensor([[4.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]))
-    first, second = (layer.moe.expert_bias for layer in model.core.layers)
-    torch.testing.assert_close(first, torch.tensor([-0.001, 0.001, 0, 0]))
-    assert not second.any()
-
-
 # --------------------------------------------------------------------------------------------------
 # Halting
 

@@ -316,6 +316,7 @@ def test_validation_targets_are_shared_by_weight_among_sources_that_have_some():
         found = validation_targets([a, without, b], seq_len, 32)
         assert list(found.items()) == [("a", [*range(1, 13)]), ("b", [*range(101, 105)])]
     assert list(validation_sets([a, padding], 4, 10)) == ["a"]
+    assert validation_targets([a, b], 4, 2) == dict(a=[1, 2])  # of 1.5 and 0.5
     all_targets = dict(a=[*range(1, 50)], b=[*range(101, 106)])
     assert validation_targets([a, b], 4, 1000) == all_targets
 
@@ -389,6 +390,7 @@ def test_files_below_enters_each_directory_once(tmp_path):
 
 
 def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
+    """At most ten million ids; the zeros take no room on the disk."""
     write_shard(tmp_path / "a.bin", np.arange(1000) % 256)
     write_shard(tmp_path / "b.bin", np.arange(1000, 1005) % 256)
     [found] = open_data(str(tmp_path))
@@ -398,6 +400,8 @@ def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
     assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
     line = f"data: 995 training and 10 validation ids in {tmp_path} (the end of its data"
     assert str(found).startswith(line)
+    os.truncate(tmp_path / "b.bin", 2 * 1_100_000_000)
+    assert len(open_data(str(tmp_path))[0].val) == 10_000_000
 
 
 def test_mixture_names_directories_and_weights(tmp_path, in_tmp_path):
@@ -631,6 +635,7 @@ FAULTS = {
     ),
     "bad weight": (nothing, "web:x,code:1", "^web:x,code:1: .*dir:weight"),
     "zero weight": (nothing, "web:0,code:1", "positive weights"),
+    "infinite weight": (nothing, "web:inf,code:1", "positive weights"),
     "nan weight": (nothing, "web:nan,code:1", "positive weights"),
     "no name": (nothing, ":1,code:1", "dir:weight"),
     "address": (nothing, "https://host/web", "^https://host/web: an address: download it first"),
@@ -668,7 +673,7 @@ def test_verify_reports_each_damaged_shard(prepared, capsys):
     for content, message in (
         (sound[:2] + bytes([sound[2] ^ 1]) + sound[3:], "SHA-256"),
         (sound[:-2], "truncated"),
-        (sound[:4] + b"\xff\xff" + sound[6:], "byte offset 4: id 65535"),
+        (sound[:-2] + b"\xff\xff", f"byte offset {len(sound) - 2}: id 65535"),
         (b"", "truncated"),
     ):
         prepared.write_bytes(content)

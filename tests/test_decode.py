@@ -1,6 +1,7 @@
 """Decoding step by step equals the full pass at every byte, and generation writes what decoding
 predicts."""
 
+import math
 import random
 
 import pytest
@@ -195,7 +196,14 @@ def test_draws_follow_temperature_top_k_and_top_p_and_never_take_a_sentinel():
         ids = draw(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
         return {int(i): float((ids == i).float().mean()) for i in ids.unique()}
 
-    for only_the_likeliest in (shares(temperature=0), shares(top_k=1), shares(top_p=0.4)):
+    for only_the_likeliest in (
+        shares(temperature=0),
+        shares(temperature=1e-300),
+        shares(top_k=1),
+        shares(top_p=0.4),
+        shares(top_p=1e-50),
+        shares(top_k=2, top_p=0.6),
+    ):
         assert only_the_likeliest == {65: 1.0}
     for all_ids in (shares(), shares(top_k=999)):
         assert all_ids.keys() == {65, 66, 67, EOS_ID}
@@ -207,3 +215,6 @@ def test_draws_follow_temperature_top_k_and_top_p_and_never_take_a_sentinel():
     squares = 0.25 + 0.09 + 0.0225 + 0.0025
     assert abs(shares(temperature=0.5)[65] - 0.25 / squares) < 0.03
     assert torch.equal(logits, before)
+    logits[:, : EOS_ID + 1] = -math.inf
+    logits[:, 65:67] = 0.0
+    assert len(shares(top_p=0.5)) == 1  # of two

@@ -161,10 +161,19 @@ def test_a_model_that_transformers_saves_and_loads_again_is_the_same(model, toke
         assert torch.equal(weight, model.state_dict()[f"spider.{name}"])
 
 
-def test_an_export_can_be_written_in_a_thread(checkpoint, tmp_path):
+def test_an_export_can_be_written_in_a_thread(checkpoint, tmp_path, capsys):
     argv = [str(checkpoint), "--export", str(tmp_path / "export")]
     with ThreadPoolExecutor() as threads:
         assert threads.submit(sample.main, argv).result() == 0
+    size = sum(file.stat().st_size for file in (tmp_path / "export").iterdir())
+    assert f": {size:,} bytes" in capsys.readouterr().err
+
+
+def test_handlers_of_signals_are_restored_after_an_export():
+    before = signal.signal(signal.SIGTERM, print)
+    with export.exit_on_signals():
+        assert signal.getsignal(signal.SIGTERM) is not print
+    assert signal.signal(signal.SIGTERM, before) is print
 
 
 def test_an_export_replaces_nothing(checkpoint, exported, tmp_path, capsys):
@@ -232,14 +241,18 @@ def test_a_killed_export_leaves_nothing_or_what_the_next_one_deletes(
     assert (tmp_path / "mine" / "kept.txt").exists()
 
 
-def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp_path):
+def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp_path, capsys):
     heading = "5\n\n# Not so <img src=x onerror=alert(1)>\n```\n\x1b[2J"
     saved = torch.load(checkpoint)
-    saved["flags"] |= {"data_dir": f"/home/me/{heading}", heading: heading, "seq_len": 48}
+    saved["flags"] |= {"data_dir": f"/home/me/{heading}/", heading: heading, "seq_len": 48}
+    saved |= dict(best_loss=float("inf"), exploded=True)  # never evaluated
     torch.save(saved, tmp_path / "spider-step6.pt")
     shutil.copy(checkpoint.parent / "metrics.jsonl", tmp_path)
     last_step = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "val_bpb": 1}\n')
     assert sample.main([str(tmp_path / "spider-step6.pt"), "--export", str(tmp_path / "out")]) == 0
+    assert "the loss had exploded" in capsys.readouterr().err
     card = (tmp_path / "out" / "README.md").read_text()
     above, _, rest = card.partition("```json\n")
     block, _, below = rest.partition("\n```\n")
@@ -248,6 +261,7 @@ def test_the_model_card_has_facts_and_foreign_text_as_json_alone(checkpoint, tmp
     assert facts["checkpoint"] == "spider-step6.pt"
     assert facts["bytes_seen"] == saved["bytes_seen"]
     assert facts["val_bpb"] == last_step["val_bpb"] and facts["val_bpb_at_step"] == 6
+    assert "best_val_bpb" not in facts
     assert facts["flags"]["lr"] == 0.01
     assert facts["flags"][heading] == heading
     assert facts["flags"]["data_dir"] == heading  # a name, no private path
@@ -409,6 +423,8 @@ def test_an_index_names_only_weights_of_its_directory(exported, in_several_files
         {("weight_map", "spider.null_segment"): name},
     )
     assert "can be read safely" in refusal(capsys, in_several_files, "--prompt", "a")
+    shutil.copy(exported / "model.safetensors", in_several_files)  # then no index counts
+    assert load_checkpoint(in_several_files)["step"] == 6
 
 
 def edit_json(path: Path, values: dict[tuple[str, ...], object]):

@@ -13,6 +13,7 @@ from preparing import documents, error_line, joined, metadata, prepare, run_data
 from spider import common, inputs
 
 datasets = pytest.importorskip("datasets", reason='needs the extra: pip install -e ".[data]"')
+pyarrow = pytest.importorskip("pyarrow")
 ipc = pytest.importorskip("pyarrow.ipc")
 TEXTS = [f'row {i} \u00e4\u4e2d, "quoted"\n' for i in range(300)] + ["", "NA", "0017", "null"]
 JSON_LINES = "".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS)
@@ -134,7 +135,7 @@ def test_cells_of_csv_are_read_unchanged_and_bad_rows_are_counted(rows, texts, s
     [
         (b'1,"a\n2,b\n', "line 3: unexpected end of data"),
         (b"1,a\n" * 1000 + b'1,"a"b\n', "line 1,002: ',' expected"),
-        (b"1," + b"x" * 3000, "line 2: a row longer than 2,000"),
+        (b"1," + b"x" * 1997 + b"\n2," + b"x" * 1998 + b"\n", "line 3: a row longer than 2,000"),
         (b'1,"' + b"x\n" * 3000, "line 1,000: a row longer"),
         (b"1," + b'"x\n",' * 1000, "line 402: a row longer"),
     ],
@@ -143,6 +144,12 @@ def test_csv_with_bad_quotes_is_refused_with_the_line(monkeypatch, capsys, rows,
     monkeypatch.setitem(common.LIMITS, "record", 2000)
     Path("a.csv").write_bytes(b"id,text\n" + rows)
     assert f"a.csv: {message}" in error_line(capsys, "prepare a.csv --out o")
+
+
+def test_a_line_of_json_may_be_as_long_as_the_limit(monkeypatch):
+    monkeypatch.setitem(common.LIMITS, "record", 10)
+    assert inputs.text_of(b'"12345678"', "") == b"12345678"
+    assert inputs.text_of(b'"123456789"', "") == inputs.Fault("longer than 10 bytes")
 
 
 BYTES = [b'{"text": "in"}', b'"q"', b"[1]", b" \n", b"", b"\xef\xbb\xbfa", b"plain", b"\xff"]
@@ -173,6 +180,7 @@ def test_binary_cell_is_its_bytes_and_one_of_another_type_is_skipped(
         ("a.csv --field body", "without a text in 'body': it has id, text: --field NAME"),
         ("broken.parquet", "magic bytes"),
         ("twice.csv", "several columns have the name 'text'"),
+        ("broken.arrow", "non-monotonic offset"),
         ("owner/set", "Hugging Face hub"),  # the tests are offline
     ],
 )
@@ -181,6 +189,11 @@ def test_table_that_cannot_be_read_is_named(table, capsys, arguments, message):
     table.to_parquet("a.parquet")
     Path("broken.parquet").write_bytes(b"PAR1 and no more")
     Path("twice.csv").write_bytes(b"text,text\na,b\n")
+    offsets = pyarrow.array([0, 9, 2], pyarrow.int32()).buffers()[1]
+    texts = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(b"x" * 9))
+    broken = pyarrow.table(dict(text=texts))
+    with ipc.new_file("broken.arrow", broken.schema) as writer:
+        writer.write_table(broken)
     capsys.readouterr()
     line = error_line(capsys, f"prepare {arguments} --out o")
     assert line.startswith(f"data.py: error: {arguments.split()[0]}: ")

@@ -233,6 +233,8 @@ def test_a_text_is_a_file_or_standard_input_or_stands_for_itself(tmp_path, monke
     with pytest.raises(DataError, match="empty"):
         inspect.take_text(str(path))
     monkeypatch.setattr(inspect, "LONGEST", 1024)
+    path.write_bytes(b"x" * 1024)
+    assert inspect.take_text(str(path)) == (b"x" * 1024, "text")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * 1025)))
     name = "the first 1,024 bytes of standard input"
     assert inspect.take_text("-") == (b"x" * 1024, name)
@@ -262,7 +264,7 @@ def test_nothing_that_is_shown_reaches_a_terminal_as_a_command(show, monkeypatch
 
 
 def test_a_terminal_shows_the_beginning_of_a_long_text(monkeypatch):
-    monkeypatch.setattr(inspect, "PRINTED", 12)
+    monkeypatch.setattr(inspect, "PRINTED", 14)
     shown = inspect.read(model_of(boundaries="words"), "Größe 漢字 and more".encode(), 2)
     printed = printed_by(shown).replace("│", "")
     assert printed.startswith("Größe 漢字 ... (all 23 bytes are on the page)\n\n")
@@ -293,7 +295,7 @@ def test_a_character_of_several_bytes_is_one_with_all_of_their_bits(ends_at):
 
 def test_a_page_has_the_likeliest_bytes_of_the_model():
     model = model_of()
-    text = b"abc"
+    text = text_of(40)
     data = inspect.page_data(inspect.read(model, text, 3), model, [])
     logits = model(torch.tensor([[BOS_ID, *text]]), n_loops=3).logits[0, :-1]
     share, likeliest = logits.softmax(-1).topk(3)
@@ -348,6 +350,7 @@ def test_a_page_shows_whatever_the_model_has(changes, show):
 @pytest.mark.parametrize("tables", ((), (1, 2)), ids=str)
 def test_a_page_has_votes_in_nats_and_gates_of_matches_only_without_tables(tables, show):
     model = model_of(engram_votes=2, engram_match_words=(1,), engram_byte_orders=tables)
+    model.engram_output.votes[2].weight.data[1::2] = 0  # of the older occurrences
     _, page = show(model, b"abcd abcd abce")
     rows = {row["name"]: row for row in data_of(page)["gates"]}
     votes = rows["last 3, its vote"]["levels"]
@@ -363,6 +366,7 @@ def test_a_page_has_votes_in_nats_and_gates_of_matches_only_without_tables(table
 def test_levels_are_digits_and_a_space_for_nan():
     values = torch.tensor([-0.1, 0.0, 0.25, math.nan, 9.0])
     assert inspect.levels_of(values, inspect.VOTES) == "012 7"
+    assert inspect.shade(0.5) == ";38;5;255;48;5;53"  # of half a bit to one
 
 
 def test_a_page_has_all_data_as_text_and_loads_nothing(tmp_path, show):

@@ -336,7 +336,8 @@ NO_TEXT = {
     "gzip": (gzip.compress(b"hello\n"), "1 binary, or UTF-16"),
     "bzip2": (bz2.compress(ENGLISH), "1 binary"),
     "random": (random.Random(0).randbytes(9000), "1 binary"),
-    "records of texts": ((b"\xd0\7\0\0\0\0\0\0" + ENGLISH) * 9, "1 binary"),
+    "five NULs": (b"\0" * 5 + ENGLISH, "1 binary"),
+    "6% of control bytes": (b"\3" * 6 + b"x" * 94, "1 binary"),
 }
 
 
@@ -373,9 +374,10 @@ TEXTS = {
     "Shift-JIS": "\u65e5\u672c\u8a9e\u306e\u30c6\n".encode("shift-jis") * 50,
     "ISO-2022-JP": "\u65e5\u672c\u8a9e\u306e\u30c6\n".encode("iso2022_jp") * 50,
     "terminal": b"\x1b[31mred\x1b[0m\x07 N\x08NA\x08A\f\n" * 50,
-    "a NUL in a log": b"12:00 started\n" * 9 + b"\0" + b"12:01 ended\n",
-    "colors of IRC": (ENGLISH + b"<bot> \x0304hello\x03\x0f\n") * 9,
-    "end of file in DOS": ENGLISH.replace(b"\n", b"\r\n") + b"\x1a",
+    "four NULs in a log": b"12:00 started\n" * 9 + b"\0" * 4 + b"12:01 ended\n",
+    "5% of control bytes": b"\3" * 5 + b"x" * 95,
+    "end of file in DOS": b"short\r\n\x1a",
+    "NULs behind 8 KiB": ENGLISH * 6 + b"\0" * 9,
     "source code": Path(__file__).read_bytes(),
 }
 
@@ -470,7 +472,8 @@ def test_dead_link_named_like_a_data_set_is_not_looked_up_at_the_hub(capsys):
 # (file to write, its content, arguments, what the error says)
 FAULTY = {
     "only blank": ("x.jsonl", b"\n \n", "x.jsonl", "x.jsonl: nothing to train on: no document"),
-    "empty": ("x.txt", b"", "x.txt", "1 empty (first: x.txt)"),
+    "empty": ("x.txt", BYTE_ORDER_MARK, "x.txt", "1 empty (first: x.txt)"),
+    "empty table": ("x.csv", b"", "x.csv", "1 empty (first: x.csv)"),
     "empty array": ("x.json", b"[ ]", "x.json", "x.json: nothing to train on: no document"),
     "other JSON": ("x.json", b'{"a": [\n1]}', "x.json", "1 without a text in 'text': it has a: "),
     "missing": ("y.txt", b"a", "x.txt", "x.txt: no such file"),
@@ -569,11 +572,16 @@ def test_directory_that_has_shards_is_refused_and_not_changed(capsys, prepared, 
     assert {path: path.read_bytes() for path in Path("o").rglob("*.*")} == before
 
 
-@pytest.mark.parametrize("call, place", [("fsync", "o"), ("replace", "o/metadata.json")])
-def test_full_disk_is_one_line_with_path_and_remedy(mixed, monkeypatch, capsys, call, place):
+@pytest.mark.parametrize(
+    "call, number, place",
+    [("fsync", errno.ENOSPC, "o"), ("replace", errno.EDQUOT, "o/metadata.json")],
+)
+def test_full_disk_is_one_line_with_path_and_remedy(
+    mixed, monkeypatch, capsys, call, number, place
+):
     def fail(*paths):
         # as the system does: an error of os.fsync names no file
-        raise OSError(errno.ENOSPC, "No space left on device", *map(str, paths[1:]))
+        raise OSError(number, "No space left on device", *map(str, paths[1:]))
 
     monkeypatch.setattr(os, call, fail)
     line = error_line(capsys, "prepare in --shard_mb 0.02 --out o")
@@ -630,7 +638,7 @@ def test_output_directory_may_be_a_link():
     write("a.txt", b"a text")
     Path("far").mkdir()
     Path("o").symlink_to("far")
-    prepare("a.txt --out o")
+    prepare("a.txt --shard_mb 1e-6 --out o")  # an id in each shard
     assert documents("far", "train") == [b"a tex"]
 
 

@@ -415,6 +415,24 @@ def test_checkpoint_continues_exactly_in_an_empty_directory(train_small):
     assert [line["step"] for line in metrics(other)] == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize(
+    "step, last_step, metrics, eval_every, has_work",
+    (
+        (5, 6, {}, 0, True),
+        (6, 6, {}, 2, True),  # its evaluation
+        (6, 6, {}, 0, False),
+        (6, 6, dict(val_loss=2.0), 2, False),
+        (6, 5, {}, 2, False),
+    ),
+)
+def test_work_is_a_step_or_the_evaluation_of_the_last_one(
+    step, last_step, metrics, eval_every, has_work
+):
+    progress = RunProgress(step=step, metrics=metrics)
+    start = train.Start(None, None, progress, {}, True, last_step, last_step)
+    assert train.has_work(start, train.Flags(eval_every=eval_every)) == has_work
+
+
 NOTHING_LEFT = "no step is left to train, but settings differ: "
 
 
@@ -534,6 +552,8 @@ def test_larger_batch_resumes_to_the_same_number_of_bytes_and_is_logged(train_sm
     assert state["bytes_seen"] == 5 * 64 + 3 * 128
     assert state["step"] == 8
     assert "micro_batch was 2, is 4" in new_log()
+    train_small("--target_tokens 64 --micro_batch 1", steps=9)
+    assert "is beyond the horizon of 8 steps" in new_log()
 
 
 def test_other_data_or_another_order_is_logged_to_repeat_text(
@@ -554,15 +574,6 @@ def test_other_data_or_another_order_is_logged_to_repeat_text(
     ):
         train_small(flags, "--eval_every 0", steps=steps)
         assert ("is read again" in new_log()) == repeats, flags
-
-
-def test_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(
-    tmp_path, shards, train_small, capsys
-):
-    directory = train_small(steps=1)
-    argv = f"--data_dir {shards} --ckpt_dir {directory} --device cpu --model small".split()
-    expected = f"error: {directory}/spider-step1.pt: holds another model: hidden_size is "
-    assert expected in refused(argv, capsys)
 
 
 def rise_warning(log: str) -> str:

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import train
 from conftest import SMALL, final_state, last_step, metrics, model_with_fault, run, run_flags
 from jobs import Job, forked
-from spider import machine
+from spider import estimate, machine
 from spider.checkpoint import best_checkpoint
 from spider.common import LIMITS
+from spider.config import SpiderConfig
 from spider.run import STOPS, Metrics, RunProgress, StepEvents, StopSignals, Tracker
+from spider_model import Spider
 
 # --------------------------------------------------------------------------------------------------
 # Spikes and explosions
@@ -266,6 +269,7 @@ def test_metrics_have_every_step_and_the_log_ends_with_the_next_command(train_sm
     log = new_log()
     assert logged_steps(log) == [1, 4, 8, 10]
     assert [line["step"] for line in metrics(directory)] == [*range(1, 11)]
+    assert re.search(r"step 10/10 .* ETA 0.0 seconds", log)
     assert f"next: python sample.py {directory}" in log
 
 
@@ -277,13 +281,19 @@ def test_metrics_of_speed_and_segments_are_those_of_the_steps(tmp_path):
         np.frombuffer(b"word " * 200, np.uint8).astype("<u2").tofile(tmp_path / "words" / name)
     began = time.time()
     flags = f"--set {SMALL},boundaries=words,n_routed_experts=0"
-    lines = metrics(run(tmp_path, tmp_path / "words", flags), clock=True)
+    directory = run(tmp_path, tmp_path / "words", flags)
+    lines = metrics(directory, clock=True)
     ended = time.time()
+    model = Spider(SpiderConfig(**final_state(directory)["cfg"]))
+    peak = machine.product_rate(torch.device("cpu"))
     assert sum(64 / line["tok_per_sec"] for line in lines) < ended - began
     for line in lines:
         assert began < line["time"] < ended
         assert line["expert_balance"] == 1
-        assert 4 < line["bytes_per_segment"] < 6
+        length = line["bytes_per_segment"]
+        assert 4 < length < 6
+        flops = line["tok_per_sec"] * estimate.flops_per_byte(model, round(length, 1), 2, 32)
+        assert line["bf16_mfu"] == pytest.approx(flops / peak)
     last = lines[-1]
     assert 4 < last["val_bytes_per_segment"] < 6
     assert 0 < last["val_loss"] < 6
@@ -498,6 +508,7 @@ def test_going_back_in_another_directory_begins_a_new_wandb_run(train_small, wan
         train_small("--run b --eval_every 0", steps=6, ckpt="other")
     assert wandb.ids == [None, "new1", None, "new3", None]
     assert wandb.calls.count("finish") == 5
+    assert wandb.calls[:5] == [1, 2, "finish", 3, "finish"]
 
 
 def test_failure_of_wandb_is_a_line_and_the_run_continues_without_it(train_small, wandb, new_log):
@@ -534,7 +545,7 @@ def test_run_survives_the_death_of_wandbs_service(tmp_path, shards, processes):
 
 
 def test_profiler_leaves_a_trace_of_three_steps(tmp_path, shards, processes):
-    argv = run_flags(shards, tmp_path / "run", "--eval_every 0 --profile")
+    argv = run_flags(shards, tmp_path / "run", "--eval_every 0 --profile", steps=11)
     status, _, log = forked(processes, tmp_path, *argv)
     assert status == 0, log
     steps = re.findall(r"ProfilerStep#([0-9]+)", (tmp_path / "run" / "trace.json").read_text())

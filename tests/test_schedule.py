@@ -3,11 +3,11 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import train
-from data import Loader, mock_source
+from conftest import settled
+from data import Loader
 from preparing import source
 from spider.run import RunProgress
 from train import Flags, Schedule, lr_factor
@@ -16,18 +16,11 @@ FLAGS = Flags(warmup_steps=10, min_lr_fraction=0.1)
 WSD = replace(FLAGS, schedule="wsd", wsd_decay_fraction=0.2)
 
 
-@pytest.mark.parametrize("flags", (FLAGS, WSD), ids=("cosine", "wsd"))
-def test_the_rate_warms_up_decays_and_ends_at_the_minimum(flags):
-    factors = [lr_factor(step, 100, flags) for step in range(120)]
-    assert factors[:11] == [pytest.approx((step + 1) / 11) for step in range(11)]
-    assert factors[10:] == sorted(factors[10:], reverse=True)
-    assert factors[100] == factors[119] == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(
     "flags, step, horizon, factor",
     (
         (FLAGS, 55, 100, 0.55),  # half of the cosine
+        (FLAGS, 10, 10, 1.0),
         (FLAGS, 11, 11, 0.1),  # one step after the warm-up
         (WSD, 80, 100, 1.0),
         (WSD, 91, 100, 0.1 + 0.9 * 0.5),
@@ -39,13 +32,12 @@ def test_the_rate_of_a_step(flags, step, horizon, factor):
     assert lr_factor(step, horizon, flags) == pytest.approx(factor)
 
 
-def test_random_loops_are_poisson_and_a_function_of_seed_and_step():
-    flags = Flags(random_loops=True, seed=3, n_loops=6)
-    draws = [train.loops_of_step(flags, step) for step in range(2000)]
-    assert draws == [train.loops_of_step(flags, step) for step in range(2000)]
-    assert min(draws) >= 1 and abs(np.mean(draws) - 6) < 0.2 and abs(np.var(draws) - 6) < 0.6
-    assert draws != [train.loops_of_step(replace(flags, seed=4), step) for step in range(2000)]
-    assert {train.loops_of_step(Flags(n_loops=6), step) for step in range(9)} == {6}
+def test_each_schedule_has_rates_of_its_own_and_another_name_is_refused():
+    names = train.SPECS["schedule"].options["choices"]
+    rates = {lr_factor(70, 100, replace(FLAGS, schedule=name)) for name in names}
+    assert len(rates) == len(names)
+    with pytest.raises(ValueError, match="'linear' has no rates"):
+        lr_factor(70, 100, replace(FLAGS, schedule="linear"))
 
 
 def mixture(*parts: tuple[int, float]) -> Loader:
@@ -57,14 +49,6 @@ def test_halting_warms_up_over_an_eighth_of_the_horizon():
     schedule = Schedule(Flags(seq_len=1), mixture((100, 1.0)), horizon=32)
     warmups = [schedule.at(RunProgress(step=step)).halting_warmup for step in range(6)]
     assert warmups == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_dropout_begins_with_the_second_epoch_and_is_complete_in_the_eleventh():
-    loader = mixture((20, 1.0))
-    schedule = Schedule(Flags(seq_len=1, dropout=0.5), loader, horizon=13)
-    windows = int(loader.windows[0])
-    rates = [schedule.at(RunProgress(bytes_seen=e * windows)).dropout for e in range(13)]
-    assert rates == pytest.approx([min(0.5, 0.05 * epoch) for epoch in range(13)])
 
 
 def test_dropout_of_a_mixture_follows_the_epochs_of_its_sources():
@@ -90,27 +74,32 @@ def test_dropout_of_a_mixture_follows_the_epochs_of_its_sources():
 
 
 @pytest.mark.parametrize(
-    "passes, cleared", ((1.3, []), (1.6, [1]), (3.4, [1, 2]), (3.6, [1, 2, 3]))
+    "target_tokens, first, epoch, clears",
+    (
+        (1500, 99, 0, False),
+        (1500, 100, 0, True),
+        (1499, 100, 0, False),
+        (1500, 100, 1, False),
+        (3500, 300, 2, True),
+        (3499, 300, 2, False),
+    ),
 )
-def test_tables_are_cleared_as_an_epoch_begins_unless_less_than_half_of_it_is_left(passes, cleared):
-    loader = Loader([mock_source(0)], 100, 0)
-    targets = int(loader.targets[0])
-    windows = int(loader.windows[0])
-    flags = Flags(engram_reset=True, seq_len=100, target_tokens=int(passes * targets))
-    begun = [epoch for epoch in (1, 2, 3) if epoch < passes]
-    assert [e for e in begun if train.clears_tables(flags, loader, e * windows)] == cleared
-    never = replace(flags, engram_reset=False, target_tokens=9 * targets)
-    assert not train.clears_tables(never, loader, windows)
+def test_tables_are_cleared_in_the_step_that_begins_an_epoch_if_half_of_it_is_left(
+    target_tokens, first, epoch, clears
+):
+    """An epoch has 100 sequences of 10 bytes."""
+    flags = Flags(engram_reset=True, seq_len=10, target_tokens=target_tokens)
+    schedule = Schedule(flags, Loader([source([0] * 1001)], 10, 0), horizon=1000)
+    progress = RunProgress(bytes_seen=10 * first, epoch=epoch)
+    assert schedule.at(progress).clears_tables == clears
 
 
-def test_tables_are_cleared_only_in_the_step_that_begins_an_epoch():
-    loader = Loader([mock_source(0)], 100, 0)
-    windows = int(loader.windows[0])
-    flags = Flags(engram_reset=True, seq_len=100, target_tokens=10**9)
-    schedule = Schedule(flags, loader, horizon=1000)
-    for first, epoch, clears in ((windows - 1, 0, False), (windows, 0, True), (windows, 1, False)):
-        progress = RunProgress(bytes_seen=first * 100, epoch=epoch)
-        assert schedule.at(progress).clears_tables == clears
+@pytest.mark.parametrize("target_tokens, warnings", ((4000, 0), (4001, 1)))
+def test_more_than_twenty_epochs_of_a_source_are_a_warning(target_tokens, warnings):
+    argv = f"--model tiny --seq_len 2 --warmup_steps 0 --target_tokens {target_tokens}"
+    plan = settled(*argv.split())
+    loader = mixture((1000, 0.5), (100, 0.5))
+    assert len(train.horizon_warnings(plan, loader, plan.horizon)) == warnings
 
 
 def cleared_at(loader: Loader, target_tokens: int) -> list[int]:

@@ -261,12 +261,12 @@ def test_a_small_recipe_warms_up_briefly_and_evaluates_ten_times(steps, warmup_s
     "argv, expected",
     (
         (
-            "--model tiny --target_tokens 4e6",
-            "--lr 0.00739 follows from 977 steps and a width of 128",
+            "--model small --target_tokens 12e6",
+            "--lr 0.00337 follows from 2,930 steps and a width of 256",
         ),
         (
-            "--model base --target_tokens 1e9",
-            "--lr 0.000812 follows from 7,630 steps and a width of 2,048, extrapolated from runs "
+            "--model base --target_tokens 1e8",
+            "--lr 0.00204 follows from 763 steps and a width of 2,048, extrapolated from runs "
             "of up to 2,930 steps and 256 wide (docs/results/learning.md)",
         ),
         ("--model original --target_tokens 1e9", None),
@@ -309,6 +309,7 @@ def test_a_run_fits_its_evaluations_into_its_minutes():
     seldom = "--eval_tokens 1000 --eval_every 50000"
     assert fitted(10, seldom) == (600_000 - 1000 // 3 - 1, 1000)
     assert fitted(1, "--eval_every 0")[0] == 60_000
+    assert fitted(1e-5, "--eval_every 0")[0] == 100  # a step
 
 
 def test_minutes_give_a_horizon_by_the_measured_rate_that_a_resume_keeps(tmp_path, shards, capsys):
@@ -411,6 +412,7 @@ def test_a_run_from_other_weights_evaluates_first_which_changes_no_step(
         ("--target_tokens 3e7", ["is 30 epochs"]),  # of a megabyte
         # 0.1 + 0.45 * (1 + cos(0.4 * pi))
         ("--target_tokens 640 --max_steps 5", ["ends the run at 69% of the peak"]),
+        ("--target_tokens 640 --max_steps 9", []),  # at less than twice the minimum
         ("--target_tokens 640 --max_steps 10", []),
         ("--target_tokens 64 --max_steps 3", ["of 1 steps: the steps after it run at the minimum"]),
         (

@@ -30,7 +30,7 @@ from data import Batch, mock_source, validation_sets
 from jobs import command, forked
 from spider.fp8 import convert_to_fp8
 from spider.optim import Optimizers
-from tokenizer import PAD_ID, decode
+from tokenizer import decode
 from train import StepSettings, step_alone
 
 NOW = StepSettings(n_loops=2)
@@ -58,24 +58,11 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 # The step
 
 
-def test_the_same_global_batch_gives_the_same_step_however_it_is_split():
-    """Micro-steps see the rows, the noise and the mean of the whole batch, also where rows are
-    mostly PAD: every byte weighs the same in both cross-entropies."""
-    ids = text(8, 32, seed=1)
-    labels = text(8, 32, seed=2)
-    ids[:3, 5:] = PAD_ID
-    labels[:3, 4:] = -100
-    no_means_over_passes = dict(aux_loss_weight=0.0, z_loss_weight=0.0, ponder_weight=0.0)
-    results = []
-    for parts in (1, 2, 4):
-        model = awake(small_config(core_loss_weight=0.5, **no_means_over_passes))
-        optimizers = Optimizers(model, "adamw")
-        optimizers.set_lr(0.0, 0.0)
-        results.append(step_alone(model, optimizers, batches_of(ids, labels, parts), NOW))
-    names = "loss total_loss core_loss grad_norm bytes_per_segment expert_balance".split()
-    for other in results[1:]:
-        for name in names:
-            assert other[name] == pytest.approx(results[0][name], rel=1e-4), name
+@pytest.mark.parametrize("of_all", (None, torch.zeros((), dtype=torch.float64)), ids=str)
+def test_a_step_without_a_target_has_a_loss_of_zero(of_all):
+    ids = text(2, 32)
+    batches = batches_of(ids, torch.full_like(ids, -100))
+    assert train.accumulate(awake(small_config()), batches, NOW, of_all).terms["loss"] == 0
 
 
 def test_a_step_whose_loss_is_not_finite_changes_no_weight():
@@ -300,6 +287,14 @@ def test_samples_continue_a_prompt_or_held_out_text(tmp_path, shards, capsys):
         ckpt = f"run{flags}".replace(" ", "")
         run(tmp_path, shards, "--sample_every 2", flags, steps=2, ckpt=ckpt)
         assert f"step 2 continues '{start}" in capsys.readouterr().err
+
+
+def test_a_sample_has_the_loops_of_training_and_leaves_the_model_training():
+    model = awake(small_config())
+    loops = []
+    model.generate = lambda *_, n_loops, **__: loops.append(n_loops) or b""
+    train.log_sample(model, 1, train.Flags(n_loops=3), {})
+    assert loops == [3] and model.training
 
 
 @pytest.mark.parametrize("value", (math.nan, math.inf))

@@ -407,15 +407,19 @@ def log_partition(runs):
     yield run.lines[0]["z_loss"], 0.25 * mean
 
 
-@witness("expert_bias_rate")
+@witness("expert_bias_rate", "expert_balance")
 def selection_bias(runs):
     """A step moves the bias, 0 at first, by expert_bias_rate * sign(mean load - load). The load is
-    that of all loops and micro-steps; with 16 experts, that of a part has other signs."""
+    that of all loops and micro-steps; with 16 experts, that of a part has other signs. The balance
+    is the largest load relative to the mean, on average over layers."""
     run = runs.awake(LOSSES, dict(n_routed_experts=16, n_recurrent_layers=2), steps=1)
     weights = run.saved(1)["model_state_dict"]
+    balances = []
     for moe in ("core.layers.0.moe", "core.layers.1.moe"):
         load = sum(chosen(scores) for one in outputs(run, f"{moe}.router") for scores in one)
+        balances.append(float(load.max() / load.mean()))
         yield weights[f"{moe}.expert_bias"], 0.05 * (load.mean() - load).sign()
+    yield run.lines[0]["expert_balance"], np.mean(balances)
 
 
 @witness("ponder_weight", "HALTING_WARMUP")
@@ -978,6 +982,7 @@ def validation_loss(runs):
     nats = sum(nats_of(model, *window)[0] for window in windows)
     yield run.lines[-1]["val_loss"], nats / 100
     yield run.lines[-1]["val_bpb"], nats / 100 / math.log(2)
+    yield run.lines[-1]["val_bytes_per_segment"], 100.0  # all bytes, since there is no segment
 
 
 @witness("evaluation on two ranks")
@@ -1029,14 +1034,14 @@ def best(runs):
 
 @witness("--sample_every", "--sample_prompt")
 def samples(runs):
-    """Another seed gives another text of the same weights, which rates of 0 leave as they are."""
+    """Another seed or step gives another text of the same weights, which rates of 0 leave as they
+    are."""
     flags = "--sample_every 1 --sample_prompt abc --lr 1e-20 --engram_lr 0"
     texts = set()
     for seed in (0, 3):
-        run = runs.awake(f"{flags} --seed {seed}", dict(expert_bias_rate=0.0), steps=1)
-        (line,) = run.logged("step 1 continues 'abc': ")
-        texts.add(line.partition("continues")[2])
-    yield len(texts), 2
+        run = runs.awake(f"{flags} --seed {seed}", dict(expert_bias_rate=0.0))
+        texts.update(line.partition("continues")[2] for line in run.logged("continues 'abc': "))
+    yield len(texts), 4
 
 
 @witness("--log_every")
@@ -1071,6 +1076,8 @@ def dry_run(runs):
     """It prints the number of steps, and makes no directory."""
     run = runs.bare("--dry_run --target_tokens 640", steps=0)
     yield "run: 10 steps of 64 bytes" in run.printed, True
+    shorter = runs.bare("--dry_run --target_tokens 640", steps=3)
+    yield "run: 3 steps of 64 bytes" in shorter.printed, True
     yield run.directory.exists(), False
 
 
