@@ -1,11 +1,23 @@
 """FP8 on a CPU, by emulation: what is converted, which scales, what a step does."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from conftest import awake, final_state, metrics, run, small_config, text
+import train
+from conftest import (
+    SMALL,
+    awake,
+    final_state,
+    metrics,
+    run,
+    settled,
+    small_config,
+    text,
+    world_of,
+)
 from spider.fp8 import convert_to_fp8, grad_scale, input_scale, takes_fp8
 from spider.layers import Linear, rms_norm
 from spider.optim import Optimizers
@@ -52,6 +64,17 @@ def test_the_scale_of_gradients_is_a_power_of_two_near_256_times_the_bytes_of_a_
 ):
     assert grad_scale(step_bytes) == scale
     assert 2**-0.5 <= scale / (256 * step_bytes) <= 2**0.5
+
+
+@pytest.mark.parametrize("grad_accum, ranks, rank_bytes", ((1, 1, 128), (8, 1, 1024), (8, 2, 1024)))
+def test_the_scale_of_gradients_is_that_of_a_ranks_step_in_however_many_micro_steps(
+    grad_accum, ranks, rank_bytes
+):
+    flags = f"--precision=fp8 --micro_batch=2 --seq_len=64 --set={SMALL} --grad_accum={grad_accum}"
+    plan = replace(settled(*flags.split()), ranks=ranks)
+    model = train.build_model(plan.model, plan, world_of())
+    scales = [float(m.scale_of_grad) for m in model.modules() if hasattr(m, "scale_of_grad")]
+    assert {*scales} == {grad_scale(rank_bytes)}
 
 
 @pytest.mark.parametrize(

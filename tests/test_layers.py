@@ -1,5 +1,7 @@
 """Layers over rows: Linears that cast their weights, norms."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from spider.layers import (
     rms_norm,
     weight_of,
 )
+from stand_in_gpu import StandInGPU
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -51,19 +54,24 @@ def test_a_linear_computes_in_its_inputs_dtype_with_a_weight_that_is_cast_once()
     assert linear.cast is None
 
 
-def test_a_wide_linear_computes_bf16_rows_in_fp32():
+@pytest.mark.parametrize("casts_once", (False, True))
+@pytest.mark.parametrize("device", (nullcontext, StandInGPU))
+def test_a_wide_linear_computes_bf16_rows_in_fp32(device, casts_once):
     """A weight in bf16 would be off by 1e-3."""
-    linear = filled(WideLinear(64, 8))
+    linear = filled(WideLinear(64, 8, bias=True))
+    torch.nn.init.normal_(linear.bias, generator=generator(1))
     x = torch.randn(50, 64).bfloat16().requires_grad_()
     upstream = torch.randn(50, 8)
-    with cast_weights_once(linear):
+    inputs = (x, linear.weight, linear.bias)
+    with device(), cast_weights_once(linear) if casts_once else nullcontext():
         y = linear(x)
-    exact = x.double() @ linear.weight.double().T
-    grad_weight, grad_x = torch.autograd.grad(y, (linear.weight, x), upstream)
-    exact_grads = torch.autograd.grad(exact, (linear.weight, x), upstream.double())
+        grads = torch.autograd.grad(y, inputs, upstream)
+        assert (linear.cast is not None) == (casts_once and device is StandInGPU)
+    exact = x.double() @ linear.weight.double().T + linear.bias
+    exact_grads = torch.autograd.grad(exact, inputs, upstream.double())
     assert relative_error(y, exact) < 1e-6
-    assert relative_error(grad_weight, exact_grads[0].double()) < 1e-6
-    assert relative_error(grad_x, exact_grads[1].double()) < 5e-3  # of x's dtype
+    for grad, exact_grad, within in zip(grads, exact_grads, (5e-3, 1e-6, 1e-6), strict=True):
+        assert relative_error(grad, exact_grad.double()) < within  # the first in x's dtype
 
 
 @pytest.mark.parametrize("columns", (1, 32))
