@@ -2,8 +2,12 @@
 asks takes its form for a GPU. The two kernels that no CPU has are replaced by references."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -14,9 +18,22 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
 
-class StandInGPU(TorchFunctionMode):
-    """Let all tensors be on a GPU inside a `with` block, forward and backward."""
+@contextmanager
+def stand_in_gpu() -> Iterator[None]:
+    """Let all tensors be on a GPU inside, forward and backward."""
+    mode = StandInGPU()
+    apply = BackwardCFunction.apply
 
+    def apply_in_mode(*args):
+        with mode:  # which torch leaves for a backward pass
+            return apply(*args)
+
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(BackwardCFunction, "apply", apply_in_mode)
+        yield
+
+
+class StandInGPU(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # libraries see the CPU
@@ -29,19 +46,25 @@ class StandInGPU(TorchFunctionMode):
             a, b = args
             return a.to(kwargs["out_dtype"]) @ b.to(kwargs["out_dtype"])
         if str(func) == "torch_attn._varlen_attn":
-            return plain_varlen_attn(*args), None, None
+            *operands, is_causal, scale, window = args[:10]
+            check_addresses(*operands[:3])
+            return varlen_attn(*operands, window_size=window), None, None
         args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, causal, scale, window, *_):
-    """Attend inside documents by a mask, in place of the kernel, which leaves rows from max_q on as
-    they are, and reads 16 bytes at once, from any address."""
-    for t in (q, k, v):
+def check_addresses(*operands: torch.Tensor):
+    """Check that rows begin at multiples of 16 bytes: the kernel reads as many at once."""
+    for t in operands:
         assert t.dtype == torch.bfloat16 and t.stride(2) == 1
         assert not any(numbers % 8 for numbers in (t.storage_offset(), t.stride(0), t.stride(1)))
-    out = attend_by_mask(q.float(), k.float(), v.float(), cu_seq_q, window[0] + 1).to(q.dtype)
+
+
+def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
+    """Attend inside documents by a mask, in place of the kernel, which leaves rows from max_q on as
+    they are."""
+    out = attend_by_mask(q.float(), k.float(), v.float(), cu_seq_q, window_size[0] + 1).to(q.dtype)
     row = torch.arange(len(q))
     document = torch.searchsorted(cu_seq_q[1:], row, right=True)
-    is_computed = row - cu_seq_q[document] < max_q
+    is_computed = row - cu_seq_q.index_select(0, document) < max_q
     return torch.where(is_computed[:, None, None], out, torch.nan)

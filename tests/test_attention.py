@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import small_config
 from spider.attention import ALL_ROWS, MLA, Cache, attend_padded
 from spider.packing import Packing
-from stand_in_gpu import StandInGPU
+from stand_in_gpu import stand_in_gpu
 
 LENGTHS = (
     (1,),
@@ -96,7 +96,7 @@ def test_a_layer_on_a_gpu_attends_by_the_kernel_as_by_padded_batches(nope, rope)
     x = torch.randn(60, 32).bfloat16()
     cu_seqlens = torch.tensor([0, 35, 40, 60], dtype=torch.int32)
     outs = []
-    for device in (nullcontext, StandInGPU):
+    for device in (nullcontext, stand_in_gpu):
         with device(), torch.no_grad():
             packing = Packing.build(cu_seqlens, 60, 35, config, torch.bfloat16, window=9)
             outs.append(layer(x, packing, ALL_ROWS)[0])

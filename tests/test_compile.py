@@ -34,7 +34,7 @@ from spider.machine import resolve_compile, resolve_precision
 from spider.optim import Optimizers
 from spider.packing import Packing
 from spider_model import Spider
-from stand_in_gpu import StandInGPU
+from stand_in_gpu import stand_in_gpu, varlen_attn
 from tile_moe import grouped_product
 from train import StepSettings, step_alone
 
@@ -50,19 +50,6 @@ def forget_graphs():
     torch._dynamo.utils.counters.clear()
 
 
-def plain_varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size):
-    """Attend inside documents by a mask, in place of the kernel that only a GPU has."""
-    row = torch.arange(len(q), device=q.device)
-    document = torch.searchsorted(cu_seq_q[1:], row, right=True)
-    hidden = (document[:, None] != document) | (row[:, None] < row)
-    score = torch.einsum("qhd,khd->hqk", q, k).float() * q.shape[-1] ** -0.5
-    weights = score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
-    out = torch.einsum("hqk,khd->qhd", weights, v)
-    # the kernel leaves other rows as they are
-    computed = row - cu_seq_q.index_select(0, document) < max_q
-    return torch.where(computed[:, None, None], out, torch.nan)
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Use a kernel for documents in attention."""
@@ -76,7 +63,7 @@ def as_on_a_gpu(monkeypatch):
         return packing
 
     monkeypatch.setattr(Packing, "build", without_buckets)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen_attn)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     forget_graphs()
 
 
@@ -344,8 +331,7 @@ def step_on(device: torch.device, precision: str) -> tuple[float, dict[str, torc
     ids = torch.cat([documents(30, 20, 14), text(3, 64)])
     if precision == "fp8":
         convert_to_fp8(model, device, experts=False, step_bytes=ids.numel())
-    optimizers = Optimizers(model)
-    optimizers.set_lr(0.003, 1.0)
+    optimizers = Optimizers(model, "adamw")
     batches = [Batch.of(part, part, seed).to(device) for seed, part in enumerate(ids.split(2))]
     sums = train.accumulate(model, batches, StepSettings(2))
     tensors = {name: grad for name, grad in gradients(model).items() if grad is not None}
@@ -381,7 +367,7 @@ def test_a_step_in_the_form_for_a_gpu_is_that_for_a_cpu_but_for_rounding(
     precision, gpu, steps_on_a_cpu
 ):
     gpu()
-    with StandInGPU():
+    with stand_in_gpu():
         step = step_on(CPU, precision)
     check_step(step, precision, steps_on_a_cpu)
 
