@@ -110,6 +110,10 @@ def test_a_wide_product_of_bf16_and_fp32_is_as_exact_as_fp32_and_so_are_its_grad
     assert relative_error(in_bf16[1], exact[1]) > error
 
 
-def test_the_norms_hand_written_backward_pass_is_the_derivative():
-    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: rms_norm(x, 1e-3), x)
+@pytest.mark.parametrize("device", (nullcontext, stand_in_gpu))
+def test_a_norm_and_its_backward_pass_are_the_formula_where_eps_matters(device):
+    x = torch.randn(3, 8, dtype=torch.float64) / 32
+    with device():
+        y = rms_norm(x, 1e-3)
+        assert torch.autograd.gradcheck(lambda x: rms_norm(x, 1e-3), x.requires_grad_())
+    torch.testing.assert_close(y, x / (x.square().mean(1, keepdim=True) + 1e-3).sqrt())
