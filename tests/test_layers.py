@@ -10,8 +10,6 @@ from torch import Tensor
 from spider.layers import (
     Linear,
     WideLinear,
-    WideProduct,
-    bf16_terms,
     cast_weights_once,
     rms_norm,
     weight_of,
@@ -70,44 +68,8 @@ def test_a_wide_linear_computes_bf16_rows_in_fp32(device, casts_once):
     exact = x.double() @ linear.weight.double().T + linear.bias
     exact_grads = torch.autograd.grad(exact, inputs, upstream.double())
     assert relative_error(y, exact) < 1e-6
-    for tensor, exact_grad, within in zip(inputs, exact_grads, (5e-3, 1e-6, 1e-6), strict=True):
+    for tensor, exact_grad, within in zip(inputs, exact_grads, (2e-3, 1e-6, 1e-6), strict=True):
         assert relative_error(tensor.grad, exact_grad.double()) < within  # the first in x's dtype
-
-
-@pytest.mark.parametrize("columns", (1, 32))
-def test_a_wide_product_of_bf16_and_fp32_is_as_exact_as_fp32_and_so_are_its_gradients(columns):
-    """Numbers of all sizes. Beside float64, a single product in bf16 is off a thousand times as
-    far."""
-    numbers = generator()
-
-    def draw(*shape: int) -> Tensor:
-        size = torch.randn(shape, generator=numbers)
-        return size * torch.randn(shape, generator=numbers).exp()
-
-    x = draw(60, 256).bfloat16()
-    weight = draw(columns, 256)
-    upstream = draw(60, columns)
-
-    def product_and_gradients(product, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-        inputs = [t.clone() if dtype is None else t.to(dtype) for t in (x, weight)]
-        inputs = [t.detach().requires_grad_() for t in inputs]
-        y = product(*inputs)
-        return y.detach(), *torch.autograd.grad(y, inputs, upstream.to(y.dtype))
-
-    def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-        return WideProduct.apply(x, weight, bf16_terms(weight.detach()))
-
-    results = product_and_gradients(wide_product, None)
-    exact = product_and_gradients(F.linear, torch.float64)
-    in_bf16 = product_and_gradients(F.linear, torch.bfloat16)
-    assert [t.dtype for t in results] == [torch.float32, torch.bfloat16, torch.float32]
-    for i in (0, 2):  # the product, and the gradient of the weight
-        error = relative_error(results[i], exact[i])
-        assert error < 3e-7 and relative_error(in_bf16[i], exact[i]) > 500 * error
-    error = relative_error(results[1], exact[1])
-    nearest = relative_error(exact[1].bfloat16(), exact[1])  # of numbers in bf16
-    assert error < 2e-3 and error < 1.01 * nearest
-    assert relative_error(in_bf16[1], exact[1]) > error
 
 
 @pytest.mark.parametrize("device", (nullcontext, stand_in_gpu))
