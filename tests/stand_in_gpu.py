@@ -46,9 +46,8 @@ class StandInGPU(TorchFunctionMode):
             a, b = args
             return a.to(kwargs["out_dtype"]) @ b.to(kwargs["out_dtype"])
         if str(func) == "torch_attn._varlen_attn":
-            *operands, is_causal, scale, window = args[:10]
-            check_addresses(*operands[:3])
-            return varlen_attn(*operands, window_size=window), None, None
+            check_addresses(*args[:3])
+            return varlen_attn(*args[:7], window_size=args[9]), None, None
         args, kwargs = tree_map_only(torch.device, lambda device: CPU, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -41,7 +41,7 @@ def test_the_scale_of_normed_inputs_is_the_largest_power_of_two_that_keeps_them_
 
 
 @pytest.mark.parametrize("ranks", (1, 2))
-@pytest.mark.parametrize("grad_accum, scale", ((1, 2**15), (7, 2**18), (8, 2**18)))
+@pytest.mark.parametrize("grad_accum, scale", ((1, 2**15), (7, 2**18)))
 def test_the_scale_of_gradients_is_a_power_of_two_near_256_times_the_bytes_of_a_ranks_step(
     grad_accum, scale, ranks
 ):

@@ -261,10 +261,8 @@ def test_without_usable_tile_kernels_auto_takes_grouped_and_tile_is_an_error_of_
     "changes, line",
     (
         (dict(hidden_size=48), "hidden_size that is a multiple of 32, not 48"),
-        (dict(n_routed_experts=0), "no routed"),
-        (dict(n_recurrent_layers=0, engram_layers=()), "no routed experts"),
+        (dict(n_routed_experts=0), "no routed experts"),
     ),
-    ids=str,
 )
 def test_tile_refuses_models_that_the_kernels_do_not_support(machine, changes, line):
     with pytest.raises(BackendError, match=line):
