@@ -1,5 +1,5 @@
 """torch.compile: each kind of layer is one graph, few graphs serve every size, and the choice of
---compile.
+--compile. An eager step on a GPU, and on a CPU that stands in for one.
 
 On a CPU, layers take the form that they have on a GPU; graphs are made, but not translated to
 kernels."""
