@@ -338,11 +338,12 @@ def step_on(device: torch.device, precision: str) -> tuple[float, dict[str, torc
         convert_to_fp8(model, device, experts=False, step_bytes=ids.numel())
     optimizers = Optimizers(model, "adamw")
     batches = [Batch.of(part, part, seed).to(device) for seed, part in enumerate(ids.split(2))]
-    sums = train.accumulate(model, batches, StepSettings(2))
+    now = StepSettings(2, dropout=0.1)
+    sums = train.accumulate(model, batches, now)
     tensors = {name: grad for name, grad in gradients(model).items() if grad is not None}
     tables = optimizers.adagrad.tables
     before = [p.detach().clone() for p in tables]
-    loss = train.update(model, optimizers, sums, StepSettings(2)).metrics["total_loss"]
+    loss = train.update(model, optimizers, sums, now).metrics["total_loss"]
     for i, p in enumerate(tables):
         tensors[f"change of table {i}"] = p.detach() - before[i]
         tensors[f"sum of table {i}"] = optimizers.adagrad.state[p]["sum"]

@@ -257,16 +257,11 @@ def test_without_usable_tile_kernels_auto_takes_grouped_and_tile_is_an_error_of_
         machine.resolve("tile")
 
 
-@pytest.mark.parametrize(
-    "changes, line",
-    (
-        (dict(hidden_size=48), "hidden_size that is a multiple of 32, not 48"),
-        (dict(n_routed_experts=0), "no routed experts"),
-    ),
-)
-def test_tile_refuses_models_that_the_kernels_do_not_support(machine, changes, line):
-    with pytest.raises(BackendError, match=line):
-        machine.resolve("tile", config=replace(CONFIG, **changes))
+def test_tile_refuses_models_that_the_kernels_do_not_support(machine):
+    with pytest.raises(BackendError, match="hidden_size that is a multiple of 32, not 48"):
+        machine.resolve("tile", config=replace(CONFIG, hidden_size=48))
+    with pytest.raises(BackendError, match="no routed experts"):
+        machine.resolve("tile", config=replace(CONFIG, n_routed_experts=0))
 
 
 @pytest.mark.parametrize("name", ("auto", "tile", "triton"))
