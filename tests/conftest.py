@@ -195,7 +195,7 @@ def lookups_of(table: EngramTable) -> tuple[torch.Tensor, torch.Tensor]:
     rows = [row for row, _ in table.lookups]
     gradients = [grad for _, grad in table.lookups]
     if table.sums is not None:
-        rows.append(torch.arange(len(table.weight)))
+        rows.append(torch.arange(len(table.sums), device=table.sums.device))
         gradients.append(table.sums)
     return torch.cat(rows), torch.cat(gradients)
 

@@ -1,12 +1,15 @@
 """Attention inside documents by padded batches, and the cache of decoding."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from conftest import small_config
-from spider.attention import Cache, attend_padded
+from spider.attention import ALL_ROWS, MLA, Cache, attend_padded
 from spider.packing import Packing
+from stand_in_gpu import stand_in_gpu
 
 LENGTHS = (
     (1,),
@@ -80,3 +83,22 @@ def test_a_cache_with_a_window_keeps_only_that_and_masks_the_rest(window, step_l
         before = before + torch.tensor(rows)
     if window:
         assert buffer.shape[3] <= max(16, 2 * (window + max(step_lengths) - 1))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_a_layer_on_a_gpu_attends_as_on_a_cpu_in_bf16_by_the_kernel(dtype):
+    """Its values would begin between the addresses that the kernel can read."""
+    config = small_config(qk_nope_head_dim=12, qk_rope_head_dim=4)
+    torch.manual_seed(0)
+    layer = MLA(config)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(60, 32).to(dtype)
+    cu_seqlens = torch.tensor([0, 35, 40, 60], dtype=torch.int32)
+    outs = []
+    for device in (nullcontext, stand_in_gpu):
+        with device(), torch.no_grad():
+            packing = Packing.build(cu_seqlens, 60, 35, config, dtype, window=9)
+            outs.append(layer(x, packing, ALL_ROWS)[0])
+    assert (packing.extent is None) == (dtype == torch.float32)
+    assert (outs[1] - outs[0]).norm() < 0.02 * outs[0].norm()

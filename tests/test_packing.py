@@ -103,3 +103,9 @@ def test_the_core_has_a_multiple_of_16_rows_and_its_padding_is_no_longer_than_th
     assert len(z) % 16 == 0
     packing = core_pass.packing
     assert int(packing.cu_seqlens.diff().max()) <= packing.longest
+
+
+def test_attentions_kernel_is_launched_for_as_many_rows_as_a_document_may_have():
+    cu_seqlens = torch.empty(5, dtype=torch.int32, device="meta")
+    packing = Packing.build(cu_seqlens, 2048, 700, small_config(), torch.bfloat16)
+    assert packing.extent.shape == (700, 0)

@@ -20,11 +20,9 @@ from torch.utils._pytree import tree_map_only
 import train
 from collectives import Collective, CollectiveRecorder, disagreements
 from rehearsal import gpu
-from rehearsal.refusals import Watch, of, tensors
-from spider import state
+from rehearsal.refusals import Watch, tensors
 from spider.distributed import World
 from spider.state import (
-    ShardedRows,
     broadcast_optimizers,
     copy_to_host,
     load_model,
@@ -91,51 +89,8 @@ def joined(rank: int, ranks: int, shards: int) -> Iterator[tuple[World, list[Col
     world.leave()
 
 
-def call_small_collectives() -> list[Collective]:
-    """Join as the first of two shards, agree, broadcast a result, and gather rows."""
-    with FakeTensorMode(), WatchFake(2), joined(0, ranks=2, shards=2) as (world, calls):
-        world.on_rank0(lambda: "result")
-        ShardedRows(of(torch.float32, 4, 2), [0, 4, 8], rank=0).gather()
-    return calls
-
-
 def faults_of(calls: list[Collective]) -> list[str]:
     return [fault for one in calls for fault in one.faults("cuda")]
-
-
-def agree_on_host(patch):
-    patch.setattr(World, "all", lambda world, holds: bool(world.sum(torch.tensor(int(holds)))))
-
-
-def broadcast_on_host(patch):
-    broadcast = dist.broadcast_object_list
-    patch.setattr(
-        dist, "broadcast_object_list", lambda objects, source, device: broadcast(objects, source)
-    )
-
-
-def receive_on_host(patch):
-    exchange = state.exchange
-    patch.setattr(
-        state,
-        "exchange",
-        lambda way, buffer, rank: exchange(way, torch.empty_like(buffer, device="cpu"), rank),
-    )
-
-
-def test_a_tensor_of_the_host_is_found_in_an_agreement_a_broadcast_and_a_gathering():
-    stand_in()
-    calls = call_small_collectives()
-    assert {one.name for one in calls} == {"allreduce", "broadcast", "recv"}
-    assert not faults_of(calls)
-    for plant, name in (
-        (agree_on_host, "allreduce"),
-        (broadcast_on_host, "broadcast"),
-        (receive_on_host, "recv"),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            plant(patch)
-            assert {*faults_of(call_small_collectives())} == {f"{name}: a tensor on the cpu"}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +115,7 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
     with FakeTensorMode(), WatchFake(700) as watch:
         with joined(0, ranks, shards) as (gpu.WORLD, calls):
             plan = train.settle(train.parse_args(words, environ={}), gpu.WORLD)
+            gpu.WORLD.on_rank0(lambda: "result")
         assert not faults_of(calls)
         for rank in range(ranks):
             with joined(rank, ranks, shards) as (gpu.WORLD, calls):
@@ -167,7 +123,9 @@ def test_nccl_accepts_the_collectives_of_all_ranks_in_a_step_a_save_a_load_and_a
                 batches = [gpu.batch_of(plan, documents=20) for _ in range(plan.flags.grad_accum)]
                 watch.waits.clear()
                 now = train.StepSettings(plan.flags.n_loops)
-                train.step_alone(model, optimizers, batches, now)
+                targets = train.targets_of_all(batches, gpu.WORLD)
+                sums = train.accumulate(model, batches, now, targets)
+                train.update(model, optimizers, sums, now, votes=[0, 1])
                 assert len(watch.waits) == plan.flags.grad_accum + 1, watch.waits
                 whole = dict(model=model_state(model), optimizers=optimizers.state_dict())
                 copied = copy_to_host(whole, None, gpu.WORLD.is_rank0)

@@ -214,15 +214,10 @@ def test_the_least_time_of_a_step_does_not_grow(flags, compiled, most):
         for moved in graph.moved:
             costs.add("Triton in graphs", 0, moved, times=graph.runs)
     costs.parts["together"] = [*map(sum, zip(*costs.parts.values(), strict=True))]
+    print(f"{plan.step_bytes:,} bytes")
     for part, (kernels, flops, moved, *seconds) in costs.parts.items():
         times = ", ".join(
             f"{card} {1e3 * least:.1f} ms" for card, least in zip(CARDS, seconds, strict=True)
         )
         print(f"{part}: {kernels} kernels, {flops / 1e12:.1f} TFLOP, {moved / 1e9:.1f} GB; {times}")
-    print(
-        ", ".join(
-            f"{card} {plan.step_bytes / least:,.0f} bytes/s"
-            for card, least in zip(CARDS, seconds, strict=True)
-        )
-    )
     assert 1e3 * seconds[0] <= most
