@@ -1076,7 +1076,7 @@ def build_model(model: Spider, plan: Plan, world: World) -> Spider:
     It is initialized from --seed, gets precision, backend and compilation, and is sharded over the
     ranks. Raise TooLarge where a step surely needs more memory than there is."""
     flags = plan.flags
-    world.on_rank0(lambda: estimate.check_memory(plan, world))
+    estimate.check_memory(plan, world)
     torch.manual_seed(flags.seed)
     model.to_empty(device=world.device)
     model.init_weights()

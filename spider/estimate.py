@@ -543,8 +543,9 @@ HOST_REMEDY = "free some of the host's memory, or choose a smaller --model"
 
 def lacks_host_memory(plan: RunPlan, world: World) -> bool:
     """Return whether a checkpoint on its way from a GPU to the disk does not fit into the host's
-    memory."""
-    return world.device.type == "cuda" and plan.checkpoint_size > free_memory(HOST)
+    memory. Rank 0 alone writes it; torchrun ends the others."""
+    copies = world.device.type == "cuda" and world.is_rank0
+    return copies and plan.checkpoint_size > free_memory(HOST)
 
 
 def describe_host_copy(plan: RunPlan) -> str:
