@@ -72,6 +72,7 @@ def test_commands_of_the_original_are_taken(line):
         ("--compile=true", "compile", "on"),
         ("--target_tokens=10e9", "target_tokens", 10**10),
         ("--n_loops=4096", "n_loops", 4096),
+        ("--max_steps=4611686018427387903", "max_steps", (1 << 62) - 1),
         ("--lr=1000", "lr", 1000.0),
     ),
 )
@@ -120,9 +121,7 @@ def test_runs_of_other_origins_have_directories_of_their_own(argv, directory):
 # --------------------------------------------------------------------------------------------------
 # Commands in the log can be pasted
 
-DIRECTORIES = pytest.mark.parametrize(
-    "name", ("my dir; touch X", "x$(touch P)", "-x", "--lr", "a'b")
-)
+DIRECTORIES = pytest.mark.parametrize("name", ("my dir; touch X", "--lr", "a'b"))
 
 
 @DIRECTORIES

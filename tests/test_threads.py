@@ -46,6 +46,7 @@ def test_quota_is_that_of_the_control_groups(tmp_path, groups, files, quota):
     "quota, before, after",
     (
         ("max", {}, {**WAITING}),
+        ("100000", {}, {**WAITING, "OMP_NUM_THREADS": "1"}),
         ("50000", {}, {**WAITING, "OMP_NUM_THREADS": "1"}),
         ("99999999999", {}, {**WAITING}),
         ("100000", {"OMP_NUM_THREADS": "7"}, {**WAITING, "OMP_NUM_THREADS": "7"}),
