@@ -25,7 +25,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from spider import common
 
@@ -45,13 +44,6 @@ from spider.distributed import World
 from tile_moe import moe_forward
 
 
-class StepKind(NamedTuple):
-    """The kinds of steps, of which each is measured once."""
-
-    precision: str
-    compile: str
-
-
 class Bench:
     """The machine, and the flags of train.py for a step."""
 
@@ -62,7 +54,8 @@ class Bench:
         self.world.device = self.device
         self.on_gpu = self.device.type == "cuda"
         self.has_fp8 = self.on_gpu and machine.has_fp8(self.device)
-        self.rates: dict[StepKind, float] = {}  # bytes/s, as measured
+        # bytes/s, as measured, by precision and --compile
+        self.rates: dict[tuple[str, str], float] = {}
         self.sources = [mock_source(0)]
         if "data_dir" in command.given:
             self.sources = open_data(command.flags.data_dir)
@@ -201,7 +194,7 @@ def measure_step(b: Bench, *flags: str) -> float:
     if "--compile=on" in flags:
         print("\ncompiling the layers, which may take minutes", flush=True)
     plan = b.plan(*flags)
-    kind = StepKind(plan.flags.precision, plan.flags.compile)
+    kind = (plan.flags.precision, plan.flags.compile)
     if kind in b.rates:
         return b.rates[kind]
     if b.on_gpu:
@@ -267,21 +260,15 @@ def profile(b: Bench, step: Callable[[], object]) -> dict:
         with tempfile.TemporaryDirectory() as directory:
             trace = Path(directory) / "trace.json"
             profiler.export_chrome_trace(str(trace))
-            work = machine.read_trace(trace)
+            busy, kernels = machine.read_trace(trace)
     except Exception as fault:  # no CUPTI, or not allowed: the step's time is worth more
         return {"the GPU works, ms": f"{fault!r:.200}"}
-    return {"the GPU works, ms": work.busy, "kernels": work.kernels}
+    return {"the GPU works, ms": busy, "kernels": kernels}
 
 
-class Gradient(NamedTuple):
-    """The loss of a batch, and the gradient of all dense parameters."""
-
-    loss: float
-    grad: Tensor
-
-
-def gradient_of(b: Bench, precision: str) -> Gradient:
-    """Compute a gradient of the same batch and weights for any precision."""
+def gradient_of(b: Bench, precision: str) -> tuple[float, Tensor]:
+    """Return the loss of a batch and the gradient of all dense parameters, of the same batch and
+    weights for any precision."""
     plan = b.plan(
         f"--precision={precision}",
         "--moe_backend=grouped",
@@ -292,7 +279,7 @@ def gradient_of(b: Bench, precision: str) -> Gradient:
     step = Step(b, plan)
     sums = train.accumulate(step.model, step.feed.take(), step.now).terms
     grads = [p.grad.flatten().cpu() for p in step.optimizers.dense if p.grad is not None]
-    return Gradient(float(sums["loss"]), torch.cat(grads))
+    return float(sums["loss"]), torch.cat(grads)
 
 
 def measure_fp8(b: Bench):
@@ -301,15 +288,15 @@ def measure_fp8(b: Bench):
     if not b.has_fp8:
         print("\nfp8: skipped, this machine has none")
         return
-    exact = gradient_of(b, "fp32")
+    exact_loss, exact = gradient_of(b, "fp32")
     rows = []
     for precision in ("bf16", "fp8"):
-        rounded = gradient_of(b, precision)
-        error = (rounded.grad - exact.grad).norm() / exact.grad.norm()
+        loss, rounded = gradient_of(b, precision)
+        error = (rounded - exact).norm() / exact.norm()
         rows.append(
             {
                 "precision": precision,
-                "loss - fp32's": rounded.loss - exact.loss,
+                "loss - fp32's": loss - exact_loss,
                 "gradient, relative": float(error),
             }
         )

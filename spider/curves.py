@@ -50,11 +50,6 @@ SOURCE = "val_bpb/"  # prefix of the keys of a source's validation
 # What is drawn
 
 
-class Curve(NamedTuple):
-    x: np.ndarray  # million bytes
-    y: np.ndarray
-
-
 def read_metrics(path: Path) -> list[dict]:
     """Read the finite numbers of each line of metrics.jsonl; return nothing if there is no such
     file."""
@@ -62,15 +57,15 @@ def read_metrics(path: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if value is not None} for line in lines]
 
 
-def curve_of(lines: list[dict], name: str, factor: float = 1) -> Curve:
-    """Return the values of `name` over million bytes, at most POINTS, each the mean of equally many
-    steps."""
+def curve_of(lines: list[dict], name: str, factor: float = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return a curve: million bytes, and over them the values of `name`, at most POINTS, each the
+    mean of equally many steps."""
     lines = [line for line in lines if name in line]
     size = max(1, math.ceil(len(lines) / POINTS))
     groups = [lines[first : first + size] for first in range(0, len(lines), size)]
     x = [group[-1]["bytes_seen"] / 1e6 for group in groups]
     y = [factor * np.mean([line[name] for line in group]) for group in groups]
-    return Curve(np.array(x), np.array(y))
+    return np.array(x), np.array(y)
 
 
 def smoothed(y: np.ndarray) -> np.ndarray:
@@ -146,19 +141,19 @@ def draw_chart(axes, chart: Chart, runs: dict[str, list[dict]]):
     validation = []
     for number, (run, lines) in enumerate(runs.items()):
         x, y = curve_of(lines, chart.name, chart.factor)
-        dots = curve_of(lines, chart.validation)
+        dots_x, dots_y = curve_of(lines, chart.validation)
         color = f"C{number}"
         axes.plot(x, y, color, lw=0.7, alpha=0.35)
         axes.plot(x, smoothed(y), color, lw=1.4, marker="o" if len(y) == 1 else "")
-        axes.plot(*dots, color, marker="o", ms=4, ls="")
+        axes.plot(dots_x, dots_y, color, marker="o", ms=4, ls="")
         for start in beginnings(lines):
             axes.axvline(start, color=color, lw=0.8, ls=":", zorder=0)
         last = [f"{smoothed(y)[-1]:.4g}"] if len(y) else []
-        if len(dots.y):
-            last.append(f"validation {dots.y[-1]:.4g}, lowest {dots.y.min():.4g}")
+        if len(dots_y):
+            last.append(f"validation {dots_y[-1]:.4g}, lowest {dots_y.min():.4g}")
         axes.plot([], [], color, label=plain(f"{run} {', '.join(last)}"))
         logged.append(y)
-        validation.append(dots.y)
+        validation.append(dots_y)
     axes.set_ylim(*limits_of(np.concatenate(logged), np.concatenate(validation)))
     axes.set_title(plain(chart.title), fontsize="medium")
     axes.set_xlabel("million bytes")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
@@ -316,15 +316,9 @@ def product_rate(device: torch.device) -> float:
     return 2 * n**3 / best
 
 
-class GPUWork(NamedTuple):
-    """What a GPU does in a profiler's trace."""
-
-    busy: float  # ms in which it works
-    kernels: int  # kernels and copies
-
-
-def read_trace(path: Path) -> GPUWork:
-    """Sum up a trace that torch's profiler wrote. What runs at the same time counts once."""
+def read_trace(path: Path) -> tuple[float, int]:
+    """Return for how many ms a GPU works in a trace that torch's profiler wrote, and the number of
+    kernels and copies. What runs at the same time counts once."""
     events = json.loads(path.read_text())["traceEvents"]
     intervals = sorted(
         (event["ts"], event["ts"] + event["dur"])
@@ -336,7 +330,7 @@ def read_trace(path: Path) -> GPUWork:
     for start, stop in intervals:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return GPUWork(busy / 1e3, len(intervals))
+    return busy / 1e3, len(intervals)
 
 
 def escape_message(record: "loguru.Record"):

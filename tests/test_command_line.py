@@ -74,7 +74,6 @@ def test_an_installation_is_found_from_a_directory_that_holds_a_folder_called_da
 @pytest.mark.parametrize(
     "flags, environ, recipe, defaults",
     (
-        ("--model tiny", {}, "tiny", ("4096", "computed from the horizon")),
         ("--device cpu", dict(SEQ_LEN="64"), "tiny", ("4096", "computed from the horizon")),
         ("--model=original", {}, "original", ("2048", "0.0003")),
     ),
@@ -228,11 +227,10 @@ def test_what_this_machine_cannot_do_is_an_error_that_names_the_remedy(tmp_path,
         assert "--device cpu" in refused(f"{base} --device cuda".split(), capsys)
 
 
-@pytest.mark.parametrize("name", ("file", "file/below"))
-def test_checkpoints_cannot_be_saved_in_a_file(tmp_path, capsys, name):
-    (tmp_path / "file").write_text("mine")
-    argv = ["--mock_data", "--ckpt_dir", tmp_path / name]
-    assert f"{tmp_path}/file" in refused(argv, capsys)
+def test_checkpoints_cannot_be_saved_in_a_file(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert str(file) in refused(["--mock_data", "--ckpt_dir", file], capsys)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -270,18 +268,8 @@ def test_dry_run_of_the_1b_model_prints_everything_and_takes_little_memory(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_dry_run_finds_what_a_run_would_find_and_writes_nothing(
-    tmp_path, shards, train_small, error_of
-):
-    directory = train_small(steps=3)
-    before = contents(directory)
-    for flags, expected in (
-        ("--set hidden_size=64", "hidden_size is 32, not 64"),
-        ("--reset_steps", "--ckpt_dir"),
-        ("--data_dir gone", "gone"),
-    ):
-        assert expected in error_of("--dry_run", flags)
-    for where in (directory, tmp_path / "new"):
-        assert train.command_line(run_flags(shards, where, "--dry_run")) == 0
-    assert contents(directory) == before
-    assert not (tmp_path / "new").exists()
+def test_dry_run_finds_what_a_run_would_find_and_changes_no_run(tmp_path, shards, trained, capsys):
+    before = contents(trained)
+    assert "--ckpt_dir" in refused(run_flags(shards, trained, "--dry_run --reset_steps"), capsys)
+    assert train.command_line(run_flags(shards, trained, "--dry_run")) == 0
+    assert contents(trained) == before

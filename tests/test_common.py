@@ -1,10 +1,8 @@
 """What all scripts share: errors of one line, flags, files that are complete or absent, locks."""
 
-import argparse
 import ast
 import errno
 import fcntl
-import itertools
 import os
 import re
 import shlex
@@ -22,20 +20,13 @@ import train
 from conftest import ROOT, contents
 from spider import common
 from spider.common import (
-    DataError,
     Diverged,
-    Parser,
     UsageError,
     durable,
-    integer,
     locked,
-    one_line,
-    printable,
     quoted,
-    real,
     run_program,
 )
-from spider.noise import step_seed
 
 
 def raises(fault: BaseException):
@@ -55,7 +46,6 @@ def raises(fault: BaseException):
     "fault, status, line",
     (
         (UsageError("no\nsuch"), 2, "error: no\\nsuch"),
-        (DataError("a: bad"), 2, "error: a: bad"),
         (Diverged("lower --lr"), 1, "error: lower --lr"),
         (FileNotFoundError(2, "No such file", "x"), 2, "error: x: No such file"),
         (KeyboardInterrupt(), 130, "stopped"),
@@ -67,16 +57,9 @@ def test_expected_error_is_one_line_and_a_status(capsys, fault, status, line):
     assert capsys.readouterr() == ("", f"x.py: {line}\n")
 
 
-def test_error_that_another_process_prints_is_silent(capsys):
-    assert run_program(raises(UsageError("bad")), "x.py", silent=(UsageError,)) == 2
-    assert capsys.readouterr().err == ""
-
-
-def test_defect_keeps_its_traceback_and_a_status_is_returned():
+def test_defect_keeps_its_traceback():
     with pytest.raises(RuntimeError, match="a defect"):
         run_program(raises(RuntimeError("a defect")), "x.py")
-    assert run_program(lambda: None, "x.py") == 0
-    assert run_program(lambda: 3, "x.py") == 3
 
 
 @pytest.mark.parametrize(
@@ -106,31 +89,8 @@ sys.exit(run_program(work, "x.py"))"""
     assert (done.stdout, done.stderr) == (out, err)
 
 
-def test_names_and_data_cannot_control_the_terminal():
-    assert one_line("a\x1b[2J\r\n\u202e\udcff\u6f22") == "a\\x1b[2J\\r\\n\\u202e\\udcff\u6f22"
-    ids = [257, *"a\\\n\u6f22".encode(), 0xE6, 256, 271]
-    assert printable(ids) == "\\<BOS>a\\\\\\n\u6f22\\xe6\\<PAD>\\<271>"
-
-
 # --------------------------------------------------------------------------------------------------
 # Flags
-
-
-def test_parser_tells_given_flags_from_defaults_and_takes_values_of_other_sources():
-    parser = Parser(prog="x.py")
-    parser.add_argument("--lr", type=real(0, 1), default=0.5)
-    parser.add_argument("--loud", action="store_true")
-    assert parser.given([]) == {}
-    assert parser.given(["--lr", "0.5", "--loud"]) == dict(lr=0.5, loud=True)
-    assert parser.given(["--loud=false"]) == dict(loud=False)
-    assert parser.given(["--loud=False", "--loud"]) == dict(loud=True)  # the last one counts
-    assert parser.value("lr", "0.25", "LR=0.25") == dict(lr=0.25)
-    assert parser.value("loud", True, "a.toml") == dict(loud=True)
-    assert parser.value("loud", False, "a.toml") == dict(loud=False)
-    with pytest.raises(UsageError, match="^LR=7: argument --lr: '7' is not a number"):
-        parser.value("lr", "7", "LR=7")
-    with pytest.raises(UsageError, match="unknown flag --lo; see python x.py --help"):
-        parser.parse_args(["--lo"])
 
 
 PARSERS = {
@@ -145,12 +105,10 @@ PARSERS = {
     "command, remedy",
     (
         ("train.py --seq-len 64", "unknown flag --seq-len: use --seq_len"),
-        ("train.py --learning-rate=1", "unknown flag --learning-rate: use --lr"),
         ("train.py --learnin_rate 1", "the nearest is --lr"),
         ("train.py -model tiny", "unknown flag -model: use --model"),
         ("train.py --zzz 1 --depth=4", "unknown flag --zzz; unknown flag --depth: use --model"),
         ("train.py batch_size=8", "use --micro_batch"),
-        ("train.py lr=8", "lr=8: use --lr"),
         ("train.py --lr=--", "--lr: -- is not a value"),
         ("sample.py --prompt=--", "--prompt: -- is not a value"),
         ("data.py prepare a --out=--", "--out: -- is not a value"),
@@ -158,12 +116,10 @@ PARSERS = {
         ("train.py --keep_best True", "write --NAME=True, without a space"),
         ("train.py --sample_prompt -x", "(one that begins with - as --NAME=VALUE)"),
         ("train.py --world_size 2", "unknown flag --world_size;"),
-        ("train.py configs/cpu.toml", "by --config"),
         ("train.py config/train_shakespeare_char.py --device=cpu", "by --config"),
         ("train.py --keep_best=1", "argument --keep_best: is True or False, not '1'"),
         ("train.py data", "unexpected word data"),
         ("sample.py a --num-samples=9", "the nearest is --samples"),
-        ("sample.py --raw=no a", "argument --raw: is True or False, not 'no'"),
         ("data.py prepare a --output b", "use --out; see python data.py prepare --help"),
         ("data.py show --data_dir a", "use its path, without a flag"),
         ("data.py verify", "required: DIR"),
@@ -194,12 +150,11 @@ def test_a_name_of_other_projects_is_none_of_ours_and_means_a_flag_that_there_is
                 assert f"argument {flag}" in str(fault)  # it lacks its value
 
 
-@pytest.mark.parametrize("parse_args", (train.parse_args, sample.parse_args))
-def test_a_notebooks_own_words_are_no_flags(parse_args, monkeypatch):
+def test_a_notebooks_own_words_are_no_flags(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", None)
     with pytest.raises(UsageError, match="give the flags as a list"):
-        parse_args()
-    assert parse_args(["--seed", 3]) is not None
+        sample.parse_args()
+    assert sample.parse_args(["--seed", 3]).seed == 3
 
 
 def test_words_after_a_switch_and_values_with_dashes_stay_what_they_are():
@@ -219,11 +174,8 @@ runpy.run_path(sys.argv[1])
     "python, command, line",
     (
         ("-S", "train.py", "has no numpy, torch, loguru: activate the environment"),
-        ("-S", "sample.py", "pip install -e ."),
-        ("-S", "data.py", "pip install -e ."),
-        ("-S", "bench.py", "pip install -e ."),
+        *(("-S", script, "pip install -e .") for script in PARSERS),
         ("-S", "train.py --seq_len 1", "--seq_len: '1' is not a whole number from 2"),
-        ("-S", "train.py --config none.toml", "--config: none.toml: No such file or directory"),
         ("-S", "sample.py --promt x", "unknown flag --promt: the nearest is --prompt"),
         *(("-c" + OLD_PYTHON, script, "python3.11 -m venv") for script in PARSERS),
     ),
@@ -242,33 +194,7 @@ def test_a_bad_flag_or_installation_is_one_line_and_status_2_before_any_import(
         ast.parse((ROOT / path).read_text(), feature_version=(3, 10))
 
 
-@pytest.mark.parametrize(
-    "parse, good, bad",
-    (
-        (
-            integer(1, 4096),
-            {"1": 1, "4e3": 4000, "4096": 4096},
-            ("0", "4097", "1.5", "x", "", "inf", "nan", "1" * 5000),
-        ),
-        (
-            integer(0),
-            {"0": 0, "10e9": 10**10, str((1 << 62) - 1): (1 << 62) - 1},
-            ("-1", "4.7e18", "\u00b2"),
-        ),
-        (real(0), {"0": 0.0, "1e30": 1e30}, ("-1", "inf", "nan", "x", "1e400")),
-        (real(0, 1000, above=True), {"1e-3": 1e-3, "1000": 1000.0}, ("0", "1001")),
-    ),
-)
-def test_numbers_are_taken_within_their_bounds(parse, good, bad):
-    assert {text: parse(text) for text in good} == good
-    for text in bad:
-        with pytest.raises(argparse.ArgumentTypeError):
-            parse(text)
-
-
-@pytest.mark.parametrize(
-    "name", ("my dir; touch X", "x$(touch P).gz", "-x", "-a b", "a'b", "plain/name.pt", "a\\b")
-)
+@pytest.mark.parametrize("name", ("my dir; touch X", "-x", "a'b"))
 def test_quoted_path_is_one_word_of_a_shell_and_no_flag(name):
     command = f"printf %s {quoted(Path(name))}"
     word = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
@@ -293,7 +219,7 @@ def test_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, m
     assert contents(tmp_path) == {"a": b"old"}
 
 
-@pytest.mark.parametrize("name", (".", "folder", "pipe", "link"))
+@pytest.mark.parametrize("name", ("folder", "pipe", "link"))
 def test_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -320,19 +246,13 @@ def test_durable_file_writes_through_no_link(tmp_path, monkeypatch):
         (tmp_path / names[-1]).symlink_to(victim)
     assert names[0] != names[1]
     assert path.read_text() == "b" and not path.is_symlink()
+    assert path.stat().st_mode == victim.stat().st_mode  # as of any new file
 
     monkeypatch.setattr(common.secrets, "token_hex", lambda _: names[0].split(".")[2])
     with pytest.raises(FileExistsError), durable(path) as file:  # the name was guessed after all
         file.write("c")
     assert path.read_text() == "b"
     assert victim.read_text() == "old"
-
-
-def test_durable_file_has_the_permissions_of_any_new_file(tmp_path):
-    with durable(tmp_path / "a"):
-        pass
-    (tmp_path / "plain").touch()
-    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 @pytest.mark.parametrize("order", ("ab", "ba"))
@@ -346,6 +266,13 @@ def test_two_writers_of_a_durable_file_at_once_leave_a_whole_one(tmp_path, order
         writers[name].close()
         assert (tmp_path / "c").read_text() == name * 100_000
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_durable_file_that_cannot_be_opened_is_named_as_the_user_does(tmp_path):
+    path = tmp_path / "none" / "a"
+    with pytest.raises(FileNotFoundError) as fault, durable(path):
+        pass
+    assert fault.value.filename == str(path)
 
 
 LINUX = "6.8.0-45-generic"
@@ -375,12 +302,6 @@ def test_allocator_extends_segments_unless_the_user_chose_or_wsls_drivers_refuse
     assert [os.environ.get(name) for name in names] == [new, old]
 
 
-def test_step_seeds_differ_by_seed_step_and_purpose():
-    seeds = {step_seed(*of) for of in itertools.product(range(3), range(9), "ab")}
-    assert len(seeds) == 3 * 9 * 2
-    assert max(seeds) < 1 << 62
-
-
 # --------------------------------------------------------------------------------------------------
 # Locks
 
@@ -397,7 +318,7 @@ def test_lock_excludes_others_and_leaves_no_file(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL))
+@pytest.mark.parametrize("number", (errno.ENOLCK, errno.ENOSYS))
 def test_file_system_without_locks_is_noted_and_nothing_stays_that_could_block_the_next_run(
     tmp_path, monkeypatch, capsys, number
 ):

@@ -158,6 +158,23 @@ def test_a_run_draws_its_curves_at_its_end_and_never_fails_for_them(
     assert "could not draw curves.png" in log_of_run(4)
 
 
+@pytest.mark.parametrize(
+    "argument, label, directory",
+    (
+        (".", "a", "."),
+        ("../x=y", "x=y", "../x=y"),
+        ("mine=../x=y", "mine", "../x=y"),
+    ),
+)
+def test_a_directory_without_a_label_has_its_name_for_one(
+    tmp_path, monkeypatch, argument, label, directory
+):
+    for name in ("a", "x=y"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    assert curves.labelled(argument) == (label, Path(directory))
+
+
 @pytest.fixture
 def metrics(tmp_path) -> Path:
     """A directory with the metrics of two steps."""

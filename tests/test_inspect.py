@@ -95,17 +95,6 @@ class Page(HTMLParser):
 # Reading
 
 
-def assert_gates_of_each_loop(record: inspect.Record):
-    """A segment has a gate in each loop until it halts."""
-    for visit, gates in record.gates.items():
-        running = [i for i, loops in enumerate(record.loops) if loops > visit.loop]
-        assert sorted(gates) == running
-
-
-def assert_segments_agree(shown: inspect.Shown):
-    assert len(shown.record.loops) == sum(shown.record.ends) == shown.segment[-1] + shown.ends[-1]
-
-
 @pytest.mark.parametrize("length", (1, 560))
 def test_what_is_recorded_is_what_the_full_pass_computes(length):
     model = model_of()
@@ -119,7 +108,6 @@ def test_what_is_recorded_is_what_the_full_pass_computes(length):
     assert sum(shown.bits) / length * math.log(2) == pytest.approx(
         out.nats_per_byte.item(), rel=1e-9
     )
-    assert_segments_agree(shown)
     assert len(record.loops) == int(out.segments)
     assert sum(record.loops) == pytest.approx(float(out.mean_loops) * len(record.loops))
     for layer, tokens in enumerate(out.tokens_per_expert):
@@ -127,8 +115,6 @@ def test_what_is_recorded_is_what_the_full_pass_computes(length):
         assert torch.equal(sum(loads, torch.zeros(4)), tokens.float())
     if length > 1:
         assert len(set(record.loops)) > 1  # else this compares nothing
-        assert_gates_of_each_loop(record)
-        assert sum(map(len, record.byte_gates)) == length + 1
 
 
 @pytest.mark.parametrize("changes", ({}, NO_CORE), ids=("core", "no core"))
@@ -157,11 +143,12 @@ def test_a_long_text_is_read_in_windows_up_to_the_last_end_of_a_segment(monkeypa
         scored = range(begin, min(end, 300))
         bits += [-float(log_p[n - start, ids[n + 1]]) / math.log(2) for n in scored]
     assert shown.bits == pytest.approx(bits, rel=1e-9)
-    assert_segments_agree(shown)
+    loops = shown.record.loops
+    assert len(loops) == sum(shown.record.ends) == shown.segment[-1] + shown.ends[-1]
     if not changes:
-        loops = shown.record.loops
         assert min(loops) == 1 and max(loops) == 3
-        assert_gates_of_each_loop(shown.record)
+        for visit, gates in shown.record.gates.items():  # of the segments that have not halted
+            assert sorted(gates) == [i for i, count in enumerate(loops) if count > visit.loop]
         # 2 layers, and 2 experts a token
         assert sum(load.sum() for load in shown.record.load.values()) == sum(loops) * 2 * 2
         assert sum(map(len, shown.record.byte_gates)) == 301
@@ -322,8 +309,6 @@ def test_loops_of_a_segment_stand_behind_the_character_in_which_it_ends(ends_at)
         dict(act=False),
         dict(engram_layers=()),
         dict(engram_byte_orders=()),
-        dict(boundaries="words"),
-        dict(n_coda_layers=0),
         dict(engram_match_words=(1, 2)),
     ),
     ids=str,
@@ -500,11 +485,6 @@ def test_html_names_the_page_and_bad_paths_are_refused(trained, tmp_path, monkey
     checkpoint = str(trained / "spider-step3.pt")
     assert sample.main([checkpoint, "--show", "abc", "--html", "out.html"]) == 0
     assert bytes.fromhex(data_of(Path("out.html").read_text())["bytes"]) == b"abc"
-    for argv in (
-        ["a", "--html", "/dev/null"],
-        ["a", "--html", "gone/x.html"],
-        [""],
-        [str(tmp_path)],
-    ):
+    for argv in (["a", "--html", "/dev/null"], ["a", "--html", "gone/x.html"], [str(tmp_path)]):
         assert sample.main([checkpoint, "--show", *argv]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith("sample.py: error: ")

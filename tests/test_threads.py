@@ -27,7 +27,6 @@ def make_groups(root, groups: str, files: dict[str, str]):
     (
         ("0::/\n", {}, math.inf),
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
-        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
         ("0::/\n", {"cpu.max": "100000 0\n"}, math.inf),
         ("no group\n", {"cpu.max": "250000 100000\n"}, math.inf),
         # the smallest of the groups that hold this one counts
