@@ -700,7 +700,7 @@ def with_recipe(command: CommandLine, recipe: str, origin: Origin) -> Flags:
     """Fill in the recipe's values, and what the checkpoint decides, of flags that are not given."""
     flags, given, _ = command
     defaults = dict(RECIPES[recipe].values)
-    if given & set(Split._fields):  # they say how many bytes a step has
+    if "micro_batch" in given:  # then a step has --grad_accum of them
         defaults.pop("global_batch", None)
     if origin.state is not None:
         saved_config = SpiderConfig.from_saved(origin.state["cfg"])
@@ -1422,7 +1422,7 @@ def print_dry_run(
             f"at least {estimate.describe_duration(n_bytes / bound)}: matrix products alone allow "
             f"{bound:,.0f} bytes/s (no step was timed: {obstacle})"
         )
-        if world.device.type == "cuda":
+        if world.device.type == "cuda" and flags.precision != "fp32":
             duration = (
                 f"about {estimate.describe_duration(n_bytes / expected)} at an expected "
                 f"{expected:,.0f} bytes/s, {duration}"
@@ -1443,7 +1443,8 @@ COMPARED = [name for name in RECORDED if name != "minutes"]
 MIXTURE = {"targets", "shares"}  # of the sources, see Loader.mixture
 READS = {name for name, spec in SPECS.items() if spec.reads} | MIXTURE
 EVALUATES = {name for name, spec in SPECS.items() if spec.evaluates} | MIXTURE
-MOVED = {"data_dir"}  # no change by itself: the same data may have moved
+# No changes by themselves: the same data may have moved, and the same step be split otherwise.
+MOVED = {"data_dir", "micro_batch"}
 
 
 class Start(NamedTuple):
@@ -1774,7 +1775,7 @@ def describe_plan(plan: Plan, command: CommandLine, world: World) -> list[str]:
             lines.append(f"--lr {flags.lr:g}: without it, the recipe would take {computed:g}")
     if "global_batch" in given:
         by_recipe.discard("micro_batch")
-    if given & set(Split._fields):
+    if "micro_batch" in given:
         by_recipe.discard("global_batch")
     if by_recipe:
         chosen = [pasteable(name, getattr(flags, name)) for name in SPECS if name in by_recipe]
@@ -2187,10 +2188,9 @@ def main(
     if not world.on_rank0(lambda: has_work(start, plan.flags)):
         describe_end(plan, start, "nothing left to train")
         return 0
-    memory = machine.memory_of(world.device, world.local_ranks)
     for line in (*opened.remarks, *map(str, opened.sources)):
         logger.info(line)
-    logger.info(estimate.describe_memory(plan.memory, memory))
+    logger.info(estimate.describe_memory(plan.memory, world))
 
     # ----------------------------------------------------------------------------------------------
     # Model and optimizers, restored from the checkpoint

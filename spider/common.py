@@ -635,7 +635,7 @@ LIMITS = {
     "prompt": 32 * MIB,
     "metadata.json": 32 * MIB,
     "JSON file": 4 * MIB,  # of an export
-    "config file": MIB,
+    "config file": MIB >> 6,  # a name of thousands of dotted parts takes quadratic time and memory
     "line": MIB,  # of metrics.jsonl
     "data.pkl": 16 * MIB,  # of a checkpoint: all but its tensors
 }
@@ -712,7 +712,8 @@ def durable(path: Path, mode: str = "w") -> Iterator[IO]:
     A kill or a power loss leaves one of the two, an exception the old one. What a killed process
     left of a file is deleted when it is written again. The temporary name is random: two processes
     do not share it, and nobody can guess it and put a link there."""
-    if path.exists() and not path.is_file():  # os.replace would replace a device such as /dev/null
+    # os.replace would replace a device such as /dev/null, or the link /dev/stdout
+    if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
         raise FileExistsError(errno.EEXIST, "not a regular file: use another name", str(path))
     delete_unfinished(path.parent, glob.escape(path.name))
     while True:
@@ -763,5 +764,7 @@ def delete_unfinished(directory: Path, pattern: str):
                     unfinished.unlink()
             finally:
                 os.close(descriptor)
+        except FileNotFoundError:  # another process was faster
+            pass
         except OSError as fault:  # such as another owner's; it only takes space
             note(f"{unfinished}, which a killed process left, cannot be deleted: {fault.strerror}")

@@ -26,6 +26,7 @@ POINTS = 300  # per curve, each a mean over equally many steps
 SMOOTH = 1 / 40  # of a curve, to each side of a point in its moving average
 EPOCHS = 30  # the beginnings of more are not marked
 COLUMNS = 4  # of charts, at most
+MOST = 20  # charts: more sources have none
 
 
 class Chart(NamedTuple):
@@ -87,7 +88,7 @@ def charts_of(lines: list[dict]) -> list[Chart]:
         if name.startswith(SOURCE):
             source = name.removeprefix(SOURCE)
             charts.append(Chart(f"validation of {source}, bits per byte", name))
-    return charts
+    return charts[:MOST]
 
 
 def beginnings(lines: list[dict]) -> list[float]:

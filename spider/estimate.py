@@ -10,6 +10,7 @@ step on fake tensors (tests/rehearsal).
 import math
 import shutil
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -484,14 +485,22 @@ def choose_memory(
     return MemoryChoice(split, recompute, memory)
 
 
-def describe_memory(memory: Mapping[str, float], available: float) -> str:
-    """Describe the memory of a run by purpose, and whether it fits into `available` bytes."""
+def usable_memory(world: World) -> float:
+    """Return the bytes that a rank's step may take: of a GPU the part that FITS, of a machine
+    all."""
+    available = memory_of(world.device, world.local_ranks)
+    return FITS * available if world.device.type == "cuda" else available
+
+
+def describe_memory(memory: Mapping[str, float], world: World) -> str:
+    """Describe the memory of a run by purpose, and whether it suffices."""
     needed = sum(memory.values())
-    verdict = "NOT ENOUGH" if needed > available else "enough"
+    usable = usable_memory(world)
+    verdict = "NOT ENOUGH" if needed > usable else "enough"
     purposes = [f"{name} {size / 1e9:.2f}" for name, size in memory.items() if size >= 5e6]
     return (
-        f"memory: about {needed / 1e9:.3g} GB of {available / 1e9:.3g}, {verdict}: "
-        f"{', '.join(purposes)}"
+        f"memory: about {needed / 1e9:.3g} GB of {usable / 1e9:.3g} that a step may take, "
+        f"{verdict}: {', '.join(purposes)}"
     )
 
 
@@ -521,20 +530,23 @@ def check_memory(plan: RunPlan, world: World):
         raise TooLarge(f"--ckpt_every: {describe_host_copy(plan)}: {HOST_REMEDY}")
 
 
-def memory_remedy(plan: RunPlan, world: World) -> str:
-    """Name the flags that lower the memory of a run."""
-    remedies = []
-    if plan.flags.micro_batch > 1:
-        remedies.append(
-            f"give --global_batch {plan.step_bytes} without --micro_batch and --grad_accum, for a "
-            f"micro-batch that fits"
-        )
-    if plan.flags.recompute != "all":
-        remedies.append("leave out --recompute")
+def memory_remedy(plan: Any, world: World) -> str:
+    """Name flags with which a run fits into memory. plan: a train.Plan."""
     if world.shards < world.ranks:
-        remedies.append(f"raise --shards to {world.ranks}")
-    remedies.append("choose a smaller --seq_len or --model")
-    return ", or ".join(remedies)
+        return f"raise --shards to {world.ranks}"
+    sequences = plan.flags.micro_batch * plan.flags.grad_accum
+    least = dict(micro_batch=1, grad_accum=sequences, recompute="all")
+    remedies = {
+        f"give --global_batch {plan.step_bytes} without --micro_batch, --grad_accum and "
+        f"--recompute, for a micro-batch that fits": least,
+        "give --micro_batch 1 without --grad_accum and --recompute": least | dict(grad_accum=1),
+    }
+    for remedy, changes in remedies.items():
+        changed = replace(plan, flags=replace(plan.flags, **changes))
+        memory = estimate_memory(plan.model, changed, "all", world)
+        if sum(memory.values()) <= usable_memory(world):
+            return remedy
+    return "choose a smaller --seq_len or --model"
 
 
 HOST = torch.device("cpu")
@@ -624,8 +636,7 @@ def print_memory_and_disk(plan: RunPlan, world: World) -> list[str]:
     wanted = plan.flags.keep_last + plan.flags.keep_best
     present = min(wanted, len(checkpoint_paths(directory)))
     missing = wanted + 1 - present  # one more, while the oldest is not yet deleted
-    available = memory_of(world.device, world.local_ranks)
-    print(describe_memory(plan.memory, available))
+    print(describe_memory(plan.memory, world))
     if world.device.type == "cuda":
         print(describe_host_copy(plan))
     print(
@@ -634,7 +645,7 @@ def print_memory_and_disk(plan: RunPlan, world: World) -> list[str]:
         flush=True,
     )
     lacking = []
-    if sum(plan.memory.values()) > available:
+    if sum(plan.memory.values()) > usable_memory(world):
         lacking.append(f"memory: {memory_remedy(plan, world)}")
     if lacks_host_memory(plan, world):
         lacking.append(f"host memory: {HOST_REMEDY}")

@@ -277,6 +277,8 @@ def arrow_cells(file: IO[bytes], field: str) -> Iterator[object]:
         batch.validate(full=True)  # before anything is read by a damaged offset
         for cell in batch.column(field):
             yield cell.as_py()
+    if not is_file_format and file.read(1):
+        raise ValueError("nothing is read after the end of its first stream")
 
 
 def csv_cells(file: IO[bytes], field: str) -> Iterator[object]:
@@ -375,10 +377,10 @@ def text_of(record: object, field: str) -> bytes | Fault | None:
     """
     if isinstance(record, bytes):
         limit = LIMITS["record"]
-        if not record.strip():
-            return None
         if len(record) > limit:
             return Fault(f"longer than {limit:,} bytes")
+        if not record.strip():
+            return None
         try:
             record = DECODER.decode(record.removeprefix(BYTE_ORDER_MARK).decode())
         except (ValueError, RecursionError):

@@ -60,7 +60,7 @@ def resolve_device(name: str) -> torch.device:
 def cuda_of_driver() -> int:
     """Return the CUDA version that NVIDIA's driver supports (12040: 12.4), 0 without a driver."""
     version = ctypes.c_int(0)
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value
 

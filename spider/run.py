@@ -105,7 +105,8 @@ class RunProgress:
         if self.skipped >= max_skipped:
             raise Diverged(
                 f"no finite loss or gradient in the last steps ({self.skipped}), which changed no "
-                f"weight: resume with a lower --lr or more --warmup_steps"
+                f"weight: resume with a lower --lr or more --warmup_steps, and if no step is left, "
+                f"with a larger --target_tokens"
             )
 
     def next_sequence(self, seq_len: int) -> int:
@@ -123,6 +124,7 @@ class RunProgress:
 
         evaluations: forget the validation losses, too, since other bytes are evaluated."""
         self.forget_recent()
+        self.skipped = 0
         self.unimproved = 0
         if evaluations:
             self.best_loss = math.inf

@@ -219,7 +219,7 @@ def test_durable_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, m
     assert contents(tmp_path) == {"a": b"old"}
 
 
-@pytest.mark.parametrize("name", ("folder", "pipe", "link"))
+@pytest.mark.parametrize("name", ("folder", "pipe", "link", "/dev/stdout"))
 def test_durable_file_replaces_no_directory_pipe_or_device(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()

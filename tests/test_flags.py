@@ -155,7 +155,7 @@ def test_the_command_of_an_odd_step_shows_its_batch(name):
         ("lr = [1]", "--lr"),
         ('lr = "--"', "--lr: -- is not a value"),
         ("lr = 0x" + "f" * 6000, "4300 digits"),
-        ("#" * 1_048_577, "longer than 1,048,576 bytes"),
+        ("#" * 16_385, "longer than 16,384 bytes"),
         ("run = true", "--run is no switch"),
         ("steps", ""),
         (b"\xff", ""),

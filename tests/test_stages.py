@@ -166,7 +166,7 @@ def test_a_step_is_split_into_micro_steps_over_ranks(ranks, argv, first):
         ("--model base --seq_len 256", 512, 256),
         ("--model 1b --seq_len 96", 1366, 96),  # 1365.3
         ("--model 1b --seq_len 262144", 1, 262144),
-        ("--model 1b --grad_accum 2 --seq_len 16", 128, 16),
+        ("--model 1b --grad_accum 2 --seq_len 16", 8192, 16),
         ("--model 1b --global_batch 4096 --micro_batch 1", 2, 2048),
     ),
 )

@@ -94,6 +94,7 @@ def test_several_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
         argv = run_flags(shards, directory, flags, "--max_skipped", most, steps=steps)
         for _ in range(2):
             assert "lower --lr" in refused(argv, capsys, status=1)
+        assert "settings differ" in refused([*argv, "--lr", "0.1"], capsys)
         for path in directory.glob(f"spider-step{steps}.pt"):
             path.unlink()
 
