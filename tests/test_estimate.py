@@ -328,6 +328,8 @@ def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(
     assert lines[-1].startswith(f"verdict: {verdict}")
     for lacking in short:
         assert f"{lacking}: " in lines[-1] and remedies[lacking] in lines[-1]
+    for start in ("flags", "data: ", "model tiny"):
+        assert any(line.startswith(start) for line in lines)
     summary = [line.partition(":")[0] for line in lines[-4:]]
     assert summary == ["memory", "disk", "run", "verdict"]
     assert not (tmp_path / "run").exists()

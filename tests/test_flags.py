@@ -14,9 +14,7 @@ from spider.common import UsageError
 from spider.run import RunProgress
 from train import SPECS, Flags, parse_args
 
-CHOICES = {
-    name: spec.options["choices"] for name, spec in SPECS.items() if "choices" in spec.options
-}
+
 PARSERS = {name: spec.options["type"] for name, spec in SPECS.items() if "type" in spec.options}
 
 
@@ -185,7 +183,8 @@ def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
     rng = random.Random(7)
     taken = bad = 0
     for name in SPECS.keys() - {"config"}:
-        for value in (*JUNK, repr(rng.uniform(-9, 9)), *CHOICES.get(name, ())):
+        choices = SPECS[name].options.get("choices", ())
+        for value in (*JUNK, repr(rng.uniform(-9, 9)), *choices):
             sources = [([f"--{name}={value}"], {}, f"--{name}")]
             if name in train.ENVIRONMENT and value:
                 sources.append(([], {name.upper(): value}, name.upper()))
