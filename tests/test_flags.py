@@ -14,7 +14,6 @@ from spider.common import UsageError
 from spider.run import RunProgress
 from train import SPECS, Flags, parse_args
 
-
 PARSERS = {name: spec.options["type"] for name, spec in SPECS.items() if "type" in spec.options}
 
 
