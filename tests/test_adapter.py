@@ -131,7 +131,7 @@ def test_rows_of_a_padded_batch_are_as_each_alone(model, side):
     "row", ([BOS_ID, *b"abc def gh"], [*b"no begin"], [*b"two", EOS_ID, BOS_ID, *b"ab", EOS_ID])
 )
 @pytest.mark.parametrize(
-    "before, after, filler", ((7, 0, 9), (0, 5, PAD_ID), (3, 4, PAD_ID), (3, 4, EOS_ID))
+    "before, after, filler", ((7, 0, 9), (0, 5, PAD_ID), (1, 4, PAD_ID), (3, 4, EOS_ID))
 )
 def test_padding_changes_no_loss_whatever_mask_and_labels_have_there(
     model, row, before, after, filler
