@@ -131,7 +131,7 @@ def test_rows_of_a_padded_batch_are_as_each_alone(model, side):
     "row", ([BOS_ID, *b"abc def gh"], [*b"no begin"], [*b"two", EOS_ID, BOS_ID, *b"ab", EOS_ID])
 )
 @pytest.mark.parametrize(
-    "before, after, filler", ((7, 0, 9), (0, 5, PAD_ID), (3, 4, PAD_ID), (3, 4, EOS_ID))
+    "before, after, filler", ((7, 0, 9), (0, 5, PAD_ID), (1, 4, PAD_ID), (3, 4, EOS_ID))
 )
 def test_padding_changes_no_loss_whatever_mask_and_labels_have_there(
     model, row, before, after, filler
@@ -288,7 +288,7 @@ def test_generate_refuses_what_the_model_lacks(model):
 def test_the_vocabulary_keeps_its_size_and_loops_begin_at_one(model, tokenizer):
     model.resize_token_embeddings(len(tokenizer))
     # as TRL's clone_chat_template and PEFT's AutoPeftModel read it
-    assert model.vocab_size == len(tokenizer.vocab) == 272
+    assert model.vocab_size == tokenizer.vocab_size == len(tokenizer.vocab) == 272
     assert len(model.get_input_embeddings().weight) == 272
     with pytest.raises(ValueError, match="pass len.tokenizer."):
         model.resize_token_embeddings(300)
@@ -535,7 +535,7 @@ def test_lora_trains_saves_and_loads_by_the_standard_task_type(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets", (None, "all-linear"), ids=("plain", "lora"))
+@pytest.mark.parametrize("targets", (None, "all-linear"))
 def test_trl_trains_on_the_models_own_probabilities(exported, model, tokenizer, tmp_path, targets):
     """SFT's first loss is the model's cross-entropy of the completions, DPO's is ln 2."""
     trl = pytest.importorskip("trl")
@@ -618,9 +618,10 @@ def test_special_tokens_in_a_text_are_special_unless_they_are_split(exported, to
     assert tokenizer(spelled)["input_ids"] == [BOS_ID, 97, EOS_ID, 32, PAD_ID, *reserved]
     assert tokenizer(spelled, split_special_tokens=True)["input_ids"] == list(spelled.encode())
     other_end = load_tokenizer(exported, eos_token="<|im_end|>")
-    assert other_end.decode([104, 270, EOS_ID, *other_end("<|im_end|>")["input_ids"]]) == (
-        "h<reserved_270><eos><|im_end|>"
-    )
+    ids = [104, 270, EOS_ID]
+    assert other_end.decode(ids, skip_special_tokens=True) == "h"
+    ids += other_end("<|im_end|>")["input_ids"]
+    assert other_end.decode(ids) == "h<reserved_270><eos><|im_end|>"
     load_tokenizer(exported, split_special_tokens=True).save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path)(spelled)["input_ids"] == list(spelled.encode())
 

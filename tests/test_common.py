@@ -24,6 +24,8 @@ from spider.common import (
     UsageError,
     durable,
     locked,
+    one_line,
+    printable,
     quoted,
     run_program,
 )
@@ -89,9 +91,14 @@ sys.exit(run_program(work, "x.py"))"""
     assert (done.stdout, done.stderr) == (out, err)
 
 
+def test_names_and_data_cannot_control_the_terminal():
+    assert one_line("a\x1b[2J\r\n\u202e\udcff\u6f22") == "a\\x1b[2J\\r\\n\\u202e\\udcff\u6f22"
+    ids = [257, *"a\\\n\u6f22".encode(), 0xE6, 256, 271]
+    assert printable(ids) == "\\<BOS>a\\\\\\n\u6f22\\xe6\\<PAD>\\<271>"
+
+
 # --------------------------------------------------------------------------------------------------
 # Flags
-
 
 PARSERS = {
     "train.py": train.parse_args,

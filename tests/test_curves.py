@@ -189,7 +189,6 @@ def test_runs_that_cannot_be_drawn_are_refused_in_a_line(metrics, capsys, curves
     gone = metrics / "gone"
     for argv, error in (
         ([], "usage"),
-        (["a"], "a: there is no metrics.jsonl"),
         ([f"a={metrics}", f"b={gone}"], f"{gone}: there is no"),
     ):
         assert curves.main([str(out), *argv]) == 2 and not out.exists()

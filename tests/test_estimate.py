@@ -134,10 +134,12 @@ class Card(NamedTuple):
 
 CARDS = {
     "RTX 3090": Card((8, 6), 25.3e9, (4, 16), (8, 8), False),
+    "RTX 4090": Card((8, 9), 25.3e9, (4, 16), (8, 8), False),
     "RTX 5090": Card((12, 0), 33.7e9, (8, 8), (8, 8), False),
     "A100 40 GB": Card((8, 0), 42.3e9, (8, 8), (16, 4), False),
     "L40S": Card((8, 9), 47.7e9, (8, 8), (16, 4), False),
     "A100 80 GB": Card((8, 0), 85.0e9, (32, 2), (32, 2), True),
+    "H100": Card((9, 0), 85.0e9, (32, 2), (32, 2), True),
     "RTX PRO 6000": Card((12, 0), 102e9, (32, 2), (32, 2), True),
     "H200": Card((9, 0), 150.1e9, (64, 1), (64, 1), True),
 }
@@ -329,6 +331,8 @@ def test_the_dry_run_ends_with_what_does_not_suffice_and_with_status_1(
     assert lines[-1].startswith(f"verdict: {verdict}")
     for lacking in short:
         assert f"{lacking}: " in lines[-1] and remedies[lacking] in lines[-1]
+    for start in ("flags", "data: ", "model tiny"):
+        assert any(line.startswith(start) for line in lines)
     summary = [line.partition(":")[0] for line in lines[-4:]]
     assert summary == ["memory", "disk", "run", "verdict"]
     assert not (tmp_path / "run").exists()

@@ -14,9 +14,6 @@ from spider.common import UsageError
 from spider.run import RunProgress
 from train import SPECS, Flags, parse_args
 
-CHOICES = {
-    name: spec.options["choices"] for name, spec in SPECS.items() if "choices" in spec.options
-}
 PARSERS = {name: spec.options["type"] for name, spec in SPECS.items() if "type" in spec.options}
 
 
@@ -53,7 +50,6 @@ def test_variables_of_the_original_set_their_flags():
     (
         "--seq_len 256 --micro_batch 112 --grad_accum 4 --precision fp8 --n_loops 6",
         "--resume checkpoints/spider-step2650.pt --reset_steps",
-        "--compile --mock_data --max_steps 20",
     ),
 )
 def test_commands_of_the_original_are_taken(line):
@@ -152,7 +148,6 @@ def test_the_command_of_an_odd_step_shows_its_batch(name):
         ("lrr = 1", "unknown flag lrr"),
         ("[x]\nbatch_size = 1", "unknown flag batch_size: use --micro_batch"),
         ("lr = 2000", "--lr"),
-        ("lr = [1]", "--lr"),
         ('lr = "--"', "--lr: -- is not a value"),
         ("lr = 0x" + "f" * 6000, "4300 digits"),
         ("#" * 16_385, "longer than 16,384 bytes"),
@@ -188,7 +183,8 @@ def test_any_value_of_any_flag_or_variable_is_taken_or_refused_by_name():
     rng = random.Random(7)
     taken = bad = 0
     for name in SPECS.keys() - {"config"}:
-        for value in (*JUNK, repr(rng.uniform(-9, 9)), *CHOICES.get(name, ())):
+        choices = SPECS[name].options.get("choices", ())
+        for value in (*JUNK, repr(rng.uniform(-9, 9)), *choices):
             sources = [([f"--{name}={value}"], {}, f"--{name}")]
             if name in train.ENVIRONMENT and value:
                 sources.append(([], {name.upper(): value}, name.upper()))

@@ -342,6 +342,7 @@ def test_a_page_has_votes_in_nats_and_gates_of_matches_only_without_tables(table
     has_vote = [level != " " for level in votes]
     assert has_vote == [False] * 7 + [True] * 6 + [False]
     assert "0" in votes  # below 0, as no gate is
+    assert inspect.levels_of(torch.tensor([0.0, 0.25, 9.0]), inspect.VOTES) == "127"
     assert "word 1, its vote" in rows
     for name, row in rows.items():
         assert (row["shades"] == "votes") == ("vote" in name)
@@ -485,6 +486,6 @@ def test_html_names_the_page_and_bad_paths_are_refused(trained, tmp_path, monkey
     checkpoint = str(trained / "spider-step3.pt")
     assert sample.main([checkpoint, "--show", "abc", "--html", "out.html"]) == 0
     assert bytes.fromhex(data_of(Path("out.html").read_text())["bytes"]) == b"abc"
-    for argv in (["a", "--html", "/dev/null"], ["a", "--html", "gone/x.html"], [str(tmp_path)]):
-        assert sample.main([checkpoint, "--show", *argv]) == 2
+    for page in ("/dev/null", "gone/x.html"):
+        assert sample.main([checkpoint, "--show", "a", "--html", page]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith("sample.py: error: ")

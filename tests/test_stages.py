@@ -71,9 +71,6 @@ def test_a_recipe_fills_in_what_is_not_given(argv, checkpoint, expected):
     assert {name: getattr(flags, name) for name in expected} == expected
 
 
-TIMED = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096)
-
-
 @pytest.mark.parametrize(
     "argv, resumes, target_tokens, eval_tokens",
     (
@@ -84,7 +81,8 @@ TIMED = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096)
     ),
 )
 def test_a_resumed_run_of_minutes_keeps_its_horizon(argv, resumes, target_tokens, eval_tokens):
-    flags = train.with_recipe(command(argv), "tiny", origin(resumes, flags=TIMED))
+    recorded = dict(minutes=5.0, target_tokens=640_000, eval_tokens=4096)
+    flags = train.with_recipe(command(argv), "tiny", origin(resumes, flags=recorded))
     assert (flags.target_tokens, flags.eval_tokens) == (target_tokens, eval_tokens)
 
 
