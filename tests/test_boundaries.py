@@ -168,9 +168,10 @@ def test_pairs_lie_within_documents_and_entropies_are_those_of_the_next_byte():
     model = learner()
     predictor = model.boundary_predictor
     predictor.init_weights()
-    ids = torch.tensor([[BOS_ID, *b"abacab", EOS_ID, BOS_ID, *b"ba", EOS_ID, *b"d", PAD_ID]])
+    texts = (BOS_ID, *b"abacab", EOS_ID), (BOS_ID, *b"ba", EOS_ID), (*b"d",), (BOS_ID, PAD_ID)
+    ids = torch.tensor([[i for text in texts for i in text]])
     counts = model(ids, ids, noise_seed=0).boundary_counts
-    assert counts[:N_BINS].sum() == 11  # scores of all bytes but EOS and PAD
+    assert counts[:N_BINS].sum() == 12  # scores of all bytes but EOS and PAD
     model.update_boundaries(counts, 2.5)
     a, b, c = b"abc"
     pairs = {}

@@ -32,7 +32,6 @@ from data import (
     Stream,
     mock_source,
     open_data,
-    raise_file_limit,
     validation_sets,
 )
 from preparing import error_line, prepare, run_data, source, stream, write_shard
@@ -438,7 +437,7 @@ def test_shards_are_read_where_python_has_no_modules_of_unix(shards):
     assert done.stdout == "640\n", done.stderr
 
 
-def test_limit_of_open_files_is_raised_as_far_as_the_system_allows(monkeypatch):
+def test_limit_of_open_files_is_raised_as_far_as_the_system_allows(shards, monkeypatch):
     """macOS reports no hard limit, but may refuse more than 61,440 files."""
     limits = []
 
@@ -449,7 +448,7 @@ def test_limit_of_open_files_is_raised_as_far_as_the_system_allows(monkeypatch):
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    raise_file_limit()
+    open_data(str(shards))
     assert limits == [(10_240, resource.RLIM_INFINITY)]
 
 

@@ -219,6 +219,38 @@ def test_the_gradient_of_q_in_fp32_takes_a_mebibyte_per_document_beyond_the_byte
     size = estimate_memory(model, plan, "nothing", world_of("cuda"))[FLASH_BACKWARD]
     assert size == pytest.approx((sequences * length + 128 * documents) * 16 * 128 * 4, rel=1e-3)
     assert size == pytest.approx(expected, rel=0.01)
+    narrow = replace(plan, config=plan.config.changed("qk_nope_head_dim=16,v_head_dim=80"))
+    rows = sequences * length
+    assert estimate.flash_backward(narrow, rows) / estimate.flash_backward(plan, rows) == 96 / 128
+
+
+def test_a_rank_has_its_part_of_the_gradients_in_one_micro_step_and_of_the_checkpoints_copy():
+    """Of two shards on one machine."""
+    world = world_of()
+    world.ranks = world.local_ranks = world.shards = 2
+    for grad_accum, part in ((1, 2), (2, 1)):
+        plan = settled("--model", "tiny", "--grad_accum", str(grad_accum))
+        memory = estimate_memory(plan.model, plan, "nothing", world)
+        tables = [table.weight for table in estimate.tables_of(plan.model).values()]
+        weights = sum(p.nbytes for p in plan.model.parameters()) - sum(t.nbytes for t in tables)
+        assert memory["gradients"] == weights / part
+        assert memory["checkpoint copy"] == plan.checkpoint_size / 2
+
+
+def test_lookups_of_an_engram_table_take_less_than_is_estimated_however_many():
+    """Four micro-steps of 2,000 lookups each, in a table of about 500 rows."""
+    model = Spider(small_config(engram_rows=250))
+    plan = SimpleNamespace(config=model.config, flags=SimpleNamespace(grad_accum=4))
+    name, table = next(item for item in estimate.tables_of(model).items() if "core" in item[0])
+    lookups = 4 * len(table.weight)
+    with LiveBytes() as measured:
+        for _ in range(4):
+            row = torch.arange(lookups) % len(table.weight)
+            table.gather(row, torch.ones(lookups, table.weight.shape[1]))
+            del row
+    rows = lookups / len(table.primes) * model.config.bytes_per_segment
+    estimated = estimate.table_gradients({name: table}, plan, rows)
+    assert measured.peak < estimated < 2 * measured.peak
 
 
 def test_an_expert_keeps_its_input_and_five_hidden_tensors_of_each_of_its_tokens():
@@ -402,6 +434,7 @@ def test_the_dry_run_times_no_step_where_that_would_take_long(tmp_path, reason, 
         (dict(parameters=100.0, padding=900.0), 1.0, None),  # only some documents need padding
         (dict(parameters=130.0), 1.0, "--micro_batch: the run needs"),
         (dict(parameters=20.0, batches=99.0), 1.0, None),
+        (dict(parameters=20.0, batches=104.0), 1.0, "--grad_accum: the batches"),
         (dict(parameters=20.0, batches=150.0), 1.0, "--grad_accum: the batches"),
         (dict(parameters=20.0), 1e18, "--ckpt_every: a checkpoint is copied"),
     ),

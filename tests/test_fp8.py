@@ -11,6 +11,7 @@ from conftest import SMALL, awake, settled, small_config, text, world_of
 from spider.fp8 import convert_to_fp8, input_scale, takes_fp8
 from spider.layers import Linear, rms_norm
 from spider.optim import Optimizers
+from spider_model import Spider
 from test_train import batches_of
 from train import StepSettings, step_alone
 
@@ -84,6 +85,29 @@ def test_a_biased_linear_in_fp8_adds_its_bias_in_training_as_in_evaluation():
         model.extra.bias.fill_(5)
     convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=64)
     assert all((model.train(mode).extra(x) == 5).all() for mode in (True, False))
+
+
+def test_a_product_in_fp8_is_padded_where_its_inner_dimension_is_no_multiple_of_16():
+    """That of the output is the width of its input, then its own width, then its rows."""
+    model = awake(small_config())
+    model.extra = Linear(32, 24)
+    convert_to_fp8(model, torch.device("cpu"), experts=False, step_bytes=64)
+    for rows, name, other in ((16, "aligned", "ragged"), (17, "ragged", "aligned")):
+        products = getattr(model.extra, f"mm_config_{name}")
+        assert [p.pad_inner_dim for p in products] == [False, True, rows == 17]
+        kept = getattr(model.extra, f"mm_config_{other}")
+        delattr(model.extra, f"mm_config_{other}")  # not read for so many rows
+        assert model.extra(torch.ones(rows, 32)).shape == (rows, 24)
+        setattr(model.extra, f"mm_config_{other}", kept)
+
+
+@pytest.mark.parametrize("device", ("cpu", "meta"))
+def test_only_a_cpu_emulates_fp8(device):
+    with torch.device(device):
+        model = Spider(small_config())
+    convert_to_fp8(model, torch.device(device), experts=False, step_bytes=64)
+    configs = [m.mm_config_ragged for m in model.modules() if hasattr(m, "mm_config_ragged")]
+    assert {config.output.emulate for config in configs} == {device == "cpu"}
 
 
 def test_a_row_in_fp8_does_not_depend_on_others_where_the_scale_is_known_beforehand():

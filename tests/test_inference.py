@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from conftest import awake, small_config
 from preparing import stream
 from spider.decode import forbid_repeats
-from spider.inference import Sampler, SampleSettings, converse, windows
+from spider.inference import Sampler, SampleSettings, converse, trained_loops, windows
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -48,6 +49,12 @@ def dialogue(monkeypatch, capsysbinary):
         return printed[1:]
 
     return hold
+
+
+@pytest.mark.parametrize("recorded, loops", ((dict(n_loops=7), 7), ({}, 2)))
+def test_a_model_runs_as_many_loops_as_its_run_did_and_not_as_it_has_adapters(recorded, loops):
+    cfg = asdict(small_config(n_loops=2))
+    assert trained_loops(dict(cfg=cfg) | recorded) == loops
 
 
 def greedy(model: Spider, text: bytes, count: int = MAX_BYTES) -> bytes:

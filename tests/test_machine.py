@@ -65,6 +65,15 @@ def test_a_gpu_without_code_is_refused_before_anything_runs_on_it(monkeypatch, c
     assert machine.resolve_device("cpu").type == "cpu"
 
 
+def test_a_gpu_that_an_old_driver_hides_is_asked_for_in_vain_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(machine, "cuda_of_driver", lambda: 12040)
+    for name in ("auto", "cuda"):
+        with pytest.raises(UsageError, match=f"--device {name}: .*update the driver"):
+            machine.resolve_device(name)
+
+
 @pytest.mark.parametrize(
     "present, device, line",
     (
@@ -86,12 +95,22 @@ def test_the_log_says_what_of_a_gpu_is_untried_or_unused(
 
 def test_a_precision_that_a_gpu_lacks_is_refused_with_one_that_it_has(monkeypatch):
     gpu = torch.device("cuda")
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: False)
+    # which this one only emulates
+    monkeypatch.setattr(
+        "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 5))
     assert machine.resolve_precision("auto", gpu)[0] == "fp32"
     for precision, remedy in (("bf16", "fp32"), ("fp8", "auto")):
         with pytest.raises(UsageError, match=f"--precision {precision}: .*--precision {remedy}"):
             machine.resolve_precision(precision, gpu)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 9))
+    assert machine.resolve_precision("fp8", gpu)[0] == "fp8"
+
+
+def test_what_is_free_of_a_gpu_is_not_all_that_it_has(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (3, 5))
+    assert machine.free_memory(torch.device("cuda")) == 3
 
 
 def test_a_full_host_is_told_as_such():
@@ -100,7 +119,7 @@ def test_a_full_host_is_told_as_such():
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
 
 
-def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log):
+def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log, monkeypatch):
     """Without CUDA no memory is; and none that would leave less than a quarter to others."""
     on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32, element_size=lambda: 4)
     state.warn_of_pageable.cache_clear()
@@ -108,11 +127,17 @@ def test_a_copy_that_cannot_be_page_locked_is_pageable(new_log):
     for _ in range(2):
         copy = state.host_buffer((3, 5), on_gpu, None)
         assert copy.shape == (3, 5) and not copy.is_pinned()
+    assert state.host_buffer((3, 5), on_gpu, copy) is copy
+    assert state.host_buffer((3, 5), on_gpu, copy.double()).dtype == torch.float32
     assert new_log().count("pageable") == 1
     free = machine.free_memory(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="little memory"):
         machine.check_lockable(int(free))
     machine.check_lockable(0)
+    asked = []
+    monkeypatch.setattr(machine, "check_lockable", asked.append)
+    state.host_buffer((3, 5), on_gpu, None)
+    assert asked == [60]
 
 
 @pytest.mark.parametrize("limit, most", (("5000\n", 5000), ("max\n", math.inf)))

@@ -175,9 +175,10 @@ def test_standard_input_is_continued_like_a_prompt(trained, tmp_path, monkeypatc
             assert sample.main([*argv, "--prompt", os.fsdecode(text)]) == 0
             assert written == capsysbinary.readouterr().out
             assert written.startswith(text) and len(written) > len(text)
-        monkeypatch.setitem(LIMITS, "prompt", 2)
-        os.lseek(0, 0, os.SEEK_SET)
-        assert sample.main(argv) == 2
+        for limit, status in ((3, 0), (2, 2)):
+            monkeypatch.setitem(LIMITS, "prompt", limit)
+            os.lseek(0, 0, os.SEEK_SET)
+            assert sample.main(argv) == status
     finally:
         os.dup2(stdin, 0)
         os.close(stdin)
