@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,24 +27,7 @@ from spider.memory import EngramTable
 from spider.optim import ENGRAM_TABLES, Read, kinds_of
 from spider.packing import round_up, row_step
 
-
-class RunPlan(Protocol):
-    """What an estimate reads of a train.Plan, since train.py imports this module."""
-
-    @property
-    def flags(self) -> Any: ...  # train.Flags
-    @property
-    def config(self) -> SpiderConfig: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def checkpoint_size(self) -> float: ...  # bytes
-    @property
-    def documents_per_byte(self) -> float: ...
-    @property
-    def step_bytes(self) -> int: ...
-    @property
-    def memory(self) -> Mapping[str, float]: ...  # estimated bytes of a rank, by purpose
+Plan = Any  # train.Plan, since train.py imports this module
 
 
 def config_of(model: nn.Module) -> SpiderConfig:
@@ -208,7 +191,7 @@ class MicroStep(NamedTuple):
     dropout: bool  # whether there are masks: two at byte rate and two at segment rate
 
     @classmethod
-    def of(cls, plan: RunPlan, recompute: str) -> "MicroStep":
+    def of(cls, plan: Plan, recompute: str) -> "MicroStep":
         flags = plan.flags
         return cls(
             n_loops=flags.n_loops,
@@ -310,9 +293,7 @@ FLASH_BACKWARD = "attention's backward pass"
 ONEDNN_CACHE = 1e9
 
 
-def estimate_memory(
-    model: nn.Module, plan: RunPlan, recompute: str, world: World
-) -> dict[str, float]:
+def estimate_memory(model: nn.Module, plan: Plan, recompute: str, world: World) -> dict[str, float]:
     """Estimate the peak bytes of a rank by purpose, in a step with `recompute` checkpointed.
 
     On a CPU this includes the rest of the process.
@@ -404,7 +385,7 @@ def weights_in_fp8(model: nn.Module, experts: bool = False) -> list[str]:
     return linears + routed if experts else linears
 
 
-def flash_backward(plan: RunPlan, rows: int) -> float:
+def flash_backward(plan: Plan, rows: int) -> float:
     """Count the bytes that FlashAttention 2 takes in backward, beyond the activations.
 
     It sums the gradient of q in fp32, with 128 rows more for each document (dq_accum in
@@ -437,7 +418,7 @@ def padding_bound(c: SpiderConfig, step: MicroStep) -> float:
     return of_bytes + of_core
 
 
-def table_gradients(tables: dict[str, EngramTable], plan: RunPlan, rows: int) -> float:
+def table_gradients(tables: dict[str, EngramTable], plan: Plan, rows: int) -> float:
     """Count the bytes of the gradients of Engram tables, see EngramTable.gather.
 
     Each lookup has a row and its gradient."""
@@ -504,7 +485,7 @@ def describe_memory(memory: Mapping[str, float], world: World) -> str:
     )
 
 
-def check_memory(plan: RunPlan, world: World):
+def check_memory(plan: Plan, world: World):
     """Raise TooLarge if a local rank surely needs more memory than there is.
 
     The kernel would kill a run on a CPU without a message, and on a GPU kernels would be compiled
@@ -530,8 +511,8 @@ def check_memory(plan: RunPlan, world: World):
         raise TooLarge(f"--ckpt_every: {describe_host_copy(plan)}: {HOST_REMEDY}")
 
 
-def memory_remedy(plan: Any, world: World) -> str:
-    """Name flags with which a run fits into memory. plan: a train.Plan."""
+def memory_remedy(plan: Plan, world: World) -> str:
+    """Name flags with which a run fits into memory."""
     if world.shards < world.ranks:
         return f"raise --shards to {world.ranks}"
     sequences = plan.flags.micro_batch * plan.flags.grad_accum
@@ -553,14 +534,14 @@ HOST = torch.device("cpu")
 HOST_REMEDY = "free some of the host's memory, or choose a smaller --model"
 
 
-def lacks_host_memory(plan: RunPlan, world: World) -> bool:
+def lacks_host_memory(plan: Plan, world: World) -> bool:
     """Return whether a checkpoint on its way from a GPU to the disk does not fit into the host's
     memory. Rank 0 alone writes it; torchrun ends the others."""
     copies = world.device.type == "cuda" and world.is_rank0
     return copies and plan.checkpoint_size > free_memory(HOST)
 
 
-def describe_host_copy(plan: RunPlan) -> str:
+def describe_host_copy(plan: Plan) -> str:
     return (
         f"a checkpoint is copied to host memory: {plan.checkpoint_size / 1e9:.2f} GB of "
         f"{free_memory(HOST) / 1e9:.3g} GB that are free"
@@ -574,18 +555,12 @@ TOO_LONG = 30.0  # seconds: a step that takes longer even at the peak rate is no
 HOST_SECONDS = 0.07  # in which the host launches a micro-step on a GPU
 
 
-class Rates(NamedTuple):
-    """Rates of training in bytes/s, from that of matrix products."""
-
-    bound: float  # if nothing but products took time
-    expected: float  # of a GPU
-
-
-def rates(plan: RunPlan, peak: float) -> Rates:
-    """Compute the rates of a run. peak: FLOP/s of products in bf16.
+def rates(plan: Plan, peak: float) -> tuple[float, float]:
+    """Return the bytes/s that matrix products alone allow, and those to expect of a GPU.
 
     To expect is that all else takes as long as products in bf16, and that the host keeps up with
-    the GPU: docs/results/performance.md has both by kernels, for `1b`.
+    the GPU: docs/results/performance.md has both by kernels, for `1b`. peak: FLOP/s of products in
+    bf16.
     """
     flags = plan.flags
     shape = (plan.config.bytes_per_segment, flags.n_loops, flags.seq_len)
@@ -595,10 +570,10 @@ def rates(plan: RunPlan, peak: float) -> Rates:
         fast = weights_in_fp8(plan.model, flags.fp8_experts)
         products = flops_per_byte(plan.model, *shape, fast) / peak
     launches = HOST_SECONDS * flags.grad_accum / plan.step_bytes
-    return Rates(1 / products, 1 / max(products + others, launches))
+    return 1 / products, 1 / max(products + others, launches)
 
 
-def obstacle_to_timing(plan: RunPlan, world: World, bound: float) -> str | None:
+def obstacle_to_timing(plan: Plan, world: World, bound: float) -> str | None:
     """Return why the dry run times no step, or None. bound: bytes/s that matrix products alone
     allow."""
     if world.ranks > 1:
@@ -628,7 +603,7 @@ def describe_duration(seconds: float) -> str:
     return f"{count:,.{digits}f} {unit}"
 
 
-def print_memory_and_disk(plan: RunPlan, world: World) -> list[str]:
+def print_memory_and_disk(plan: Plan, world: World) -> list[str]:
     """Print the estimates of memory and disk; return what does not suffice, with remedies."""
     directory = Path(plan.flags.ckpt_dir).absolute()
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
@@ -654,7 +629,7 @@ def print_memory_and_disk(plan: RunPlan, world: World) -> list[str]:
     return lacking
 
 
-def print_tables(plan: RunPlan, model: nn.Module):
+def print_tables(plan: Plan, model: nn.Module):
     """Print parameters by component, FLOPs per byte, configuration and flags.
 
     The model may be on the meta device.
