@@ -1597,10 +1597,6 @@ class Run:
             return False
         return self.is_done() or self.progress.step % every == 0
 
-    def due_evaluation(self) -> bool:
-        """Return whether to evaluate; not if the checkpoint has this step's evaluation."""
-        return self.is_due(self.flags.eval_every) and self.progress.val_loss is None
-
     def due_save(self, ends: bool) -> bool:
         """Return whether to save. `ends`: the run ends now. Step 0 is never saved."""
         progress = self.progress
@@ -1631,7 +1627,9 @@ class Run:
         self.stop.may_interrupt(self.sample)
 
     def evaluate_if_due(self) -> dict[str, float] | None:
-        return self.evaluate() if self.due_evaluation() else None
+        """Evaluate, if it is due; not if the checkpoint has this step's evaluation."""
+        due = self.is_due(self.flags.eval_every) and self.progress.val_loss is None
+        return self.evaluate() if due else None
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the model as it is."""
@@ -1845,36 +1843,24 @@ def horizon_warnings(plan: Plan, loader: Loader, horizon: int) -> list[str]:
     return warnings
 
 
-def rise_warnings(
-    plan: Plan, loader: Loader, progress: RunProgress, horizon: int, in_place: bool
-) -> list[str]:
+def rise_warnings(plan: Plan, progress: RunProgress, horizon: int) -> list[str]:
     """Return a warning if a run resumes at a much higher learning rate than it had.
 
     So it is if its horizon is raised after the rate has fallen. The warm-up is no such rise: the
-    last step's rate is compared with what it would be by the present schedule. in_place: the run
-    resumes in its own directory."""
+    last step's rate is compared with what it would be by the present schedule."""
     flags = plan.flags
     before = (progress.metrics or {}).get("lr")
     now = flags.lr * lr_factor(max(0, progress.step - 1), horizon, flags)
     if not before or now < MUCH_HIGHER * before:
         return []
-    line = f"the learning rate rises from {before:.2e} to {now:.2e}"
-    first = progress.next_sequence(flags.seq_len)
-    if loader.epoch(first) > progress.epoch and clears_tables(flags, loader, first):
-        line += ", and the Engram tables are cleared (--engram_reset)"
-    line += (
-        f": the loss rises at first, and falls below that of the run so far only towards step "
-        f"{horizon:,}"
-    )
-    if in_place:
-        line += (
-            f". Meanwhile --keep_last deletes the present checkpoints: to keep them, resume in a "
-            f"new --ckpt_dir by --resume {quoted(flags.ckpt_dir)}"
-        )
-    return [line]
+    return [
+        f"the learning rate rises from {before:.2e} to {now:.2e}: the loss rises at first, and "
+        f"falls below that of the run so far only towards step {horizon:,}; in a new --ckpt_dir, "
+        f"by --resume, the checkpoints so far would be kept"
+    ]
 
 
-def describe_start(run: Run, in_place: bool):
+def describe_start(run: Run):
     """Log where a run begins and what a step costs, and warn of a horizon that does not suit."""
     plan = run.plan
     flags = plan.flags
@@ -1887,9 +1873,8 @@ def describe_start(run: Run, in_place: bool):
         f"{flags.ckpt_dir}"
     )
     horizon = run.schedule.horizon
-    for line in horizon_warnings(plan, run.loader, horizon):
-        logger.warning(line)
-    for line in rise_warnings(plan, run.loader, progress, horizon, in_place):
+    warnings = horizon_warnings(plan, run.loader, horizon)
+    for line in (*warnings, *rise_warnings(plan, progress, horizon)):
         logger.warning(line)
 
 
@@ -2129,7 +2114,7 @@ def start_run(
     if world.is_rank0:
         settings = asdict(flags)
         run.tracker = start_wandb(flags.run, settings, progress, closing, start.in_place)
-    describe_start(run, start.in_place)
+    describe_start(run)
     # A checkpoint has the rate of the last step, also where only its evaluation is left.
     optimizers.set_lr(flags.lr, lr_factor(max(0, progress.step - 1), start.horizon, flags))
     return run

@@ -422,17 +422,6 @@ def test_steps_of_a_subclass_that_cannot_be_copied_are_timed(monkeypatch):
     assert time_steps(plan, world_of(), [mock_source(0)]) > 0
 
 
-def rise_of(argv: str, before: float | None, step=10, first=10) -> list[str]:
-    """Return the warnings of a run that resumes after `step` steps, before sequence `first`, and
-    whose last rate was `before`."""
-    base = "--model tiny --seq_len 32 --target_tokens 1e7 --lr 0.01 --warmup_steps 0"
-    plan = settled(*base.split(), *argv.split())
-    metrics = None if before is None else dict(lr=before)
-    progress = RunProgress(step=step, bytes_seen=32 * first, metrics=metrics)
-    loader = Loader([mock_source(0)], 32, 0)
-    return train.rise_warnings(plan, loader, progress, 1000, in_place=False)
-
-
 CONSTANT = "--schedule wsd --wsd_decay_fraction 0"
 
 
@@ -449,11 +438,9 @@ CONSTANT = "--schedule wsd --wsd_decay_fraction 0"
     ),
 )
 def test_a_rate_that_is_much_higher_than_before_is_a_warning(argv, before, step, warned):
-    for line, words in zip(rise_of(argv, before, step), warned, strict=True):
+    base = "--model tiny --seq_len 32 --target_tokens 1e7 --lr 0.01 --warmup_steps 0"
+    plan = settled(*base.split(), *argv.split())
+    progress = RunProgress(step=step, metrics=None if before is None else dict(lr=before))
+    lines = train.rise_warnings(plan, progress, 1000)
+    for line, words in zip(lines, warned, strict=True):
         assert words in line
-
-
-def test_a_rising_rate_within_an_epoch_clears_no_tables():
-    begins_epoch = int(Loader([mock_source(0)], 32, 0).windows[0])
-    (line,) = rise_of(f"{CONSTANT} --engram_reset", 0.001, first=begins_epoch - 1)
-    assert "the Engram tables are cleared" not in line
