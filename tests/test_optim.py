@@ -230,51 +230,6 @@ def test_an_unknown_optimizer_is_refused():
         Optimizers(awake(small_config()), "sgd")
 
 
-@pytest.mark.parametrize("name", ("adamw", "adamw8bit", "muon"))
-def test_every_parameter_is_trained_once_and_tables_at_their_own_rate_without_decay(name):
-    model = awake(small_config())
-    optimizers = Optimizers(model, name)
-    optimizers.set_lr(0.01, 1.0)
-    tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
-    trained = []
-    for part in optimizers.by_name.values():
-        for group in part.param_groups:
-            trained += group["params"]
-            for p in group["params"]:
-                assert group["lr"] == (0.25 if p in tables else 0.01)
-                if p.ndim < 2 or p in tables:
-                    assert not group.get("weight_decay", 0)
-    assert sorted(map(id, trained)) == sorted(map(id, model.parameters()))
-    before = {key: p.detach().clone() for key, p in model.named_parameters()}
-    ids = text(4, 64)
-    model(ids, ids, noise_seed=0).loss.backward()
-    optimizers.step()
-    for key, p in model.named_parameters():
-        assert not torch.equal(before[key], p), key
-
-
-def test_muon_takes_experts_and_hidden_matrices_but_no_embedding_head_or_router():
-    by_muon = matrices_of(awake(small_config()))
-    assert by_muon >= {
-        "core.layers.0.moe.w_gate",
-        "core.lora_up",
-        "prelude.0.attention.q_a_proj.weight",
-        "core.layers.1.engram.key_proj.weight",
-        "engram_output.proj.weight",
-    }
-    assert by_muon.isdisjoint(
-        {
-            "embed_tokens",
-            "lm_head.weight",
-            "core.layers.0.moe.router.weight",
-            "core.loop_embedding",
-            "engram_output.gate.weight",
-            "engram_input.table.weight",
-            "core.halt_predictor.weight",
-        }
-    )
-
-
 def test_muon_takes_only_linears_of_modules_that_a_researcher_adds():
     model = awake(small_config())
     before = matrices_of(model)
