@@ -230,6 +230,28 @@ def test_an_unknown_optimizer_is_refused():
         Optimizers(awake(small_config()), "sgd")
 
 
+def test_8_bit_adamw_trains_every_parameter_once_and_tables_at_their_own_rate_without_decay():
+    model = awake(small_config())
+    optimizers = Optimizers(model, "adamw8bit")
+    optimizers.set_lr(0.01, 1.0)
+    tables = {m.weight for m in model.modules() if isinstance(m, EngramTable)}
+    trained = []
+    for part in optimizers.by_name.values():
+        for group in part.param_groups:
+            trained += group["params"]
+            for p in group["params"]:
+                assert group["lr"] == (0.25 if p in tables else 0.01)
+                if p.ndim < 2 or p in tables:
+                    assert not group.get("weight_decay", 0)
+    assert sorted(map(id, trained)) == sorted(map(id, model.parameters()))
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    ids = text(4, 64)
+    model(ids, ids, noise_seed=0).loss.backward()
+    optimizers.step()
+    for key, p in model.named_parameters():
+        assert not torch.equal(before[key], p), key
+
+
 def test_muon_takes_only_linears_of_modules_that_a_researcher_adds():
     model = awake(small_config())
     before = matrices_of(model)
