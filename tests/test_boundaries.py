@@ -84,32 +84,10 @@ def test_evaluation_cuts_as_often_as_training_within_a_tenth():
 # Learned boundaries: deciding
 
 
-def predictor_of(rate: float = 0.19, steps: int = 0) -> SurprisePredictor:
+def predictor_of(rate: float = 0.19) -> SurprisePredictor:
     predictor = SurprisePredictor(8, 272, rate)
     predictor.init_weights()
-    predictor.steps.fill_(steps)
     return predictor
-
-
-@pytest.mark.parametrize("steps, trust", ((30, 0.0), (45, 0.5), (60, 1.0), (99, 1.0)))
-def test_a_score_weighs_a_gain_three_times_as_much_as_surprise_once_both_are_trusted(steps, trust):
-    predictor = predictor_of(0.25, steps)
-    predictor.entropy[65] = 0.7
-    predicted = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.4, -0.2]])
-    score = predictor.score(predicted, torch.full((4,), 65), torch.zeros(4, dtype=torch.int64))
-    tie = 0.075 * 64 * boundaries.BIN
-    torch.testing.assert_close(score, 0.7 + trust * torch.tensor([0, 1, 3, -0.2]) + tie)
-
-
-def test_strays_are_the_same_random_bytes_for_a_seed_and_only_in_training():
-    predictor = predictor_of()
-    predictor.threshold.fill_(100.0)
-    ids = torch.full((20000,), 65)
-    noise = byte_noise(0, 1, 20000, ids.device)[0]
-    strays = predictor.boundaries(torch.zeros(20000, 2), ids, ids, noise).nonzero().flatten()
-    assert 40 < len(strays) < 80
-    assert strays[:5].tolist() == [222, 467, 468, 1078, 1492]
-    assert not predictor.boundaries(torch.zeros(20000, 2), ids, ids, None).any()
 
 
 @pytest.mark.parametrize("rate", (0.0513, 0.19, 0.413))
@@ -131,30 +109,6 @@ def test_the_threshold_leaves_the_configured_rate_even_if_all_bytes_are_alike(ra
 
 # --------------------------------------------------------------------------------------------------
 # Learned boundaries: the step's update
-
-
-@pytest.mark.parametrize(
-    "steps, trusted, kept", ((29, False, 0), (30, True, 0), (59, True, 0), (60, True, 0.9))
-)
-def test_scores_of_earlier_steps_fade_by_a_tenth_once_the_predictor_is_trusted(
-    steps, trusted, kept
-):
-    """`steps` before the update. Until the next step trusts the predictor, counts of bytes give the
-    scores."""
-    predictor = predictor_of(steps=steps)
-    predictor.histogram[7] = 100.0
-    counts = torch.zeros(N_BINS + 272**2)
-    counts[5] = 20.0
-    counts[N_BINS + 272 * 65 + 66] = 10.0
-    predictor.update(counts, 2.0)
-    expected = torch.zeros(N_BINS)
-    if trusted:
-        expected[5] = 20
-        expected[7] = kept * 100
-    else:  # the entropy of 65 is the mean; a tie has 64 bins
-        expected[N_BINS // 2 : N_BINS // 2 + 64] = 20 / 64
-    torch.testing.assert_close(predictor.histogram, expected)
-    assert predictor.steps == steps + 1 and predictor.mean_loss == 2
 
 
 def test_a_step_without_scores_keeps_the_threshold():
@@ -330,14 +284,6 @@ def test_a_loss_other_than_the_models_leaves_the_gain_without_a_gradient():
     for name, grad in gradients(model).items():
         if name.startswith(PREDICTOR):
             assert grad is None or not grad.any(), name
-
-
-def test_all_other_weights_start_as_with_words():
-    torch.manual_seed(3)
-    words = Spider(small_config(boundaries="words")).state_dict()
-    torch.manual_seed(3)
-    learned = Spider(small_config(boundaries="learned")).state_dict()
-    assert all(torch.equal(tensor, learned[name]) for name, tensor in words.items())
 
 
 def test_learned_boundaries_find_the_bytes_before_a_surprise(monkeypatch):

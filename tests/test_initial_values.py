@@ -197,13 +197,3 @@ def test_every_parameter_and_buffer_starts_as_its_row_of_the_table_says(model):
         except AssertionError as fault:
             raise AssertionError(f"{name}: {fault}") from fault
     assert used == table.keys()
-
-
-def test_the_injection_starts_with_a_of_0_905_and_b_of_1():
-    core = Spider(MODELS["learned"]).core
-    state = torch.full((1, HIDDEN), 2.0)
-    segment = torch.full((1, HIDDEN), 3.0)
-    injected = core.inject(state, segment, 0, core.decay()) - core.loop_embedding[0]
-    torch.testing.assert_close(
-        injected, torch.full_like(injected, 0.905 * 2 + 3), rtol=0, atol=1e-3
-    )

@@ -206,10 +206,6 @@ def test_run_that_is_killed_again_and_again_ends_like_an_uninterrupted_one(
         ("", signal.SIGUSR1),
         ("evaluate", signal.SIGINT),
         ("log_sample", signal.SIGTERM),
-        pytest.param("", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("", signal.SIGHUP, marks=pytest.mark.slow),
-        pytest.param("evaluate", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("log_sample", signal.SIGINT, marks=pytest.mark.slow),
     ),
 )
 def test_signal_ends_the_run_after_its_step_and_saves_it(
@@ -535,14 +531,6 @@ def test_reset_with_the_default_directory_begins_beside_the_run_that_it_came_fro
     assert last_step(tmp_path / "checkpoints") == 3
 
 
-def test_two_runs_cannot_work_in_one_directory(start_job, error_of, train_small):
-    job = start_job(slow="accumulate")
-    assert "another process is using it" in error_of()
-    job.ranks[0].kill()
-    job.end()
-    train_small()  # the lock ended with its process
-
-
 # --------------------------------------------------------------------------------------------------
 # Changes
 
@@ -591,15 +579,6 @@ def test_finished_run_trained_longer_warns_that_its_rate_rises(train_small, new_
     assert "only towards step 20" in log and "to continue, raise --max_steps" in log
     train_small(longer, steps=12)
     assert "learning rate rises" not in new_log()
-
-
-def test_hyperparameters_are_those_of_the_command_that_resumes(train_small, new_log):
-    train_small("--optimizer adamw", steps=1)
-    directory = train_small("--optimizer adamw --weight_decay 0.3 --beta1 0.8", steps=2)
-    group = final_state(directory)["optimizer_state_dict"]["adamw"]["param_groups"][0]
-    assert group["weight_decay"] == 0.3
-    assert group["betas"] == (0.8, 0.95)
-    assert "weight_decay was 0.1, is 0.3" in new_log()
 
 
 def test_settings_without_a_shape_change_with_a_line_and_stay_changed(train_small, new_log):
