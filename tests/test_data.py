@@ -186,6 +186,7 @@ def test_batch_counts_targets_bytes_and_documents():
         ((32,) * 3, 96, 32),
         ((1,) * 100, 100, 16),
         ((2, 2), 2, 2),
+        ((1025, 1023), 2048, 2048),
     ],
 )
 def test_bound_of_documents_is_a_power_of_two_from_16_to_a_sequence(lengths, length, bound):

@@ -15,7 +15,8 @@ from spider import common, inputs
 datasets = pytest.importorskip("datasets", reason='needs the extra: pip install -e ".[data]"')
 pyarrow = pytest.importorskip("pyarrow")
 ipc = pytest.importorskip("pyarrow.ipc")
-TEXTS = [f'row {i} \u00e4\u4e2d, "quoted"\n' for i in range(300)] + ["", "NA", "0017", "null"]
+TEXTS = [f'row {i} \u00e4\u4e2d, "quoted"\n' for i in range(300)]
+TEXTS += ["", "NA", "0017", "2020-01-01", "null"]
 JSON_LINES = "".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS)
 
 

@@ -216,6 +216,7 @@ BAD_LINES = {
     b'["text"]': "without a text in 'text': it is ['text']; chat data: see docs",
     b'{"body": "x", "id": 5}': "without a text in 'text': it has body, id: --field NAME",
     b"{}": "without a text in 'text': it has nothing: --field NAME",
+    b'{"text": 5}': "without a text in 'text': it is 5",
     b'{"text": [{"role": "a"}]}': "without a text in 'text': it is [{'role': 'a'}]; chat data: ",
     b'{"text": "fi': "not JSON",
     b"[" * 100_000: "not JSON",
@@ -315,6 +316,7 @@ NO_TEXT = {
     "UTF-16 without a mark": (ENGLISH.decode().encode("utf-16-le"), "1 binary, or UTF-16"),
     "PDF": (b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n", "1 a PDF: extract its text"),
     "LFS": (POINTER, "1 a Git LFS pointer instead of the file: run `git lfs pull`"),
+    "PNG": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\2\0\0\0", "1 binary"),
     "five NULs": (b"\0" * 5 + ENGLISH, "1 binary"),
     "6% of control bytes": (b"\3" * 6 + b"x" * 94, "1 binary"),
 }
