@@ -323,6 +323,7 @@ def test_imports_are_followed_wherever_they_stand_and_those_of_others_stay(proje
         "import pack.a",
         "import os, alone",
         "from pack import a",
+        "from . import a",
         "from .a import x",
         "from pack.a import x; from other.a import y",
     ),
