@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shlex
-import socket
 import subprocess
 import sys
 import zlib
@@ -26,15 +25,13 @@ from data import (
     Batch,
     Feed,
     Loader,
-    Shard,
-    Source,
     StepLayout,
     Stream,
     mock_source,
     open_data,
     validation_sets,
 )
-from preparing import error_line, prepare, run_data, source, stream, write_shard
+from preparing import error_line, prepare, run_data, source, write_shard
 from spider import common
 from spider.common import LIMITS
 from spider.packing import longest_bound
@@ -102,19 +99,6 @@ def test_global_batch_is_the_same_on_any_ranks_and_micro_steps(
             assert torch.equal(batch.ids, ids[begin : begin + micro_batch])
             assert torch.equal(batch.labels, labels[begin : begin + micro_batch])
             assert batch.noise_seed == whole.noise_seed + begin
-
-
-def test_sources_have_exact_shares_in_every_block_and_blocks_differ_in_order():
-    sources = [source([200] * 5000, weight=7.0), source(range(101), name="t", weight=3.0)]
-    loader = Loader(sources, 1, 4)
-    orders = []
-    for block in (0, 3):
-        labels = loader.rows(block * BLOCK + np.arange(BLOCK))[1].flatten()
-        counts = torch.bincount(labels, minlength=201)[1:].tolist()
-        assert counts == [30] * 100 + [0] * 99 + [7000]
-        assert 0.6 < (labels[:2000] == 200).float().mean() < 0.8  # shuffled
-        orders.append((labels == 200).tolist())
-    assert orders[0] != orders[1]
 
 
 # (targets, weight) of each source
@@ -199,13 +183,10 @@ def test_batch_counts_targets_bytes_and_documents():
     [
         ((3, 97), 100, 100),
         ((50, 50), 100, 64),
-        ((32, 32, 36), 100, 64),
-        ((33, 31, 36), 100, 64),
         ((32,) * 3, 96, 32),
         ((1,) * 100, 100, 16),
         ((2, 2), 2, 2),
         ((1025, 1023), 2048, 2048),
-        ((1024, 1024), 2048, 1024),
     ],
 )
 def test_bound_of_documents_is_a_power_of_two_from_16_to_a_sequence(lengths, length, bound):
@@ -300,12 +281,6 @@ def validation_targets(sources, seq_len: int, tokens: int) -> dict[str, list[int
     return {name: labels[labels != -100].tolist() for name, (_, labels) in sets.items()}
 
 
-def test_validation_rows_have_the_first_targets_and_fill_the_last_row():
-    ids, labels = validation_sets([source(range(9), range(50))], 4, 10)["s"]
-    assert labels.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, -100, -100]]
-    assert ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, PAD_ID, PAD_ID]]
-
-
 def test_validation_targets_are_shared_by_weight_among_sources_that_have_some():
     a = source(range(9), range(50), "a", 3.0)
     b = source(range(9), range(100, 106), "b", 1.0)
@@ -320,7 +295,7 @@ def test_validation_targets_are_shared_by_weight_among_sources_that_have_some():
     assert validation_targets([a, b], 4, 1000) == all_targets
 
 
-@pytest.mark.parametrize("val, tokens", [([], 10), ([1], 10), ([1, 2], 0)])
+@pytest.mark.parametrize("val, tokens", [([], 10), ([1, 2], 0)])
 def test_evaluation_without_a_target_is_refused(val, tokens):
     with pytest.raises(common.DataError, match="s: no validation data"):
         validation_sets([source([1, 2], val)], 4, tokens)
@@ -328,18 +303,6 @@ def test_evaluation_without_a_target_is_refused(val, tokens):
 
 # --------------------------------------------------------------------------------------------------
 # Shards and sources
-
-
-def test_division_into_shards_does_not_change_the_sequences():
-    ids = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint16)
-    parts = np.split(ids, [1, 2, 300, 333, 999])
-    shards = Stream([Shard(f"{i}", part) for i, part in enumerate(parts)])
-    one = Loader([source(ids)], 64, 9)
-    many = Loader([Source("s", 1.0, shards, stream([]))], 64, 9)
-    for tensor, other in zip(one.rows(np.arange(40)), many.rows(np.arange(40)), strict=True):
-        assert torch.equal(tensor, other)
-    assert shards.where(300) == "3: byte offset 0"
-    assert shards.slice(298, 400).slice(1, 9).where(0) == "2: byte offset 594"
 
 
 def test_mock_data_are_documents_easy_to_learn_and_a_function_of_the_seed():
@@ -383,9 +346,6 @@ def test_files_below_enters_each_directory_once(tmp_path):
         (tmp_path / name).symlink_to(tmp_path / "a")
     (tmp_path / "a/up").symlink_to(tmp_path)
     assert files_below(str(tmp_path)) == [f"{tmp_path}/0/x.bin", f"{tmp_path}/b.bin"]
-    # of several paths to a file, the first is listed
-    (tmp_path / "0.bin").symlink_to(tmp_path / "a/x.bin")
-    assert files_below(str(tmp_path)) == [f"{tmp_path}/0.bin", f"{tmp_path}/b.bin"]
 
 
 def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
@@ -395,7 +355,8 @@ def test_without_a_validation_shard_the_last_hundredth_is_held_out(tmp_path):
     [found] = open_data(str(tmp_path))
     assert len(found.train) == 995
     assert found.val.read(0, 10).tolist() == [i % 256 for i in range(995, 1005)]
-    assert found.val.where(0) == f"{tmp_path}/a.bin: byte offset 1990"
+    assert len(found.val.read(0, 6)) == 6
+    assert found.val.slice(1, 9).where(0) == f"{tmp_path}/a.bin: byte offset 1992"
     assert found.val.where(6) == f"{tmp_path}/b.bin: byte offset 2"
     line = f"data: 995 training and 10 validation ids in {tmp_path} (the end of its data"
     assert str(found).startswith(line)
@@ -411,9 +372,8 @@ def test_mixture_names_directories_and_weights(tmp_path, in_tmp_path):
     [directory] = open_data("a:1")  # there is a directory of this name
     assert (directory.name, directory.weight) == ("a:1", 1.0)
     (tmp_path / "link").symlink_to("web")
-    for spec in ("web:0.7,code:0.2,web:0.1", "web:1,link:1"):
-        with pytest.raises(common.DataError, match="a directory is named twice"):
-            open_data(spec)
+    with pytest.raises(common.DataError, match="a directory is named twice"):
+        open_data("web:1,link:1")
 
 
 def test_special_ids_of_a_shard_are_read_and_only_pad_is_no_target(tmp_path):
@@ -474,13 +434,13 @@ def test_metadata_decides_which_shards_validate(tmp_path):
 
 
 BAD_VALUES = dict(
-    name=(None, 5, ["t.bin"], "", "t.txt", "/t.bin", "../t.bin", "a/../t.bin", "t\0.bin"),
-    split=(None, True, "valid", "x", ["train"]),
-    ids=(None, True, -2, 0, 2.0, "2", [2], 10**4299),
-    sha256=(None, 5, "", "0" * 63, "0" * 63 + "\n", "Z" * 64),
+    name=(5, ["t.bin"], "", "t.txt", "/t.bin", "../t.bin", "a/../t.bin", "t\0.bin"),
+    split=("valid", ["train"]),
+    ids=(True, -2, 0, 2.0, "2", 10**4299),
+    sha256=(5, "0" * 63, "0" * 63 + "\n", "Z" * 64),
 )
 # (field that is reported, entry)
-BAD_ENTRIES = [("entry", entry) for entry in (None, 5, "t.bin", [], [ENTRY])]
+BAD_ENTRIES = [("entry", entry) for entry in (None, "t.bin", [ENTRY])]
 for field, values in BAD_VALUES.items():
     without = {key: value for key, value in ENTRY.items() if key != field}
     BAD_ENTRIES += [(field, without), *((field, ENTRY | {field: value}) for value in values)]
@@ -503,11 +463,8 @@ def test_shard_that_metadata_lists_twice_is_refused(tmp_path, capsys):
 
 
 OURS = f'"vocab_size": {VOCAB_SIZE}'
-NO_LIST = [
-    f"{{{OURS}{shards}}}"
-    for shards in ("", ', "shards": null', ', "shards": {}', ', "shards": "t.bin"')
-]
-NO_JSON = ["[" * 100_000, '{"a":' * 100_000, "", "\xff", '{"vocab_size": %s}' % ("1" * 5000)]
+NO_LIST = [f"{{{OURS}{shards}}}" for shards in ("", ', "shards": {}', ', "shards": "t.bin"')]
+NO_JSON = ["[" * 100_000, "", "\xff", '{"vocab_size": %s}' % ("1" * 5000)]
 
 
 @pytest.mark.parametrize(
@@ -525,7 +482,7 @@ def test_unreadable_metadata_is_refused(tmp_path, monkeypatch, capsys, text, mes
 
 
 @pytest.mark.parametrize(
-    "text", ["null", "5", '"x"', "[]", "{}", '{"vocab_size": 9, "shards": 5}', '{"shards": [5]}']
+    "text", ["null", "[]", '{"vocab_size": 9, "shards": 5}', '{"shards": [5]}']
 )
 def test_metadata_of_another_program_counts_as_none(tmp_path, capsys, text):
     write_shard(tmp_path / "t.bin", [1, 2])
@@ -540,9 +497,7 @@ def test_metadata_of_another_program_counts_as_none(tmp_path, capsys, text):
 SPECIAL_FILES = {
     "directory": lambda path: path.mkdir(),
     "pipe": os.mkfifo,
-    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
     "dead link": lambda path: path.symlink_to("nowhere"),
-    "loop": lambda path: path.symlink_to(path),
     "device": lambda path: path.symlink_to("/dev/zero"),
 }
 
@@ -576,21 +531,15 @@ def test_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, capsys
     assert f"{tmp_path}/b: Permission denied" in error_line(capsys, ["verify", tmp_path])
 
 
-@pytest.mark.parametrize("name", ["a dir; touch X", "x$(touch P)", "-x", "it's"])
-def test_printed_command_has_its_path_quoted(in_tmp_path, capsys, name):
-    path = f"./{name}" if name.startswith("-") else name
-    line = error_line(capsys, ["verify", path])
+def test_printed_command_has_its_path_quoted(in_tmp_path, capsys):
+    name = "a dir; touch X"
+    line = error_line(capsys, ["verify", name])
     command = re.search("`(.*)`", line)[1]
-    assert shlex.split(command)[3:] == ["INPUT", "--out", path]
+    assert shlex.split(command)[3:] == ["INPUT", "--out", name]
     with pytest.raises(common.DataError) as error:
         sample.read_ids(f"{name}.gz", "text")
     command = re.search("(python .*), then", str(error.value))[1]
-    assert shlex.split(command)[3] == f"{path}.gz"
-
-
-def cut_off(directory: Path):
-    write_shard(directory / "t.bin", [1, 2])
-    write_metadata(directory, ENTRY | dict(ids=3))
+    assert shlex.split(command)[3] == f"{name}.gz"
 
 
 def nothing(directory: Path):
@@ -620,8 +569,6 @@ FAULTS = {
         "D",
         "^D/x.bin: has 3 bytes, none or an odd number",
     ),
-    "cut off": (cut_off, "D", "^D/t.bin: has 4 bytes, but metadata.json says 6"),
-    "lost": (lambda path: write_metadata(path, ENTRY), "D", "^D/t.bin: missing"),
     "bad id": (
         lambda path: write_shard(path / "x.bin", [1, 2, 272]),
         "D",
@@ -635,10 +582,8 @@ FAULTS = {
     "bad weight": (nothing, "web:x,code:1", "^web:x,code:1: .*dir:weight"),
     "zero weight": (nothing, "web:0,code:1", "positive weights"),
     "infinite weight": (nothing, "web:inf,code:1", "positive weights"),
-    "nan weight": (nothing, "web:nan,code:1", "positive weights"),
     "no name": (nothing, ":1,code:1", "dir:weight"),
     "address": (nothing, "https://host/web", "^https://host/web: an address: download it first"),
-    "missing part": (nothing, "D/web:1,code:1", "^D/web: no such directory"),
 }
 
 
@@ -681,6 +626,8 @@ def test_verify_reports_each_damaged_shard(prepared, capsys):
         line, last = [line for line in err.splitlines() if not line.startswith("verify: ")]
         assert str(prepared) in line and message in line
         assert last.endswith("o: 1 of 8 shards are damaged")
+    with pytest.raises(common.DataError, match="has 0 bytes, but metadata.json says"):
+        open_data("o")
 
 
 def test_verify_needs_the_shards_that_metadata_lists_but_no_metadata(prepared, capsys):

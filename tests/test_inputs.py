@@ -15,7 +15,8 @@ from spider import common, inputs
 datasets = pytest.importorskip("datasets", reason='needs the extra: pip install -e ".[data]"')
 pyarrow = pytest.importorskip("pyarrow")
 ipc = pytest.importorskip("pyarrow.ipc")
-TEXTS = [f'row {i} \u00e4\u4e2d, "quoted"\n' for i in range(300)] + ["", "NA", "0017", "null"]
+TEXTS = [f'row {i} \u00e4\u4e2d, "quoted"\n' for i in range(300)]
+TEXTS += ["", "NA", "0017", "2020-01-01", "null"]
 JSON_LINES = "".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS)
 
 
@@ -137,7 +138,6 @@ def test_cells_of_csv_are_read_unchanged_and_bad_rows_are_counted(rows, texts, s
         (b"1,a\n" * 1000 + b'1,"a"b\n', "line 1,002: ',' expected"),
         (b"1," + b"x" * 1997 + b"\n2," + b"x" * 1998 + b"\n", "line 3: a row longer than 2,000"),
         (b'1,"' + b"x\n" * 3000, "line 1,000: a row longer"),
-        (b"1," + b'"x\n",' * 1000, "line 402: a row longer"),
     ],
 )
 def test_csv_with_bad_quotes_is_refused_with_the_line(monkeypatch, capsys, rows, message):
