@@ -97,7 +97,7 @@ def test_a_kind_of_step_is_built_and_measured_once_also_where_two_sections_ask(m
         ((), (448, 1)),
         (("--global_batch=131072", "--seq_len=2048"), (64, 1)),
         (("--micro_batch=3",), (3, 1)),
-        (("--grad_accum=2",), (64, 2)),
+        (("--grad_accum=2",), (256, 2)),
     ),
 )
 def test_the_batch_on_a_gpu_is_the_recommended_one_unless_a_flag_sets_it(flags, split, monkeypatch):
