@@ -475,19 +475,19 @@ class Evaluation:
         seq_len = self.seq_len_of(saved)
         batch = self.args.batch or max(1, EVAL_BYTES // seq_len)
         eval_tokens = saved.get("flags", {}).get("eval_tokens", 1 << 20)
-        is_source = isinstance(text, Source)
-        stream = text.val.slice(0, eval_tokens + 1) if isinstance(text, Source) else text
+        stream = text if isinstance(text, Stream) else text.val.slice(0, eval_tokens + 1)
+        special = isinstance(text, Source)
         if self.args.adapt:
-            totals = Adaptation(model, saved, n_loops).score(stream, special=is_source)
-        elif isinstance(text, Source):
+            totals = Adaptation(model, saved, n_loops).score(stream, special)
+        elif isinstance(text, Stream):
+            totals = score_windows(model, text, seq_len, batch, n_loops)
+        else:
             ((ids, labels),) = validation_sets([text], seq_len, eval_tokens).values()
             batches = zip(ids.split(batch), labels.split(batch), strict=True)
             totals = score_model(model, batches, n_loops, single_process(self.device))
-        else:
-            totals = score_windows(model, stream, seq_len, batch, n_loops)
         starts = range(1, len(stream), PIECE)  # nothing predicts the first id
         pieces = (stream.read(start, min(start + PIECE, len(stream))) for start in starts)
-        return totals, count_characters(pieces, special=is_source)
+        return totals, count_characters(pieces, special)
 
 
 def evaluate_texts(args: argparse.Namespace, names: list[str], model_class: type[Spider]):

@@ -492,27 +492,19 @@ def check_memory(plan: Plan, world: World):
     for minutes first. The padding does not count, since it depends on the documents.
     """
     available = memory_of(world.device, world.local_ranks)
-    batches = plan.memory[BATCHES]
     needed = sum(plan.memory.values()) - plan.memory[PADDING]
-    there = f"but this machine has {available * world.local_ranks / 1e9:.3g} GB"
-    too_large = needed > 1.25 * available or batches > available
-    if too_large and batches > needed / 2:
+    if needed > 1.25 * available:
         raise TooLarge(
-            f"--grad_accum: the batches of a step and the next one take "
-            f"{batches * world.local_ranks / 1e9:.3g} GB, {there}: lower it, or --micro_batch or "
-            f"--seq_len"
-        )
-    if too_large:
-        raise TooLarge(
-            f"--micro_batch: the run needs at least {needed * world.local_ranks / 1e9:.3g} GB, "
-            f"{there}: {memory_remedy(plan, world)}"
+            f"--micro_batch: the run needs at least {needed * world.local_ranks / 1e9:.3g} GB, but "
+            f"this machine has {available * world.local_ranks / 1e9:.3g} GB: "
+            f"{memory_remedy(plan, world)}"
         )
     if lacks_host_memory(plan, world):
         raise TooLarge(f"--ckpt_every: {describe_host_copy(plan)}: {HOST_REMEDY}")
 
 
 def memory_remedy(plan: Plan, world: World) -> str:
-    """Name flags with which a run fits into memory."""
+    """Name flags with which a run fits into memory; of several ranks, more shards untried."""
     if world.shards < world.ranks:
         return f"raise --shards to {world.ranks}"
     sequences = plan.flags.micro_batch * plan.flags.grad_accum
@@ -534,17 +526,23 @@ HOST = torch.device("cpu")
 HOST_REMEDY = "free some of the host's memory, or choose a smaller --model"
 
 
+def host_memory() -> float:
+    """Return the bytes of host memory that are free, or that this process holds now: it frees the
+    checkpoint from which it resumes before it saves the first."""
+    return free_memory(HOST) + process_memory("VmRSS")
+
+
 def lacks_host_memory(plan: Plan, world: World) -> bool:
     """Return whether a checkpoint on its way from a GPU to the disk does not fit into the host's
     memory. Rank 0 alone writes it; torchrun ends the others."""
     copies = world.device.type == "cuda" and world.is_rank0
-    return copies and plan.checkpoint_size > free_memory(HOST)
+    return copies and plan.checkpoint_size > host_memory()
 
 
 def describe_host_copy(plan: Plan) -> str:
     return (
         f"a checkpoint is copied to host memory: {plan.checkpoint_size / 1e9:.2f} GB of "
-        f"{free_memory(HOST) / 1e9:.3g} GB that are free"
+        f"{host_memory() / 1e9:.3g}"
     )
 
 

@@ -12,7 +12,15 @@ import sample
 from conftest import assert_same, lookups_of, metrics, run
 from preparing import stream
 from spider.common import CheckpointError
-from spider.inference import CHUNK, DENSE_RATE, RATE, Adaptation, model_of, read_checkpoint
+from spider.inference import (
+    CHUNK,
+    DENSE_RATE,
+    RATE,
+    Adaptation,
+    chunks,
+    model_of,
+    read_checkpoint,
+)
 from spider.memory import EngramTable
 from spider.scoring import Totals
 from spider_model import Spider
@@ -70,6 +78,10 @@ def learned(adaptation: Adaptation) -> list:
         moments = adaptation.adamw.state.get(p, {}).values()
         found.append([part.clone() for part in (p.detach(), *moments)])
     return found
+
+
+def test_chunks_count_each_label_once_behind_up_to_1024_bytes():
+    assert [*chunks(2500)] == [(0, 1024, 0), (0, 2048, 1024), (1024, 2499, 1024)]
 
 
 def test_first_chunk_is_scored_by_the_checkpoint_and_later_ones_better(checkpoint):

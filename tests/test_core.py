@@ -3,6 +3,7 @@ halting."""
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import tile_moe
 from conftest import awake, documents, small_config, text
 from spider.layers import rms_norm
 from spider_model import Halting, Spider
+from stand_in_gpu import stand_in_gpu
 
 
 def states_of(model: Spider, *given, **options) -> list[Tensor]:
@@ -212,6 +214,14 @@ def test_dropping_halted_rows_gives_the_results_of_masking_them(changes, at_once
             )
         else:  # of loops that one of them does not run
             assert not grads.get(name, masked_grads.get(name)).any()
+
+
+@pytest.mark.parametrize("decoding", (True, False))
+def test_on_a_gpu_halted_rows_are_dropped_in_decoding_alone(decoding):
+    core = Spider(small_config()).core
+    core_pass = SimpleNamespace(share_N=torch.ones(3) / 3, decoding=decoding)
+    with stand_in_gpu():
+        assert core._begin_halting(torch.ones(3, 32), core_pass).drop_halted == decoding
 
 
 @pytest.mark.parametrize("drop_halted", (True, False))

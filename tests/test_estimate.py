@@ -434,9 +434,7 @@ def test_the_dry_run_times_no_step_where_that_would_take_long(tmp_path, reason, 
     (
         (dict(parameters=100.0, padding=900.0), 1.0, None),  # only some documents need padding
         (dict(parameters=130.0), 1.0, "--micro_batch: the run needs"),
-        (dict(parameters=20.0, batches=99.0), 1.0, None),
-        (dict(parameters=20.0, batches=104.0), 1.0, "--grad_accum: the batches"),
-        (dict(parameters=20.0, batches=150.0), 1.0, "--grad_accum: the batches"),
+        (dict(parameters=125.0), 1.0, None),
         (dict(parameters=20.0), 1e18, "--ckpt_every: a checkpoint is copied"),
     ),
 )
@@ -445,7 +443,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused(
 ):
     """A device of 100 bytes; `copy`: bytes of a checkpoint."""
     monkeypatch.setattr(estimate, "memory_of", lambda *_: 100.0)
-    names = dict(parameters="parameters", batches=estimate.BATCHES, padding=estimate.PADDING)
+    names = dict(parameters="parameters", padding=estimate.PADDING)
     memory = {name: needs.get(key, 0.0) for key, name in names.items()}
     plan = replace(settled("--model", "tiny"), memory=memory, checkpoint_size=copy)
     is_refused = refusal and (device == "cuda" or copy == 1.0)
@@ -469,6 +467,25 @@ def test_what_takes_too_much_memory_names_flags_with_which_it_fits(
     world.ranks = ranks
     plan = plan_on(Card((8, 9), 1e9 * gigabytes, (0, 0), (0, 0), False), "--model", model)
     assert estimate.memory_remedy(plan, world).startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    "seconds, told", ((119, "119 seconds"), (120, "2.0 minutes"), (36_000, "10 hours"))
+)
+def test_a_duration_is_told_in_the_largest_unit_of_which_it_has_two(seconds, told):
+    assert estimate.describe_duration(seconds) == told
+
+
+def test_what_a_process_holds_of_the_hosts_memory_has_room_for_the_checkpoint_to_come(monkeypatch):
+    """It holds the checkpoint from which it resumes, until the model has it."""
+    monkeypatch.setattr(estimate, "free_memory", lambda _: 1e6)
+    held = machine.process_memory("VmRSS")
+    plan = settled("--model", "tiny")
+    for size, lacks in ((0.9 * held, False), (1.2 * held, True)):
+        assert (
+            estimate.lacks_host_memory(replace(plan, checkpoint_size=size), world_of("cuda"))
+            == lacks
+        )
 
 
 @pytest.mark.parametrize("present", (0, 1, 5))

@@ -13,7 +13,7 @@ import torch
 from conftest import awake, small_config
 from preparing import stream
 from spider.decode import forbid_repeats
-from spider.inference import Sampler, SampleSettings, converse, trained_loops, windows
+from spider.inference import Sampler, SampleSettings, converse, decoder_of, trained_loops, windows
 from spider_model import Spider
 from tokenizer import BOS_ID, EOS_ID
 
@@ -49,6 +49,12 @@ def dialogue(monkeypatch, capsysbinary):
         return printed[1:]
 
     return hold
+
+
+def test_a_cpu_with_bf16_decodes_in_fp32(model, monkeypatch):
+    monkeypatch.setattr("spider.inference.multiplies_bf16", lambda _: True)
+    saved = dict(cfg=asdict(model.config), model_state_dict=model.state_dict())
+    assert decoder_of(saved, torch.device("cpu"), Spider).compute_dtype == torch.float32
 
 
 @pytest.mark.parametrize("recorded, loops", ((dict(n_loops=7), 7), ({}, 2)))

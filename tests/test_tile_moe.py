@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tile_moe
 from conftest import has_fp8
+from stand_in_gpu import stand_in_gpu
 from stand_in_kernels import INSTALLED, ROUTINGS, WIDTH, D, E, K, Kernels, N, kernels, routing
 from tile_moe import ALIGNMENT, assign_rows, balance, moe_forward, route
 
@@ -150,6 +151,16 @@ def test_a_single_token_in_decoding_equals_the_dense_reference(dtype, tolerance)
         y = torch.cat(tokens)
         assert y.dtype == dtype
         check_close(y, dense_reference(topk_idx, tensors), tolerance)
+
+
+def test_a_single_token_on_a_gpu_waits_for_no_device_to_tell_its_experts(monkeypatch):
+    monkeypatch.setattr(tile_moe, "_one_token", None)
+    topk_idx = routing("uneven")
+    tensors = operands(torch.bfloat16)
+    with stand_in_gpu(), torch.no_grad():
+        one = Operands(tensors.x[:1], tensors.topk_weights[:1], *tensors[2:])
+        y = moe_forward(one.x, topk_idx[:1], *one[1:], "grouped")
+    check_close(y, dense_reference(topk_idx[:1], one), 2e-2)
 
 
 def test_rows_without_a_token_never_reach_a_result():
