@@ -1,6 +1,7 @@
 """A CPU that stands in for a GPU: tensors tell Spider that they are on one, so that all code that
 asks takes its form for a GPU. The two kernels that no CPU has are replaced by references."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from conftest import ROOT
 from spider.flash_attention import attend_by_mask
 
+OURS = {str(ROOT), str(ROOT / "spider"), str(ROOT / "tests")}
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
@@ -36,8 +38,8 @@ def stand_in_gpu() -> Iterator[None]:
 class StandInGPU(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # libraries see the CPU
-        if sys._getframe(1).f_code.co_filename.startswith(f"{ROOT}/"):
+        # libraries see the CPU, also those in a virtual environment below this directory
+        if os.path.dirname(sys._getframe(1).f_code.co_filename) in OURS:
             if func == torch.Tensor.is_cuda.__get__:
                 return True
             if func == torch.Tensor.device.__get__:
