@@ -41,6 +41,7 @@ from spider import estimate, machine
 from spider.common import Parser, UsageError, run_program
 from spider.config import BACKENDS
 from spider.distributed import World
+from spider.plan import Plan, settle
 from tile_moe import moe_forward
 
 
@@ -73,12 +74,12 @@ class Bench:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def plan(self, *flags: str) -> train.Plan:
+    def plan(self, *flags: str) -> Plan:
         """Settle the plan of a step, with these flags after the others."""
         command = train.parse_args([*self.flags, *flags], environ={})
         if command.flags.precision != "fp8":
             command = command._replace(flags=replace(command.flags, fp8_experts=False))
-        return train.settle(command, self.world, sources=self.sources)
+        return settle(command, train.RECIPES, self.world, sources=self.sources)
 
     def times(
         self, function: Callable[[], object], repetitions: int = 9, warm_up: int = 2
@@ -172,7 +173,7 @@ def ceiling(b: Bench, name: str, work: float, function: Callable[[], object]) ->
 class Step:
     """An optimizer step of a new model, on the next batch of the text at each call."""
 
-    def __init__(self, b: Bench, plan: train.Plan):
+    def __init__(self, b: Bench, plan: Plan):
         torch._dynamo.reset()
         self.plan = plan
         self.model = train.build_model(plan.model, plan, b.world)
@@ -183,7 +184,8 @@ class Step:
 
     def __call__(self) -> dict:
         """Take a step; return its metrics."""
-        return train.step_alone(self.model, self.optimizers, self.feed.take(), self.now)
+        metrics, _ = train.train_step(self.model, self.optimizers, self.feed.take(), self.now)
+        return metrics
 
 
 def measure_step(b: Bench, *flags: str) -> float:
@@ -233,7 +235,7 @@ def measure_step(b: Bench, *flags: str) -> float:
     return rate
 
 
-def memory_of_step(plan: train.Plan) -> dict:
+def memory_of_step(plan: Plan) -> dict:
     """Return the columns of memory and clocks, after steps on a GPU."""
     allocated = torch.cuda.max_memory_allocated()
     reserved = torch.cuda.max_memory_reserved()

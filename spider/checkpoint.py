@@ -20,18 +20,25 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeGuard
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from loguru import logger
 from torch import Tensor, nn
 
 from spider import common
-from spider.common import CheckpointError
+from spider.common import CheckpointError, UsageError, flag_specs
 from spider.config import MAX_LOOPS, PRESETS, SpiderConfig
 from spider.distributed import World
-from spider.state import check_tensors, copy_to_host
+from spider.optim import Optimizers
+from spider.run import RunProgress
+from spider.state import check_tensors, copy_to_host, load_model
+
+if TYPE_CHECKING:
+    from data import Loader
+    from spider.plan import Plan
 
 REQUIRED = {"model_state_dict", "optimizer_state_dict", "step", "cfg"}
 REQUIRED_OF_EXPORT = {"model_state_dict", "cfg"}
@@ -463,6 +470,10 @@ class Origin(NamedTuple):
         """The flags that the checkpoint recorded."""
         return {} if self.state is None else self.state.get("flags", {})
 
+    def is_in(self, directory: str) -> bool:
+        """Return whether a run continues in the directory of its checkpoint."""
+        return self.resumes and self.path is not None and self.path.parent == Path(directory)
+
 
 FROM_SCRATCH = Origin()
 
@@ -664,3 +675,121 @@ def delete(path: Path):
         path.unlink(missing_ok=True)
     except OSError as fault:  # immutable, of another owner, a file system's fault
         logger.warning(f"{path} is no longer needed, but cannot be deleted: {fault.strerror}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Resuming
+
+MIXTURE = {"targets", "shares"}  # of the sources, see Loader.mixture
+# No changes by themselves: the same data may have moved, and the same step be split otherwise.
+MOVED = {"data_dir", "micro_batch"}
+
+
+def changes_since(state: dict, plan: "Plan", mixture: dict[str, Any]) -> dict[str, str]:
+    """Compare a plan with the checkpoint that it resumes from: describe each change by name.
+
+    What an older checkpoint lacks counts as unchanged. --minutes chose a horizon, which is compared
+    itself."""
+    now = asdict(plan.config)
+    for name, spec in flag_specs(type(plan.flags)).items():
+        if spec.recorded and name != "minutes":
+            now[name] = getattr(plan.flags, name)
+    now |= dict(n_loops=plan.flags.n_loops, **mixture)
+    before = asdict(SpiderConfig.from_saved(state["cfg"])) | state.get("flags", {})
+    before |= {name: state[name] for name in ("n_loops", *mixture) if name in state}
+    return {
+        name: f"{name} was {before[name]}, is {value}"
+        for name, value in now.items()
+        if before.get(name, value) != value
+    }
+
+
+def progress_of(
+    origin: Origin, plan: "Plan", loader: "Loader"
+) -> tuple[RunProgress, dict[str, str]]:
+    """Return the progress of the run that a checkpoint continues, and its `changes_since`; for
+    other runs that of step 0, and no change.
+
+    Losses that the changes make incomparable are forgotten."""
+    flags = plan.flags
+    progress = RunProgress()
+    changed: dict[str, str] = {}
+    if origin.resumes:
+        assert origin.state is not None
+        known = {one.name for one in fields(RunProgress)}
+        progress = RunProgress(
+            **{name: value for name, value in origin.state.items() if name in known}
+        )
+        changed = changes_since(origin.state, plan, loader.mixture)
+    if changed.keys() - MOVED:
+        specs = flag_specs(type(flags))
+        evaluates = {name for name, spec in specs.items() if spec.evaluates} | MIXTURE
+        progress.forget_losses(evaluations=bool(evaluates & changed.keys()))
+        # With more data the position may be in an earlier epoch; tables are cleared when an epoch
+        # exceeds this one.
+        epoch = loader.epoch(progress.next_sequence(flags.seq_len))
+        progress.epoch = min(progress.epoch, epoch)
+    progress.n_loops = flags.n_loops
+    return progress, changed
+
+
+def lacks_only_evaluation(
+    origin: Origin, plan: "Plan", progress: RunProgress, changed: dict[str, str], last_step: int
+) -> bool:
+    """Return whether a run without a step to train has the evaluation of its last one to make up
+    for, as after a signal. If not, it writes nothing.
+
+    Raise UsageError if it has other settings than its checkpoint, or another directory, and
+    Diverged if it had diverged."""
+    progress.check_divergence(1)
+    nothing_left = f"{origin.path}: no step is left to train"
+    longer = "train longer (--max_steps, --target_tokens, --patience)"
+    if not origin.is_in(plan.flags.ckpt_dir):
+        raise UsageError(
+            f"--resume: {nothing_left}: {longer}, or add --reset_steps to begin a new run from its "
+            f"weights"
+        )
+    differences = [line for name, line in changed.items() if name not in MOVED]
+    if differences:
+        raise UsageError(
+            f"{nothing_left}, but settings differ: {'; '.join(differences)}: leave them as they "
+            f"were, {longer}, or name a new --ckpt_dir"
+        )
+    evaluated = progress.metrics is None or "val_loss" in progress.metrics
+    return plan.flags.eval_every > 0 and not evaluated and progress.step == last_step
+
+
+def restore(
+    origin: Origin,
+    plan: "Plan",
+    model: nn.Module,
+    optimizers: Optimizers,
+    progress: RunProgress,
+    changed: dict[str, str],
+):
+    """Load a checkpoint into model and optimizers, or only its weights.
+
+    Log what is loaded, and the settings that have changed since."""
+    state = origin.state
+    if state is None:
+        return
+    what = "resuming from" if origin.resumes else "weights of"
+    logger.info(f"{what} {origin.path} (step {state['step']})")
+    load_model(model, state["model_state_dict"])
+    if not origin.resumes:
+        return
+    optimizers.load_state_dict(state["optimizer_state_dict"])
+    if changed:
+        logger.warning(f"settings differ from the run so far: {'; '.join(changed.values())}")
+    specs = flag_specs(type(plan.flags))
+    reads = {name for name, spec in specs.items() if spec.reads} | MIXTURE
+    if reads & changed.keys():
+        logger.warning(
+            "they change which text a step reads: until each source begins its next epoch, some of "
+            "its text is read again, and some is skipped"
+        )
+    if progress.exploded:
+        logger.warning(
+            f"{origin.path}: the loss had exploded by then; to go back, name an earlier checkpoint "
+            f"by --resume, and a new --ckpt_dir"
+        )

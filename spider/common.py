@@ -522,43 +522,56 @@ def refuse_address(path: str):
         )
 
 
-def run_program(
-    main: Callable[[], int | None],
-    prog: str,
-    interrupted: str = "",
-    silent: tuple[type[Exception], ...] = (),
-) -> int:
+# What ends a program with a line instead of a traceback
+EXPECTED = (SpiderError, FloatingPointError, OSError, KeyboardInterrupt)
+
+
+def run_program(main: Callable[[], int | None], prog: str, interrupted: str = "") -> int:
     """Run a command and return its exit status.
 
-    An expected error is one line on stderr and the status 2, or 1 for divergence; the errors of
-    `silent` are printed by another process. Ctrl-C is the line `interrupted`, if there is one, and
-    the status 130. A closed stdout is no error."""
-    open_closed_streams()
+    interrupted: the line that Ctrl-C prints, see `end_of_program`."""
     try:
-        if sys.platform == "win32":  # it lacks SIGHUP, and directories there cannot be synced
-            raise UsageError("Windows is not supported: run this under WSL")
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="backslashreplace")
+        prepare_streams()
         status = main() or 0
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # stdout is closed, as by `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        status = 130
-        line = interrupted
-    except (SpiderError, FloatingPointError) as fault:
-        status = 1 if isinstance(fault, Diverged) else 2
-        line = "" if isinstance(fault, silent) else f"error: {fault}"
-    except OSError as fault:
-        status = 2
-        line = f"error: {fault.strerror or fault}"
-        if fault.filename:
-            line = f"error: {fault.filename}: {fault.strerror or fault}"
-    if line:
+    except EXPECTED as fault:
+        return end_of_program(prog, fault, interrupted)
+
+
+def end_of_program(
+    prog: str, fault: BaseException, interrupted: str = "", silent: bool = False
+) -> int:
+    """Print the line of an expected error that ends a program; return the exit status.
+
+    That is 2, or 1 for divergence. Ctrl-C is the line `interrupted`, if there is one, and the
+    status 130. A closed stdout is no error. silent: another process prints the line."""
+    status = 2
+    line = f"error: {fault}"
+    match fault:
+        case BrokenPipeError():  # stdout is closed, as by `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        case KeyboardInterrupt():
+            status = 130
+            line = interrupted
+        case Diverged():
+            status = 1
+        case OSError():
+            file = f"{fault.filename}: " if fault.filename else ""
+            line = f"error: {file}{fault.strerror or fault}"
+    if line and not silent:
         print_error(prog, line)
     return status
+
+
+def prepare_streams():
+    """Open standard streams that the caller closed, and let stdout take any text."""
+    if sys.platform == "win32":  # it lacks SIGHUP, and directories there cannot be synced
+        raise UsageError("Windows is not supported: run this under WSL")
+    open_closed_streams()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def open_closed_streams():

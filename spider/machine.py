@@ -357,3 +357,15 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def configure_torch(device: torch.device, deterministic: bool):
+    """Set what torch has one of in a process. Call it before the first work on the device."""
+    if device.type == "cpu":
+        keep_freed_memory()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling new memory takes time, and helps only code that reads it before it writes there.
+        settings = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -38,11 +38,12 @@ from spider.config import SpiderConfig
 from spider.distributed import World
 from spider.layers import wide
 from spider.memory import EngramTable, MatchMemory
+from spider.plan import Plan, settle
 from spider.run import RunProgress
 from spider_model import Spider
 from tile_moe import multiplies_at_once
 from tokenizer import BOS_ID, EOS_ID
-from train import Plan, command_line
+from train import command_line
 
 
 def pytest_collection_modifyitems(items):
@@ -169,7 +170,7 @@ def world_of(device: str = "cpu") -> World:
 def settled(*argv: str, device: str = "cpu", environ=None, **settings) -> Plan:
     """Return the plan that train.py makes of flags, without this machine's variables."""
     args = train.parse_args([*argv], environ=environ or {})
-    return train.settle(args, world_of(device), **settings)
+    return settle(args, train.RECIPES, world_of(device), **settings)
 
 
 def gradients(model: Spider) -> dict:

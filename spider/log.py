@@ -1,0 +1,257 @@
+"""The log of a run: what was chosen, its steps, and how it ended.
+
+metrics.jsonl and wandb, which have every step, are in run.py."""
+
+import math
+import shlex
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from loguru import logger
+
+from spider import estimate, threads
+from spider.common import flag_specs, quoted
+from spider.distributed import World
+from spider.plan import Plan
+from spider.run import RunProgress, StepEvents
+from spider_model import Spider
+
+# --------------------------------------------------------------------------------------------------
+# What was chosen
+
+FAR = 4  # a given learning rate from the recipe's, for a line of the log
+# The longest horizon and the widest model for which rates were compared (train.fitted_lr)
+FITTED_STEPS = 2930
+FITTED_WIDTH = 256
+
+
+def describe_plan(plan: Plan, inherited: Mapping[str, object], world: World) -> list[str]:
+    """Return the lines of the log that say what was chosen: by `auto`, by the recipe, by the
+    environment.
+
+    inherited: the flags that the environment or --config set."""
+    flags = plan.flags
+    given = plan.given
+    values, rules = plan.defaults
+    parameters = sum(p.numel() for p in plan.model.parameters()) / 1e6
+    hardware = f"{torch.get_num_threads()} threads"
+    if world.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(world.device)
+    layout = ""
+    if world.ranks > 1:
+        layout = f", {world.ranks} ranks: {world.replicas} replicas of {world.shards} shards"
+    lines = [
+        f"model {plan.recipe}, {parameters:.1f}M parameters, {flags.n_loops} loops; "
+        f"{world.device}, {hardware}{layout}",
+        f"precision {flags.precision}, compile {flags.compile}, expert backend "
+        f"{flags.moe_backend}, optimizer {flags.optimizer}, recompute {flags.recompute}",
+        *plan.reasons,
+    ]
+    if world.device.type == "cpu" and torch.get_num_threads() > 1 and threads.idle_threads_spin():
+        lines.append(
+            "torch was imported before spider: its idle threads spin, which is slow beside other "
+            "programs; import spider first"
+        )
+    if "micro_batch" not in given | values.keys() or "global_batch" in given:
+        lines.append(
+            f"a step of {plan.step_bytes:,} bytes: --micro_batch {flags.micro_batch} --grad_accum "
+            f"{flags.grad_accum}"
+        )
+    if flags.minutes:
+        lines.append(
+            f"--minutes {flags.minutes:g} set this run's horizon, {flags.target_tokens:,} bytes, "
+            f"when the run was started; to train longer, give --target_tokens instead"
+        )
+    if "lr" in rules:
+        lines += describe_rate(plan)
+    by_recipe = (values.keys() | rules.keys()) - given
+    if "global_batch" in given:
+        by_recipe.discard("micro_batch")
+    if "micro_batch" in given:
+        by_recipe.discard("global_batch")
+    names = [name for name in flag_specs(type(flags)) if name in by_recipe]
+    if names:
+        chosen = [as_argument(name, getattr(flags, name)) for name in names]
+        lines.append(f"recipe of {plan.recipe}: {' '.join(chosen)}")
+    if inherited:
+        settings = [as_argument(name, value) for name, value in inherited.items()]
+        lines.append(f"environment or --config: {' '.join(settings)}")
+    return lines
+
+
+def describe_rate(plan: Plan) -> list[str]:
+    """Say what a computed learning rate follows from, or that a given one is far from it."""
+    rate = plan.flags.lr
+    if "lr" in plan.given:
+        computed = plan.defaults.rules["lr"](plan.flags, plan.config)
+        if computed / FAR < rate < computed * FAR:
+            return []
+        return [f"--lr {rate:g}: without it, the recipe would take {computed:g}"]
+    width = plan.config.hidden_size
+    line = f"--lr {rate:g} follows from {plan.horizon:,} steps and a width of {width:,}"
+    if plan.horizon > FITTED_STEPS or width > FITTED_WIDTH:
+        line += (
+            f", extrapolated from runs of up to {FITTED_STEPS:,} steps and {FITTED_WIDTH:,} wide "
+            f"(docs/results/learning.md)"
+        )
+    return [line]
+
+
+def as_argument(name: str, value: object) -> str:
+    """Format a flag as on the command line."""
+    if value is True:
+        return f"--{name}"
+    text = str(value)
+    separator = "=" if value is False or text.startswith("-") else " "
+    return f"--{name}{separator}{shlex.quote(text)}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps
+
+LOG_LINES = 100  # without --log_every: about so many lines of steps in a run
+LOG_SECONDS = 60.0  # ... and at least one every so often
+
+
+class Column(NamedTuple):
+    """A column of a step's line in the log."""
+
+    cell: str  # a format of the step's metrics
+    meaning: str
+
+
+def columns_of(plan: Plan, device: torch.device) -> list[Column]:
+    """Return the columns that suit a model and a device."""
+    config = plan.config
+    columns = [
+        Column("loss {loss:.4f}", "loss (cross-entropy in nats per byte)"),
+        Column("bpb {bpb:.4f}", "bpb (the same in bits per byte)"),
+        Column("lr {lr:.2e}", "lr (learning rate)"),
+        Column("norm {grad_norm:.3f}", "norm (of the gradient, before clipping)"),
+        Column("{tok_per_sec:,.0f} bytes/s", "bytes/s (of this step)"),
+    ]
+    if device.type == "cuda":
+        meaning = "MFU (model FLOPs relative to the measured bf16 peak)"
+        columns.append(Column("MFU {bf16_mfu:.1%}", meaning))
+    if config.n_recurrent_layers:
+        meaning = "bytes/segment (mean length)"
+        columns.append(Column("{bytes_per_segment:.2f} bytes/segment", meaning))
+        if plan.flags.random_loops or (plan.flags.n_loops > 1 and config.act):
+            meaning = "loops (until a segment halts, mean)"
+            columns.append(Column("{mean_loops:.2f} loops", meaning))
+    if config.has_experts:
+        meaning = "balance (load of the busiest expert, 1 is even)"
+        columns.append(Column("balance {expert_balance:.2f}", meaning))
+    columns.append(Column("{memory:.2f} GB", "GB (peak memory so far)"))
+    columns.append(Column("ETA {eta}", "ETA (time left)"))
+    return columns
+
+
+class StepLog:
+    """Log steps: a line every --log_every steps, or about LOG_LINES of them, and what is
+    unusual."""
+
+    def __init__(self, plan: Plan, device: torch.device, progress: RunProgress, last_step: int):
+        self.plan = plan
+        self.progress = progress
+        self.columns = columns_of(plan, device)
+        self.first_step = progress.step + 1
+        self.last_step = last_step
+        self.every = plan.flags.log_every or math.ceil(last_step / LOG_LINES)
+        self.began = time.perf_counter()
+        self.logged = self.began  # time of the last line
+        meanings = ", ".join(column.meaning for column in self.columns)
+        logger.info(f"columns of a step: {meanings}")
+
+    def log(self, events: StepEvents):
+        """Log the last step, if a line is due, and its events."""
+        progress = self.progress
+        step = progress.step
+        now = time.perf_counter()
+        overdue = self.plan.flags.log_every is None and now - self.logged > LOG_SECONDS
+        at_an_end = step in (self.first_step, self.last_step)
+        if overdue or at_an_end or step % self.every == 0:
+            self.logged = now
+            pace = (now - self.began) / (step - self.first_step + 1)  # evaluations and all
+            logger.info(self.line((self.last_step - step) * pace))
+        if events.begins_epoch:
+            line = f"step {step} begins epoch {progress.epoch} (counted from 0)"
+            if events.cleared:
+                line += (
+                    ": the Engram tables are empty again (--engram_reset), so the next losses are "
+                    "higher"
+                )
+            logger.info(line)
+        if progress.skipped or events.spike:
+            logger.warning(odd_step_line(progress, self.plan))
+
+    def line(self, seconds_left: float) -> str:
+        """Format the last step's metrics."""
+        metrics = self.progress.metrics
+        assert metrics is not None
+        values = metrics | dict(
+            bpb=metrics["loss"] / math.log(2), eta=estimate.describe_duration(seconds_left)
+        )
+        cells = [column.cell.format(**values) for column in self.columns]
+        return " | ".join((f"step {metrics['step']}/{self.last_step}", *cells))
+
+    def seconds(self) -> float:
+        """Return the duration of the run so far."""
+        return time.perf_counter() - self.began
+
+
+def odd_step_line(progress: RunProgress, plan: Plan) -> str:
+    """Describe a skipped step or a loss spike, with the command that prints its batch."""
+    flags = plan.flags
+    what = "skipped: loss or gradient is not finite" if progress.skipped else "is a spike"
+    where = "--mock_data" if flags.mock_data else quoted(flags.data_dir)
+    first = progress.next_sequence(flags.seq_len) - plan.sequences
+    return (
+        f"step {progress.step} {what}; its batch: python data.py show {where} --seq_len "
+        f"{flags.seq_len} --seed {flags.seed} --first {first} --count {plan.sequences}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The end
+
+
+def log_end(plan: Plan, progress: RunProgress, horizon: int, how: str):
+    """Log what a run that has ended by itself gave, and what a user can do next.
+
+    how: it ended, the last words of the line."""
+    best = progress.best_loss
+    found = f"best validation loss {best:.4f}, " if math.isfinite(best) else ""
+    last = (progress.metrics or {}).get("val_loss")
+    if last is not None and last > best:
+        found = f"validation loss {last:.4f} (the best was {best:.4f}; --keep_best keeps it), "
+    logger.info(f"done: step {progress.step}, {progress.bytes_seen:,} bytes, {found}{how}")
+    if plan.model_class is Spider:  # sample.py loads no other
+        logger.info(f"next: python sample.py {quoted(plan.flags.ckpt_dir)}")
+    logger.info(how_to_train_longer(plan, progress, horizon))
+
+
+def how_to_train_longer(plan: Plan, progress: RunProgress, horizon: int) -> str:
+    """Say how to train longer after a run that has ended by itself."""
+    flags = plan.flags
+    if progress.out_of_patience(flags.patience):
+        return (
+            f"ended by --patience {flags.patience}: the last {progress.unimproved} evaluations did "
+            f"not lower the validation loss; to continue, raise it, or set it to 0"
+        )
+    if progress.step < horizon:
+        return "to continue, raise --max_steps"
+    ends_it = [
+        f"--{name}"
+        for name in ("minutes", "target_flops", "target_param_data_ratio", "max_steps")
+        if getattr(flags, name)
+    ]
+    same = "the same flags"
+    if ends_it:
+        same += f" without {' and '.join(ends_it)}"
+    return (
+        f"to train longer: {same}, but --resume {quoted(flags.ckpt_dir)}, a new --ckpt_dir and a "
+        f"larger --target_tokens; the rate rises again, and with it the loss at first"
+    )

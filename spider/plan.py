@@ -1,0 +1,512 @@
+"""The plan of a run: from the flags of a command to `Plan`, in stages that take values and return
+values.
+
+`settle` calls them in order: the recipe, the model, the batch, the horizon, the machine, memory.
+Then come what --minutes chooses, warnings of a horizon that does not suit, and the dry run."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from data import Loader, Source, StepLayout
+from spider import estimate, machine
+from spider.checkpoint import FROM_SCRATCH, Origin, check_weights
+from spider.common import LARGEST, CheckpointError, UsageError, say
+from spider.config import SpiderConfig
+from spider.distributed import World
+from spider.flash_attention import choose_flash_attention
+from spider.fp8 import describe_fp8
+from spider.memory import EngramTable
+from spider.optim import ENGRAM_TABLES, kinds_of
+from spider.run import RunProgress
+from spider.vocabulary import VOCAB_SIZE
+from spider_model import Spider
+from tile_moe import KERNELS, multiplies_at_once, resolve_backend
+
+if TYPE_CHECKING:
+    from train import CommandLine, Flags, Recipe
+
+MAX_MICRO_BATCH = 1 << 16  # sequences, where --global_batch chooses
+
+Split = dict[str, Any]  # of a step into micro-steps: micro_batch and grad_accum
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as `settle` decided it: `plan.flags` has the resolved value of every flag."""
+
+    flags: "Flags"
+    given: Set[str]  # names of the flags that were set anywhere, or chosen by --minutes
+    recipe: str  # model whose defaults were used
+    defaults: "Recipe"  # these
+    config: SpiderConfig
+    model_class: type[Spider]
+    # Without storage, on the meta device, until build_model makes it real.
+    model: Spider = field(compare=False, repr=False)
+    ranks: int = 1
+    checkpoint_size: float = 0.0  # bytes
+    documents_per_byte: float = 0.0  # of the data, for the estimate of memory
+    memory: dict[str, float] = field(default_factory=dict)  # bytes of a rank, by purpose
+    reasons: tuple[str, ...] = ()  # why something was chosen, for the log
+
+    @property
+    def layout(self) -> StepLayout:
+        """How the sequences of a step are spread over ranks and micro-steps."""
+        return StepLayout(self.flags.micro_batch, self.flags.grad_accum, self.ranks)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step, on all ranks together."""
+        return self.layout.sequences
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes per optimizer step, on all ranks together."""
+        return self.sequences * self.flags.seq_len
+
+    @property
+    def horizon(self) -> int:
+        """Optimizer steps from the start to --target_tokens."""
+        return math.ceil(self.flags.target_tokens / self.step_bytes)
+
+
+def settle(
+    command: "CommandLine",
+    recipes: Mapping[str, "Recipe"],
+    world: World,
+    origin: Origin = FROM_SCRATCH,
+    model_class: type[Spider] = Spider,
+    sources: Sequence[Source] = (),
+) -> Plan:
+    """Resolve a command line into the plan of a run.
+
+    recipes: the defaults of each model. origin: the checkpoint to begin with. sources: the data,
+    whose documents take memory. Raise UsageError for flags that contradict one another or that this
+    machine does not support, and CheckpointError for a checkpoint of another model."""
+    given = command.given
+    recipe = recipe_of(command.flags.model, origin, world.device)
+    defaults = recipes[recipe]
+    flags = with_recipe(command, defaults, origin)
+    config = model_config(flags, recipe, origin, model_class)
+    with torch.device("meta"):
+        model = model_class(config)
+    if origin.state is not None and origin.path is not None:
+        check_weights(origin.path, origin.state, model)
+
+    flags = with_tables(flags, given, model)
+    splits = splits_of(flags, given, world.ranks, origin)
+    # The horizon needs a step's bytes, which are the same in all splits; with_memory chooses one.
+    flags = with_split(flags, splits[0], world.ranks)
+    flags = with_horizon(flags, given, defaults, model)
+    flags, reasons = with_machine(flags, config, world)
+    plan = Plan(
+        flags,
+        given,
+        recipe,
+        defaults,
+        config,
+        model_class,
+        model,
+        ranks=world.ranks,
+        reasons=tuple(reasons),
+        checkpoint_size=sum(estimate.state_size(model, flags.optimizer)),
+        documents_per_byte=sum(source.weight * source.documents_per_byte() for source in sources),
+    )
+    return with_memory(plan, splits, world)
+
+
+# --------------------------------------------------------------------------------------------------
+# Recipe and model
+
+
+def recipe_of(model: str, origin: Origin, device: torch.device) -> str:
+    """Return the recipe: that of --model, else the checkpoint's, else one that suits the device."""
+    if model != "auto":
+        return model
+    recorded = (origin.state or {}).get("recipe")
+    return recorded or ("1b" if device.type == "cuda" else "tiny")
+
+
+def with_recipe(command: "CommandLine", recipe: "Recipe", origin: Origin) -> "Flags":
+    """Fill in the recipe's values, and what the checkpoint decides, of flags that are not given."""
+    flags, given, _ = command
+    defaults = dict(recipe.values)
+    if "micro_batch" in given:  # then a step has --grad_accum of them
+        defaults.pop("global_batch", None)
+    if origin.state is not None:
+        saved_config = SpiderConfig.from_saved(origin.state["cfg"])
+        defaults["n_loops"] = origin.state.get("n_loops", saved_config.n_loops)
+    if origin.resumes and flags.minutes is not None:
+        check_minutes(flags, origin.flags)
+        for name in ("target_tokens", "eval_tokens"):  # --minutes chose them at the start
+            if name in origin.flags:
+                defaults[name] = origin.flags[name]
+    return replace(flags, **{name: value for name, value in defaults.items() if name not in given})
+
+
+def check_minutes(flags: "Flags", recorded: Mapping[str, Any]):
+    """Raise UsageError if --minutes is not that by which the run to resume was started."""
+    before = recorded.get("minutes")
+    if before == flags.minutes:
+        return
+    start = "without --minutes"
+    remedy = "leave --minutes out"
+    if before is not None:
+        start = f"with --minutes {before:g}"
+        remedy = f"give --minutes {before:g}"
+    another = "add --reset_steps and " if flags.resume else ""
+    raise UsageError(
+        f"--minutes {flags.minutes:g}: the run that this command continues was started {start}: "
+        f"{remedy} to continue it, or {another}name a new --ckpt_dir to start another run"
+    )
+
+
+def model_config(
+    flags: "Flags", recipe: str, origin: Origin, model_class: type[Spider] = Spider
+) -> SpiderConfig:
+    """Return the configuration of the model: the checkpoint's, else that of the recipe, with --set
+    applied.
+
+    Raise CheckpointError, with the fields, if --set or --model ask for weights of other names or
+    shapes than the checkpoint has, and UsageError for a bad name or value in --set."""
+    fresh = replace(SpiderConfig.preset(recipe), n_loops=flags.n_loops)
+    try:
+        fresh = fresh.changed(flags.set or "")
+        if origin.state is None:
+            return fresh
+        saved = SpiderConfig.from_saved(origin.state["cfg"])
+        config = replace(saved, vocab_size=VOCAB_SIZE).changed(flags.set or "")
+    except ValueError as fault:
+        raise UsageError(f"--set: {fault}") from None
+    check_same_model(saved, config, origin.path, model_class)
+    if flags.model != "auto":
+        check_same_model(saved, fresh, origin.path, model_class)
+    return config
+
+
+def check_same_model(
+    saved: SpiderConfig, asked: SpiderConfig, path: Path | None, model_class: type[Spider]
+):
+    """Raise CheckpointError if a config asks for other weights than a checkpoint's."""
+    changes = [
+        f"{one.name} is {getattr(saved, one.name)}, not {getattr(asked, one.name)}"
+        for one in fields(asked)
+        if one.name != "n_loops" and getattr(saved, one.name) != getattr(asked, one.name)
+    ]
+    if not changes:
+        return
+    asked_shapes = shapes(replace(asked, n_loops=saved.n_loops), model_class)
+    if asked_shapes != shapes(saved, model_class):
+        more = f"; and {len(changes) - 3} other fields" if len(changes) > 3 else ""
+        raise CheckpointError(
+            f"{path}: holds another model: {'; '.join(changes[:3])}{more}. Leave --model and --set "
+            f"out, or train a new model in another --ckpt_dir"
+        )
+
+
+def shapes(config: SpiderConfig, model_class: type[Spider]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters and buffers by name."""
+    with torch.device("meta"):
+        weights = model_class(config).state_dict()
+    return {name: tuple(value.shape) for name, value in weights.items()}
+
+
+def with_tables(flags: "Flags", given: Set[str], model: Spider) -> "Flags":
+    """Switch --engram_reset off for a model without Engram tables; UsageError if it is given."""
+    if any(isinstance(module, EngramTable) for module in model.modules()):
+        return flags
+    if flags.engram_reset and "engram_reset" in given:
+        raise UsageError("--engram_reset: this model has no Engram tables")
+    return replace(flags, engram_reset=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batch and horizon
+
+
+def splits_of(
+    flags: "Flags", given: Set[str], ranks: int, origin: Origin = FROM_SCRATCH
+) -> list[Split]:
+    """Return the splits of a step that the flags allow, the preferred ones first.
+
+    With --global_batch (given, or the recipe's) these are all that give its bytes, the largest
+    micro-batch first; memory decides among them. An interrupted run prefers the split that it
+    had."""
+    if flags.global_batch is None:
+        return [dict(micro_batch=flags.micro_batch, grad_accum=flags.grad_accum)]
+    row_bytes = flags.seq_len * ranks  # of a sequence on every rank
+    sequences, rest = divmod(flags.global_batch, row_bytes)
+    if rest and "global_batch" not in given:  # the recipe's: as many bytes or a few more
+        sequences += 1
+        rest = 0
+    asked = {name: getattr(flags, name) for name in ("micro_batch", "grad_accum") if name in given}
+    splits = []
+    for micro_batch in range(min(sequences, MAX_MICRO_BATCH), 0, -1):
+        split = dict(micro_batch=micro_batch, grad_accum=sequences // micro_batch)
+        if sequences % micro_batch == 0 and asked.items() <= split.items():
+            splits.append(split)
+    if rest or not splits:
+        times = "".join(f" times --{name} {value}" for name, value in asked.items())
+        raise UsageError(
+            f"--global_batch: {flags.global_batch:,} bytes are not a multiple of {row_bytes:,} "
+            f"(--seq_len times ranks){times}"
+        )
+    if origin.resumes:
+        before = origin.flags.get("micro_batch")
+        splits.sort(key=lambda split: split["micro_batch"] != before)
+    return splits
+
+
+def with_split(flags: "Flags", split: Split, ranks: int) -> "Flags":
+    """Set the batch: a split of the step, and the bytes that follow from it."""
+    step_bytes = split["micro_batch"] * split["grad_accum"] * ranks * flags.seq_len
+    return replace(flags, **split, global_batch=step_bytes)
+
+
+def with_horizon(flags: "Flags", given: Set[str], recipe: "Recipe", model: Spider) -> "Flags":
+    """Resolve --target_tokens, and the flags that the recipe derives from the horizon.
+
+    Raise UsageError for flags that need an evaluation if there is none."""
+    config = model.config
+    target: float = flags.target_tokens
+    if flags.target_flops:
+        target = flags.target_flops / estimate.flops_per_byte(
+            model, config.bytes_per_segment, flags.n_loops, flags.seq_len
+        )
+    elif flags.target_param_data_ratio:
+        parameters = sum(
+            model.get_parameter(name).numel()
+            for name, kind in kinds_of(model).items()
+            if kind.component != ENGRAM_TABLES
+        )
+        target = flags.target_param_data_ratio * parameters
+    flags = replace(flags, target_tokens=max(1, math.ceil(min(target, LARGEST))))
+
+    derived: dict[str, Any] = {
+        name: rule(flags, config) for name, rule in recipe.rules.items() if name not in given
+    }
+    flags = replace(flags, **derived)
+    if not flags.eval_every:
+        for name, used in (("keep_best", flags.keep_best), ("patience", flags.patience)):
+            if used:
+                raise UsageError(
+                    f"--{name} needs the validation loss, but --eval_every 0 disables evaluation"
+                )
+    return flags
+
+
+def with_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> Plan:
+    """Choose the horizon so that the run takes --minutes at `rate` bytes/s.
+
+    What was chosen counts as given from then on."""
+    chosen = fit_into_minutes(plan, sources, rate)
+    given = plan.given | chosen.keys()
+    flags = replace(plan.flags, **chosen)
+    flags = with_horizon(flags, given, plan.defaults, plan.model)
+    return replace(plan, flags=flags, given=given)
+
+
+def fit_into_minutes(plan: Plan, sources: Sequence[Source], rate: float) -> dict[str, Any]:
+    """Return target_tokens and eval_tokens for a run of --minutes at `rate` bytes/s.
+
+    An evaluation costs a third of training per byte, and reads at most the held-out bytes that
+    there are. All evaluations get at most a quarter of the time, unless --eval_tokens is given."""
+    flags = plan.flags
+    assert flags.minutes is not None
+    total = 60 * flags.minutes * rate
+    held_out = sum(len(source.val) for source in sources)
+    eval_tokens = flags.eval_tokens
+    target = total
+    if flags.eval_every:
+        if "eval_every" in plan.defaults.rules and "eval_every" not in plan.given:
+            evaluations: float = math.ceil(plan.horizon / flags.eval_every)  # of any horizon
+        else:
+            evaluations = max(1, total / (flags.eval_every * plan.step_bytes))  # one at the end
+        if "eval_tokens" not in plan.given:
+            eval_tokens = max(1, min(eval_tokens, held_out, int(0.75 * total / evaluations)))
+        target = total - evaluations * min(eval_tokens, held_out) / 3
+    target_tokens = max(plan.step_bytes, int(min(target, LARGEST)))
+    return dict(target_tokens=target_tokens, eval_tokens=eval_tokens)
+
+
+# --------------------------------------------------------------------------------------------------
+# Machine and memory
+
+
+def with_machine(flags: "Flags", config: SpiderConfig, world: World) -> tuple["Flags", list[str]]:
+    """Resolve precision, compilation, optimizer and expert backend; return the reasons to log, too.
+
+    Unlike the stages before it, this one asks the hardware and the other ranks. It also activates
+    FlashAttention in torch, for the whole process."""
+    device = world.device
+    compiles, why_compile = machine.resolve_compile(flags.compile, device)
+    precision, why_precision = machine.resolve_precision(flags.precision, device)
+    if flags.fp8_experts:
+        check_fp8_experts(precision, device, config)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    backend, why_backend = resolve_backend(flags.moe_backend, device, config, dtype, compiles)
+    why_attention = ""
+    if precision != "fp32" and not flags.deterministic:
+        why_attention = choose_flash_attention(
+            device, config.n_heads, config.v_head_dim, config.byte_window
+        )
+    # On unlike GPUs ranks may choose differently: a kernel is kept only where all chose it.
+    if flags.moe_backend == "auto" and not any(world.all(backend == name) for name in KERNELS):
+        backend = "grouped"
+    flags = replace(
+        flags,
+        precision=precision,
+        moe_backend=backend,
+        compile=flags.compile if compiles else "off",
+        optimizer="muon" if flags.optimizer == "auto" else flags.optimizer,
+    )
+    reasons = [why_precision, why_compile, why_backend, why_attention]
+    return flags, [line for line in reasons if line]
+
+
+def check_fp8_experts(precision: str, device: torch.device, config: SpiderConfig):
+    """Raise UsageError where --fp8_experts is not supported."""
+    if not config.has_experts:
+        raise UsageError("--fp8_experts: this model has no routed experts")
+    if precision != "fp8":
+        raise UsageError(f"--fp8_experts needs --precision fp8; the precision is {precision}")
+    if device.type == "cuda" and not multiplies_at_once(device, torch.bfloat16):
+        raise UsageError(
+            "--fp8_experts: torch's grouped FP8 product needs sm_90 or sm_100; leave out the flag "
+            "to run the experts in bf16"
+        )
+
+
+def with_memory(plan: Plan, splits: Sequence[Split], world: World) -> Plan:
+    """Choose the split and --recompute by the memory that a step is estimated to take.
+
+    Rank 0 chooses, for all."""
+    plans = [replace(plan, flags=with_split(plan.flags, split, world.ranks)) for split in splits]
+
+    def estimate_split(i: int, recompute: str) -> dict[str, float]:
+        return estimate.estimate_memory(plan.model, plans[i], recompute, world)
+
+    def choose() -> estimate.MemoryChoice:
+        available = machine.memory_of(world.device, world.local_ranks)
+        return estimate.choose_memory(len(plans), plan.flags.recompute, estimate_split, available)
+
+    i, recompute, memory = world.on_rank0(choose)
+    chosen = plans[i]
+    return replace(chosen, flags=replace(chosen.flags, recompute=recompute), memory=memory)
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings
+
+MAX_EPOCHS = 20  # of a horizon without a warning
+MIN_STEPS = 250  # of a horizon without a warning; a run loses 3 to 6 nats, divided by its steps
+MUCH_HIGHER = 1.5  # a learning rate, relative to the last one
+
+
+def horizon_warnings(plan: Plan, loader: Loader, horizon: int, last_factor: float) -> list[str]:
+    """Return warnings for a horizon in steps that does not suit the data or --max_steps.
+
+    last_factor: the learning rate of the last step, of the horizon or of --max_steps, as a fraction
+    of the peak."""
+    flags = plan.flags
+    warnings = []
+    epochs = (flags.target_tokens * loader.share / loader.targets).max()
+    if epochs > MAX_EPOCHS and not flags.mock_data:
+        warnings.append(
+            f"--target_tokens {flags.target_tokens:,} is {epochs:,.0f} epochs, in which the model "
+            f"memorizes the data: use at most {int(flags.target_tokens * MAX_EPOCHS / epochs):,}, "
+            f"or more data"
+        )
+    smallest = plan.ranks * flags.seq_len  # bytes of a step
+    if horizon < MIN_STEPS and plan.step_bytes > smallest and not flags.mock_data:
+        better = max(1, flags.target_tokens // (4 * MIN_STEPS * smallest)) * smallest
+        warnings.append(
+            f"the horizon is only {horizon:,} steps: fewer bytes a step (--global_batch {better}, "
+            f"without --micro_batch and --grad_accum) give a lower loss, more slowly on a GPU"
+        )
+    last = min(horizon, flags.max_steps or horizon)
+    ends_in_warmup = flags.warmup_steps >= last and not flags.mock_data
+    if ends_in_warmup:
+        warnings.append(
+            f"the warm-up is not over at step {last:,}, where the learning rate is "
+            f"{last_factor:.0%} of the peak: lower --warmup_steps from {flags.warmup_steps:,} to "
+            f"{last // 5:,}"
+        )
+    if flags.max_steps > horizon:
+        least = flags.lr * flags.min_lr_fraction
+        warnings.append(
+            f"--max_steps {flags.max_steps:,} is beyond the horizon of {horizon:,} steps: the "
+            f"steps after it run at the minimum learning rate, {least:.2e}; raise --target_tokens "
+            f"for a schedule over all of them"
+        )
+    ends_early = last < horizon and last_factor > 2 * flags.min_lr_fraction
+    if ends_early and not flags.mock_data and not ends_in_warmup:
+        warnings.append(
+            f"--max_steps {flags.max_steps:,} ends the run at {last_factor:.0%} of the peak "
+            f"learning rate, which decays over {horizon:,} steps: use --target_tokens "
+            f"{flags.max_steps * plan.step_bytes} for a better loss"
+        )
+    return warnings
+
+
+def rise_warning(progress: RunProgress, rate: float, horizon: int) -> list[str]:
+    """Return a warning if a run resumes at a much higher learning rate than it had.
+
+    So it is if its horizon is raised after the rate has fallen. The warm-up is no such rise: the
+    last step's rate is compared with `rate`, what it would be by the present schedule."""
+    before = (progress.metrics or {}).get("lr")
+    if not before or rate < MUCH_HIGHER * before:
+        return []
+    return [
+        f"the learning rate rises from {before:.2e} to {rate:.2e}: the loss rises at first, and "
+        f"falls below that of the run so far only towards step {horizon:,}; in a new --ckpt_dir, "
+        f"by --resume, the checkpoints so far would be kept"
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# The dry run
+
+
+def print_dry_run(
+    plan: Plan, remarks: Sequence[str], world: World, time_steps: Callable[[], float]
+) -> int:
+    """Print what a run is and costs, the verdict last.
+
+    remarks: what else the log would say. time_steps: returns the bytes/s of a few steps. Return the
+    exit status: 1 if memory or disk do not suffice, else 0."""
+    flags = plan.flags
+    estimate.print_tables(plan, plan.model)
+    if flags.precision == "fp8":
+        print(describe_fp8(plan.model, flags.fp8_experts))
+    for line in remarks:
+        say(line)
+    lacking = estimate.print_memory_and_disk(plan, world)
+
+    bound, expected = estimate.rates(plan, machine.product_rate(world.device) * world.ranks)
+    steps = flags.max_steps or plan.horizon
+    n_bytes = steps * plan.step_bytes
+    obstacle = estimate.obstacle_to_timing(plan, world, bound)
+    if obstacle is None:
+        rate = time_steps()
+        duration = f"{estimate.describe_duration(n_bytes / rate)} at {rate:,.0f} bytes/s, as timed"
+    else:
+        duration = (
+            f"at least {estimate.describe_duration(n_bytes / bound)}: matrix products alone allow "
+            f"{bound:,.0f} bytes/s (no step was timed: {obstacle})"
+        )
+        if world.device.type == "cuda" and flags.precision != "fp32":
+            duration = (
+                f"about {estimate.describe_duration(n_bytes / expected)} at an expected "
+                f"{expected:,.0f} bytes/s, {duration}"
+            )
+    say(f"run: {steps:,} steps of {plan.step_bytes:,} bytes, {duration}")
+    if lacking:
+        say(f"verdict: NOT ENOUGH {'; '.join(lacking)}")
+        return 1
+    say("verdict: enough memory and disk")
+    return 0
